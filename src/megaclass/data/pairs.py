@@ -1,0 +1,253 @@
+"""Verification pairs in InsightFace's `.bin` form (lfw.bin, cfp_fp.bin, …): a pickle, read without running what is in it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.errors import DataError
+
+# Bytes objects as such since 3, long ones since 4; InsightFace reads it with any Python 3.
+_PICKLE_PROTOCOL = 4
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """Pair i is images 2i and 2i + 1; `is_same[i]` says whether they show one identity."""
+
+    images: list[bytes]
+    is_same: NDArray[np.bool_]
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.is_same)
+
+
+def write_pairs(path: Path, pair_set: PairSet) -> None:
+    """Replaces `path` at once: a reader sees the old file or the new one."""
+    _require_two_images_a_pair(path, len(pair_set.images), len(pair_set.is_same))
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            pickle.dump(
+                (list(pair_set.images), [bool(same) for same in pair_set.is_same]), file, protocol=_PICKLE_PROTOCOL
+            )
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_pairs(path: Path) -> PairSet:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"Cannot read the pairs {path}: {error.strerror}.") from error
+    try:
+        found = _PairUnpickler(content, path).load()
+    except _BAD_PICKLE as error:
+        raise DataError(
+            f"Cannot read the pairs {path}: not a whole pickle of (images, is_same) ({error or type(error).__name__})."
+        ) from error
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise DataError(f"Cannot read the pairs {path}: expected (images, is_same), found {_describe(found)}.")
+    images = [_as_bytes(item, number, path) for number, item in enumerate(_as_list(found[0], "images", path))]
+    is_same = [_as_bool(item, number, path) for number, item in enumerate(_as_list(found[1], "is_same", path))]
+    _require_two_images_a_pair(path, len(images), len(is_same))
+    return PairSet(images, np.array(is_same, dtype=bool))
+
+
+def _require_two_images_a_pair(path: Path, num_images: int, num_pairs: int) -> None:
+    if num_images != 2 * num_pairs:
+        raise DataError(
+            f"The pairs {path} hold {num_images} images and {num_pairs} labels: expected two images a label."
+        )
+
+
+# Everything that Python's own unpickler raises on bytes that are no pickle.
+_BAD_PICKLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    AssertionError,
+    MemoryError,
+    struct.error,
+)
+
+
+class _PairUnpickler(pickle._Unpickler):
+    """Admits arrays of numbers and bytes, and refuses every other name.
+
+    The Python version of the unpickler, because the one in C reserves whatever memory a damaged file asks for. No class or function of
+    NumPy is handed out: a stand-in takes the pickled state and checks it, so that nothing in the file can call anything.
+    """
+
+    def __init__(self, content: bytes, path: Path) -> None:
+        # Files made by Python 2 keep their images in what Python 3 would read as text.
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        stand_in = _ADMITTED.get(f"{module}.{name}")
+        if stand_in is None:
+            raise DataError(
+                f"The pairs {self._path} ask for {module}.{name} when opened: only arrays of bytes are admitted. Do not trust this file."
+            )
+        return stand_in()
+
+
+class _Array:
+    """Stands in for a NumPy array that is being rebuilt."""
+
+    __slots__ = ("flat", "shape")
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = (0,)
+        self.flat: NDArray[Any] | list[Any] = []
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.shape, dtype, _, content = state
+        self.fill(content, dtype)
+
+    def fill(self, content: Any, dtype: Any) -> None:
+        if not isinstance(dtype, _Dtype):
+            raise pickle.UnpicklingError(f"an array of {_describe(dtype)}")
+        if isinstance(content, list):
+            self.flat = content
+        else:
+            self.flat = np.frombuffer(content, dtype=dtype.numpy_name)
+        if len(self.shape) > 2 or int(np.prod(self.shape, dtype=np.int64)) != len(self.flat):
+            raise pickle.UnpicklingError(f"an array of shape {self.shape} with {len(self.flat)} entries")
+
+
+class _Dtype:
+    __slots__ = ("numpy_name",)
+
+    # Pixels, truth values and the integers some tools write for them; O holds a list of such arrays.
+    _NAMES = frozenset({"u1", "b1", "i1", "i4", "i8", "O8", "O"})
+
+    def __init__(self, name: Any) -> None:
+        text = name.decode("ascii", "replace") if isinstance(name, bytes) else str(name)
+        if text.lstrip("<|") not in self._NAMES:
+            raise pickle.UnpicklingError(f"an array of type {text!r}")
+        self.numpy_name = text
+
+    def __setstate__(self, state: Any) -> None:
+        """Byte order and alignment, which the name already says for the types admitted."""
+
+
+class _ArrayType:
+    __slots__ = ()
+
+
+class _Reconstruct:
+    __slots__ = ()
+
+    def __call__(self, array_type: Any, shape: Any, code: Any) -> _Array:
+        return _Array()
+
+
+class _FromBuffer:
+    __slots__ = ()
+
+    def __call__(self, content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+        array = _Array()
+        array.shape = shape
+        array.fill(content, dtype)
+        return array
+
+
+class _MakeDtype:
+    __slots__ = ()
+
+    def __call__(self, name: Any, *alignment: Any) -> _Dtype:
+        return _Dtype(name)
+
+
+class _MakeScalar:
+    __slots__ = ()
+
+    def __call__(self, dtype: Any, content: Any) -> bool | int:
+        array = _Array()
+        array.shape = (1,)
+        array.fill(content, dtype)
+        return int(array.flat[0])
+
+
+class _MakeBytes:
+    """`bytes(…)` and `_codecs.encode(…)` as pickles use them; `bytes(10**12)` would be a request for memory."""
+
+    __slots__ = ()
+
+    def __call__(self, content: Any = b"", encoding: Any = "latin1") -> bytes:
+        if isinstance(content, str) and encoding in ("latin1", "latin-1", b"latin1", b"latin-1"):
+            return content.encode("latin1")
+        if isinstance(content, bytes | bytearray | list):
+            return bytes(content)
+        raise pickle.UnpicklingError(f"bytes made of {_describe(content)}")
+
+
+_ADMITTED: dict[str, type] = {
+    "numpy.ndarray": _ArrayType,
+    "numpy.dtype": _MakeDtype,
+    "numpy.core.multiarray._reconstruct": _Reconstruct,
+    "numpy._core.multiarray._reconstruct": _Reconstruct,
+    "numpy.core.numeric._frombuffer": _FromBuffer,
+    "numpy._core.numeric._frombuffer": _FromBuffer,
+    "numpy.core.multiarray.scalar": _MakeScalar,
+    "numpy._core.multiarray.scalar": _MakeScalar,
+    "_codecs.encode": _MakeBytes,
+    "builtins.bytes": _MakeBytes,
+    "builtins.bytearray": _MakeBytes,
+    "__builtin__.bytes": _MakeBytes,
+    "__builtin__.bytearray": _MakeBytes,
+}
+
+
+def _as_list(found: Any, what: str, path: Path) -> list[Any]:
+    if isinstance(found, _Array):
+        # A (2N, L) array of pixels would be sliced by rows; encoded images differ in length, so only flat lists occur.
+        return list(found.flat)
+    if isinstance(found, list | tuple):
+        return list(found)
+    raise DataError(f"Cannot read the pairs {path}: {what} is {_describe(found)}, expected a list.")
+
+
+def _as_bytes(item: Any, number: int, path: Path) -> bytes:
+    if isinstance(item, bytes | bytearray):
+        return bytes(item)
+    if isinstance(item, _Array) and isinstance(item.flat, np.ndarray) and item.flat.dtype == np.uint8:
+        return item.flat.tobytes()
+    raise DataError(
+        f"Cannot read the pairs {path}: image {number} is {_describe(item)}, expected bytes or an array of uint8."
+    )
+
+
+def _as_bool(item: Any, number: int, path: Path) -> bool:
+    if isinstance(item, bool | int | np.bool_ | np.integer) and item in (0, 1):
+        return bool(item)
+    raise DataError(f"Cannot read the pairs {path}: label {number} is {_describe(item)}, expected true or false.")
+
+
+def _describe(found: Any) -> str:
+    if isinstance(found, _Array):
+        return f"an array of shape {found.shape}"
+    if isinstance(found, list | tuple):
+        return f"a {type(found).__name__} of {len(found)}"
+    return (
+        f"{type(found).__name__} {str(found)[:40]!r}"
+        if isinstance(found, int | float | str)
+        else f"a {type(found).__name__}"
+    )

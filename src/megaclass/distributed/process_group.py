@@ -1,0 +1,101 @@
+"""The one place that calls init_process_group."""
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megaclass.errors import LaunchError
+from megaclass.world import World
+
+
+@contextmanager
+def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.0) -> Iterator[torch.device]:
+    """Joins the default process group for the duration of the block and yields this rank's device.
+
+    nccl when the device is a GPU, gloo otherwise. A world of one joins a group of one: the same code path everywhere.
+    Every rank says which device it uses; a GPU that is there but unused is warned about.
+    """
+    chosen = choose_device(device, world)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    print(f"{world.name()}: {describe_device(chosen)}, {backend}", file=sys.stderr, flush=True)
+    for warning in unused_gpus(chosen, world):
+        print(f"WARNING {world.name()}: {warning}", file=sys.stderr, flush=True)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    try:
+        dist.init_process_group(
+            backend,
+            store=_store(world, timeout_s),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:  # DistStoreError and friends are RuntimeErrors
+        raise LaunchError(
+            f"{world.name()} cannot join the others at {world.address}:{world.port} within {timeout_s:g} s: {error}"
+        ) from error
+    try:
+        yield chosen
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(device: str, world: World) -> torch.device:
+    """`auto` is the GPU of this local rank when there is one, else the CPU."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise LaunchError(f"Unknown device {device!r}: expected auto, cpu or cuda.")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            f"{world.name()} was asked for device 'cuda', but torch {torch.__version__} sees no GPU: "
+            f"check the driver with nvidia-smi, and that torch is a CUDA build."
+        )
+    if world.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"{world.name()} is local rank {world.local_rank}, but torch sees {torch.cuda.device_count()} GPU(s) here, and "
+            f"NCCL refuses two ranks on one GPU: start at most one process a GPU, or set train.device=cpu."
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''})"
+
+
+def unused_gpus(device: torch.device, world: World, driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Reasons to shout: a run that silently leaves its GPUs idle costs days."""
+    present = len(list(driver.iterdir())) if driver.is_dir() else 0
+    if device.type == "cpu":
+        if torch.cuda.is_available():
+            return [
+                f"training on the CPU although {torch.cuda.device_count()} GPU(s) are usable: set train.device=auto."
+            ]
+        if present:
+            return [
+                f"the driver shows {present} GPU(s) on {socket.gethostname()}, but torch {torch.__version__} cannot use "
+                f"them: training on the CPU. Install a CUDA build of torch that fits the driver."
+            ]
+    elif world.local_rank == 0 and world.local_size < torch.cuda.device_count():
+        return [
+            f"{torch.cuda.device_count()} GPUs are visible but only {world.local_size} process(es) run here: "
+            f"the others stay idle."
+        ]
+    return []
+
+
+def _store(world: World, timeout_s: float) -> dist.Store:
+    if world.size == 1:
+        return dist.HashStore()
+    return dist.TCPStore(
+        world.address, world.port, world.size, is_master=world.is_main, timeout=timedelta(seconds=timeout_s)
+    )

@@ -1,0 +1,29 @@
+"""What a user can mend. The command line prints these without a traceback and exits with 2."""
+
+
+class UserError(Exception):
+    """Says what was given, where, what is allowed and what to do."""
+
+
+class ConfigError(UserError):
+    """A setting that is unknown, of the wrong type or out of range."""
+
+
+class DataError(UserError):
+    """A file or folder whose content is not what its format says."""
+
+
+class HeadError(UserError):
+    """Labels, embeddings or options that the sharded head cannot take."""
+
+
+class LaunchError(UserError):
+    """Processes that cannot be started, or a start-up that contradicts itself."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or run folder that cannot be read, or must not be overwritten."""
+
+
+class ExportError(UserError):
+    """An artefact that does not give the embeddings of the model it came from."""

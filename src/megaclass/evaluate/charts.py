@@ -1,0 +1,239 @@
+"""Numbers -> SVG text. Three kinds of chart, axes with round ticks, no dependency.
+
+Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label` ...) that the page defines, so one drawing serves the
+light and the dark page. A drawing has its own coordinates, `size` units wide and high; the page scales it to its column,
+so a drawing meant for a narrow column is given a smaller size and keeps its text readable.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+WIDE = (480, 300)
+NARROW = (360, 240)
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 20, 12, 46
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """A line: points in the order they are joined. A value that is not finite leaves a gap."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    css: str = "series-0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """A range of values laid along a side of the drawing."""
+
+    label: str
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    is_log: bool = False
+    tick_text: Callable[[float], str] = lambda value: f"{value:g}"
+
+    def share(self, value: float) -> float:
+        """0 at the low end, 1 at the high end."""
+        if self.is_log:
+            value = max(value, self.low)
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False, is_tight: bool = False) -> Axis:
+    """An axis that holds all finite values and ends on round ticks, or with `is_tight` on the outermost values."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        # One value only: it gets room around it, so that the axis has a length.
+        margin = abs(high) / 2 or 0.5
+        low, high = (low if from_zero else low - margin), high + margin
+    step = _round_step((high - low) / 5)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple(index * step for index in range(first, last + 1))
+    if is_tight:
+        inside = tuple(tick for tick in ticks if low - step / 1e6 <= tick <= high + step / 1e6)
+        return Axis(label=label, low=low, high=high, ticks=inside, tick_text=_text_for_step(step, ticks))
+    return Axis(label=label, low=ticks[0], high=ticks[-1], ticks=ticks, tick_text=_text_for_step(step, ticks))
+
+
+def fixed_axis(label: str, ticks: Sequence[float], *, tick_text: Callable[[float], str] | None = None) -> Axis:
+    """An axis whose ends are its first and last tick."""
+    return Axis(
+        label=label,
+        low=ticks[0],
+        high=ticks[-1],
+        ticks=tuple(ticks),
+        tick_text=tick_text or _text_for_step(ticks[1] - ticks[0], ticks),
+    )
+
+
+def log_axis(label: str, low: float, high: float) -> Axis:
+    """From one positive value to another, with a tick at each power of ten between them."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    ticks = tuple(10.0**exponent for exponent in range(first, last + 1))
+    return Axis(label=label, low=low, high=high, ticks=ticks, is_log=True, tick_text=_power_of_ten)
+
+
+def line_chart(
+    series: Sequence[Series], x_axis: Axis, y_axis: Axis, *, title: str, size: tuple[int, int] = WIDE
+) -> str:
+    """Lines over two axes, later ones over earlier ones."""
+    plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
+    return plot.svg([f'<path class="line {escape(one.css)}" d="{_line_path(one, plot)}"/>' for one in series], title)
+
+
+def histogram_chart(
+    groups: Sequence[tuple[str, NDArray[np.float64]]],
+    edges: NDArray[np.float64],
+    x_axis: Axis,
+    *,
+    title: str,
+    marker: float,
+    size: tuple[int, int] = WIDE,
+) -> str:
+    """One filled outline per group (css class, values), heights in percent of the group; a dashed line at `marker`."""
+    shares = [100 * np.histogram(values, edges)[0] / max(len(values), 1) for _, values in groups]
+    y_axis = linear_axis("share of pairs, %", [0.0, *(float(one.max()) for one in shares)], from_zero=True)
+    plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
+    drawn = []
+    for (css, _), heights in zip(groups, shares, strict=True):
+        outline = zip(np.repeat(edges, 2), [0.0, *np.repeat(heights, 2), 0.0], strict=True)
+        drawn.append(f'<path class="area {escape(css)}" d="M{"L".join(plot.point(x, y) for x, y in outline)}Z"/>')
+    at = plot.x(marker)
+    drawn.append(f'<line class="marker" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{plot.bottom}"/>')
+    return plot.svg(drawn, title)
+
+
+def smoothed(values: Sequence[float], *, span: int) -> list[float]:
+    """Mean over the `span` values before and after each; values that are not finite stay and enter no mean."""
+    given = np.asarray(values, dtype=np.float64)
+    is_finite = np.isfinite(given)
+    totals = np.concatenate([[0.0], np.cumsum(np.where(is_finite, given, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_finite)])
+    places = np.arange(len(given))
+    first, last = np.maximum(places - span, 0), np.minimum(places + span + 1, len(given))
+    means = (totals[last] - totals[first]) / np.maximum(counts[last] - counts[first], 1)
+    return np.where(is_finite, means, given).tolist()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plot:
+    """Two axes on a drawing: where a value lies, and the frame around what is drawn."""
+
+    x_axis: Axis
+    y_axis: Axis
+    size: tuple[int, int]
+
+    @property
+    def bottom(self) -> int:
+        return self.size[1] - _BOTTOM
+
+    @property
+    def right(self) -> int:
+        return self.size[0] - _RIGHT
+
+    def x(self, value: float) -> float:
+        return _LEFT + min(max(self.x_axis.share(value), 0.0), 1.0) * (self.right - _LEFT)
+
+    def y(self, value: float) -> float:
+        return self.bottom - min(max(self.y_axis.share(value), 0.0), 1.0) * (self.bottom - _TOP)
+
+    def point(self, x: float, y: float) -> str:
+        return f"{self.x(float(x)):.1f} {self.y(float(y)):.1f}"
+
+    def svg(self, drawn: Sequence[str], title: str) -> str:
+        width, height = self.size
+        middle_x, middle_y = (_LEFT + self.right) / 2, (_TOP + self.bottom) / 2
+        return "".join(
+            [
+                f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
+                *(self._y_tick(tick) for tick in self.y_axis.ticks),
+                *(self._x_tick(tick) for tick in self.x_axis.ticks),
+                *drawn,
+                f'<line class="axis" x1="{_LEFT}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>',
+                f'<text class="axis-label" x="{middle_x:g}" y="{height - 8}" text-anchor="middle">'
+                f"{escape(self.x_axis.label)}</text>",
+                f'<text class="axis-label" transform="translate(12 {middle_y:g}) rotate(-90)" text-anchor="middle">'
+                f"{escape(self.y_axis.label)}</text></svg>",
+            ]
+        )
+
+    def _x_tick(self, tick: float) -> str:
+        at = self.x(tick)
+        return (
+            f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{self.bottom}" y2="{self.bottom + 4}"/>'
+            f'<text class="tick" x="{at:.1f}" y="{self.bottom + 17}" text-anchor="middle">'
+            f"{escape(self.x_axis.tick_text(tick))}</text>"
+        )
+
+    def _y_tick(self, tick: float) -> str:
+        at = self.y(tick)
+        return (
+            f'<line class="grid" x1="{_LEFT}" x2="{self.right}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            f'<text class="tick" x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">'
+            f"{escape(self.y_axis.tick_text(tick))}</text>"
+        )
+
+
+def _line_path(series: Series, plot: _Plot) -> str:
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(series.xs, series.ys, strict=True):
+        if math.isfinite(x) and math.isfinite(y):
+            pieces[-1].append((plot.x(x), plot.y(y)))
+        elif pieces[-1]:
+            pieces.append([])
+    return "".join(
+        "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in _thinned(piece)) for piece in pieces if piece
+    )
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of the points in each column one unit wide the first, lowest, highest and last: the same picture, a lighter file."""
+    kept: list[tuple[float, float]] = []
+    for _, column in itertools.groupby(range(len(points)), key=lambda index: round(points[index][0])):
+        indices = list(column)
+        by_height = sorted(indices, key=lambda index: points[index][1])
+        kept.extend(points[index] for index in sorted({indices[0], by_height[0], by_height[-1], indices[-1]}))
+    return kept
+
+
+def _round_step(rough: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 x 10^n that is not below `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+
+
+def _text_for_step(step: float, ticks: Sequence[float]) -> Callable[[float], str]:
+    """One number of decimals for the whole axis; thousands grouped; very small or large values as powers."""
+    largest = max(abs(tick) for tick in ticks)
+    decimals = next((count for count in range(12) if abs(round(step, count) - step) < 1e-6 * step), 12)
+    is_extreme = largest >= 1e6 or largest < 1e-2
+
+    def text(value: float) -> str:
+        if abs(value) < step / 1e6:  # index * step leaves no exact zero behind for every step
+            return "0" if is_extreme else f"{0:.{decimals}f}"
+        if is_extreme:
+            mantissa, exponent = f"{value:.3e}".split("e")
+            return f"{float(mantissa):g}e{int(exponent)}".replace("-", "−")
+        return f"{value:,.{decimals}f}".replace("-", "−")
+
+    return text
+
+
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def _power_of_ten(value: float) -> str:
+    exponent = round(math.log10(value))
+    return {0: "1", 1: "10"}.get(exponent, "10" + str(exponent).translate(_SUPERSCRIPTS))

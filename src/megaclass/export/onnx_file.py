@@ -1,0 +1,138 @@
+"""Backbone -> model.onnx: one file, any batch, checked against the model it came from before it appears.
+
+Input "input": float32 (batch, 3, S, S), RGB, (x - 127.5) / 127.5. Output "embedding": float32 (batch, D), not normalised.
+This is what InsightFace's tools expect.
+"""
+
+import contextlib
+import copy
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from megaclass.errors import ExportError
+from megaclass.export.publish import published_file
+
+MIN_COSINE = 0.99999
+# The cosine does not see a wrong scale, and the embedding is published un-normalised.
+MAX_NORM_DIFFERENCE = 1e-3
+# A protobuf, and so a model in one file, ends at 2 GiB.
+_MAX_BYTES = 2**31 - 2**20
+
+
+def export_onnx(
+    path: Path, backbone: nn.Module, *, image_size: int, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Exports a copy of the backbone in eval mode and float32; the backbone itself is not touched.
+
+    onnxruntime must give torch's embeddings on fixed inputs, one image and seven (cosine of at least 0.99999, norm within
+    0.1 %), otherwise ExportError and no file. `metadata` goes into the file's metadata properties.
+    """
+    _require_packages()
+    exported = copy.deepcopy(backbone).cpu().float().eval()
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in exported.state_dict().values())
+    if num_bytes > _MAX_BYTES:
+        raise ExportError(
+            f"Cannot write {path}: {num_bytes / 2**30:.1f} GiB of weights, but a single ONNX file holds at most 2 GiB. "
+            f"Export to safetensors instead."
+        )
+    inputs = _fixed_inputs(image_size)
+    with published_file(path) as unfinished:
+        _write(path, unfinished, exported, inputs[:2], metadata or {})
+        for num_images in (1, len(inputs)):
+            _check(path, unfinished, exported, inputs[:num_images])
+
+
+def _require_packages() -> None:
+    missing = []
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise ExportError(f"ONNX export needs {', '.join(missing)}: pip install 'megaclass[onnx]'")
+
+
+def _fixed_inputs(image_size: int) -> torch.Tensor:
+    """Seven images of coarse random patches, the same on every machine: like photos they have large even areas."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randint(0, 256, (7, 3, 7, 7), generator=generator).float()
+    pixels = torch.nn.functional.interpolate(coarse, size=(image_size, image_size), mode="nearest")
+    return (pixels - 127.5) / 127.5
+
+
+def _write(
+    path: Path, unfinished: Path, exported: nn.Module, example: torch.Tensor, metadata: Mapping[str, str]
+) -> None:
+    with _silenced_exporter() as chatter:
+        try:
+            program = torch.onnx.export(
+                exported,
+                (example,),
+                dynamo=True,
+                input_names=["input"],
+                output_names=["embedding"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                external_data=False,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise ExportError(
+                f"Cannot export {type(exported).__name__} to {path}: {error}\n{chatter.getvalue()}".rstrip()
+            ) from error
+        assert program is not None
+        program.model.metadata_props.update(sorted(metadata.items()))
+        program.save(unfinished, external_data=False)
+
+
+def _check(path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor) -> None:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    session = onnxruntime.InferenceSession(str(unfinished), options, providers=["CPUExecutionProvider"])
+    (got_BD,) = session.run(["embedding"], {"input": inputs.numpy()})
+    with torch.no_grad():
+        want_BD = exported(inputs).double().numpy()
+    got_BD = np.asarray(got_BD, dtype=np.float64)
+    if got_BD.shape != want_BD.shape or want_BD.ndim != 2 or len(want_BD) != len(inputs):
+        raise ExportError(
+            f"Not written: {path}. For {len(inputs)} image(s) the ONNX model gives embeddings of shape {got_BD.shape}, "
+            f"the backbone {want_BD.shape}: expected one row for each image."
+        )
+    got_norms_B, want_norms_B = np.linalg.norm(got_BD, axis=1), np.linalg.norm(want_BD, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cosines_B = (got_BD * want_BD).sum(axis=1) / (got_norms_B * want_norms_B)
+        norm_differences_B = np.abs(got_norms_B / want_norms_B - 1)
+    # Asked this way round, NaN is a failure.
+    if not (cosines_B.min() >= MIN_COSINE and norm_differences_B.max() <= MAX_NORM_DIFFERENCE):
+        raise ExportError(
+            f"Not written: {path}. For {len(inputs)} image(s) the ONNX model's embeddings differ from the backbone's: "
+            f"lowest cosine {cosines_B.min():.6f} (at least {MIN_COSINE} is required), norms apart by up to "
+            f"{norm_differences_B.max():.2%}."
+        )
+
+
+@contextlib.contextmanager
+def _silenced_exporter() -> Iterator[io.StringIO]:
+    """Progress lines, deprecation warnings and log lines of the exporter go nowhere; its exceptions pass."""
+    chatter = io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield chatter
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,37 @@
+"""A file that appears whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megaclass.errors import ExportError
+
+
+@contextmanager
+def published_file(path: Path) -> Iterator[Path]:
+    """Yields a path to write and check; when the block ends without an error the file there becomes `path`.
+
+    On an error nothing new is left behind, and what stood at `path` before still stands. The unfinished file lies beside
+    the finished one because a rename is atomic only within a file system.
+    """
+    if not path.parent.is_dir():
+        raise ExportError(f"Cannot write {path}: the folder {path.parent} does not exist.")
+    # The suffix stays last: onnx chooses how to write by it.
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        yield unfinished
+        _flush(unfinished)
+        unfinished.replace(path)
+        _flush(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """A rename may reach the disk before the content it names; after fsync of both, a power cut cannot show half a file."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

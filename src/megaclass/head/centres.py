@@ -1,0 +1,145 @@
+"""The class centres of one rank and their optimizer state, row for row."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megaclass.errors import HeadError
+from megaclass.head.counter_random import (
+    INITIAL_CENTRES,
+    ROUND_WEIGHTS,
+    normals_from_bits,
+    random_bits_rows,
+    round_stochastically,
+    stream_keys,
+)
+from megaclass.head.kernels.problem import take_rows, unit_rows
+from megaclass.head.row_optimizers import RowOptimizer
+from megaclass.head.shards import ClassRange
+
+STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
+_INITIAL_DEVIATION = 0.01
+_BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
+
+
+class Centres(nn.Module):
+    """R = K * M rows of D numbers: the M sub-centres of a class lie beside each other."""
+
+    weight_RD: Tensor
+
+    def __init__(
+        self,
+        classes: ClassRange,
+        embedding_dim: int,
+        num_subcentres: int,
+        *,
+        storage: str,
+        optimizer: RowOptimizer,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.classes, self.num_subcentres, self.seed, self.optimizer = classes, num_subcentres, seed, optimizer
+        dtype = STORAGE_DTYPES[storage]
+        self.work_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        weight_RD = torch.empty((len(classes) * num_subcentres, embedding_dim), dtype=dtype, device=device)
+        self.register_buffer("weight_RD", weight_RD)
+        self._draw_initial()
+        self._state_names = list(optimizer.new_state(weight_RD[:0]))
+        for name, tensor in optimizer.new_state(weight_RD).items():
+            self.register_buffer(f"state_{name}", tensor)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(f"state_{name}") for name in self._state_names}
+
+    def rows(self) -> dict[str, Tensor]:
+        """Everything that belongs to a row; first dimension R."""
+        return {"weight": self.weight_RD, **self.state_tensors()}
+
+    def load_rows(self, first_class: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copies the part of `tensors` (whole classes from first_class on) that lies on this rank."""
+        own = self.rows()
+        if set(tensors) != set(own):
+            raise HeadError(f"Rows with {sorted(tensors)} cannot be loaded into a head that keeps {sorted(own)}.")
+        for name, source in tensors.items():
+            if len(source) % self.num_subcentres or source.shape[1:] != own[name].shape[1:]:
+                raise HeadError(
+                    f"Rows of {name!r} have shape {tuple(source.shape)}, this head's {tuple(own[name].shape)} with "
+                    f"{self.num_subcentres} centre(s) a class: embedding_dim or num_subcentres differ."
+                )
+            num_classes = len(source) // self.num_subcentres
+            start = max(first_class, self.classes.start)
+            stop = min(first_class + num_classes, self.classes.stop)
+            if start < stop:
+                here = slice(*((c - self.classes.start) * self.num_subcentres for c in (start, stop)))
+                there = slice(*((c - first_class) * self.num_subcentres for c in (start, stop)))
+                own[name][here].copy_(source[there])
+
+    def cosines_to(self, unit_MD: Tensor) -> Tensor:
+        """(K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
+        best = []
+        for block in self.weight_RD.split(max(1, (1 << 16) // self.num_subcentres) * self.num_subcentres):
+            cosines = unit_rows(block, self.work_dtype)[0] @ unit_MD.T
+            best.append(cosines.unflatten(0, (-1, self.num_subcentres)).amax((1, 2)))
+        return torch.cat(best)
+
+    def update_(
+        self, rows: slice | Tensor, grad_unit_RD: Tensor, mask_R: Tensor | None, lr: float | Tensor, step: int
+    ) -> None:
+        """Moves these rows by the gradient of their unit vectors; rows where mask_R is False stay as they are.
+
+        rows: unless a slice, row 0 of the list may stand in again for entries that mask_R leaves out (padding).
+        """
+        in_place = isinstance(rows, slice) and mask_R is None and self.weight_RD.dtype == self.work_dtype
+        stored = {name: take_rows(tensor, rows) for name, tensor in self.rows().items()}
+        moved = {name: tensor if in_place else self._working_copy(tensor) for name, tensor in stored.items()}
+        weight_RD = moved.pop("weight")
+        unit_RD, inverse_R = unit_rows(weight_RD, self.work_dtype)
+        # Through the normalisation: only what is orthogonal to the centre changes its direction.
+        along_R = (unit_RD * grad_unit_RD).sum(1, keepdim=True)
+        grad_RD = grad_unit_RD.sub_(unit_RD.mul_(along_R)).mul_(inverse_R[:, None])
+        self.optimizer.update_(weight_RD, moved, self.optimizer.clip_(grad_RD), lr)
+        if in_place:
+            return
+        moved["weight"] = weight_RD
+        for place, (name, old) in enumerate(stored.items()):
+            new = self._rounded(moved[name], old.dtype, rows, step, place)
+            if mask_R is not None:
+                new = torch.where(mask_R.view(-1, *[1] * (new.ndim - 1)), new, old)
+            self._write(self.rows()[name], rows, new, mask_R)
+
+    def _working_copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.work_dtype) if tensor.dtype == torch.bfloat16 else tensor.clone()
+
+    def _rounded(self, new: Tensor, dtype: torch.dtype, rows: slice | Tensor, step: int, place: int) -> Tensor:
+        if dtype != torch.bfloat16:
+            return new
+        ids = torch.arange(rows.start, rows.stop, device=new.device) if isinstance(rows, slice) else rows
+        keys = stream_keys(ROUND_WEIGHTS, self.seed, step, place)
+        return round_stochastically(new, random_bits_rows(keys, ids + self._first_row, new.shape[1]))
+
+    def _write(self, tensor: Tensor, rows: slice | Tensor, new: Tensor, mask_R: Tensor | None) -> None:
+        if isinstance(rows, slice):
+            tensor[rows] = new
+            return
+        if mask_R is not None:
+            # Entries left out may name a row that another entry moves; they write what that list's first entry writes.
+            slots_R = torch.where(mask_R, torch.arange(len(rows), device=rows.device), 0)
+            rows, new = rows[slots_R], new[slots_R]
+        tensor.index_copy_(0, rows, new)
+
+    @property
+    def _first_row(self) -> int:
+        return self.classes.start * self.num_subcentres
+
+    def _draw_initial(self) -> None:
+        keys = stream_keys(INITIAL_CENTRES, self.seed)
+        num_rows, width = self.weight_RD.shape
+        device = self.weight_RD.device
+        block = max(1, _BLOCK_ELEMENTS.get(device.type, 1 << 15) // max(1, width))
+        for start in range(0, num_rows, block):
+            stop = min(start + block, num_rows)
+            ids = torch.arange(self._first_row + start, self._first_row + stop, device=device)
+            normals = normals_from_bits(random_bits_rows(keys, ids, width), self.work_dtype)
+            self.weight_RD[start:stop] = normals.mul_(_INITIAL_DEVIATION)

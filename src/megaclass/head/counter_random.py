@@ -1,0 +1,72 @@
+"""Random numbers that depend on what they are for, not on when or where they are drawn.
+
+Each number is a hash of its key: the initial centre of class c of (seed, c), whether c is drawn at step t of
+(seed, t, c), stochastic rounding of (seed, t, c, element). No state, no order, so nothing changes when the classes are
+cut over another number of ranks. The arithmetic is 32-bit with wrap-around, the same on CPU, GPU and in Triton.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK_64 = (1 << 64) - 1
+
+# What a number is for; keeps the streams of one seed apart.
+INITIAL_CENTRES, DRAW_NEGATIVES, MARGIN_NOISE, ROUND_WEIGHTS = 1, 2, 3, 4
+
+
+def stream_keys(*parts: int) -> tuple[int, int]:
+    """Two 32-bit keys (as signed Python ints) from the host-side parts of a key: purpose, seed, step."""
+    state = 0
+    for part in parts:
+        state = _mix_64(state ^ _mix_64(part & _MASK_64))
+    return _signed_32(state & 0xFFFFFFFF), _signed_32(state >> 32)
+
+
+def random_bits(keys: tuple[int, int], indices: Tensor) -> Tensor:
+    """One int32 of random bits an index; `indices` are integers below 2^32."""
+    return _mix_32_(_mix_32_(indices.to(torch.int32) ^ keys[0]) + keys[1])
+
+
+def random_bits_rows(keys: tuple[int, int], rows_R: Tensor, num_columns: int) -> Tensor:
+    """(R, num_columns) int32 random bits, keyed by (row id, column). Distinct rows never share a row key."""
+    row_keys_R = _mix_32_(rows_R.to(torch.int32) ^ keys[0])
+    columns = torch.arange(num_columns, dtype=torch.int32, device=rows_R.device)
+    return _mix_32_(row_keys_R[:, None] ^ _mix_32_(columns ^ keys[1])[None, :])
+
+
+def normals_from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers, one from each int32 of bits."""
+    # The middle of each of 2^24 equal cells of (-1, 1): never exactly ±1, where erfinv is infinite.
+    uniform = ((bits >> 8).to(dtype) + 0.5) * 2.0**-23
+    return torch.erfinv(uniform).mul_(math.sqrt(2.0))
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """float32 -> bfloat16, up or down with the probability that makes the mean right; bits: int32, same shape."""
+    # A bfloat16 is the upper half of a float32: adding 16 random bits below it carries with the right probability.
+    carried = values.view(torch.int32) + (bits & 0xFFFF)
+    rounded = (carried & ~0xFFFF).view(torch.float32)
+    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+
+
+def _mix_32_(x: Tensor) -> Tensor:
+    """A bijection of int32 in which every input bit reaches every output bit (Wellons' lowbias32). In place."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed_32(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _mix_64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return x ^ (x >> 31)
+
+
+def _signed_32(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x

@@ -1,0 +1,63 @@
+"""The one gathered buffer: embeddings, labels, batch sizes and a control word in a single all-gather.
+
+A rank's block is [2 x int64 control: batch size, step | max_batch x int64 labels | max_batch x D embeddings], as bytes. Rows beyond the
+rank's own batch are padding: label -1, embedding 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaclass.distributed.collectives import gather_blocks
+
+PADDING = -1
+_CONTROL_WORDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """What every rank holds after the exchange; G = W * max_batch rows, rank by rank, padding included."""
+
+    embeddings_GD: Tensor
+    labels_G: Tensor
+    is_image_G: Tensor
+    counts_W: Tensor
+    steps_W: Tensor
+    """Step counter of each rank; they must agree."""
+    max_batch: int
+
+
+def gather_batch(
+    embeddings_BD: Tensor, labels_B: Tensor, *, step: int, max_batch: int | None, group: dist.ProcessGroup | None
+) -> GlobalBatch:
+    """All-gather of W * (16 + max_batch * (8 + D * itemsize)) bytes; nothing waits when max_batch is given.
+
+    Without max_batch the sizes travel first (8 bytes a rank) and the host waits for them.
+    """
+    count, width = embeddings_BD.shape
+    device = embeddings_BD.device
+    if max_batch is None:
+        max_batch = int(gather_blocks(torch.tensor([count], device=device), group).max())
+    labels_at = 8 * _CONTROL_WORDS
+    rows_at = labels_at + 8 * max_batch
+    # Rounded up to 8 bytes, so that each rank's block can be viewed as int64.
+    num_bytes = -(-(rows_at + max_batch * width * embeddings_BD.element_size()) // 8) * 8
+    block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    control = block[:labels_at].view(torch.int64)
+    control[0], control[1] = count, step
+    labels = block[labels_at:rows_at].view(torch.int64)
+    labels[:count] = labels_B
+    labels[count:] = PADDING
+    row_bytes = max_batch * width * embeddings_BD.element_size()
+    block[rows_at : rows_at + row_bytes].view(embeddings_BD.dtype).view(max_batch, width)[:count] = embeddings_BD
+
+    blocks_W = gather_blocks(block, group)
+    control_W = blocks_W[:, :labels_at].view(torch.int64)
+    labels_G = blocks_W[:, labels_at:rows_at].view(torch.int64).reshape(-1)
+    embeddings_GD = blocks_W[:, rows_at : rows_at + row_bytes].view(embeddings_BD.dtype).reshape(-1, width)
+    counts_W = control_W[:, 0].contiguous()
+    places = torch.arange(max_batch, device=device)
+    is_image_G = (places[None, :] < counts_W[:, None]).reshape(-1)
+    return GlobalBatch(embeddings_GD, labels_G, is_image_G, counts_W, control_W[:, 1].contiguous(), max_batch)

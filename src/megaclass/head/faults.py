@@ -1,0 +1,116 @@
+"""Bad labels, embeddings that are not finite, ranks out of step: found on the device, raised on every rank.
+
+Every rank sees the whole gathered batch, so every rank finds the same fault without asking the others. On a CPU it is
+raised at once. On a GPU looking would make the host wait, so the fault stays on the device, where it masks the update,
+and the host reads it a few steps later: all ranks at the same step.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from megaclass.errors import HeadError
+from megaclass.head.exchange import GlobalBatch
+
+LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW = 1, 2, 3, 4
+# Steps between a fault and the host's look at it, on a GPU. The copy is long done by then, so nothing waits.
+_LAG = 8
+
+
+def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int) -> Tensor:
+    """(5,) int64: kind (0 = none), rank, position in that rank's batch, value, how many."""
+    bad_label_G = batch.is_image_G & ((batch.labels_G < 0) | (batch.labels_G >= num_classes))
+    not_finite_G = batch.is_image_G & ~torch.isfinite(norms_G)
+    none = torch.zeros(5, dtype=torch.int64, device=norms_G.device)
+    if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any()):
+        fault = none  # the usual case, told early where looking is free
+    else:
+        fault = _first(not_finite_G, NOT_FINITE, batch, none)
+        fault = _first(bad_label_G, LABEL, batch, fault)
+    out_of_step_W = batch.steps_W != batch.steps_W[0]
+    first = out_of_step_W.to(torch.int64).argmax()
+    values = torch.stack([first * 0 + OUT_OF_STEP, first, batch.steps_W[first], batch.steps_W[0], out_of_step_W.sum()])
+    return torch.where(out_of_step_W.any(), values, fault)
+
+
+def overflow_fault(fault: Tensor, num_overflowed: Tensor) -> Tensor:
+    """Adds the ranks whose draw of classes did not fit its capacity, unless something else is wrong already."""
+    zero = torch.zeros_like(fault[0])
+    values = torch.stack([zero + OVERFLOW, zero, zero, zero, num_overflowed.to(torch.int64)])
+    return torch.where((fault[0] == 0) & (num_overflowed > 0), values, fault)
+
+
+class FaultWatch:
+    """Keeps the first fault until the host has seen it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sticky = torch.zeros(5, dtype=torch.int64, device=device)
+        self._copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def note(self, fault: Tensor) -> None:
+        self.sticky = torch.where(self.sticky[0] == 0, fault, self.sticky)
+
+    def look(self, num_classes: int) -> None:
+        """Raises what is there: now on a CPU; on a GPU what was there a few steps ago."""
+        if self.sticky.device.type == "cpu":
+            self._raise(self.sticky, num_classes)
+            return
+        copy = torch.empty(5, dtype=torch.int64, pin_memory=True)
+        copy.copy_(self.sticky, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._copies.append((copy, event))
+        if len(self._copies) > _LAG:
+            copy, event = self._copies.popleft()
+            event.synchronize()
+            self._raise(copy, num_classes)
+
+    def look_now(self, num_classes: int) -> None:
+        self._raise(self.sticky.cpu(), num_classes)
+
+    def _raise(self, fault: Tensor, num_classes: int) -> None:
+        kind, rank, position, value, count = fault.tolist()
+        if not kind:
+            return
+        self.sticky = torch.zeros_like(self.sticky)
+        self._copies.clear()
+        raise HeadError(_text(kind, rank, position, value, count, num_classes))
+
+
+def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor) -> Tensor:
+    if not bad_G.numel():
+        return otherwise
+    place = bad_G.to(torch.int64).argmax()
+    values = torch.stack(
+        [
+            place * 0 + kind,
+            place // batch.max_batch,
+            place % batch.max_batch,
+            batch.labels_G[place],
+            bad_G.sum(),
+        ]
+    )
+    return torch.where(bad_G.any(), values, otherwise)
+
+
+def _text(kind: int, rank: int, position: int, value: int, count: int, num_classes: int) -> str:
+    if kind == LABEL:
+        return (
+            f"Label {value} at position {position} of the batch of rank {rank} is outside [0, {num_classes}) "
+            f"({count} such label(s) in the global batch). Nothing was updated. Check num_classes against the data."
+        )
+    if kind == NOT_FINITE:
+        return (
+            f"{count} embedding(s) of the global batch are NaN or infinite, the first at position {position} of rank {rank} "
+            f"(label {value}). Nothing was updated. Lower the learning rate or the loss scale, or look at that image."
+        )
+    if kind == OUT_OF_STEP:
+        return (
+            f"Rank {rank} is at step {position} of the head while rank 0 is at step {value}: every rank must call "
+            f"forward, backward and step equally often. Nothing was updated."
+        )
+    return (
+        f"More classes were drawn than fit the capacity on {count} rank(s). Nothing was updated. "
+        f"Raise max_batch, which the capacity is computed from, to the largest batch in use."
+    )

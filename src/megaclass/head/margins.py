@@ -1,0 +1,310 @@
+"""Margins: what is done to the cosine of an image and its own class before the softmax.
+
+A margin is a small class. `target_logits` turns the G target cosines into logits; it is plain differentiable torch.
+Everything here sees the whole global batch and runs alike on every rank, so nothing in it may differ between ranks.
+
+Sources of the formulas: SphereFace arXiv:1704.08063, CosFace 1801.09414, ArcFace 1801.07698, CurricularFace 2004.00288,
+MagFace 2103.06627, ElasticFace 2109.09416, AdaFace 2204.00964.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megaclass.errors import HeadError
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The images of the global batch as a margin sees them; all vectors are float64 of length G."""
+
+    cosines_G: Tensor
+    """Cosine between each image and its own class. Differentiable."""
+    norms_G: Tensor
+    """Length of each embedding before normalisation. Differentiable."""
+    is_image_G: Tensor
+    """False for padding rows, whose other values mean nothing."""
+    state: Mapping[str, Tensor]
+    """The margin's own running values, as they were when the step began."""
+    normals: Callable[[], Tensor]
+    """Standard normal numbers, one an image, from (seed, step, place in the global batch)."""
+
+    def with_cosines(self, cosines_G: Tensor, *, requires_grad: bool = False) -> "Targets":
+        """The same images with these cosines (rounding beyond ±1 taken off), as leaves of a new graph if asked."""
+        cosines_G = cosines_G.detach().clamp(-1, 1).requires_grad_(requires_grad)
+        return replace(self, cosines_G=cosines_G, norms_G=self.norms_G.detach().clone().requires_grad_(requires_grad))
+
+
+class Margin:
+    """Base of all margins. As it stands: logits are scale * cosine, for the target too."""
+
+    scale: float
+    touches_only_target: ClassVar[bool] = True
+    """True: negatives are scale * cosine, and the margin runs in every kernel."""
+    initial_state: ClassVar[Mapping[str, float]] = {}
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        """(G,) logits of the images' own classes, differentiable in targets.cosines_G and targets.norms_G."""
+        return self.scale * targets.cosines_G
+
+    def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
+        """(G, S) logits of the other classes; differentiated with respect to cosines_GS alone."""
+        return self.scale * cosines_GS
+
+    def logit_bound(self) -> float:
+        """No negative logit is larger than this in size. Above 80 the kernels spend a pass on the row maximum."""
+        return self.scale
+
+    def penalty(self, targets: Targets) -> Tensor | None:
+        """(G,) added to the images' losses, differentiable in targets.norms_G."""
+        return None
+
+    def statistics(self, targets: Targets) -> Tensor | None:
+        """Sums over the images (float64 vector) from which the state moves on; sums add up over partial batches."""
+        return None
+
+    def next_state(self, state: Mapping[str, Tensor], statistics: Tensor) -> dict[str, Tensor]:
+        """State after a step whose statistics, summed over all its images, are given."""
+        return dict(state)
+
+
+def add_angle(cosines_G: Tensor, margin: Tensor | float) -> Tensor:
+    """cos(theta + margin); where theta + margin passes pi, cos(theta) - margin * sin(margin), which goes on falling.
+
+    The second form is the one of ArcFace's authors. The derivative at |cos| = 1, where that of sin(theta) is infinite,
+    is taken as cos(margin): the embedding's gradient is zero there anyway.
+    """
+    margin = torch.as_tensor(margin, dtype=cosines_G.dtype, device=cosines_G.device)
+    sines_G = torch.sqrt((1 - cosines_G * cosines_G).clamp_min(torch.finfo(cosines_G.dtype).tiny))
+    inside_G = cosines_G * torch.cos(margin) - sines_G * torch.sin(margin)
+    return torch.where(cosines_G > -torch.cos(margin), inside_G, cosines_G - margin * torch.sin(margin))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalisedSoftmax(Margin):
+    """No margin: logits are scale * cosine."""
+
+    scale: float = 64.0
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArcFace(Margin):
+    """scale * cos(theta + margin)."""
+
+    scale: float = 64.0
+    margin: float = 0.5
+    """An angle in radians."""
+    gradient: Literal["exact", "straight-through"] = "exact"
+    """`straight-through` takes the derivative of the logit as `scale`, as InsightFace's training code does."""
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "margin", 0, math.pi / 2)
+        if self.gradient not in ("exact", "straight-through"):
+            raise HeadError(f"ArcFace.gradient is {self.gradient!r}: expected 'exact' or 'straight-through'.")
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        shifted_G = add_angle(targets.cosines_G, self.margin)
+        if self.gradient == "straight-through":
+            shifted_G = targets.cosines_G + (shifted_G - targets.cosines_G).detach()
+        return self.scale * shifted_G
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosFace(Margin):
+    """scale * (cos(theta) - margin)."""
+
+    scale: float = 64.0
+    margin: float = 0.4
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "margin", 0, 2)
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        return self.scale * (targets.cosines_G - self.margin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombinedMargin(Margin):
+    """scale * (cos(multiplier * theta + angle) - cosine): SphereFace, ArcFace and CosFace in one (m1, m2, m3)."""
+
+    scale: float = 64.0
+    multiplier: float = 1.0
+    angle: float = 0.0
+    cosine: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "multiplier", 1, 8)
+        _check_range(self, "angle", 0, math.pi / 2)
+        _check_range(self, "cosine", 0, 2)
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        if self.multiplier == 1:
+            return self.scale * (add_angle(targets.cosines_G, self.angle) - self.cosine)
+        # acos has an infinite derivative at ±1; stay a hair inside, where the gradient is large but finite.
+        angles_G = torch.acos(targets.cosines_G.clamp(-1 + 1e-12, 1 - 1e-12)) * self.multiplier + self.angle
+        turns_G = torch.floor(angles_G.detach() / math.pi)
+        # SphereFace's continuation: each half turn flips the sign and steps down by 2, so the value falls throughout.
+        return self.scale * ((1 - 2 * (turns_G % 2)) * torch.cos(angles_G) - 2 * turns_G - self.cosine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaFace(Margin):
+    """A margin that adapts to image quality, read off the embedding's norm against its running mean and deviation."""
+
+    scale: float = 64.0
+    margin: float = 0.4
+    concentration: float = 0.333
+    """h: norms 1/h deviations or more from the mean count as the best or the worst quality."""
+    momentum: float = 0.01
+    """Weight of a step's mean and deviation in the running ones."""
+    initial_state: ClassVar[Mapping[str, float]] = {"norm_mean": 20.0, "norm_std": 100.0}
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "margin", 0, 1)
+        _check_range(self, "momentum", 0, 1)
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        norms_G = _safe_norms(targets)
+        mean, std = targets.state["norm_mean"], targets.state["norm_std"]
+        quality_G = ((norms_G - mean) / (std + 1e-3) * self.concentration).clamp(-1, 1)
+        angles_G = torch.acos(targets.cosines_G.clamp(-1 + 1e-12, 1 - 1e-12)) - self.margin * quality_G
+        angles_G = angles_G.clamp(1e-3, math.pi - 1e-3)
+        return self.scale * (torch.cos(angles_G) - self.margin - self.margin * quality_G)
+
+    def statistics(self, targets: Targets) -> Tensor:
+        norms_G = torch.where(targets.is_image_G, _safe_norms(targets), 0)
+        return torch.stack([targets.is_image_G.sum(), norms_G.sum(), (norms_G * norms_G).sum()])
+
+    def next_state(self, state: Mapping[str, Tensor], statistics: Tensor) -> dict[str, Tensor]:
+        count, total, squares = statistics
+        mean = total / count.clamp_min(1)
+        std = torch.sqrt(((squares - count * mean * mean) / (count - 1).clamp_min(1)).clamp_min(0))
+        # One image has no deviation: the running value stays.
+        std = torch.where(count > 1, std, state["norm_std"])
+        return {
+            "norm_mean": state["norm_mean"] + self.momentum * (mean - state["norm_mean"]),
+            "norm_std": state["norm_std"] + self.momentum * (std - state["norm_std"]),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagFace(Margin):
+    """ArcFace with a margin that grows with the embedding's norm, and a penalty that pulls norms up."""
+
+    scale: float = 64.0
+    lower_norm: float = 10.0
+    upper_norm: float = 110.0
+    lower_margin: float = 0.45
+    upper_margin: float = 0.8
+    penalty_weight: float = 35.0
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        if not 0 < self.lower_norm < self.upper_norm:
+            raise HeadError(
+                f"MagFace.lower_norm is {self.lower_norm} and upper_norm {self.upper_norm}: expected 0 < lower < upper."
+            )
+        _check_range(self, "lower_margin", 0, math.pi / 2)
+        _check_range(self, "upper_margin", self.lower_margin, math.pi / 2)
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        slope = (self.upper_margin - self.lower_margin) / (self.upper_norm - self.lower_norm)
+        norms_G = targets.norms_G.clamp(self.lower_norm, self.upper_norm)
+        return self.scale * add_angle(targets.cosines_G, slope * (norms_G - self.lower_norm) + self.lower_margin)
+
+    def penalty(self, targets: Targets) -> Tensor:
+        norms_G = targets.norms_G.clamp(self.lower_norm, self.upper_norm)
+        return self.penalty_weight * (norms_G / self.upper_norm**2 + 1 / norms_G)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurricularFace(Margin):
+    """ArcFace whose hard negatives (closer than the target after its margin) weigh more as training goes on."""
+
+    scale: float = 64.0
+    margin: float = 0.5
+    momentum: float = 0.01
+    """Weight of a step's mean target cosine in the running one, t."""
+    touches_only_target: ClassVar[bool] = False
+    initial_state: ClassVar[Mapping[str, float]] = {"t": 0.0}
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "margin", 0, math.pi / 2)
+        _check_range(self, "momentum", 0, 1)
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        return self.scale * add_angle(targets.cosines_G, self.margin)
+
+    def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
+        cosines_G = targets.cosines_G.detach()
+        sines_G = torch.sqrt((1 - cosines_G * cosines_G).clamp_min(0))
+        # The plain cos(theta + m), without the continuation beyond pi: so the paper's indicator is defined.
+        borders_G = cosines_G * math.cos(self.margin) - sines_G * math.sin(self.margin)
+        t = targets.state["t"].to(cosines_GS.dtype)
+        is_hard_GS = cosines_GS > borders_G.to(cosines_GS.dtype)[:, None]
+        return self.scale * torch.where(is_hard_GS, cosines_GS * (t + cosines_GS), cosines_GS)
+
+    def logit_bound(self) -> float:
+        return 2 * self.scale
+
+    def statistics(self, targets: Targets) -> Tensor:
+        cosines_G = torch.where(targets.is_image_G, targets.cosines_G.detach(), 0)
+        return torch.stack([targets.is_image_G.sum(), cosines_G.sum()])
+
+    def next_state(self, state: Mapping[str, Tensor], statistics: Tensor) -> dict[str, Tensor]:
+        count, total = statistics
+        mean = torch.where(count > 0, total / count.clamp_min(1), state["t"])
+        return {"t": state["t"] + self.momentum * (mean - state["t"])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticFace(Margin):
+    """ArcFace or CosFace with a margin drawn anew for every image from a normal distribution."""
+
+    scale: float = 64.0
+    margin: float = 0.5
+    deviation: float = 0.0125
+    kind: Literal["arc", "cos"] = "arc"
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "margin", 0, math.pi / 2)
+        _check_range(self, "deviation", 0, 1)
+        if self.kind not in ("arc", "cos"):
+            raise HeadError(f"ElasticFace.kind is {self.kind!r}: expected 'arc' or 'cos'.")
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        margins_G = self.margin + self.deviation * targets.normals()
+        if self.kind == "cos":
+            return self.scale * (targets.cosines_G - margins_G)
+        return self.scale * add_angle(targets.cosines_G, margins_G)
+
+
+def _safe_norms(targets: Targets) -> Tensor:
+    return targets.norms_G.detach().clamp(1e-3, 100)
+
+
+def _check_scale(margin: Margin) -> None:
+    if not 0 < margin.logit_bound() <= 600:
+        raise HeadError(
+            f"{type(margin).__name__}.scale is {margin.scale}; it must be above 0, and logits (up to "
+            f"{margin.logit_bound():g} here) must stay within ±600."
+        )
+
+
+def _check_range(margin: Margin, field: str, low: float, high: float) -> None:
+    value = getattr(margin, field)
+    if not low <= value <= high:
+        raise HeadError(f"{type(margin).__name__}.{field} is {value}; it must lie in [{low:g}, {high:.4g}].")

@@ -1,0 +1,529 @@
+"""The classifier: embeddings -> loss, its classes cut over the ranks, only a share of them taking part in a step.
+
+Traffic of a step over W ranks, G = W * max_batch rows in all, embeddings of D numbers of b bytes:
+
+    forward    all-gather       W * (16 + max_batch * (8 + D * b)) bytes: embeddings, labels, sizes, step
+               all-reduce       8 * (2 * G + 1) bytes: softmax masses and target cosines
+               (two of 8 * G and 8 * (G + 1) where the margin's negatives depend on the target)
+    backward   reduce-scatter   4 * G * D bytes: gradient of the unit embeddings
+    step       none: each rank holds every image's softmax over its own classes
+
+Without `max_batch` the sizes are exchanged first: 8 bytes a rank, and the host waits for them.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megaclass.distributed.collectives import gather_blocks, group_rank, group_size, sum_over_ranks_
+from megaclass.errors import HeadError
+from megaclass.head.centres import STORAGE_DTYPES, Centres
+from megaclass.head.counter_random import MARGIN_NOISE, normals_from_bits, random_bits, stream_keys
+from megaclass.head.cross_entropy import LossPart, TargetRows, grad_embeddings, grad_norms, loss_part
+from megaclass.head.exchange import PADDING, GlobalBatch, gather_batch
+from megaclass.head.faults import FaultWatch, find_fault, overflow_fault
+from megaclass.head.kernels import choose_kernel
+from megaclass.head.kernels.problem import CentreGradient, Problem, rows_of_classes, unit_rows
+from megaclass.head.margins import ArcFace, Margin, Targets
+from megaclass.head.row_optimizers import RowOptimizer, RowSGD
+from megaclass.head.sampling import SampleRate, rate_schedule, sample_capacity, sample_classes
+from megaclass.head.shards import class_range
+
+# The settings that ranks compare travel as text of this many bytes.
+_SETTINGS_BYTES = 2048
+
+
+@dataclass(slots=True)
+class _StepPlan:
+    """What is fixed for all forwards of a step: the classes that take part, and how many images there are."""
+
+    classes_S: Tensor | None
+    class_weight_S: Tensor | None
+    overflowed: Tensor
+    num_images: Tensor
+    next_place_W: Tensor
+    """Place in the step's global batch of each rank's next image."""
+
+
+class PartialFC(nn.Module):
+    """Sharded, sampled margin softmax.
+
+    >>> loss = head(embeddings_BD, labels_B)   # mean over the global batch, the same number on every rank
+    >>> loss.backward()                        # forms the embeddings' gradient, nothing else
+    >>> head.step(lr=0.1)                      # forms the centres' gradient and moves the rows that took part
+
+    Ranks may bring different numbers of images, none included. The constructor, forward, backward and the methods
+    marked collective must be called by every rank of `group`.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_classes: int,
+        *,
+        margin: Margin | None = None,
+        sample_rate: SampleRate = 1.0,
+        optimizer: RowOptimizer | None = None,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        max_batch: int | None = None,
+        gradient_scale: Literal["mean", "sum"] = "mean",
+        kernel: str = "auto",
+        storage: Literal["float32", "float64", "bf16"] = "float32",
+        num_subcentres: int = 1,
+        filter_above: float | None = None,
+        correct_sampling: bool = False,
+        stored_bytes: int = 4 << 30,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Collective (the ranks compare their settings).
+
+        embedding_dim: D. num_classes: C, over all ranks; at least one a rank.
+        margin: ArcFace() by default. optimizer: RowSGD() by default.
+        sample_rate: share of the negatives that take part, or [(first step, rate), …].
+        seed: fixes initial centres, draws and roundings, whatever the number of ranks.
+        max_batch: most images a rank ever brings to a forward; lets a step run without waiting for sizes.
+        gradient_scale: "mean" where the backbone's gradients are averaged over ranks afterwards (DDP), "sum" where
+            they are summed.
+        kernel: "auto", "chunked" or "reference".
+        storage: dtype of the centres; "bf16" rounds stochastically.
+        num_subcentres: centres a class; an image counts for the closest one.
+        filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
+        correct_sampling: weigh the drawn negatives by 1 / sample rate, so that the denominator is right on average.
+        stored_bytes: exponentials kept for backward; the rest is computed again.
+        """
+        super().__init__()
+        self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
+        self.embedding_dim, self.num_classes, self.seed = embedding_dim, num_classes, seed
+        self.margin = margin if margin is not None else ArcFace()
+        self.optimizer = optimizer if optimizer is not None else RowSGD()
+        self.rates = rate_schedule(sample_rate)
+        self.max_batch, self.gradient_scale, self.stored_bytes = max_batch, gradient_scale, stored_bytes
+        self.filter_above, self.correct_sampling = filter_above, correct_sampling
+        self.step_count = 0
+        self._check_settings(storage, num_subcentres)
+        self.classes = class_range(num_classes, self.rank, self.world_size)
+        device = torch.device(device) if device is not None else torch.get_default_device()
+        self.kernel = choose_kernel(kernel, device)
+        self._check_agreement(storage, num_subcentres, device)
+        self.store = Centres(
+            self.classes,
+            embedding_dim,
+            num_subcentres,
+            storage=storage,
+            optimizer=self.optimizer,
+            seed=seed,
+            device=device,
+        )
+        for name, value in self.margin.initial_state.items():
+            self.register_buffer(f"margin_{name}", torch.tensor(value, dtype=torch.float64, device=device))
+        self._planned: _StepPlan | None = None
+        self._parts: list[tuple[_StepPlan, LossPart]] = []
+        self._faults = FaultWatch(device)
+
+    # ---- the step ----------------------------------------------------------------------------------------------
+
+    def forward(self, embeddings_BD: Tensor, labels_B: Tensor) -> Tensor:
+        """Mean loss over the global batch (after `begin_step`: this part's share of it); the same on every rank.
+
+        embeddings_BD: (B, D) floating, not normalised. labels_B: (B,) integers in [0, num_classes).
+        """
+        self._check_batch(embeddings_BD, labels_B)
+        product_dtype = self._product_dtype(embeddings_BD)
+        is_training = torch.is_grad_enabled() and self.training
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            batch = gather_batch(
+                embeddings_BD.detach(), labels_B, step=self.step_count, max_batch=self.max_batch, group=self.group
+            )
+            plan = self._planned if self._planned is not None else self._plan(batch)
+            part = self._part(batch, plan, product_dtype, self.stored_bytes if is_training else 0)
+            if is_training:
+                plan.next_place_W = plan.next_place_W + batch.counts_W
+            loss = part.losses_G.sum() / plan.num_images.clamp_min(1)
+            loss = torch.where(self._faults.sticky[0] != 0, torch.nan, loss).to(self.store.work_dtype)
+        if not is_training:
+            return loss
+        # The anchor lets loss.backward() reach the centres when the embeddings themselves are frozen.
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        result: Tensor = _HeadLoss.apply(embeddings_BD, anchor, loss, self, plan, part)  # type: ignore[no-untyped-call]
+        return result
+
+    def begin_step(self, labels: Tensor) -> None:
+        """Collective. Opens a step of several forwards (gradient accumulation).
+
+        labels: all labels this rank will bring in the step, in order. The classes that take part and the mean are then
+        those of the whole step, so that the parts add up to what one big batch gives. Two small all-gathers.
+        """
+        if self._planned is not None or self._parts:
+            raise HeadError("begin_step() was called inside an open step: call step() first.")
+        with torch.no_grad():
+            nothing = torch.zeros((len(labels), 0), device=self.device)
+            batch = gather_batch(nothing, labels, step=self.step_count, max_batch=None, group=self.group)
+            self._planned = self._plan(batch)
+
+    @torch.no_grad()
+    def step(self, lr: float | Tensor, *, skip: bool | Tensor = False, loss_scale: float | Tensor = 1.0) -> None:
+        """Forms the centres' gradient, moves the rows that took part, advances the step counter. Sends nothing.
+
+        skip: a flag, on the host or on the device, that leaves everything as it was. It must be the same on all ranks.
+        loss_scale: what the loss was multiplied by before backward.
+        """
+        if not self._parts:
+            raise HeadError("step() was called without a forward and a backward before it.")
+        if self.device.type == "cuda":
+            is_skipped = (self._faults.sticky[0] != 0) | torch.as_tensor(skip, device=self.device).bool()
+            self._move(lr, is_skipped, loss_scale)
+        elif not bool(skip):
+            self._move(lr, None, loss_scale)
+        self.step_count += 1
+        self._planned, self._parts = None, []
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.weight_RD.device
+
+    @property
+    def found_inf(self) -> Tensor:
+        """0-d float32 on the device, 1 when this step must not count: for optimizers that take `found_inf`."""
+        return (self._faults.sticky[0] != 0).float()
+
+    def check(self) -> None:
+        """Raises a fault that is still on its way; on a GPU the host waits for the device."""
+        self._faults.look_now(self.num_classes)
+
+    # ---- inspection and state ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def centres(self, class_ids: Tensor) -> Tensor:
+        """Collective. (N, D) centres of these classes on every rank; (N, M, D) with sub-centres.
+
+        class_ids: (N,), the same on every rank. An all-reduce of N * M * D numbers.
+        """
+        outside = class_ids[(class_ids < 0) | (class_ids >= self.num_classes)]
+        if len(outside):
+            raise HeadError(f"centres() was asked for class {int(outside[0])}: it must lie in [0, {self.num_classes}).")
+        local_N = class_ids.to(self.device) - self.classes.start
+        is_here_N = (local_N >= 0) & (local_N < len(self.classes))
+        rows = rows_of_classes(local_N, self.store.weight_RD, self.store.num_subcentres)
+        centres_NMD = self.store.weight_RD[rows].to(self.store.work_dtype).unflatten(0, (-1, self.store.num_subcentres))
+        centres_NMD = sum_over_ranks_(centres_NMD * is_here_N[:, None, None], self.group)
+        return centres_NMD[:, 0] if self.store.num_subcentres == 1 else centres_NMD
+
+    @torch.no_grad()
+    def nearest(self, class_id: int, k: int = 10) -> tuple[Tensor, Tensor]:
+        """Collective. The k classes most similar to this one, best first: ids and cosines, the same on every rank.
+
+        With sub-centres two classes are as similar as their closest pair. An all-reduce of M * D numbers, two
+        all-gathers of W * k.
+        """
+        if not 1 <= k < self.num_classes:
+            raise HeadError(f"nearest() was asked for k={k}: it must lie in [1, {self.num_classes - 1}].")
+        own = self.centres(torch.tensor([class_id])).reshape(-1, self.embedding_dim)
+        cosines_K = self.store.cosines_to(unit_rows(own, self.store.work_dtype)[0])
+        if self.classes.start <= class_id < self.classes.stop:
+            cosines_K[class_id - self.classes.start] = -torch.inf
+        top = cosines_K.topk(min(k, len(cosines_K)))
+        # Every rank sends k of them; one that has fewer classes fills up with -inf.
+        cosines_k = cosines_K.new_full((k,), -torch.inf)
+        ids_k = torch.zeros(k, dtype=torch.int64, device=self.device)
+        cosines_k[: len(top.values)], ids_k[: len(top.values)] = top.values, top.indices + self.classes.start
+        cosines, ids = gather_blocks(cosines_k, self.group).flatten(), gather_blocks(ids_k, self.group).flatten()
+        best = cosines.topk(k)
+        return ids[best.indices], best.values
+
+    def rows(self) -> dict[str, Tensor]:
+        """This rank's centres and optimizer state, row for row (views): `weight`, and one entry a state tensor."""
+        return self.store.rows()
+
+    def load_rows(self, first_class: int, tensors: dict[str, Tensor]) -> None:
+        """Copies what lies on this rank of rows saved by any rank of any world; first_class: the class of their row 0."""
+        self.store.load_rows(first_class, tensors)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {
+            "step_count": self.step_count,
+            "class_start": self.classes.start,
+            "class_stop": self.classes.stop,
+            "num_classes": self.num_classes,
+        }
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        saved = (state["class_start"], state["class_stop"], state["num_classes"])
+        own = (self.classes.start, self.classes.stop, self.num_classes)
+        if saved != own:
+            raise HeadError(
+                f"The state holds classes [{saved[0]}, {saved[1]}) of {saved[2]}, but rank {self.rank} of {self.world_size} "
+                f"holds [{own[0]}, {own[1]}) of {own[2]}: cut it anew with load_rows()."
+            )
+        self.step_count = state["step_count"]
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.embedding_dim} -> {self.num_classes} classes, [{self.classes.start}, {self.classes.stop}) on rank "
+            f"{self.rank} of {self.world_size}, {self.margin}, rates {self.rates.rates}, {self.optimizer}"
+        )
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def _plan(self, batch: GlobalBatch) -> _StepPlan:
+        """Which classes take part. Sends nothing: every rank knows all labels and draws its own classes."""
+        rate = self.rates.at(self.step_count)
+        num_images = batch.counts_W.sum().double()
+        next_place_W = batch.counts_W.cumsum(0) - batch.counts_W
+        if rate == 1:
+            return _StepPlan(None, None, torch.zeros_like(num_images), num_images, next_place_W)
+        # A GPU cannot say how many were drawn without a wait: there the list has a fixed, padded length.
+        on_gpu = self.device.type == "cuda"
+        capacity = sample_capacity(len(self.classes), rate, len(batch.labels_G)) if on_gpu else None
+        labels_G = torch.where(batch.is_image_G, batch.labels_G, PADDING)
+        sample = sample_classes(
+            labels_G, self.classes.start, len(self.classes), rate, self.seed, self.step_count, capacity
+        )
+        weight_S = None
+        if self.correct_sampling or on_gpu:
+            drawn_weight = 1 / rate if self.correct_sampling else 1.0
+            weight_S = torch.where(sample.is_positive_S, 1.0, drawn_weight)
+            weight_S = torch.where(sample.classes_S < len(self.classes), weight_S, 0.0)
+        return _StepPlan(sample.classes_S, weight_S, sample.overflowed.double(), num_images, next_place_W)
+
+    def _part(self, batch: GlobalBatch, plan: _StepPlan, product_dtype: torch.dtype, stored_bytes: int) -> LossPart:
+        raw_GD = batch.embeddings_GD.to(self.store.work_dtype)
+        norms_G = torch.linalg.vector_norm(raw_GD, dim=1)
+        fault = find_fault(batch, norms_G, self.num_classes)
+        self._faults.note(fault)
+        self._faults.look(self.num_classes)
+        unit_GD = raw_GD * torch.where(norms_G > 0, 1 / norms_G, 0)[:, None]
+        own, slots_G = self._target_rows(batch, plan, unit_GD)
+        problem = Problem(
+            unit_GD=unit_GD.to(product_dtype),
+            weight_RD=self.store.weight_RD,
+            classes_S=plan.classes_S,
+            target_slot_G=slots_G,
+            class_weight_S=plan.class_weight_S,
+            num_subcentres=self.store.num_subcentres,
+            scale=self.margin.scale,
+            logit_bound=self.margin.logit_bound(),
+            filter_above=self.filter_above,
+            negative_logits=None,
+            stored_bytes=stored_bytes,
+        )
+        targets = Targets(
+            cosines_G=(unit_GD * own.unit_GD).sum(1).double(),
+            norms_G=norms_G.double(),
+            is_image_G=batch.is_image_G,
+            state=self._margin_state(),
+            normals=lambda: self._normals(plan, batch),
+        )
+        part = loss_part(
+            batch,
+            problem,
+            unit_GD,
+            norms_G,
+            own,
+            kernel=self.kernel,
+            margin=self.margin,
+            targets=targets,
+            overflowed=plan.overflowed,
+            group=self.group,
+        )
+        self._faults.note(overflow_fault(fault, part.num_overflowed))
+        return part
+
+    def _target_rows(self, batch: GlobalBatch, plan: _StepPlan, unit_GD: Tensor) -> tuple[TargetRows, Tensor]:
+        """The images' own centres, and the slot of their class among those that take part; -1 where not on this rank."""
+        store, num_local = self.store, len(self.classes)
+        local_G = batch.labels_G - self.classes.start
+        is_here_G = batch.is_image_G & (local_G >= 0) & (local_G < num_local)
+        rows_GM = rows_of_classes(torch.where(is_here_G, local_G, 0), store.weight_RD, store.num_subcentres)
+        unit_GMD = unit_rows(store.weight_RD[rows_GM], store.work_dtype)[0].unflatten(0, (-1, store.num_subcentres))
+        winner_G = torch.einsum("gd,gmd->gm", unit_GD, unit_GMD).argmax(1)
+        picked = torch.arange(len(winner_G), device=winner_G.device)
+        target_GD = unit_GMD[picked, winner_G] * is_here_G[:, None]
+        rows_G = torch.where(is_here_G, rows_GM.unflatten(0, (-1, store.num_subcentres))[picked, winner_G], -1)
+        slots_G = local_G if plan.classes_S is None else torch.searchsorted(plan.classes_S, local_G)
+        return TargetRows(rows_G, target_GD), torch.where(is_here_G, slots_G, -1)
+
+    def _margin_state(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(f"margin_{name}") for name in self.margin.initial_state}
+
+    def _normals(self, plan: _StepPlan, batch: GlobalBatch) -> Tensor:
+        """Keyed by the image's place in the step's global batch: padding and parts do not shift it."""
+        places_G = (plan.next_place_W[:, None] + torch.arange(batch.max_batch, device=self.device)).flatten()
+        keys = stream_keys(MARGIN_NOISE, self.seed, self.step_count)
+        return normals_from_bits(random_bits(keys, places_G), torch.float64)
+
+    def _product_dtype(self, embeddings_BD: Tensor) -> torch.dtype:
+        """Half precision where a GPU's embeddings or autocast ask for it; a CPU multiplies in the work dtype."""
+        if self.device.type == "cpu" or self.store.work_dtype == torch.float64:
+            return self.store.work_dtype
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.get_autocast_dtype(self.device.type)
+        return embeddings_BD.dtype
+
+    # ---- backward and update -----------------------------------------------------------------------------------
+
+    def _backward(self, plan: _StepPlan, part: LossPart, upstream: Tensor, wants_images: bool) -> Tensor | None:
+        if self._parts and self._parts[0][0] is not plan:
+            raise HeadError(
+                "backward() came a second time before step(): for gradient accumulation hand all labels of the step to "
+                "begin_step() first."
+            )
+        image_weight_G = part.batch.is_image_G * (upstream.double() / plan.num_images.clamp_min(1))
+        part.weigh(image_weight_G)
+        self._parts.append((plan, part))
+        if not wants_images:
+            return None
+        grad_BD = grad_embeddings(part, self.kernel, self.rank, self.group)
+        grad_BD += grad_norms(part, image_weight_G, self.rank)
+        # DDP divides the summed gradient by W; the loss is a mean over the global batch, not over the ranks' means.
+        return grad_BD * self.world_size if self.gradient_scale == "mean" else grad_BD
+
+    def _move(self, lr: float | Tensor, is_skipped: Tensor | None, loss_scale: float | Tensor) -> None:
+        parts = [part for _, part in self._parts]
+        problems, coefficients = [p.problem for p in parts], [p.negative_coefficients_G for p in parts]
+        for chunk in self.kernel.grad_centres(problems, coefficients):
+            won_R = self._add_targets_(chunk, parts)
+            rows = problems[0].rows_of(chunk.start, chunk.stop)
+            mask_R = self._mask(chunk, won_R, is_skipped)
+            grad_RD = chunk.grad_RD if isinstance(loss_scale, float) and loss_scale == 1 else chunk.grad_RD / loss_scale
+            self.store.update_(rows, grad_RD, mask_R, lr, self.step_count)
+        statistics = [part.statistics for part in parts if part.statistics is not None]
+        if statistics:
+            state = self._margin_state()
+            for name, new in self.margin.next_state(state, torch.stack(statistics).sum(0)).items():
+                state[name].copy_(new if is_skipped is None else torch.where(is_skipped, state[name], new))
+
+    def _add_targets_(self, chunk: CentreGradient, parts: list[LossPart]) -> Tensor | None:
+        """Adds the images' pull on their own centres; returns which rows took part where not all did."""
+        won_R = chunk.won_R
+        num_subcentres = self.store.num_subcentres
+        for part in parts:
+            slots_G = part.problem.target_slot_G
+            is_here_G = (slots_G >= chunk.start) & (slots_G < chunk.stop)
+            places_G = (slots_G - chunk.start) * num_subcentres + part.own.rows_G % num_subcentres
+            pulls_GD = part.unit_GD * part.target_coefficients_G.to(part.unit_GD.dtype)[:, None]
+            # Images whose class is elsewhere add zero to the first row: asking how many are here would be a wait.
+            places_G = torch.where(is_here_G, places_G, 0)
+            chunk.grad_RD.index_add_(0, places_G, pulls_GD * is_here_G[:, None])
+            if won_R is not None:
+                hits_R = torch.zeros(len(won_R), dtype=torch.int32, device=self.device)
+                won_R = won_R | (hits_R.index_add_(0, places_G, is_here_G.to(torch.int32)) > 0)
+        return won_R
+
+    def _mask(self, chunk: CentreGradient, won_R: Tensor | None, is_skipped: Tensor | None) -> Tensor | None:
+        """Rows that move: not the padding of a fixed-length sample, not a losing sub-centre, nothing when skipped."""
+        mask_R = won_R
+        if is_skipped is not None:
+            plan = self._parts[0][0]
+            mask_R = ~is_skipped if mask_R is None else mask_R & ~is_skipped
+            if plan.classes_S is not None:
+                is_real_S = plan.classes_S[chunk.start : chunk.stop] < len(self.classes)
+                mask_R = mask_R & is_real_S.repeat_interleave(self.store.num_subcentres)
+            mask_R = mask_R.expand(len(chunk.grad_RD))
+        return mask_R
+
+    # ---- checks ------------------------------------------------------------------------------------------------
+
+    def _check_settings(self, storage: str, num_subcentres: int) -> None:
+        limits: list[tuple[str, Any, bool, str]] = [
+            ("embedding_dim", self.embedding_dim, self.embedding_dim >= 1, "at least 1"),
+            ("num_classes", self.num_classes, 1 <= self.num_classes < 2**31, "in [1, 2^31)"),
+            ("num_subcentres", num_subcentres, 1 <= num_subcentres <= 255, "in [1, 255]"),
+            ("max_batch", self.max_batch, self.max_batch is None or self.max_batch >= 1, "None or at least 1"),
+            ("gradient_scale", self.gradient_scale, self.gradient_scale in ("mean", "sum"), "'mean' or 'sum'"),
+            ("storage", storage, storage in STORAGE_DTYPES, f"one of {', '.join(STORAGE_DTYPES)}"),
+            ("stored_bytes", self.stored_bytes, self.stored_bytes >= 0, "0 or more"),
+            (
+                "filter_above",
+                self.filter_above,
+                self.filter_above is None or 0 < self.filter_above <= 1,
+                "None or a cosine in (0, 1]",
+            ),
+            (
+                "correct_sampling",
+                self.correct_sampling,
+                not (self.correct_sampling and 0 in self.rates.rates),
+                "False where a sample rate is 0: no negative is drawn, so none can stand for the others",
+            ),
+        ]
+        for name, value, is_allowed, allowed in limits:
+            if not is_allowed:
+                raise HeadError(f"PartialFC {name} is {value!r}; it must be {allowed}.")
+
+    def _check_agreement(self, storage: str, num_subcentres: int, device: torch.device) -> None:
+        """An all-gather of 2 KiB a rank: ranks with different settings would compute different things in silence."""
+        settings = {
+            "embedding_dim": self.embedding_dim,
+            "num_classes": self.num_classes,
+            "margin": repr(self.margin),
+            "optimizer": repr(self.optimizer),
+            "sample_rate": list(zip(self.rates.starts, self.rates.rates, strict=True)),
+            "seed": self.seed,
+            "max_batch": self.max_batch,
+            "gradient_scale": self.gradient_scale,
+            "filter_above": self.filter_above,
+            "correct_sampling": self.correct_sampling,
+            "storage": storage,
+            "num_subcentres": num_subcentres,
+        }
+        text = json.dumps(settings).encode()[:_SETTINGS_BYTES].ljust(_SETTINGS_BYTES)
+        block = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        texts = [bytes(row.tolist()) for row in gather_blocks(block, self.group).cpu()]
+        for other, theirs in enumerate(texts):
+            if theirs != texts[0]:
+                first, second = json.loads(texts[0]), json.loads(theirs)
+                name = next(key for key in first if first[key] != second[key])
+                raise HeadError(
+                    f"Ranks disagree about the head: {name} is {first[name]} on rank 0 but {second[name]} on rank {other}. "
+                    f"Give every rank the same settings."
+                )
+
+    def _check_batch(self, embeddings_BD: Tensor, labels_B: Tensor) -> None:
+        if (
+            embeddings_BD.ndim != 2
+            or embeddings_BD.shape[1] != self.embedding_dim
+            or not embeddings_BD.is_floating_point()
+        ):
+            raise HeadError(
+                f"Rank {self.rank} brought embeddings of shape {tuple(embeddings_BD.shape)} and {embeddings_BD.dtype}; the "
+                f"head expects (batch, {self.embedding_dim}) of a floating dtype. Set embedding_dim to the backbone's."
+            )
+        if labels_B.shape != embeddings_BD.shape[:1] or labels_B.is_floating_point():
+            raise HeadError(
+                f"Rank {self.rank} brought labels of shape {tuple(labels_B.shape)} and {labels_B.dtype} for "
+                f"{len(embeddings_BD)} embeddings; expected one integer an embedding."
+            )
+        if self.max_batch is not None and len(labels_B) > self.max_batch:
+            raise HeadError(
+                f"Rank {self.rank} brought {len(labels_B)} images, more than max_batch={self.max_batch}: raise max_batch."
+            )
+        if embeddings_BD.device != self.device:
+            raise HeadError(
+                f"Embeddings are on {embeddings_BD.device}, the head is on {self.device}: move one of them."
+            )
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Hands the loss, already computed, to autograd; backward runs the gradient of the embeddings."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, embeddings_BD: Tensor, anchor: Tensor, loss: Tensor, head: PartialFC, plan: _StepPlan, part: LossPart
+    ) -> Tensor:
+        ctx.head, ctx.plan, ctx.part = head, plan, part
+        ctx.num_images, ctx.dtype = len(embeddings_BD), embeddings_BD.dtype
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(upstream.device.type, enabled=False):
+            grad_BD = ctx.head._backward(ctx.plan, ctx.part, upstream, ctx.needs_input_grad[0])
+        if grad_BD is not None:
+            grad_BD = grad_BD[: ctx.num_images].to(ctx.dtype)
+        return grad_BD, None, None, None, None, None

@@ -1,0 +1,28 @@
+"""Which classes live on which rank: contiguous ranges, as even as they can be, no phantom classes."""
+
+from dataclasses import dataclass
+
+from megaclass.errors import HeadError
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRange:
+    """Classes [start, stop) of one rank."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def class_range(num_classes: int, rank: int, world_size: int) -> ClassRange:
+    """The first `num_classes % world_size` ranks hold one class more: the cut InsightFace's checkpoints use."""
+    if num_classes < world_size:
+        raise HeadError(
+            f"{num_classes} classes cannot be cut over {world_size} ranks: every rank needs at least one class. "
+            f"Use at most {num_classes} ranks."
+        )
+    base, extra = divmod(num_classes, world_size)
+    start = rank * base + min(rank, extra)
+    return ClassRange(start, start + base + (rank < extra))

@@ -1,0 +1,191 @@
+"""Who is there: rank and size of this process, read from whichever starter is in charge. No torch here.
+
+A starter writes environment variables; this module turns them into one `World`. Known starters: torchrun and
+`megaclass run` (the same names), Open MPI, Slurm's srun, or nobody: a world of one.
+"""
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaclass.errors import LaunchError
+
+# Ports below the range from which Linux hands out ephemeral ones, so that a derived port is seldom taken.
+_DERIVED_PORTS = range(20_000, 32_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """Place of this process among all processes of the job.
+
+    `local_*` count the processes on this host; `cross_*` the hosts that have a process with this local rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    starter: str = "nobody"
+    address: str = "127.0.0.1"
+    """Host of rank 0, where the ranks find each other."""
+    port: int = 0
+    """Port there; 0 in a world of one, which needs none."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.size} on {socket.gethostname()}"
+
+
+def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
+    """The world this process was started into. Contradictions in the environment are a LaunchError."""
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return _from_open_mpi(env)
+    # A batch script carries SLURM_PROCID too; only tasks that srun started carry a step.
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+        return _from_slurm(env)
+    return World()
+
+
+def environment_of(world: World) -> dict[str, str]:
+    """The variables that make `world_from_environment` return this world: what a starter gives its processes."""
+    return {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "GROUP_RANK": str(world.cross_rank),
+        "GROUP_WORLD_SIZE": str(world.cross_size),
+        "MASTER_ADDR": world.address,
+        "MASTER_PORT": str(world.port),
+        "MEGACLASS_STARTER": world.starter,
+    }
+
+
+def _from_torchrun(env: Mapping[str, str]) -> World:
+    starter = env.get("MEGACLASS_STARTER", "torchrun")
+    size = _number(env, "WORLD_SIZE", starter)
+    local_size = _number(env, "LOCAL_WORLD_SIZE", starter, default=size)
+    world = World(
+        rank=_number(env, "RANK", starter),
+        size=size,
+        local_rank=_number(env, "LOCAL_RANK", starter, default=_number(env, "RANK", starter) % max(local_size, 1)),
+        local_size=local_size,
+        cross_rank=_number(env, "GROUP_RANK", starter, default=0),
+        cross_size=_number(env, "GROUP_WORLD_SIZE", starter, default=max(1, size // max(local_size, 1))),
+        starter=starter,
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number(env, "MASTER_PORT", starter) if size > 1 else 0,
+    )
+    return _checked(world)
+
+
+def _from_open_mpi(env: Mapping[str, str]) -> World:
+    starter = "Open MPI"
+    size = _number(env, "OMPI_COMM_WORLD_SIZE", starter)
+    local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", starter)
+    address = env.get("MASTER_ADDR")
+    if address is None and local_size < size:
+        raise LaunchError(
+            f"mpirun started {size} ranks on several hosts ({local_size} on {socket.gethostname()}), but MASTER_ADDR is "
+            f"not set, so they cannot find rank 0: add -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<a free port there>."
+        )
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
+    world = World(
+        rank=_number(env, "OMPI_COMM_WORLD_RANK", starter),
+        size=size,
+        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", starter),
+        local_size=local_size,
+        cross_rank=_number(env, "OMPI_COMM_WORLD_NODE_RANK", starter, default=0) if local_size == 1 else 0,
+        cross_size=max(1, size // local_size),
+        starter=starter,
+        address=address or "127.0.0.1",
+        port=_number(env, "MASTER_PORT", starter, default=_port_of(f"mpi {job}")) if size > 1 else 0,
+    )
+    return _checked(world)
+
+
+def _from_slurm(env: Mapping[str, str]) -> World:
+    starter = "Slurm"
+    size = _number(env, "SLURM_STEP_NUM_TASKS", starter, default=_number(env, "SLURM_NTASKS", starter, default=1))
+    num_nodes = _number(env, "SLURM_STEP_NUM_NODES", starter, default=_number(env, "SLURM_NNODES", starter, default=1))
+    node = _number(env, "SLURM_NODEID", starter, default=0)
+    tasks = _slurm_tasks(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size))
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    step = f"slurm {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+    world = World(
+        rank=_number(env, "SLURM_PROCID", starter),
+        size=size,
+        local_rank=_number(env, "SLURM_LOCALID", starter),
+        local_size=tasks[node] if node < len(tasks) else max(1, size // num_nodes),
+        cross_rank=node,
+        cross_size=num_nodes,
+        starter=starter,
+        address=env.get("MASTER_ADDR") or first_slurm_host(nodes),
+        port=_number(env, "MASTER_PORT", starter, default=_port_of(step)) if size > 1 else 0,
+    )
+    return _checked(world)
+
+
+def first_slurm_host(node_list: str) -> str:
+    """First host of Slurm's short form: 'gpu[07-09,12],login' -> 'gpu07'."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", node_list)
+    if match is None:
+        raise LaunchError(
+            f"Cannot read the first host of Slurm's node list {node_list!r}: expected for example gpu[07-09]."
+        )
+    return match[1] + (match[2] or "")
+
+
+def _slurm_tasks(text: str) -> list[int]:
+    """Tasks on each node from Slurm's short form: '2(x3),1' -> [2, 2, 2, 1]."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(f"Cannot read {part!r} in SLURM_TASKS_PER_NODE={text!r}: expected for example 2(x3),1.")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _number(env: Mapping[str, str], name: str, starter: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise LaunchError(
+            f"The environment is that of {starter}, but {name} is not set. "
+            f"Set {name}, or start with `megaclass run -np N …`, which sets all of them."
+        )
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise LaunchError(f"{name}={text!r} in the environment of {starter}: expected a whole number of 0 or more.")
+    return int(text)
+
+
+def _checked(world: World) -> World:
+    for what, rank, size in (
+        ("rank", world.rank, world.size),
+        ("local rank", world.local_rank, world.local_size),
+        ("cross rank", world.cross_rank, world.cross_size),
+    ):
+        if not 0 <= rank < size:
+            raise LaunchError(
+                f"{world.starter} says {what} {rank} of {size}: it must lie in [0, {size}). "
+                f"Look for leftover RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment."
+            )
+    return world
+
+
+def _port_of(job: str) -> int:
+    """All ranks of one job compute the same port from the job's name; two jobs seldom share one."""
+    digest = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
+    return _DERIVED_PORTS[digest % len(_DERIVED_PORTS)]
