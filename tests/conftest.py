@@ -1,19 +1,23 @@
 """`run_ranks`: a function in N real gloo processes.
 
-Ranks are forked by a server that has torch loaded, so a world starts in well under a second. A rank that raises fails
-the test with its traceback; ranks that do not finish in time have their stacks printed and are killed.
+Ranks are forked by a server that has torch loaded and stay for the next test, each test in a process group of its own.
+A rank that raises fails the test with its traceback; ranks that do not finish in time have their stacks printed. After
+either, all ranks are killed and the next test starts fresh ones.
 """
 
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+_forkserver.set_forkserver_preload(["torch", "torch.distributed.tensor.debug", "megaclass.head.partial_fc", "numpy"])
 
 
 def free_port() -> int:
@@ -30,88 +34,118 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank_main(
-    rank: int,
-    size: int,
-    port: int,
-    stacks: str,
-    outcome: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _rank_main(calls: Connection, stacks: str) -> None:
     import torch
 
     from megaclass.distributed.process_group import process_group
-    from megaclass.world import World
 
+    torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
-        torch.set_num_threads(1)
-        try:
-            world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=port)
-            with process_group(world, device="cpu", timeout_s=60):
-                outcome.send((True, function(*args)))
-        except BaseException:
-            outcome.send((False, traceback.format_exc()))
-
-
-def _run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(size):
-            receiver, sender = _forkserver.Pipe(duplex=False)
-            stacks = str(Path(folder) / f"{rank}.txt")
-            process = _forkserver.Process(
-                target=_rank_main, args=(rank, size, port, stacks, sender, function, args), daemon=True
-            )
-            process.start()
-            sender.close()
-            ranks.append((process, receiver, stacks))
-        try:
-            return _outcomes(ranks, time.monotonic() + timeout_s)
-        finally:
-            for process, _, _ in ranks:
-                process.kill()
-                process.join()
-
-
-def _outcomes(ranks: list[Any], deadline: float) -> list[Any]:
-    open_ranks = {receiver: rank for rank, (_, receiver, _) in enumerate(ranks)}
-    results: list[Any] = [None] * len(ranks)
-    failures: list[str] = []
-    while open_ranks and not failures:
-        ready = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            pytest.fail(f"ranks {sorted(open_ranks.values())} did not finish in time\n{_stacks(ranks, open_ranks)}")
-        # The first failure makes the others fail too: give them a moment, then show all of them, root cause included.
-        for receiver in ready:
-            rank = open_ranks.pop(receiver)
+        while True:
+            world, pickled_call = calls.recv()
             try:
-                succeeded, value = receiver.recv()
-            except EOFError:
-                ranks[rank][0].join(5)
-                succeeded, value = False, f"ended without a result, exit code {ranks[rank][0].exitcode}"
-            if succeeded:
-                results[rank] = value
-            else:
-                failures.append(f"--- rank {rank} ---\n{value}")
-    if failures:
-        pytest.fail("\n".join(failures), pytrace=False)
-    return results
+                with process_group(world, device="cpu", timeout_s=60):
+                    function, args = pickle.loads(pickled_call)
+                    # Plain pickle: multiprocessing's own would send tensors as shared memory that dies with the rank.
+                    calls.send_bytes(pickle.dumps((True, function(*args))))
+            except BaseException:
+                calls.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
-def _stacks(ranks: list[Any], open_ranks: dict[Any, int]) -> str:
-    texts = []
-    for rank in sorted(open_ranks.values()):
-        process, _, stacks = ranks[rank]
-        os.kill(process.pid, signal.SIGUSR2)
-        time.sleep(0.2)
-        texts.append(f"--- rank {rank}, pid {process.pid} ---\n{Path(stacks).read_text()}")
-    return "\n".join(texts)
+@dataclass
+class _Rank:
+    process: BaseProcess
+    calls: Connection
+    stacks: Path
+
+
+class RankPool:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ranks: list[_Rank] = []
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """Results by rank. `function` is a module-level function; it and its arguments are pickled."""
+        from megaclass.world import World
+
+        while len(self._ranks) < size:
+            self._start_rank()
+        call = pickle.dumps((function, args))
+        port = free_port()
+        for rank in range(size):
+            world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=port)
+            self._ranks[rank].calls.send((world, call))
+        try:
+            return self._outcomes(size, time.monotonic() + timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.process.kill()
+            rank.process.join()
+        self._ranks = []
+
+    def _start_rank(self) -> None:
+        ours, theirs = _forkserver.Pipe()
+        stacks = self._folder / f"stacks.{time.monotonic_ns()}.txt"
+        process = _forkserver.Process(target=_rank_main, args=(theirs, str(stacks)), daemon=True)
+        process.start()
+        theirs.close()
+        self._ranks.append(_Rank(process, ours, stacks))
+
+    def _outcomes(self, size: int, deadline: float) -> list[Any]:
+        waiting = {self._ranks[rank].calls: rank for rank in range(size)}
+        results: list[Any] = [None] * size
+        failures: list[str] = []
+        while waiting:
+            # One failure makes the others fail too: give them a moment, then show all of them, root cause included.
+            ready = wait(list(waiting), timeout=1.0 if failures else max(0.0, deadline - time.monotonic()))
+            if not ready and failures:
+                break
+            if not ready:
+                pytest.fail(f"ranks {sorted(waiting.values())} did not finish in time\n{self._stacks(waiting)}")
+            for calls in ready:
+                rank = waiting.pop(calls)
+                succeeded, value = self._outcome(rank)
+                if succeeded:
+                    results[rank] = value
+                else:
+                    failures.append(f"--- rank {rank} ---\n{value}")
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+        return results
+
+    def _outcome(self, rank: int) -> tuple[bool, Any]:
+        try:
+            succeeded, value = pickle.loads(self._ranks[rank].calls.recv_bytes())
+        except EOFError:
+            self._ranks[rank].process.join(5)
+            return False, f"ended without a result, exit code {self._ranks[rank].process.exitcode}"
+        return succeeded, value
+
+    def _stacks(self, waiting: dict[Any, int]) -> str:
+        texts = []
+        for rank in sorted(waiting.values()):
+            pid = self._ranks[rank].process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR2)
+            time.sleep(0.2)
+            texts.append(f"--- rank {rank}, pid {pid} ---\n{self._ranks[rank].stacks.read_text()}")
+        return "\n".join(texts)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    with tempfile.TemporaryDirectory() as folder:
+        pool = RankPool(Path(folder))
+        yield pool
+        pool.kill()
 
 
 @pytest.fixture
-def run_ranks() -> Callable[..., list[Any]]:
-    """run_ranks(size, function, *args): results by rank; function is a module-level function."""
-    return _run_ranks
+def run_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """run_ranks(size, function, *args): results by rank."""
+    return rank_pool.run

@@ -44,7 +44,7 @@ _PUBLIC = {
     ),
 }
 
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+__all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

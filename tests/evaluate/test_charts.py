@@ -72,7 +72,11 @@ def test_a_log_axis_has_a_tick_at_each_power_of_ten():
 def test_lines_lie_inside_the_drawing_where_their_values_are(size):
     xs = [0.0, 1.0, 2.0]
     svg = line_chart(
-        [Series(name="a", xs=xs, ys=[0.0, 1.0, 0.5])], fixed_axis("x", xs), fixed_axis("y", [0, 0.5, 1]), title="t", size=size
+        [Series(name="a", xs=xs, ys=[0.0, 1.0, 0.5])],
+        fixed_axis("x", xs),
+        fixed_axis("y", [0, 0.5, 1]),
+        title="t",
+        size=size,
     )
     ((first, second, third),) = _points(svg)
     assert first[0] < second[0] < third[0] <= size[0]
@@ -96,7 +100,9 @@ def test_thinning_a_long_line_keeps_its_spikes_and_ends():
     ys = [0.0] * 100_000
     ys[61_803] = 1.0
     xs = list(range(len(ys)))
-    svg = line_chart([Series(name="a", xs=xs, ys=ys)], linear_axis("x", xs, is_tight=True), fixed_axis("y", [0, 1]), title="t")
+    svg = line_chart(
+        [Series(name="a", xs=xs, ys=ys)], linear_axis("x", xs, is_tight=True), fixed_axis("y", [0, 1]), title="t"
+    )
     (points,) = _points(svg)
     assert len(points) < 4 * WIDE[0]
     heights = [y for _, y in points]

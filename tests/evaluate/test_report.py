@@ -143,7 +143,11 @@ def test_text_from_outside_stays_text():
 def test_the_hardest_pairs_come_worst_first_and_wrong_ones_are_marked():
     report = _report()
     distances, is_same = report.model.distances_N, report.model.is_same_N
-    shown = [int(image["alt"].split(",")[0].removeprefix("pair ")) for image in Page(render_report(report)).images() if image["alt"]]
+    shown = [
+        int(image["alt"].split(",")[0].removeprefix("pair "))
+        for image in Page(render_report(report)).images()
+        if image["alt"]
+    ]
     closest, farthest = shown[:24:2], shown[24::2]
     assert closest == sorted(np.flatnonzero(~is_same).tolist(), key=lambda pair: distances[pair])[:12]
     assert farthest == sorted(np.flatnonzero(is_same).tolist(), key=lambda pair: -distances[pair])[:12]
@@ -165,7 +169,12 @@ def test_what_is_missing_is_left_out():
 
 
 def test_a_loss_that_was_not_finite_does_not_stop_the_report():
-    rows = [{"step": 0, "loss": 2.0}, {"step": 1, "loss": None}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": 1.0}]
+    rows = [
+        {"step": 0, "loss": 2.0},
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": float("nan")},
+        {"step": 3, "loss": 1.0},
+    ]
     Page(render_report(dataclasses.replace(_report(), metrics=rows)))
     Page(render_report(dataclasses.replace(_report(), metrics=rows[:1])))
     Page(render_report(dataclasses.replace(_report(), metrics=rows[1:3])))

@@ -64,7 +64,7 @@ def test_folds_and_thresholds_of_a_hand_worked_case():
 
 
 def test_the_deviation_is_that_of_the_population():
-    # Fold 0 separates at 1 (same 0.5, different 1.5). Fold 1 is reversed, so its best threshold on [0, 1] is the first, 0.
+    # Fold 0 separates at 1 (same 0.5, different 1.5). Fold 1 is reversed, so its best threshold of 0 and 1 is 0.
     # Fold 0 at threshold 0: 1 of 2. Fold 1 at threshold 1: same 1.5 missed, different 0.5 accepted, 0 of 2.
     # Mean 0.25, population deviation 0.25 (the sample's would be 0.354).
     result = verify_distances([0.5, 1.5, 1.5, 0.5], [True, False, True, False], thresholds_T=[0, 1], num_folds=2)
@@ -82,7 +82,8 @@ def test_the_published_thresholds_are_400_from_0_by_a_hundredth():
 @pytest.mark.parametrize("num_pairs", [40, 47], ids=["even folds", "uneven folds"])
 def test_accuracy_is_that_of_the_protocol_word_for_word(num_pairs):
     distances, is_same = _random_pairs(num_pairs, overlap=0.2)
-    thresholds = np.arange(0, 4, 0.05)
+    distances = np.round(16 * distances) / 16  # many lie exactly on a threshold
+    thresholds = np.arange(0, 4, 1 / 16)
     accuracies, chosen = _brute_force_accuracies(distances, is_same, thresholds, 10)
     result = verify_distances(distances, is_same, thresholds_T=thresholds)
     assert result.fold_accuracies == pytest.approx(accuracies, abs=1e-12)
@@ -118,14 +119,16 @@ def test_tar_at_far_of_a_hand_worked_case():
     found = tar_at_far(roc, [0.5, 0.1, 0.01], num_different=10)
     # One of 10 is the smallest FAR that can be seen: 0.01 is not measurable.
     assert found == {0.5: 1.0, 0.1: 1.0, 0.01: None}
-    assert tar_at_far(Roc(far=np.array([0, 0, 1.0]), tar=np.array([0, 0.4, 1.0])), [0.1], num_different=10) == {0.1: 0.4}
+    assert tar_at_far(Roc(far=np.array([0, 0, 1.0]), tar=np.array([0, 0.4, 1.0])), [0.1], num_different=10) == {
+        0.1: 0.4
+    }
 
 
 def test_a_far_that_is_a_whole_number_of_pairs_is_reached_in_spite_of_rounding():
-    # 3 of 3000 different pairs lie below the same pairs: FAR 0.001 exactly, though 3 / 3000 and 0.001 * 3000 are rounded.
-    distances = np.concatenate([np.full(3, 0.1), np.full(2997, 2.0), np.full(3000, 1.0)])
-    is_same = np.arange(6000) >= 3000
-    assert verify_distances(distances, is_same).tar_at_far[1e-3] == 1.0
+    # 29 of 100 different pairs lie below the same pairs, and 0.29 * 100 is 28.999999999999996.
+    distances = np.concatenate([np.full(29, 0.1), np.full(71, 2.0), np.full(100, 1.0)])
+    roc = roc_curve(distances, np.arange(200) >= 100)
+    assert tar_at_far(roc, [0.29, 0.28], num_different=100) == {0.29: 1.0, 0.28: 0.0}
 
 
 def test_eer_of_a_hand_worked_case():

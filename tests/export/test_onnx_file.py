@@ -41,6 +41,21 @@ class DiffersWhenExported(TinyBackbone):
         return embeddings * self.scale + self.shift if torch.compiler.is_exporting() else embeddings
 
 
+class DiffersInLargerBatches(TinyBackbone):
+    """Stands for an export that holds for one image only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        embeddings = super().forward(x)
+        return embeddings + (x.shape[0] - 1) if torch.compiler.is_exporting() else embeddings
+
+
+class FixesTheBatch(TinyBackbone):
+    """len() makes a plain number of the batch size, and the exporter writes down the example's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).reshape(len(x), -1)
+
+
 class OneRowTooMany(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(1)
@@ -95,9 +110,17 @@ def test_onnxruntime_gives_the_embeddings_of_torch_for_any_batch(tmp_path, capfd
     [
         (DiffersWhenExported(1.0, 0.5), r"lowest cosine \S+ \(at least 0.99999 is required\)"),
         (DiffersWhenExported(2.0, 0.0), "norms apart by up to 100.00%"),
+        (DiffersInLargerBatches(), r"For 7 image\(s\) .* lowest cosine"),
+        (FixesTheBatch(), r"takes batches of 2 only, .*uses the batch size as a plain number"),
         (OneRowTooMany(), r"For 1 image\(s\) .* expected one row for each image"),
     ],
-    ids=["other direction", "other scale", "other number of rows"],
+    ids=[
+        "other direction",
+        "other scale",
+        "right for one image",
+        "right for one size of batch",
+        "other number of rows",
+    ],
 )
 def test_a_wrong_export_is_refused_and_leaves_what_was_there(tmp_path, backbone, message):
     path = tmp_path / "model.onnx"
@@ -117,8 +140,21 @@ def test_a_backbone_that_has_diverged_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_onnxruntime_cannot_run_is_refused(tmp_path, monkeypatch):
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
+
+    def fail(*_):
+        raise RuntimeException("a node failed")
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", fail)
+    with pytest.raises(ExportError, match=r"cannot run the ONNX model of TinyBackbone on 1 image\(s\): a node failed"):
+        export_onnx(tmp_path / "model.onnx", TinyBackbone(), image_size=_SIZE)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_traced_says_so(tmp_path):
-    with pytest.raises(ExportError, match="Cannot export LooksAtValues to .*model.onnx"):
+    with pytest.raises(ExportError, match=r"Cannot export LooksAtValues to .*model\.onnx"):
         export_onnx(tmp_path / "model.onnx", LooksAtValues(), image_size=_SIZE)
     assert list(tmp_path.iterdir()) == []
 

@@ -46,7 +46,9 @@ def test_the_same_model_gives_the_same_bytes_in_another_process(tmp_path):
     digests = set()
     for place in range(2):
         path = tmp_path / f"{place}.safetensors"
-        subprocess.run([sys.executable, "-c", _SAVE, str(path)], check=True, env={**os.environ, "PYTHONHASHSEED": str(place)})
+        subprocess.run(
+            [sys.executable, "-c", _SAVE, str(path)], check=True, env={**os.environ, "PYTHONHASHSEED": str(place)}
+        )
         digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
     assert len(digests) == 1
 
@@ -75,7 +77,9 @@ def test_a_file_that_reads_back_wrong_is_not_published(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"the model of before")
     monkeypatch.setattr(
-        safetensors_file, "load_state", lambda _: {name: tensor + 1 for name, tensor in _backbone().state_dict().items()}
+        safetensors_file,
+        "load_state",
+        lambda _: {name: tensor + 1 for name, tensor in _backbone().state_dict().items()},
     )
     with pytest.raises(ExportError, match=r"'0.weight' read back differs"):
         save_model(path, _backbone(), metadata={})
@@ -84,11 +88,13 @@ def test_a_file_that_reads_back_wrong_is_not_published(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ExportError, match="the folder .*nowhere does not exist"):
+    with pytest.raises(ExportError, match=r"the folder .*nowhere does not exist"):
         save_model(tmp_path / "nowhere" / "model.safetensors", _backbone(), metadata={})
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\x00" * 100, b"\xff" * 100], ids=["no file", "empty", "zeros", "ones"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\x00" * 100, b"\xff" * 100], ids=["no file", "empty", "zeros", "ones"]
+)
 @pytest.mark.parametrize("read", [load_state, read_metadata])
 def test_what_is_not_safetensors_is_refused_by_name(tmp_path, content, read):
     path = Path(tmp_path / "model.safetensors")

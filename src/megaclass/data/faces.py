@@ -1,25 +1,25 @@
 """Synthetic identities: faces drawn by code, the same on every machine that runs the same NumPy.
 
-An identity is a point in the space `IDENTITY` spans (shape of the head, eyes, brows, nose, mouth, hair, marks, glasses).
-An image of it adds a point of `IMAGE` (pose, expression, light, occlusion, blur, noise, background). Both points are hashed from
+An identity is a point in the space `IDENTITY` spans (head, eyes, brows, nose, mouth, hair, marks, glasses). An image of
+it adds a point of `IMAGE` (pose, expression, light, occlusion, blur, noise, background). Both points are hashed from
 (seed, identity, image), so that an image never depends on which others are drawn beside it.
 
-What must not give an identity away is drawn anew for each image: colour cast, exposure, background, clothes and place in the frame.
-What must is geometry: over thirty measures, each spread evenly over a range that still shows at 48 pixels.
+What must not give an identity away is drawn anew for each image: colour cast, exposure, background, clothes, place in
+the frame. What must is geometry: over thirty measures, each spread evenly over a range that still shows at 48 pixels.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.drawing import Canvas, Values, paint
+from megaclass.data.faces_features import paint
+from megaclass.data.faces_layers import Canvas, Values
+from megaclass.data.hashing import combine64
 from megaclass.errors import DataError
 
 MIN_IMAGE_SIZE = 16
 MAX_IMAGE_SIZE = 1024
 
-# Lengths are in units of half the height of the head, v points down, u to the side, the origin lies between eyes and nose.
+# Lengths are in units of half the height of the head; v points down, u to the side, both from the middle of the head.
 # Every value is uniform in its range; `…_draw` is compared with a share below.
 IDENTITY: dict[str, tuple[float, float]] = {
     "head_width": (0.66, 0.94),
@@ -125,73 +125,48 @@ IMAGE: dict[str, tuple[float, float]] = {
     "clothes_red": (0.05, 0.95),
     "clothes_green": (0.05, 0.95),
     "clothes_blue": (0.05, 0.95),
-    "back_a_red": (0.0, 1.0),
-    "back_a_green": (0.0, 1.0),
-    "back_a_blue": (0.0, 1.0),
-    "back_b_red": (0.0, 1.0),
-    "back_b_green": (0.0, 1.0),
-    "back_b_blue": (0.0, 1.0),
+    "back_a_red": (0.10, 0.90),
+    "back_a_green": (0.10, 0.90),
+    "back_a_blue": (0.10, 0.90),
+    "back_b_red": (0.10, 0.90),
+    "back_b_green": (0.10, 0.90),
+    "back_b_blue": (0.10, 0.90),
     "back_angle": (0.0, 6.2832),
-    "back_frequency": (0.5, 7.0),
+    "back_frequency": (0.5, 6.0),
     "back_phase": (0.0, 6.2832),
 }
 
-# Salts keep the two spaces and the pixel noise from sharing random numbers.
+# Keep the two spaces and the pixel noise from sharing random numbers.
 _IDENTITY_SALT, _IMAGE_SALT, _NOISE_SALT = 1, 2, 3
-
-
-@dataclass(frozen=True)
-class FaceKey:
-    """Names a batch of images: entry i is image `image[i]` of identity `identity[i]`."""
-
-    seed: int
-    identity: NDArray[np.int64]
-    image: NDArray[np.int64]
+# A few images at a time: the intermediate maps then stay in the processor's cache.
+_CHUNK_PIXELS = 16 * 64 * 64
 
 
 def draw_faces(seed: int, identity: NDArray[np.int64], image: NDArray[np.int64], image_size: int) -> NDArray[np.uint8]:
-    """RGB images (B, image_size, image_size, 3); entry i is a pure function of (seed, identity[i], image[i], image_size)."""
+    """RGB images (B, H, W, 3); entry i is a pure function of (seed, identity[i], image[i], image_size)."""
     if not MIN_IMAGE_SIZE <= image_size <= MAX_IMAGE_SIZE:
         raise DataError(
             f"Cannot draw faces of {image_size} pixels: the size must lie in [{MIN_IMAGE_SIZE}, {MAX_IMAGE_SIZE}]."
         )
     assert identity.shape == image.shape and identity.ndim == 1
-    # A few images at a time: the intermediate maps then stay in the processor's cache.
-    chunk = max(1, _CHUNK_PIXELS // image_size**2)
+    canvas = Canvas.of(image_size)
+    num_at_once = max(1, _CHUNK_PIXELS // image_size**2)
     faces_BHW3 = np.empty((len(identity), image_size, image_size, 3), dtype=np.uint8)
-    for start in range(0, len(identity), chunk):
-        part = slice(start, start + chunk)
-        faces_BHW3[part] = _draw_chunk(seed, identity[part], image[part], image_size)
+    for start in range(0, len(identity), num_at_once):
+        part = slice(start, start + num_at_once)
+        identity_key = identity[part].astype(np.uint64)
+        image_key = combine64(seed, identity_key, image[part].astype(np.uint64))
+        person = _spread(combine64(seed, _IDENTITY_SALT, identity_key), IDENTITY)
+        scene = _spread(combine64(image_key, _IMAGE_SALT), IMAGE)
+        noise_seed = (combine64(image_key, _NOISE_SALT) >> np.uint64(32)).astype(np.uint32)
+        faces_BHW3[part] = paint(canvas, person, scene, noise_seed)
     return faces_BHW3
-
-
-_CHUNK_PIXELS = 16 * 64 * 64
-
-
-def _draw_chunk(seed: int, identity: NDArray[np.int64], image: NDArray[np.int64], image_size: int) -> NDArray[np.uint8]:
-    person_key = _hash(_hash(np.uint64(seed % 2**64), np.uint64(_IDENTITY_SALT)), identity.astype(np.uint64))
-    image_key = _hash(
-        _hash(_hash(person_key, image.astype(np.uint64)), np.uint64(seed % 2**64)), np.uint64(_IMAGE_SALT)
-    )
-    person = _spread(person_key, IDENTITY)
-    scene = _spread(image_key, IMAGE)
-    noise_seed = (_hash(image_key, np.uint64(_NOISE_SALT)) >> np.uint64(32)).astype(np.uint32)
-    return paint(Canvas.of(image_size), person, scene, noise_seed)
 
 
 def _spread(key_B: NDArray[np.uint64], space: dict[str, tuple[float, float]]) -> Values:
     """One uniform value a name and image, each shaped (B, 1, 1) to broadcast over pixels."""
-    bits_BP = _hash(key_B[:, None], np.arange(1, len(space) + 1, dtype=np.uint64)[None])
-    uniform_BP = (bits_BP >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    low, high = np.array(list(space.values())).T
-    values_PB = (low + uniform_BP * (high - low)).T.astype(np.float32)
-    return {name: values[:, None, None] for name, values in zip(space, values_PB, strict=True)}
-
-
-def _hash(left: NDArray[np.uint64] | np.uint64, right: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
-    """Mixes two 64-bit keys into one (the finaliser of SplitMix64): needs no generator state, so any image can be drawn alone."""
-    with np.errstate(over="ignore"):
-        mixed = np.asarray(left) + (np.asarray(right) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+    bits_PB = combine64(key_B[None], np.arange(len(space), dtype=np.uint64)[:, None])
+    uniform_PB = (bits_PB >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    low, high = np.array(list(space.values())).T[..., None]
+    values_PB = (low + uniform_PB * (high - low)).astype(np.float32)
+    return {name: values_B[:, None, None] for name, values_B in zip(space, values_PB, strict=True)}

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_batch, to_tensor
-from megaclass.data.order import Order, mix64
+from megaclass.data.hashing import combine64
+from megaclass.data.order import Order
 from megaclass.data.source import ImageSource
 from megaclass.errors import DataError
 
@@ -37,7 +38,7 @@ class Batch:
 class BatchLoader:
     """Reads, decodes and mirrors; the same global batches whatever the number of ranks and workers.
 
-    Threads suffice: decoding releases the interpreter. Each decodes whole batches, so nothing travels between processes.
+    Threads suffice, since decoding releases the interpreter; each decodes whole batches.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class BatchLoader:
     ) -> None:
         if global_batch < world_size:
             raise DataError(
-                f"A global batch of {global_batch} images leaves some of the {world_size} ranks without any: use at least one a rank."
+                f"A global batch of {global_batch} images leaves some of the {world_size} ranks without any: "
+                f"use at least one a rank."
             )
         if global_batch > source.num_images:
             raise DataError(
-                f"A global batch of {global_batch} images is more than the {source.num_images} there are in all: {source.describe()}."
+                f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
+                f"{source.describe()}."
             )
         self.source = source
         self.order = Order(num_images=source.num_images, global_batch=global_batch, seed=seed, keep_last=keep_last)
@@ -110,5 +113,5 @@ class BatchLoader:
 
 def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Half of the images, another half each epoch; asked of the image, not of the rank that happens to hold it."""
-    key = mix64(np.uint64(epoch) + mix64(np.uint64((seed ^ _MIRROR_SALT) % 2**64)))
-    return mix64(indices.astype(np.uint64) ^ key) >> np.uint64(63) == 1
+    bits = combine64(seed, _MIRROR_SALT, epoch, indices.astype(np.uint64))
+    return (bits >> np.uint64(63)).astype(bool)

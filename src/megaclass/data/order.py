@@ -1,13 +1,15 @@
 """Which images make up a step: a pure function of (seed, epoch, position), so a run can stop and go on at any step.
 
-The shuffle is a keyed permutation evaluated where it is needed, not a list: 40 million images cost no memory and no start-up time,
-and every rank sees the same global batches, however many ranks there are.
+The shuffle is a keyed permutation evaluated where it is needed, not a list: 40 million images cost no memory and no
+start-up time, and every rank sees the same global batches, however many ranks there are.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megaclass.data.hashing import combine64, mix64
 
 _NUM_ROUNDS = 6
 
@@ -61,11 +63,11 @@ def epoch_order(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def shuffled(positions: NDArray[np.int64], num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Image at each position of the epoch: a permutation of [0, num_images).
 
-    A Feistel network permutes the next square power of two; a value that falls outside is sent through it again until it lands inside,
-    which keeps the map one to one and takes fewer than four rounds trips on average.
+    A Feistel network permutes the next power of four; a value that falls outside is sent through it again until it
+    lands inside, which keeps the map one to one and takes fewer than four passes on average.
     """
     half_bits = np.uint64(max(1, (max(num_images - 1, 1).bit_length() + 1) // 2))
-    keys = mix64(np.arange(_NUM_ROUNDS, dtype=np.uint64) + mix64(np.uint64(epoch) + mix64(np.uint64(seed % 2**64))))
+    keys = combine64(seed, epoch, np.arange(_NUM_ROUNDS, dtype=np.uint64))
     values = positions.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
     while outside.any():
@@ -80,12 +82,3 @@ def _feistel(values: NDArray[np.uint64], half_bits: np.uint64, keys: NDArray[np.
     for key in keys:
         left, right = right, left ^ (mix64(right ^ key) & mask)
     return left << half_bits | right
-
-
-def mix64(values: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
-    """A 64-bit hash (the finaliser of SplitMix64). Written out, since NumPy does not promise equal streams between versions."""
-    with np.errstate(over="ignore"):
-        mixed = np.asarray(values, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return np.asarray(mixed ^ (mixed >> np.uint64(31)))

@@ -1,4 +1,4 @@
-"""Verification pairs in InsightFace's `.bin` form (lfw.bin, cfp_fp.bin, …): a pickle, read without running what is in it."""
+"""Verification pairs in InsightFace's `.bin` form (lfw.bin, …): a pickle, read without running what is in it."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ _BAD_PICKLE = (
 class _PairUnpickler(pickle._Unpickler):
     """Admits arrays of numbers and bytes, and refuses every other name.
 
-    The Python version of the unpickler, because the one in C reserves whatever memory a damaged file asks for. No class or function of
-    NumPy is handed out: a stand-in takes the pickled state and checks it, so that nothing in the file can call anything.
+    The Python version of the unpickler, because the one in C reserves whatever memory a damaged file asks for. No class
+    or function of NumPy is handed out: stand-ins take the pickled state and check it, so the file can call nothing.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
@@ -103,7 +103,8 @@ class _PairUnpickler(pickle._Unpickler):
         stand_in = _ADMITTED.get(f"{module}.{name}")
         if stand_in is None:
             raise DataError(
-                f"The pairs {self._path} ask for {module}.{name} when opened: only arrays of bytes are admitted. Do not trust this file."
+                f"The pairs {self._path} ask for {module}.{name} when opened: only bytes and arrays are admitted. "
+                f"Do not trust this file."
             )
         return stand_in()
 

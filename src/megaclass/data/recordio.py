@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,7 +51,8 @@ def unpack_record(packed: bytes, where: str) -> Record:
     """`where` names the record in errors, for example `train.rec, byte 128`."""
     if len(packed) < _RECORD_HEADER.size:
         raise DataError(
-            f"Cannot read {where}: the record has {len(packed)} bytes, expected at least the {_RECORD_HEADER.size} of its header."
+            f"Cannot read {where}: the record has {len(packed)} bytes, "
+            f"expected at least the {_RECORD_HEADER.size} of its header."
         )
     num_labels, label, id_, id2 = _RECORD_HEADER.unpack_from(packed)
     if num_labels == 0:
@@ -60,7 +60,8 @@ def unpack_record(packed: bytes, where: str) -> Record:
     end = _RECORD_HEADER.size + 4 * num_labels
     if len(packed) < end:
         raise DataError(
-            f"Cannot read {where}: its header announces {num_labels} labels, which takes {end} bytes, but the record has {len(packed)}."
+            f"Cannot read {where}: its header announces {num_labels} labels, which takes {end} bytes, "
+            f"but the record has {len(packed)}."
         )
     labels = np.frombuffer(packed, dtype="<f4", count=num_labels, offset=_RECORD_HEADER.size)
     return Record(tuple(labels.tolist()), packed[end:], id_, id2)
@@ -94,7 +95,8 @@ def read_index(path: Path) -> RecordIndex:
     repeated = np.flatnonzero(keys[1:] == keys[:-1])
     if len(repeated):
         raise DataError(
-            f"The index {path} names key {keys[repeated[0]]} more than once ({len(repeated)} repeated in all): each record has one line."
+            f"The index {path} names key {keys[repeated[0]]} more than once ({len(repeated)} repeated in all): "
+            f"each record has one line."
         )
     return RecordIndex(keys, offsets)
 
@@ -190,7 +192,8 @@ class RecordReader:
             kind, start, end = self._part(_padded(end))
             if kind not in (_MIDDLE, _LAST):
                 raise DataError(
-                    f"Cannot read {self.path}, byte {start - 8}: expected a further part of the record at byte {offset}."
+                    f"Cannot read {self.path}, byte {start - 8}: "
+                    f"expected a further part of the record that begins at byte {offset}."
                 )
             parts.append(self._map[start:end])
         return _MAGIC_BYTES.join(parts), _padded(end)
@@ -199,7 +202,7 @@ class RecordReader:
         """(kind, first byte, byte after the last) of the part whose header lies at `offset`."""
         if not 0 <= offset <= len(self._map) - _PART_HEADER.size:
             raise DataError(
-                f"Cannot read {self.path}, byte {offset}: expected a record there, but the file ends at byte {len(self._map)}. "
+                f"Cannot read {self.path}, byte {offset}: expected a record, but the file has {len(self._map)} bytes. "
                 f"Is it truncated, or does the index belong to another file?"
             )
         magic, kind_and_length = _PART_HEADER.unpack_from(self._map, offset)
@@ -212,7 +215,8 @@ class RecordReader:
         end = start + (kind_and_length & MAX_PART_BYTES)
         if end > len(self._map):
             raise DataError(
-                f"Cannot read {self.path}, byte {offset}: the record needs {end - start} bytes, but the file ends after {len(self._map) - start}."
+                f"Cannot read {self.path}, byte {offset}: the record needs {end - start} bytes, "
+                f"but the file ends after {len(self._map) - start}."
             )
         kind = kind_and_length >> 29
         if kind > _LAST:
@@ -244,15 +248,6 @@ class RecordWriter:
         self._keys.append(key)
         self._offsets.append(self._file.tell())
         self._file.write(_split(pack_record(record), f"the record with key {key} for {self.path}"))
-
-
-def require_exact_labels(labels: Sequence[int], path: Path) -> None:
-    """Refuses classes that float32, the label's type in a `.rec`, cannot tell apart."""
-    largest = max(labels, default=0)
-    if largest >= MAX_EXACT_LABEL:
-        raise DataError(
-            f"Cannot write label {largest} to {path}: the format keeps labels as float32, exact below {MAX_EXACT_LABEL:,}."
-        )
 
 
 def _split(packed: bytes, what: str) -> bytes:

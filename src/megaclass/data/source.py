@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +59,8 @@ def open_source(path: Path) -> RecordSource:
     missing = [name for name in ("train.rec", "train.idx") if not (path / name).is_file()]
     if missing:
         raise DataError(
-            f"Cannot open the data at {path}: looked for train.rec and train.idx, {' and '.join(missing)} missing; {_list_names(path)}."
+            f"Cannot open the data at {path}: looked for train.rec and train.idx, "
+            f"{' and '.join(missing)} missing; {_list_names(path)}."
         )
     reader = RecordReader(path / "train.rec")
     index = read_index(path / "train.idx")
@@ -71,8 +73,9 @@ def open_source(path: Path) -> RecordSource:
     beyond = np.flatnonzero(labels >= num_classes)
     if len(beyond):
         raise DataError(
-            f"The record with key {index.keys[is_image][beyond[0]]} in {reader.path} has label {labels[beyond[0]]}, but {path / 'property'} says "
-            f"num_classes = {num_classes}: labels lie in [0, {num_classes}). {len(beyond)} records are out of range."
+            f"The record with key {index.keys[is_image][beyond[0]]} in {reader.path} has label {labels[beyond[0]]}, "
+            f"but {path / 'property'} says num_classes = {num_classes}: labels lie in [0, {num_classes}). "
+            f"{len(beyond)} records are out of range."
         )
     return RecordSource(
         reader=reader,
@@ -85,7 +88,7 @@ def open_source(path: Path) -> RecordSource:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordSource:
     """Images of one `.rec` file, ordered by key. Pickles without the file's content."""
 
@@ -115,7 +118,8 @@ class RecordSource:
     def describe(self) -> str:
         kind = "InsightFace RecordIO" if self.has_header else "RecordIO without a header record (im2rec)"
         height, width = self.image_size
-        return f"{kind} at {self.reader.path.parent}: {self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
+        contents = f"{self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
+        return f"{kind} at {self.reader.path.parent}: {contents}"
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class _Scan:
 
 
 def _scan(reader: RecordReader, index: RecordIndex) -> _Scan:
-    """Gathers headers by whole arrays; only records that are split inside their header are read one by one."""
+    """Gathers headers by whole arrays, since a loop over 40 million records takes minutes."""
     _require_offsets_inside(reader, index)
     num_records = len(index.keys)
     num_labels = np.empty(num_records, dtype=np.int64)
@@ -144,21 +148,23 @@ def _scan(reader: RecordReader, index: RecordIndex) -> _Scan:
         if not is_marked.all():
             wrong = start + int(np.argmin(is_marked))
             raise DataError(
-                f"The index of {reader.path} says that key {index.keys[wrong]} begins at byte {index.offsets[wrong]}, but no record begins there. "
+                f"The index of {reader.path} says that key {index.keys[wrong]} begins at byte {index.offsets[wrong]}, "
+                f"but no record begins there. "
                 f"Does the index belong to another file?"
             )
         several = gathered[:, _NUM_LABELS_WORD].astype(np.int64)
         num_labels[block] = several
         value = np.where(several > 0, gathered[:, _FIRST_LABEL_WORD], gathered[:, _LABEL_WORD])
         labels[block] = value.astype("<u4").view("<f4")
-        is_split = gathered[:, 1] >> 29 != 0
+        kind = gathered[:, 1] >> 29
         length = (gathered[:, 1] & np.uint32(MAX_PART_BYTES)).astype(np.int64)
         header_bytes = _RECORD_HEADER_BYTES + 4 * several
-        is_empty[block] = ~is_split & (length == header_bytes)
+        is_empty[block] = (kind == 0) & (length == header_bytes)
         beyond_end = index.offsets[block] + _PART_HEADER_BYTES + length > reader.num_bytes
-        for row in np.flatnonzero((length < header_bytes) | beyond_end):
+        # Split inside the header, or broken: the reader puts it together, or says what is wrong.
+        for row in np.flatnonzero((length < header_bytes) | beyond_end | (kind > 1)):
             record = reader.read(int(index.offsets[start + row]))
-            num_labels[start + row] = several[row] and len(record.labels)
+            num_labels[start + row] = len(record.labels) if len(record.labels) > 1 else 0
             labels[start + row] = record.labels[0]
             is_empty[start + row] = not record.payload
     return _Scan(num_labels, labels, is_empty)
@@ -169,9 +175,9 @@ def _require_offsets_inside(reader: RecordReader, index: RecordIndex) -> None:
     wrong = np.flatnonzero((index.offsets > last) | (index.offsets % 4 != 0))
     if len(wrong):
         raise DataError(
-            f"The index of {reader.path} says that key {index.keys[wrong[0]]} begins at byte {index.offsets[wrong[0]]}: records begin at "
-            f"multiples of 4, and the file has {reader.num_bytes} bytes. {len(wrong)} keys are out of place; "
-            f"is the file truncated, or does the index belong to another one?"
+            f"The index of {reader.path} says that key {index.keys[wrong[0]]} begins at byte "
+            f"{index.offsets[wrong[0]]}: records begin at multiples of 4, and the file has {reader.num_bytes} bytes. "
+            f"{len(wrong)} keys are out of place; is the file truncated, or does the index belong to another one?"
         )
 
 
@@ -201,7 +207,8 @@ def _images_after_header(scanned: _Scan, reader: RecordReader, index: RecordInde
         return ~scanned.is_empty
     if not (end_of_images.is_integer() and end_of_images >= 1):
         raise DataError(
-            f"The header record of {reader.path} says that images end before key {end_of_images}: expected an integer from 1."
+            f"The header record of {reader.path} says that images end before key {end_of_images}: "
+            f"expected an integer from 1."
         )
     is_image = (index.keys >= 1) & (index.keys < end_of_images)
     num_expected = int(end_of_images) - 1
@@ -211,8 +218,8 @@ def _images_after_header(scanned: _Scan, reader: RecordReader, index: RecordInde
         gap = np.flatnonzero(present != expected)
         first_missing = int(expected[gap[0]]) if len(gap) else len(present) + 1
         raise DataError(
-            f"The header record of {reader.path} announces {num_expected} images, keys 1 to {num_expected}, but the index has {len(present)} "
-            f"of them; key {first_missing} is the first one missing."
+            f"The header record of {reader.path} announces {num_expected} images, keys 1 to {num_expected}, "
+            f"but the index has {len(present)} of them; key {first_missing} is the first one missing."
         )
     return is_image
 
@@ -223,8 +230,9 @@ def _integer_labels(labels: NDArray[np.float32], keys: NDArray[np.int64], path: 
     wrong = np.flatnonzero(is_bad)
     if len(wrong):
         raise DataError(
-            f"The record with key {keys[wrong[0]]} in {path} has label {labels[wrong[0]]}: expected an integer in [0, {MAX_EXACT_LABEL:,}), the "
-            f"range that float32, the label's type in this format, holds exactly. {len(wrong)} records have such labels."
+            f"The record with key {keys[wrong[0]]} in {path} has label {labels[wrong[0]]}: "
+            f"expected an integer in [0, {MAX_EXACT_LABEL:,}), the range that float32, the type of labels here, "
+            f"holds exactly. {len(wrong)} records have such labels."
         )
     return labels.astype(np.int64)
 
@@ -236,12 +244,10 @@ def _read_property(path: Path) -> tuple[int | None, tuple[int, int] | None]:
         return None, None
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from error
-    fields = text.strip().split(",")
-    if len(fields) != 3 or not all(field.strip().isdecimal() and int(field) > 0 for field in fields):
-        raise DataError(
-            f"Cannot read {path}: {text[:60]!r}; expected num_classes,height,width, for example 93431,112,112."
-        )
-    num_classes, height, width = (int(field) for field in fields)
+    fields = re.fullmatch(r"\s*([1-9][0-9]{0,9}),([1-9][0-9]{0,4}),([1-9][0-9]{0,4})\s*", text)
+    if fields is None:
+        raise DataError(f"Cannot read {path}: {text[:60]!r}; expected num_classes,height,width, such as 93431,112,112.")
+    num_classes, height, width = map(int, fields.groups())
     return num_classes, (height, width)
 
 

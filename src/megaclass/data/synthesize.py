@@ -1,4 +1,4 @@
-"""Writes a set of synthetic identities in the files InsightFace users have: train.rec, train.idx, property, verification.bin."""
+"""Writes synthetic identities as the files InsightFace users have: train.rec, train.idx, property, verification.bin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections import deque
@@ -118,12 +119,12 @@ def _holds_same_set(out: Path, arguments: _SynthesisArguments) -> bool:
         return True
     holds = f"another synthetic set, {found}" if found else f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
     raise DataError(
-        f"Cannot write the synthetic identities to {out}: it is not empty (it holds {holds}). Remove it or choose another folder."
+        f"Cannot write the synthetic identities to {out}: it is not empty (it holds {holds}). "
+        f"Remove it or choose another folder."
     )
 
 
 def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int, on_progress: Progress | None) -> None:
-    num_train = arguments.num_identities * arguments.images_per_identity
     pair_identity, pair_image, is_same = _choose_pairs(arguments)
     identity = np.concatenate(
         [np.repeat(np.arange(arguments.num_identities), arguments.images_per_identity), pair_identity]
@@ -144,11 +145,10 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
     size = arguments.image_size
     (folder / "property").write_text(f"{arguments.num_identities},{size},{size}\n", encoding="ascii")
     (folder / _ARGUMENTS_FILE).write_text(json.dumps(asdict(arguments), indent=2) + "\n", encoding="ascii")
-    assert num_train + 2 * arguments.num_pairs == len(identity)
 
 
 def _choose_pairs(arguments: _SynthesisArguments) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Identity and image number of 2N images, and N truth values: same and different in turn, so that every fold is balanced."""
+    """Identity and image number of 2N images, N truth values: same and different in turn, so each fold is balanced."""
     pair = np.arange(arguments.num_pairs)
     is_same = pair % 2 == 0
     num_held_out = max(2, (arguments.num_pairs + 1) // 2)
@@ -202,7 +202,7 @@ def _draw_all(jobs: Iterable[_Job], num_processes: int) -> Iterator[bytes]:
         return
     # Never fork: the caller may hold threads and a process group.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_die_with_parent)
+    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_prepare_worker)
     waiting: deque[Future[list[bytes]]] = deque()
     try:
         for job in jobs:
@@ -219,8 +219,12 @@ def _draw_all(jobs: Iterable[_Job], num_processes: int) -> Iterator[bytes]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _die_with_parent() -> None:
-    """A worker waits for jobs in a pipe it holds both ends of, so it would outlive a parent that was killed."""
+def _prepare_worker() -> None:
+    """Ties a worker's life to its parent's, which alone hears Ctrl-C.
+
+    A worker waits for jobs in a pipe it holds both ends of, so without this it would outlive a parent that was killed.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     sentinel = parent.sentinel

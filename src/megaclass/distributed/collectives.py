@@ -7,6 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed these two and warns about the names that 2.11 and 2.12 know.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
@@ -20,7 +24,7 @@ def gather_blocks(block: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather of equal blocks: every rank gets (W, *block.shape), rank by rank. Not differentiable."""
     blocks_W = block.new_empty((group_size(group), *block.shape))
     if dist.is_initialized():
-        dist.all_gather_into_tensor(blocks_W.view(-1), block.contiguous().view(-1), group=group)
+        _all_gather(blocks_W.view(-1), block.contiguous().view(-1), group=group)
     else:
         blocks_W[0].copy_(block)
     return blocks_W
@@ -38,5 +42,5 @@ def scatter_sum(blocks_W: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if not dist.is_initialized():
         return blocks_W[0]
     block = torch.empty_like(blocks_W[0])
-    dist.reduce_scatter_tensor(block.view(-1), blocks_W.contiguous().view(-1), group=group)
+    _reduce_scatter(block.view(-1), blocks_W.contiguous().view(-1), group=group)
     return block

@@ -93,9 +93,9 @@ def unused_gpus(device: torch.device, world: World, driver: Path = Path("/proc/d
     return []
 
 
-def _store(world: World, timeout_s: float) -> dist.Store:
+def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name-defined]
     if world.size == 1:
-        return dist.HashStore()
-    return dist.TCPStore(
+        return dist.HashStore()  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
         world.address, world.port, world.size, is_master=world.is_main, timeout=timedelta(seconds=timeout_s)
     )

@@ -1,8 +1,8 @@
-"""Numbers -> SVG text. Three kinds of chart, axes with round ticks, no dependency.
+"""Numbers -> SVG text. Lines and histograms, axes with round ticks, no dependency.
 
-Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label` ...) that the page defines, so one drawing serves the
-light and the dark page. A drawing has its own coordinates, `size` units wide and high; the page scales it to its column,
-so a drawing meant for a narrow column is given a smaller size and keeps its text readable.
+Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label` ...) that the page defines, so one drawing serves
+the light and the dark page. A drawing has its own coordinates, `size` units wide and high; the page scales it to its
+column, so a drawing meant for a narrow column is given a smaller size and keeps its text readable.
 """
 
 import itertools
@@ -124,7 +124,7 @@ def smoothed(values: Sequence[float], *, span: int) -> list[float]:
     places = np.arange(len(given))
     first, last = np.maximum(places - span, 0), np.minimum(places + span + 1, len(given))
     means = (totals[last] - totals[first]) / np.maximum(counts[last] - counts[first], 1)
-    return np.where(is_finite, means, given).tolist()
+    return [float(value) for value in np.where(is_finite, means, given)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,13 +193,11 @@ def _line_path(series: Series, plot: _Plot) -> str:
             pieces[-1].append((plot.x(x), plot.y(y)))
         elif pieces[-1]:
             pieces.append([])
-    return "".join(
-        "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in _thinned(piece)) for piece in pieces if piece
-    )
+    return "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in _thinned(piece)) for piece in pieces if piece)
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of the points in each column one unit wide the first, lowest, highest and last: the same picture, a lighter file."""
+    """Of each column one unit wide the first, lowest, highest and last point: the same picture, a lighter file."""
     kept: list[tuple[float, float]] = []
     for _, column in itertools.groupby(range(len(points)), key=lambda index: round(points[index][0])):
         indices = list(column)

@@ -1,7 +1,7 @@
 """One run -> one self-contained report.html: curves, ROC, histograms, faces, mistakes, numbers, configuration.
 
-The page opens from disk, carries its pictures as data URIs, runs no script and may fetch nothing (its own content policy
-says so). Light or dark follows the reader's system.
+The page opens from disk, carries its pictures as data URIs, runs no script and may fetch nothing (its own content
+policy says so). Light or dark follows the reader's system.
 """
 
 import base64
@@ -70,14 +70,16 @@ def render_report(report: ReportData) -> str:
         _section("Training", _training_charts(report.metrics)),
         _samples(report.sample_faces),
         _mistakes(report),
-        _section("Run", _definitions(report.facts), _versions(report.versions)) if report.facts or report.versions else "",
+        _section("Run", _definitions(report.facts), _versions(report.versions))
+        if report.facts or report.versions
+        else "",
         _section("Configuration", f"<pre>{escape(report.config_text)}</pre>") if report.config_text else "",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; img-src data:\">"
         f"<title>{escape(report.title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
         + "\n".join(section for section in sections if section)
@@ -89,10 +91,11 @@ def _header(report: ReportData) -> str:
     tiles = []
     for place, scored in enumerate([report.model, *report.baselines]):
         numbers = scored.verification
+        spread = f"± {100 * numbers.accuracy_std:.2f} over {len(numbers.fold_accuracies)} folds"
         tiles.append(
             f'<div class="tile"><div class="tile-name"><i class="key series-{place}"></i>{escape(scored.name)}</div>'
             f'<div class="tile-value">{100 * numbers.accuracy:.2f}<small> %</small></div>'
-            f'<div class="tile-note">± {100 * numbers.accuracy_std:.2f} over {len(numbers.fold_accuracies)} folds</div></div>'
+            f'<div class="tile-note">{spread}</div></div>'
         )
     return f'<header><h1>{escape(report.title)}</h1><div class="tiles">{"".join(tiles)}</div></header>'
 
@@ -104,8 +107,8 @@ def _section(title: str, *parts: str) -> str:
 def _verification_lead(report: ReportData) -> str:
     numbers = report.model.verification
     return (
-        f"<p>{numbers.num_pairs:,} pairs, {numbers.num_same:,} of the same identity. Accuracy: the threshold is chosen on "
-        f"{len(numbers.fold_accuracies) - 1} folds and judged on the one left out.</p>"
+        f"<p>{numbers.num_pairs:,} pairs, {numbers.num_same:,} of the same identity. Accuracy: the threshold is chosen "
+        f"on {len(numbers.fold_accuracies) - 1} folds and judged on the one left out.</p>"
     )
 
 
@@ -121,7 +124,7 @@ def _numbers_table(report: ReportData) -> str:
         tars = [one.verification.tar_at_far.get(far) for one in columns]
         if any(tar is not None for tar in tars):
             rows.append((f"TAR at FAR {far:g}", ["not measurable" if tar is None else _percent(tar) for tar in tars]))
-    rows.append(("Best threshold (cosine)", [f"{1 - one.verification.threshold / 2:.3f}" for one in columns]))
+    rows.append(("Best threshold (similarity)", [f"{1 - one.verification.threshold / 2:.3f}" for one in columns]))
     if any(one.verification.xnorm is not None for one in columns):
         xnorms = [one.verification.xnorm for one in columns]
         rows.append(("XNorm", ["–" if xnorm is None else f"{xnorm:.2f}" for xnorm in xnorms]))
@@ -165,7 +168,7 @@ def _similarity_figure(model: ScoredPairs) -> str:
     svg = histogram_chart(
         [("series-1", similarities[~model.is_same_N]), ("series-0", similarities[model.is_same_N])],
         np.linspace(lowest, 1.0, _HISTOGRAM_BINS + 1),
-        fixed_axis("cosine similarity", np.arange(round(5 * lowest), 6) / 5),
+        fixed_axis("cosine similarity", [fifth / 5 for fifth in range(round(5 * lowest), 6)]),
         title="Similarity of same and different pairs",
         marker=threshold,
     )
@@ -258,7 +261,9 @@ def _pairs(report: ReportData, indices: Iterable[int]) -> str:
 
 def _figure(title: str, content: str, legend: Sequence[tuple[str, str]]) -> str:
     keys = "".join(f'<span><i class="key {escape(css)}"></i>{escape(name)}</span>' for name, css in legend)
-    return f'<figure><figcaption><b>{escape(title)}</b><span class="legend">{keys}</span></figcaption>{content}</figure>'
+    return (
+        f'<figure><figcaption><b>{escape(title)}</b><span class="legend">{keys}</span></figcaption>{content}</figure>'
+    )
 
 
 def _definitions(facts: Mapping[str, str]) -> str:

@@ -62,15 +62,19 @@ svg .marker { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 4 3; }
 .empty { padding: 48px 0; text-align: center; border: 1px dashed var(--rule); border-radius: 6px; }
 .identities { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px 32px; }
 .faces { display: flex; gap: 4px; }
-.faces img { flex: 1 1 0; min-width: 0; max-width: 112px; width: 100%; aspect-ratio: 1; object-fit: cover; border-radius: 3px; }
+.faces img {
+  flex: 1 1 0; min-width: 0; max-width: 112px; width: 100%; aspect-ratio: 1; object-fit: cover; border-radius: 3px;
+}
 .pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 16px; }
-.caption { display: flex; justify-content: space-between; gap: 8px; font-size: 13px; font-variant-numeric: tabular-nums; }
+.caption { display: flex; justify-content: space-between; gap: 8px; font-size: 13px; }
+.caption, dd { font-variant-numeric: tabular-nums; }
 .wrong { color: var(--wrong); font-weight: 600; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px 24px; margin: 0 0 16px; }
-dt { font-size: 13px; color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+dt { font-size: 13px; color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 pre {
-  margin: 0; padding: 16px; overflow-x: auto; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono",
-  monospace; border: 1px solid var(--rule); border-radius: 6px; background: var(--panel);
+  margin: 0; padding: 16px; overflow-x: auto;
+  font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace;
+  border: 1px solid var(--rule); border-radius: 6px; background: var(--panel);
 }
 @media (max-width: 760px) {
   main { padding: 24px 16px 48px; }

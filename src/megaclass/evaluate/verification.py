@@ -26,7 +26,7 @@ FAR_TARGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roc:
-    """Shares of pairs called same at each threshold, from (0, 0) to (1, 1): one point for every distance that occurs."""
+    """Shares of pairs called same, from (0, 0) to (1, 1): one point for every distance that occurs."""
 
     far: Floats
     """False accept rate: share of the different pairs called same. Never falls."""
@@ -90,7 +90,7 @@ class ScoredPairs:
 
 def published_thresholds() -> Floats:
     """The published grid, made by the published call: its rounding decides ties."""
-    return np.arange(0, 4, 0.01)
+    return np.arange(0, 4, 0.01, dtype=np.float64)
 
 
 def score_embeddings(
@@ -199,14 +199,11 @@ def equal_error_rate(roc: Roc) -> float:
 
 def tar_at_far(roc: Roc, targets: Sequence[float], *, num_different: int) -> dict[float, float | None]:
     """Largest TAR among the thresholds whose FAR does not exceed the target."""
-    found: dict[float, float | None] = {}
-    for target in targets:
-        # One false accept among num_different pairs is the smallest FAR that can be observed.
-        # Rates are compared as counts, with slack for the rounding of e.g. 0.001 * 3000.
-        allowed = target * num_different + 1e-6
-        is_within = roc.far * num_different <= allowed
-        found[target] = float(roc.tar[is_within].max()) if allowed >= 1 else None
-    return found
+    # One false accept among num_different pairs is the smallest FAR that can be observed. Compared as rates: 29 / 100 is
+    # the same float as 0.29, whereas 0.29 * 100 is less than 29.
+    return {
+        target: float(roc.tar[roc.far <= target].max()) if 1 / num_different <= target else None for target in targets
+    }
 
 
 def far_name(far: float) -> str:
@@ -219,7 +216,8 @@ def _checked(distances_N: NDArray[Any], is_same_N: NDArray[Any], num_folds: int)
     distances_N, is_same_N = np.asarray(distances_N, dtype=np.float64), np.asarray(is_same_N, dtype=bool)
     if distances_N.shape != is_same_N.shape or distances_N.ndim != 1:
         raise DataError(
-            f"{len(distances_N)} pairs of images but {len(is_same_N)} labels: a set of N pairs holds 2N images and N labels."
+            f"{len(distances_N)} pairs of images but {len(is_same_N)} labels: "
+            f"a set of N pairs holds 2N images and N labels."
         )
     if len(distances_N) < num_folds:
         raise DataError(

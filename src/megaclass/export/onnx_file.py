@@ -1,7 +1,7 @@
 """Backbone -> model.onnx: one file, any batch, checked against the model it came from before it appears.
 
-Input "input": float32 (batch, 3, S, S), RGB, (x - 127.5) / 127.5. Output "embedding": float32 (batch, D), not normalised.
-This is what InsightFace's tools expect.
+Input "input": float32 (batch, 3, S, S), RGB, (x - 127.5) / 127.5.
+Output "embedding": float32 (batch, D), not normalised. This is what InsightFace's tools expect.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.errors import ExportError
@@ -27,13 +28,11 @@ MAX_NORM_DIFFERENCE = 1e-3
 _MAX_BYTES = 2**31 - 2**20
 
 
-def export_onnx(
-    path: Path, backbone: nn.Module, *, image_size: int, metadata: Mapping[str, str] | None = None
-) -> None:
+def export_onnx(path: Path, backbone: nn.Module, *, image_size: int, metadata: Mapping[str, str] | None = None) -> None:
     """Exports a copy of the backbone in eval mode and float32; the backbone itself is not touched.
 
-    onnxruntime must give torch's embeddings on fixed inputs, one image and seven (cosine of at least 0.99999, norm within
-    0.1 %), otherwise ExportError and no file. `metadata` goes into the file's metadata properties.
+    onnxruntime must give torch's embeddings on fixed inputs, one image and seven (cosine of at least 0.99999, norm
+    within 0.1 %), otherwise ExportError and no file. `metadata` goes into the file's metadata properties.
     """
     _require_packages()
     exported = copy.deepcopy(backbone).cpu().float().eval()
@@ -94,15 +93,9 @@ def _write(
 
 
 def _check(path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor) -> None:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only
-    session = onnxruntime.InferenceSession(str(unfinished), options, providers=["CPUExecutionProvider"])
-    (got_BD,) = session.run(["embedding"], {"input": inputs.numpy()})
+    got_BD = _embed_with_onnxruntime(path, unfinished, exported, inputs)
     with torch.no_grad():
         want_BD = exported(inputs).double().numpy()
-    got_BD = np.asarray(got_BD, dtype=np.float64)
     if got_BD.shape != want_BD.shape or want_BD.ndim != 2 or len(want_BD) != len(inputs):
         raise ExportError(
             f"Not written: {path}. For {len(inputs)} image(s) the ONNX model gives embeddings of shape {got_BD.shape}, "
@@ -119,6 +112,39 @@ def _check(path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tens
             f"lowest cosine {cosines_B.min():.6f} (at least {MIN_COSINE} is required), norms apart by up to "
             f"{norm_differences_B.max():.2%}."
         )
+
+
+def _embed_with_onnxruntime(
+    path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor
+) -> NDArray[np.float64]:
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as failures
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    try:
+        session = onnxruntime.InferenceSession(str(unfinished), options, providers=["CPUExecutionProvider"])
+        batch = session.get_inputs()[0].shape[0]
+        if isinstance(batch, int):
+            raise ExportError(
+                f"Not written: {path}. The ONNX model takes batches of {batch} only, because {type(exported).__name__} "
+                f"uses the batch size as a plain number: take it from x.shape[0], not len(x), and use -1 or flatten in "
+                f"reshapes."
+            )
+        (got_BD,) = session.run(["embedding"], {"input": inputs.numpy()})
+    # onnxruntime's exceptions have no base of their own; these are the ones that a bad model causes.
+    except (
+        failures.Fail,
+        failures.InvalidArgument,
+        failures.InvalidGraph,
+        failures.NotImplemented,
+        failures.RuntimeException,
+    ) as error:
+        raise ExportError(
+            f"Not written: {path}. onnxruntime cannot run the ONNX model of {type(exported).__name__} on {len(inputs)} "
+            f"image(s): {error}"
+        ) from error
+    return np.asarray(got_BD, dtype=np.float64)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from megaclass.errors import ExportError
 def published_file(path: Path) -> Iterator[Path]:
     """Yields a path to write and check; when the block ends without an error the file there becomes `path`.
 
-    On an error nothing new is left behind, and what stood at `path` before still stands. The unfinished file lies beside
-    the finished one because a rename is atomic only within a file system.
+    On an error nothing new is left behind, and what stood at `path` before still stands. The unfinished file lies
+    beside the finished one because a rename is atomic only within a file system.
     """
     if not path.parent.is_dir():
         raise ExportError(f"Cannot write {path}: the folder {path.parent} does not exist.")
@@ -29,7 +29,7 @@ def published_file(path: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    """A rename may reach the disk before the content it names; after fsync of both, a power cut cannot show half a file."""
+    """A rename may reach the disk before the content it names; without this a power cut could leave half a file."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

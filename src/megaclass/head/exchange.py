@@ -1,7 +1,7 @@
 """The one gathered buffer: embeddings, labels, batch sizes and a control word in a single all-gather.
 
-A rank's block is [2 x int64 control: batch size, step | max_batch x int64 labels | max_batch x D embeddings], as bytes. Rows beyond the
-rank's own batch are padding: label -1, embedding 0.
+A rank's block, as bytes: [int64 batch size, int64 step | max_batch x int64 labels | max_batch x D embeddings].
+Rows beyond the rank's own batch are padding: label -1, embedding 0.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def gather_batch(
     blocks_W = gather_blocks(block, group)
     control_W = blocks_W[:, :labels_at].view(torch.int64)
     labels_G = blocks_W[:, labels_at:rows_at].view(torch.int64).reshape(-1)
-    embeddings_GD = blocks_W[:, rows_at : rows_at + row_bytes].view(embeddings_BD.dtype).reshape(-1, width)
+    embeddings_GD = blocks_W[:, rows_at : rows_at + row_bytes].view(embeddings_BD.dtype).reshape(len(labels_G), width)
     counts_W = control_W[:, 0].contiguous()
     places = torch.arange(max_batch, device=device)
     is_image_G = (places[None, :] < counts_W[:, None]).reshape(-1)

@@ -47,6 +47,11 @@ class Margin:
     """True: negatives are scale * cosine, and the margin runs in every kernel."""
     initial_state: ClassVar[Mapping[str, float]] = {}
 
+    def __repr__(self) -> str:
+        """Class and fields: ranks compare it, so it must not hold an address."""
+        fields = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({fields})"
+
     def target_logits(self, targets: Targets) -> Tensor:
         """(G,) logits of the images' own classes, differentiable in targets.cosines_G and targets.norms_G."""
         return self.scale * targets.cosines_G
@@ -143,7 +148,7 @@ class CombinedMargin(Margin):
 
     def __post_init__(self) -> None:
         _check_scale(self)
-        _check_range(self, "multiplier", 1, 8)
+        _check_range(self, "multiplier", 0.5, 8)
         _check_range(self, "angle", 0, math.pi / 2)
         _check_range(self, "cosine", 0, 2)
 
@@ -172,6 +177,7 @@ class AdaFace(Margin):
     def __post_init__(self) -> None:
         _check_scale(self)
         _check_range(self, "margin", 0, 1)
+        _check_range(self, "concentration", 0, math.inf)
         _check_range(self, "momentum", 0, 1)
 
     def target_logits(self, targets: Targets) -> Tensor:
@@ -190,7 +196,8 @@ class AdaFace(Margin):
         count, total, squares = statistics
         mean = total / count.clamp_min(1)
         std = torch.sqrt(((squares - count * mean * mean) / (count - 1).clamp_min(1)).clamp_min(0))
-        # One image has no deviation: the running value stays.
+        # No image has no mean, one image has no deviation: the running value stays.
+        mean = torch.where(count > 0, mean, state["norm_mean"])
         std = torch.where(count > 1, std, state["norm_std"])
         return {
             "norm_mean": state["norm_mean"] + self.momentum * (mean - state["norm_mean"]),
@@ -217,6 +224,7 @@ class MagFace(Margin):
             )
         _check_range(self, "lower_margin", 0, math.pi / 2)
         _check_range(self, "upper_margin", self.lower_margin, math.pi / 2)
+        _check_range(self, "penalty_weight", 0, math.inf)
 
     def target_logits(self, targets: Targets) -> Tensor:
         slope = (self.upper_margin - self.lower_margin) / (self.upper_norm - self.lower_norm)

@@ -23,9 +23,9 @@ class RowOptimizer:
     """Rows of the gradient longer than this are shortened to it."""
 
     def __post_init__(self) -> None:
-        for field in ("weight_decay", "clip_value", "clip_row_norm"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
+        for field in ("weight_decay", "clip_value", "clip_row_norm", "eps"):
+            value = getattr(self, field, None)
+            if value is not None and not value >= 0:
                 raise HeadError(f"{type(self).__name__}.{field} is {value}; it must be 0 or more.")
 
     def new_state(self, weight_RD: Tensor) -> dict[str, Tensor]:
@@ -56,6 +56,8 @@ class RowSGD(RowOptimizer):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise HeadError(f"RowSGD.momentum is {self.momentum}; it must lie in [0, 1).")
+        if self.nesterov and not self.momentum:
+            raise HeadError("RowSGD.nesterov is True, but momentum is 0; it must be above 0 for Nesterov's step.")
 
     def new_state(self, weight_RD: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(weight_RD)} if self.momentum else {}
@@ -80,8 +82,9 @@ class RowAdamW(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise HeadError(f"RowAdamW betas are {self.beta1}, {self.beta2}; both must lie in [0, 1).")
+        for field in ("beta1", "beta2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise HeadError(f"RowAdamW.{field} is {getattr(self, field)}; it must lie in [0, 1).")
 
     def new_state(self, weight_RD: Tensor) -> dict[str, Tensor]:
         counts_R = torch.zeros(len(weight_RD), dtype=torch.int32, device=weight_RD.device)

@@ -62,7 +62,9 @@ def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, devi
     """(num_local,) bool: the draw of each class; depends on (seed, step, class) alone, not on the cut."""
     keys = stream_keys(DRAW_NEGATIVES, seed, step)
     threshold = round(rate * 2**32) - 2**31
-    drawn_K = torch.empty(num_local, dtype=torch.bool, device=device)
+    drawn_K = torch.zeros(num_local, dtype=torch.bool, device=device)
+    if threshold == -(2**31):
+        return drawn_K  # threshold - 1 would wrap around to the largest int32, and draw every class
     block = _BLOCK if device.type == "cpu" else num_local
     for first in range(0, num_local, block):
         last = min(first + block, num_local)

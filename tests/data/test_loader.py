@@ -1,0 +1,123 @@
+"""Batches for a rank: the same images for any number of ranks and workers, and from any step on."""
+
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megaclass.data.loader import BatchLoader, mirrored
+from megaclass.data.source import open_source
+from megaclass.data.synthesize import synthesize
+from megaclass.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "set"
+    synthesize(folder, num_identities=10, images_per_identity=7, image_size=24, num_pairs=2, num_processes=1)
+    return open_source(folder)
+
+
+def decode_with_pillow(source, index: int) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(source.read(index))).convert("RGB"))
+
+
+def test_a_batch_holds_the_images_and_labels_it_names(source):
+    batch = next(BatchLoader(source, global_batch=16, mirror=False).batches())
+    assert batch.images.shape == (16, 3, 24, 24)
+    assert batch.images.dtype == torch.uint8 and batch.images.is_contiguous()
+    assert batch.labels.dtype == torch.int64
+    for row, index in enumerate(batch.indices):
+        assert batch.labels[row] == source.labels[index] == index // 7
+        pixels = decode_with_pillow(source, int(index)).transpose(2, 0, 1)
+        assert np.abs(batch.images[row].numpy().astype(int) - pixels).max() <= 2
+
+
+def test_an_epoch_has_every_image_once(source):
+    loader = BatchLoader(source, global_batch=16, keep_last=True, num_workers=3)
+    batches = list(loader.batches(epoch=4))
+    assert [(batch.epoch, batch.step) for batch in batches] == [(4, step) for step in range(5)]
+    assert sorted(np.concatenate([batch.indices for batch in batches])) == list(range(70))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_together_see_one_batch_whatever_their_number(source, world_size):
+    alone = list(BatchLoader(source, global_batch=17, seed=2).batches(epoch=1))
+    ranks = [
+        list(
+            BatchLoader(source, global_batch=17, seed=2, rank=rank, world_size=world_size, num_workers=2).batches(
+                epoch=1
+            )
+        )
+        for rank in range(world_size)
+    ]
+    for step, whole in enumerate(alone):
+        assert torch.equal(torch.cat([batches[step].images for batches in ranks]), whole.images)
+        assert torch.equal(torch.cat([batches[step].labels for batches in ranks]), whole.labels)
+
+
+def test_a_run_goes_on_from_any_step_across_epochs(source):
+    loader = BatchLoader(source, global_batch=16, num_workers=2)
+    assert loader.steps_per_epoch == 4
+    whole = list(loader.batches(num_steps=11))
+    assert [(batch.epoch, batch.step) for batch in whole[3:6]] == [(0, 3), (1, 0), (1, 1)]
+    resumed = list(loader.batches(epoch=1, step=2, num_steps=5))
+    for batch, expected in zip(resumed, whole[6:], strict=True):
+        assert torch.equal(batch.images, expected.images) and torch.equal(batch.labels, expected.labels)
+
+
+def test_half_of_the_images_are_mirrored_and_another_half_the_next_epoch(source):
+    indices = np.arange(20_000)
+    first, second = mirrored(0, 0, indices), mirrored(0, 1, indices)
+    assert abs(first.mean() - 0.5) < 0.02 and abs((first == second).mean() - 0.5) < 0.02
+    plain = next(BatchLoader(source, global_batch=32, mirror=False).batches())
+    batch = next(BatchLoader(source, global_batch=32).batches())
+    is_mirrored = torch.from_numpy(mirrored(0, 0, batch.indices))
+    assert 0 < is_mirrored.sum() < 32
+    expected = torch.where(is_mirrored[:, None, None, None], plain.images.flip(-1), plain.images)
+    assert torch.equal(batch.images, expected)
+
+
+def test_images_are_resized_to_the_models_size(source):
+    assert next(BatchLoader(source, global_batch=4, image_size=(32, 16)).batches()).images.shape == (4, 3, 32, 16)
+
+
+class BrokenSource:
+    """One image in ten is damaged."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def read(self, index):
+        return b"damaged" if index % 10 == 3 else self._source.read(index)
+
+
+def test_an_error_in_a_thread_reaches_the_reader_and_names_the_image(source):
+    with pytest.raises(DataError, match=r"train\.rec, key \d*4: 7 bytes that are no image"):
+        list(BatchLoader(BrokenSource(source), global_batch=32, num_workers=2).batches())
+
+
+def test_leaving_early_ends_the_threads(source):
+    batches = BatchLoader(source, global_batch=2, num_workers=4).batches(num_steps=10_000)
+    next(batches)
+    assert any(thread.name.startswith("megaclass-decode") for thread in threading.enumerate())
+    batches.close()
+    assert not any(thread.name.startswith("megaclass-decode") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch": 71}, "71 images is more than the 70 there are: InsightFace RecordIO"),
+        ({"global_batch": 3, "world_size": 4}, "leaves some of the 4 ranks without any"),
+    ],
+)
+def test_a_batch_that_cannot_be_filled_is_refused(source, arguments, message):
+    with pytest.raises(DataError, match=message):
+        BatchLoader(source, **arguments)

@@ -1,0 +1,172 @@
+"""Folders as InsightFace and im2rec leave them, whole and damaged."""
+
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaclass.data.recordio import Record, RecordWriter
+from megaclass.data.source import open_source
+from megaclass.errors import DataError
+
+MAGIC = bytes.fromhex("0a23d7ce")
+
+
+def jpeg(grey: int, size: tuple[int, int] = (20, 24)) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", size, (grey, grey, grey)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+def write_folder(folder: Path, records: dict[int, Record], properties: str | None = "3,24,20") -> Path:
+    folder.mkdir(exist_ok=True)
+    with RecordWriter(folder / "train.rec") as writer:
+        for key, record in records.items():
+            writer.write(key, record)
+    if properties is not None:
+        (folder / "property").write_text(properties)
+    return folder
+
+
+def insightface_records() -> dict[int, Record]:
+    images = {key: Record((float((key - 1) // 2),), jpeg(key)) for key in range(1, 7)}
+    identities = {7 + label: Record((1.0 + 2 * label, 3.0 + 2 * label), b"") for label in range(3)}
+    return {0: Record((7.0, 10.0), b""), **images, **identities}
+
+
+def test_a_header_record_says_which_keys_are_images(tmp_path):
+    source = open_source(write_folder(tmp_path, insightface_records()))
+    assert (source.num_images, source.num_classes, source.image_size) == (6, 3, (24, 20))
+    assert source.labels.tolist() == [0, 0, 1, 1, 2, 2] and source.labels.dtype == np.int64
+    assert [source.read(index) for index in range(6)] == [jpeg(key) for key in range(1, 7)]
+    assert source.describe() == f"InsightFace RecordIO at {tmp_path}: 6 images of 3 classes, 20 × 24"
+
+
+def test_without_a_header_record_every_key_is_an_image(tmp_path):
+    records = {5: Record((2.0,), jpeg(5)), 0: Record((0.0,), jpeg(0)), 9: Record((1.0,), jpeg(9))}
+    source = open_source(write_folder(tmp_path, records))
+    assert source.labels.tolist() == [0, 2, 1]
+    assert source.read(1) == jpeg(5)
+    assert "im2rec" in source.describe()
+
+
+def test_the_first_of_several_labels_is_the_class(tmp_path):
+    records = {0: Record((1.0, 0.5), jpeg(0)), 1: Record((2.0, 0.25, 7.0), jpeg(1))}
+    assert open_source(write_folder(tmp_path, records)).labels.tolist() == [1, 2]
+
+
+def test_records_split_anywhere_keep_their_label_and_image(tmp_path):
+    mark = int.from_bytes(MAGIC, "little")
+    records = {
+        0: Record((1.0,), jpeg(0), id=mark),
+        1: Record((2.0,), b"\xff\xd8\xff\xe0" + MAGIC + b"rest"),
+        2: Record((0.0, 3.0), b"last", id2=mark << 32),
+    }
+    source = open_source(write_folder(tmp_path, records))
+    assert source.labels.tolist() == [1, 2, 0]
+    assert [source.read(index) for index in range(3)] == [record.payload for record in records.values()]
+
+
+def test_without_property_classes_come_from_labels_and_size_from_the_first_image(tmp_path):
+    source = open_source(write_folder(tmp_path, insightface_records(), properties=None))
+    assert source.num_classes == 3
+    assert source.image_size == (24, 20)
+
+
+def test_beyond_the_range_of_float32_empty_payloads_tell_identities_from_images(tmp_path):
+    records = insightface_records()
+    records[0] = Record((17_091_658.0, 17_451_890.0), b"")
+    assert open_source(write_folder(tmp_path, records)).num_images == 6
+
+
+def test_a_source_travels_to_another_process_without_the_images(tmp_path):
+    source = open_source(write_folder(tmp_path, {**insightface_records(), 1: Record((0.0,), b"x" * 100_000)}))
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 5000
+    assert pickle.loads(pickled).read(3) == source.read(3)
+
+
+def test_a_folder_without_records_says_what_was_looked_for_and_found(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        open_source(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"looked for train\.rec and train\.idx, .* missing; the folder is empty"):
+        open_source(tmp_path)
+    for name in "gfedcba":
+        (tmp_path / f"{name}.jpg").write_bytes(b"")
+    with pytest.raises(DataError, match=r"found a\.jpg, b\.jpg, c\.jpg, d\.jpg, e\.jpg and 2 more"):
+        open_source(tmp_path)
+
+
+BAD_RECORDS = {
+    "a label beyond num_classes": ({4: Record((3.0,), jpeg(4))}, r"key 4 .* label 3, .*num_classes = 3.* \[0, 3\)"),
+    "a negative label": ({4: Record((-1.0,), jpeg(4))}, r"key 4 .* label -1\.0"),
+    "half a label": ({5: Record((0.5,), jpeg(4))}, r"key 5 .* label 0\.5"),
+    "no number": ({5: Record((float("nan"),), jpeg(4))}, "key 5 .* label nan"),
+    "a label that float32 cannot tell from the next": ({5: Record((2.0**24,), jpeg(4))}, "key 5 .* 16777216.*float32"),
+    "no image": ({6: Record((2.0,), b"")}, "key 6 .* holds no image"),
+    "a header with half a range": ({0: Record((6.5, 10.0), b"")}, "images end before key 6.5"),
+    "a header that announces more": ({0: Record((12.0, 15.0), b"")}, "holds no image|announces 11 images"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
+def test_a_bad_record_is_named_by_its_key(tmp_path, changed, message):
+    with pytest.raises(DataError, match=message):
+        open_source(write_folder(tmp_path, {**insightface_records(), **changed}))
+
+
+def test_a_missing_key_is_named(tmp_path):
+    records = insightface_records()
+    del records[3]
+    with pytest.raises(DataError, match=r"announces 6 images, keys 1 to 6, but the index has 5 .* key 3 is the first"):
+        open_source(write_folder(tmp_path, records))
+
+
+@pytest.mark.parametrize("text", ["", "3", "3,24", "3,24,20,1", "three,24,20", "-3,24,20", "0,24,20", "3;24;20"])
+def test_a_bad_property_file_is_quoted(tmp_path, text):
+    with pytest.raises(DataError, match=r"property: .*expected num_classes,height,width"):
+        open_source(write_folder(tmp_path, insightface_records(), properties=text))
+
+
+def test_an_index_that_belongs_to_another_file_is_noticed(tmp_path):
+    write_folder(tmp_path, insightface_records())
+    lines = (tmp_path / "train.idx").read_text().splitlines()
+    for wrong, message in (
+        ("4\t1000000", "key 4 begins at byte 1000000"),
+        ("4\t44", "key 4 .* no record begins there"),
+    ):
+        (tmp_path / "train.idx").write_text("\n".join([*lines[:4], wrong, *lines[5:]]) + "\n")
+        with pytest.raises(DataError, match=message):
+            open_source(tmp_path)
+
+
+def test_a_truncated_file_is_noticed_when_it_is_opened(tmp_path):
+    write_folder(tmp_path, {key: Record((0.0,), jpeg(key)) for key in range(4)})
+    whole = (tmp_path / "train.rec").read_bytes()
+    (tmp_path / "train.rec").write_bytes(whole[:-40])
+    with pytest.raises(DataError, match=r"train\.rec, byte .* the file ends after"):
+        open_source(tmp_path)
+
+
+def test_any_bytes_give_a_source_or_a_data_error(tmp_path):
+    write_folder(tmp_path, insightface_records())
+    wholes = {name: (tmp_path / name).read_bytes() for name in ("train.rec", "train.idx", "property")}
+    rng = np.random.default_rng(0)
+    num_refused = 0
+    for number in range(300):
+        name = list(wholes)[number % 3]
+        damaged = bytearray(wholes[name])
+        for position in rng.integers(0, min(len(damaged), 200), rng.integers(1, 4)):
+            damaged[position] = rng.integers(256)
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            source = open_source(tmp_path)
+            for index in range(source.num_images):
+                assert isinstance(source.read(index), bytes)
+        except DataError:
+            num_refused += 1
+        (tmp_path / name).write_bytes(wholes[name])
+    assert num_refused > 100

@@ -1,0 +1,160 @@
+import io
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from megaclass.data.pairs import PairSet
+from megaclass.distributed.collectives import gather_blocks
+from megaclass.errors import DataError
+from megaclass.evaluate.embed import embed_pairs, evaluating, part_of_rank
+
+_SIZE = 8
+_CPU = torch.device("cpu")
+
+
+class TinyBackbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.dropout = nn.Dropout(0.5)
+        self.fc = nn.Linear(4 * 6 * 6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.dropout(self.bn(self.conv(x))).flatten(1))
+
+
+class CountingBackbone(TinyBackbone):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.batches.append(len(x))
+        return super().forward(x)
+
+
+def _pixels(num_images: int, size: int = _SIZE) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (num_images, size, size, 3), dtype=np.uint8)
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """Lossless, so that tests know the pixels."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def _pair_set(num_pairs: int) -> PairSet:
+    return PairSet([_png(pixels) for pixels in _pixels(2 * num_pairs)], np.arange(num_pairs) % 2 == 0)
+
+
+def _embed_on_this_rank(num_pairs: int, batch_size: int) -> tuple[np.ndarray, float]:
+    return embed_pairs(TinyBackbone(), _pair_set(num_pairs), image_size=_SIZE, device=_CPU, batch_size=batch_size)
+
+
+def test_an_embedding_is_the_normalised_sum_of_both_flips():
+    backbone = TinyBackbone().double().eval()
+    images = torch.from_numpy(_pixels(6)).double().permute(0, 3, 1, 2)
+    images = (images / 255 - 0.5) / 0.5
+    with torch.no_grad():
+        straight, mirrored = backbone(images), backbone(images.flip(-1))
+    want = nn.functional.normalize(straight + mirrored)
+    norms = torch.cat([straight.norm(dim=1), mirrored.norm(dim=1)])
+
+    embeddings, xnorm = _embed_on_this_rank(3, 4)
+    assert embeddings.dtype == np.float32
+    np.testing.assert_allclose(embeddings, want.numpy(), atol=1e-6)
+    assert xnorm == pytest.approx(norms.mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 100])
+def test_the_size_of_batches_does_not_matter(batch_size):
+    embeddings, xnorm = _embed_on_this_rank(5, batch_size)
+    want, want_xnorm = _embed_on_this_rank(5, 10)
+    np.testing.assert_allclose(embeddings, want, atol=1e-6)
+    assert xnorm == pytest.approx(want_xnorm, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_pairs"),
+    [(1, 5), (2, 5), (3, 5), (3, 1)],
+    ids=["one", "even", "uneven", "fewer images than ranks"],
+)
+def test_any_number_of_ranks_gives_what_one_gives_on_every_rank(run_ranks, num_ranks, num_pairs):
+    want, want_xnorm = _embed_on_this_rank(num_pairs, 3)
+    for embeddings, xnorm in run_ranks(num_ranks, _embed_on_this_rank, num_pairs, 3):
+        np.testing.assert_allclose(embeddings, want, atol=1e-6)
+        assert xnorm == pytest.approx(want_xnorm, rel=1e-6)
+
+
+def _count_work_and_traffic(num_pairs: int) -> tuple[list[int], list[int]]:
+    backbone, gathered = CountingBackbone(), []
+
+    def counting(block, group):
+        gathered.append(block.numel())
+        return gather_blocks(block, group)
+
+    with mock.patch("megaclass.evaluate.embed.gather_blocks", counting):
+        embed_pairs(backbone, _pair_set(num_pairs), image_size=_SIZE, device=_CPU, batch_size=2)
+    return backbone.batches, gathered
+
+
+def test_ranks_do_equal_work_and_send_their_part_once(run_ranks):
+    # 10 images over 3 ranks: 4 each (two of them repeats), in batches of 2, both flips; rows of D + 1 = 6 floats.
+    for batches, gathered in run_ranks(3, _count_work_and_traffic, 5):
+        assert batches == [2, 2, 2, 2]
+        assert gathered == [1, 4 * 6]
+
+
+def test_parts_are_contiguous_equal_and_cover_all_images():
+    assert [part_of_rank(10, rank, 3) for rank in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    assert [part_of_rank(2, rank, 3) for rank in range(3)] == [[0], [1], [1]]
+
+
+def _embed_damaged_set() -> str:
+    pair_set = _pair_set(4)
+    pair_set.images[6] = b"no image"
+    pair_set.images[7] = b"no image either"
+    try:
+        embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, batch_size=2, name="lfw.bin")
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_image_that_does_not_decode_is_the_same_error_on_every_rank(run_ranks):
+    # Image 6 lies in the part of the last rank alone; the others must not wait for it in the gather.
+    messages = run_ranks(3, _embed_damaged_set)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("Cannot decode image 6 of lfw.bin (pair 3): ")
+
+
+def test_the_model_comes_back_in_the_modes_it_was_in():
+    backbone = TinyBackbone().train()
+    backbone.bn.eval()
+    mean = backbone.bn.running_mean.clone()
+    embed_pairs(backbone, _pair_set(2), image_size=_SIZE, device=_CPU, batch_size=2)
+    assert (backbone.training, backbone.bn.training, backbone.dropout.training) == (True, False, True)
+    assert torch.equal(backbone.bn.running_mean, mean)
+
+    with pytest.raises(RuntimeError, match="inside"), evaluating(backbone):
+        assert not torch.is_grad_enabled()
+        raise RuntimeError("inside")
+    assert (backbone.training, backbone.bn.training, torch.is_grad_enabled()) == (True, False, True)
+
+
+def test_images_of_another_size_are_resized():
+    pair_set = PairSet([_png(pixels) for pixels in _pixels(4, size=13)], np.array([True, False]))
+    embeddings, _ = embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU)
+    assert embeddings.shape == (4, 5)
+
+
+def test_a_set_without_images_is_refused():
+    with pytest.raises(DataError, match=r"empty\.bin hold no images"):
+        embed_pairs(TinyBackbone(), PairSet([], np.zeros(0, bool)), image_size=_SIZE, device=_CPU, name="empty.bin")
