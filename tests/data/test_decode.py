@@ -3,6 +3,8 @@
 import contextlib
 import io
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -100,3 +102,11 @@ def test_any_bytes_give_an_image_or_a_data_error():
             damaged[position] = rng.integers(256)
         with contextlib.suppress(DataError):
             assert decode_image(bytes(damaged), "a").ndim == 3
+
+
+def test_modules_import_without_the_image_libraries():
+    program = (
+        "import sys; sys.modules['simplejpeg'] = sys.modules['PIL'] = None\n"
+        "import megaclass.data.loader, megaclass.data.synthesize, megaclass.data.source, megaclass.data.pairs"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy, normalize
 
 from megaclass import (
     AdaFace,
@@ -176,6 +176,14 @@ def test_elasticface_adds_noise_to_the_margin_of_each_image():
     torch.testing.assert_close(ElasticFace(kind="cos").target_logits(targets), cos_G, rtol=0, atol=1e-12)
 
 
+def test_an_elastic_margin_drawn_below_zero_is_still_cos_of_theta_plus_it():
+    # margin 0.1, noise -4 * 0.05: theta - 0.1, also near pi, where a positive margin would go past it.
+    angles_G = torch.linspace(0.2, math.pi, 50, dtype=torch.float64)
+    targets = targets_of(torch.cos(angles_G), normals_G=torch.full((50,), -4.0, dtype=torch.float64))
+    logits_G = ElasticFace(margin=0.1, deviation=0.05).target_logits(targets)
+    torch.testing.assert_close(logits_G, 64 * torch.cos(angles_G - 0.1), rtol=0, atol=1e-10)
+
+
 # ---- derivatives and edges ------------------------------------------------------------------------------------------
 
 
@@ -286,7 +294,7 @@ def test_the_state_moves_in_step_and_forward_uses_the_one_the_step_began_with():
     first, second = head(embeddings_BD, labels_B), head(embeddings_BD, labels_B)
     assert first.item() == second.item()
     assert head.get_buffer("margin_t").item() == 0
-    cosines = F.cosine_similarity(embeddings_BD, head.centres(labels_B))
+    cosines = cosine_similarity(embeddings_BD, head.centres(labels_B))
     second.backward()
     head.step(lr=0.1)
     assert head.get_buffer("margin_t").item() == pytest.approx(0.5 * cosines.mean().item(), abs=1e-15)
@@ -485,7 +493,7 @@ def dense_step(
     """One step of plain SGD on the whole matrix of logits of the classes in classes_S."""
     weight_RD = weight_RD.clone().requires_grad_()
     embeddings_BD = embeddings_BD.clone().requires_grad_()
-    unit_SMD = F.normalize(weight_RD.unflatten(0, (-1, num_subcentres))[classes_S], dim=-1)
+    unit_SMD = normalize(weight_RD.unflatten(0, (-1, num_subcentres))[classes_S], dim=-1)
     norms_B = embeddings_BD.norm(dim=1)
     cosines_BS = torch.einsum("bd,smd->bsm", embeddings_BD / norms_B[:, None], unit_SMD).amax(2)
     slots_B = torch.searchsorted(classes_S, labels_B)
@@ -495,7 +503,7 @@ def dense_step(
     logits_BS = scale * formula.negatives(kept_BS, target_B, state) + weight_S.log()
     target_logits_B = scale * formula.target(target_B, norms_B, state, normals_B)
     logits_BS = logits_BS.scatter(1, slots_B[:, None], target_logits_B[:, None])
-    loss = F.cross_entropy(logits_BS, slots_B) + formula.penalty(norms_B).mean()
+    loss = cross_entropy(logits_BS, slots_B) + formula.penalty(norms_B).mean()
     loss.backward()
     return DenseStep(
         loss=loss.detach(),
@@ -508,7 +516,7 @@ def dense_step(
 def _images(num_images: int, width: int, num_classes: int, seed: int) -> tuple[Tensor, Tensor]:
     """Random directions of norms between 5 and 120; some labels twice."""
     generator = torch.Generator().manual_seed(seed)
-    directions = F.normalize(torch.randn(num_images, width, dtype=torch.float64, generator=generator), dim=1)
+    directions = normalize(torch.randn(num_images, width, dtype=torch.float64, generator=generator), dim=1)
     norms = 5 + 115 * torch.rand(num_images, 1, dtype=torch.float64, generator=generator)
     labels = torch.randint(num_classes, (num_images,), generator=generator)
     labels[1:2] = labels[0:1]
@@ -634,7 +642,7 @@ def test_backward_sees_the_noise_that_forward_saw(kernel, stored_bytes):
 @every_margin
 @pytest.mark.parametrize("storage", ["float32", "float64"])
 def test_a_class_without_any_negative_costs_nothing_but_the_penalty(margin, storage):
-    # The logit of a target at cosine -1 is as low as -448 here; its softmax is still exactly 1.
+    # At cosine -1 some targets' logits lie below -88, where 1 / exp(logit) leaves float32; the softmax is still 1.
     head = PartialFC(4, 1, margin=margin, storage=storage)
     embeddings_BD = (-head.rows()["weight"]).clone().requires_grad_()
     head(embeddings_BD, torch.tensor([0])).backward()

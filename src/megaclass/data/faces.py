@@ -20,7 +20,7 @@ MIN_IMAGE_SIZE = 16
 MAX_IMAGE_SIZE = 1024
 
 # Lengths are in units of half the height of the head; v points down, u to the side, both from the middle of the head.
-# Every value is uniform in its range; `…_draw` is compared with a share below.
+# Every value is uniform in its range; what not everybody has is there when its `…_draw` is below a share.
 IDENTITY: dict[str, tuple[float, float]] = {
     "head_width": (0.66, 0.94),
     "jaw_taper": (0.0, 0.42),

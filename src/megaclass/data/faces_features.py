@@ -34,6 +34,7 @@ _GLASSES_TONES = np.array(
     [(0.08, 0.08, 0.09), (0.45, 0.10, 0.10), (0.75, 0.62, 0.30), (0.15, 0.22, 0.45)], dtype=np.float32
 )
 
+# Shares of the identities (the last one: of the images) that have it.
 SHARE_BALD = 0.10
 SHARE_CHEEKS = 0.30
 SHARE_BEARD = 0.25
@@ -46,7 +47,10 @@ SHARE_OCCLUDED = 0.25
 
 @dataclass
 class Head:
-    """Where each pixel lies: (x, y) in the plane of the head, (u, v) on its turned surface, z towards the viewer."""
+    """Where each pixel lies: (x, y) in the plane of the head, (u, v) on its turned surface, z towards the viewer.
+
+    `side` is |u|: what comes in twos is drawn once. `inside` is the coverage of the head.
+    """
 
     x: Map
     y: Map
@@ -59,9 +63,7 @@ class Head:
 
 def paint(canvas: Canvas, person: Values, scene: Values, noise_seed: NDArray[np.uint32]) -> NDArray[np.uint8]:
     """(B, H, W, 3) RGB of the given people in the given scenes."""
-    num_images = len(noise_seed)
-    pixels_per_unit = scene["scale"] * np.float32(canvas.size / 2)
-    layers = Layers(pixels_per_unit, np.ones((num_images, canvas.size, canvas.size), dtype=np.float32))
+    layers = Layers(len(noise_seed), canvas.size, pixels_per_unit=scene["scale"] * np.float32(canvas.size / 2))
     head = _place(canvas, layers, person, scene)
     skin = mix(
         fixed(_SKIN_LIGHT, person["skin_tone"]),
@@ -83,7 +85,7 @@ def paint(canvas: Canvas, person: Values, scene: Values, noise_seed: NDArray[np.
     _hair_behind(layers, head, person, hair)
     _clothes(layers, head, scene, skin)
     _background(layers, canvas, scene)
-    return photograph(layers.flatten(), (head.x, head.y, head.z), scene, noise_seed)
+    return photograph(layers.image_B3HW, (head.x, head.y, head.z), scene, noise_seed)
 
 
 def _place(canvas: Canvas, layers: Layers, person: Values, scene: Values) -> Head:

@@ -7,7 +7,7 @@ give the image. All maps are float32 of shape (B, H, W), or (B, 1, 1) for one va
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,46 +33,40 @@ class Canvas:
         return Canvas(size, x_HW[None], y_HW[None])
 
 
-@dataclass
 class Layers:
     """Front to back: every layer takes its part of the light the former ones let through."""
 
-    pixels_per_unit: Map
-    left: Map
-    shares: list[Map] = field(default_factory=list)
-    colours: list[Colour] = field(default_factory=list)
+    def __init__(self, num_images: int, size: int, pixels_per_unit: Map) -> None:
+        self.image_B3HW: Map = np.zeros((num_images, 3, size, size), dtype=np.float32)
+        self._left_BHW: Map = np.ones((num_images, size, size), dtype=np.float32)
+        self._scratch_BHW: Map = np.empty_like(self._left_BHW)
+        self._pixels_per_unit = pixels_per_unit
 
     def coverage(self, distance: Map, softness: float = 1.0) -> Map:
-        distance *= self.pixels_per_unit * np.float32(-1.0 / softness)
+        """1 inside and 0 outside, over an edge `softness` pixels wide. Takes over the memory of `distance`."""
+        distance *= self._pixels_per_unit * np.float32(-1.0 / softness)
         distance += 0.5
         np.clip(distance, 0, 1, out=distance)
         return distance
 
     def put(self, cover: Map, colour: Colour) -> None:
-        cover *= self.left
-        self.left -= cover
-        self.shares.append(cover)
-        self.colours.append(colour)
-
-    def flatten(self) -> Map:
-        """(B, 3, H, W)"""
-        num_images, height, width = self.left.shape
-        image_B3HW = np.zeros((num_images, 3, height, width), dtype=np.float32)
-        # Sums in a fixed order, not a matrix product: BLAS may round differently for another number of threads.
-        part = np.empty_like(self.left)
-        for share, colour in zip(self.shares, self.colours, strict=True):
-            for channel in range(3):
-                np.multiply(share, colour[channel], out=part)
-                image_B3HW[:, channel] += part
-        return image_B3HW
+        """Behind all layers so far. Takes over the memory of `cover`."""
+        cover *= self._left_BHW
+        self._left_BHW -= cover
+        # Sums in a fixed order, not one matrix product in the end: BLAS may round differently with other threads.
+        for channel in range(3):
+            np.multiply(cover, colour[channel], out=self._scratch_BHW)
+            self.image_B3HW[:, channel] += self._scratch_BHW
 
 
 def fixed(colour: tuple[float, float, float], like: Map) -> Colour:
+    """The same colour in every image of the batch that `like` belongs to."""
     red, green, blue = (np.full_like(like, value) for value in colour)
     return red, green, blue
 
 
 def tone(tones: Map, value: Map) -> Colour:
+    """One of a few tones, chosen by a value in [0, 1]."""
     chosen = np.minimum((value * np.float32(len(tones))).astype(np.int64), len(tones) - 1)
     return tones[chosen, 0], tones[chosen, 1], tones[chosen, 2]
 

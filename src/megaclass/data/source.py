@@ -50,8 +50,8 @@ class ImageSource(Protocol):
     def describe(self) -> str: ...
 
 
-def open_source(path: Path) -> RecordSource:
-    """An InsightFace folder (`train.rec`, `train.idx`, `property`), with a header record or as im2rec writes it."""
+def check_source(path: Path) -> None:
+    """Says at once what is missing in a folder that `open_source` could not open."""
     if not path.is_dir():
         raise DataError(
             f"Cannot open the data at {path}: there is no such folder. Expected one that holds train.rec and train.idx."
@@ -62,6 +62,11 @@ def open_source(path: Path) -> RecordSource:
             f"Cannot open the data at {path}: looked for train.rec and train.idx, "
             f"{' and '.join(missing)} missing; {_list_names(path)}."
         )
+
+
+def open_source(path: Path) -> RecordSource:
+    """An InsightFace folder (`train.rec`, `train.idx`, `property`), with a header record or as im2rec writes it."""
+    check_source(path)
     reader = RecordReader(path / "train.rec")
     index = read_index(path / "train.idx")
     scanned = _scan(reader, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -11,7 +12,7 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ _FILES = ("train.rec", "train.idx", "property", "verification.bin", _ARGUMENTS_F
 # Raised whenever the same arguments would draw other images, so that an old folder is not taken for the new set.
 _DRAWING_VERSION = 1
 _BLOCK_IMAGES = 128
+# Drawn in about the time it takes to start one.
+_IMAGES_WORTH_A_PROCESS = 512
 
 Progress = Callable[[int, int], None]
 
@@ -72,10 +75,13 @@ def synthesize(
 ) -> bool:
     """True when the set was drawn, False when `out` already held it. `out` appears whole or not at all.
 
-    Pairs show identities that do not occur in training. The bytes do not depend on `num_processes` (None: one a core).
+    Pairs show identities that do not occur in training. The bytes do not depend on `num_processes`; None takes one a
+    core as far as there is work for them.
     """
     arguments = _SynthesisArguments(num_identities, images_per_identity, image_size, seed, num_pairs)
-    num_processes = len(os.sched_getaffinity(0)) if num_processes is None else num_processes
+    if num_processes is None:
+        num_images = num_identities * images_per_identity + 2 * num_pairs
+        num_processes = max(1, min(len(os.sched_getaffinity(0)), num_images // _IMAGES_WORTH_A_PROCESS))
     if num_processes < 1:
         raise DataError(
             f"Cannot draw synthetic identities with num_processes = {num_processes}: at least one is needed."
@@ -85,21 +91,25 @@ def synthesize(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    except OSError as error:
-        raise DataError(f"Cannot write the synthetic identities to {out}: {error.strerror}.") from error
-    try:
-        _write_set(partial, arguments, num_processes, on_progress)
-        # mkdtemp keeps others out; data is for everyone the umask lets in.
-        partial.chmod(0o777 & ~_umask())
         try:
-            partial.rename(out)
-        except OSError:
-            # Somebody else was faster; that is fine if it is the same set.
-            if not _holds_same_set(out, arguments):
-                raise
-            return False
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            _write_set(partial, arguments, num_processes, on_progress)
+            return _publish(partial, out, arguments)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"Cannot write the synthetic identities to {out}: {error.strerror or error}.") from error
+
+
+def _publish(partial: Path, out: Path, arguments: _SynthesisArguments) -> bool:
+    # mkdtemp keeps others out; data is for everyone the umask lets in.
+    partial.chmod(0o777 & ~_umask())
+    try:
+        partial.rename(out)
+    except OSError:
+        # Somebody else was faster; that is fine if it is the same set.
+        if not _holds_same_set(out, arguments):
+            raise
+        return False
     return True
 
 
@@ -139,9 +149,10 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
         )
         for start in range(0, len(identity), _BLOCK_IMAGES)
     )
-    encoded = _count(_draw_all(jobs, num_processes), len(identity), on_progress)
-    _write_records(folder / "train.rec", encoded, arguments)
-    write_pairs(folder / "verification.bin", PairSet(list(encoded), is_same))
+    with contextlib.closing(_draw_all(jobs, num_processes)) as drawn:
+        encoded = _count(drawn, len(identity), on_progress)
+        _write_records(folder / "train.rec", encoded, arguments)
+        write_pairs(folder / "verification.bin", PairSet(list(encoded), is_same))
     size = arguments.image_size
     (folder / "property").write_text(f"{arguments.num_identities},{size},{size}\n", encoding="ascii")
     (folder / _ARGUMENTS_FILE).write_text(json.dumps(asdict(arguments), indent=2) + "\n", encoding="ascii")
@@ -194,7 +205,7 @@ def _draw_and_encode(job: _Job) -> list[bytes]:
     ]
 
 
-def _draw_all(jobs: Iterable[_Job], num_processes: int) -> Iterator[bytes]:
+def _draw_all(jobs: Iterable[_Job], num_processes: int) -> Generator[bytes, None, None]:
     """Encoded images in the order of the jobs, whoever draws them."""
     if num_processes == 1:
         for job in jobs:

@@ -37,7 +37,7 @@ class LossPart:
     own: TargetRows
     losses_G: Tensor
     log_total_G: Tensor
-    """Logarithm of the softmax denominator over all ranks."""
+    """Logarithm of the softmax denominator over all ranks; infinite for padding and for images without negatives."""
     slope_cosine_G: Tensor
     """d loss / d target cosine, image by image."""
     slope_norm_G: Tensor
@@ -96,6 +96,8 @@ def loss_part(
             losses_G = losses_G + penalty_G
         total = torch.where(batch.is_image_G, losses_G, 0).sum()
         slopes = torch.autograd.grad(total, (leaf.cosines_G, leaf.norms_G), allow_unused=True, materialize_grads=True)
+    # Padding may be anything to a margin, NaN included; and where an image has no negatives there is nothing to weigh.
+    has_negatives_G = batch.is_image_G & (mass_G > 0)
     return LossPart(
         batch=batch,
         problem=problem,
@@ -103,9 +105,9 @@ def loss_part(
         norms_G=norms_G,
         own=own,
         losses_G=torch.where(batch.is_image_G, losses_G.detach(), 0),
-        log_total_G=log_total_G.detach(),
-        slope_cosine_G=slopes[0],
-        slope_norm_G=slopes[1],
+        log_total_G=torch.where(has_negatives_G, log_total_G.detach(), torch.inf),
+        slope_cosine_G=torch.where(batch.is_image_G, slopes[0], 0),
+        slope_norm_G=torch.where(batch.is_image_G, slopes[1], 0),
         num_overflowed=num_overflowed,
         statistics=margin.statistics(targets.with_cosines(cosines_G)),
     )

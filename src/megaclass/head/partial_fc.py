@@ -35,7 +35,7 @@ from megaclass.head.sampling import SampleRate, rate_schedule, sample_capacity, 
 from megaclass.head.shards import class_range
 
 # The settings that ranks compare travel as text of this many bytes.
-_SETTINGS_BYTES = 2048
+_SETTINGS_BYTES = 8192
 
 
 @dataclass(slots=True)
@@ -287,8 +287,8 @@ class PartialFC(nn.Module):
         weight_S = None
         if self.correct_sampling or on_gpu:
             drawn_weight = 1 / rate if self.correct_sampling else 1.0
-            weight_S = torch.where(sample.is_positive_S, 1.0, drawn_weight)
-            weight_S = torch.where(sample.classes_S < len(self.classes), weight_S, 0.0)
+            weight_S = torch.full_like(sample.classes_S, drawn_weight, dtype=self.store.work_dtype)
+            weight_S.masked_fill_(sample.is_positive_S, 1.0).masked_fill_(sample.classes_S >= len(self.classes), 0.0)
         return _StepPlan(sample.classes_S, weight_S, sample.overflowed.double(), num_images, next_place_W)
 
     def _part(self, batch: GlobalBatch, plan: _StepPlan, product_dtype: torch.dtype, stored_bytes: int) -> LossPart:
@@ -299,6 +299,8 @@ class PartialFC(nn.Module):
         self._faults.look(self.num_classes)
         unit_GD = raw_GD * torch.where(norms_G > 0, 1 / norms_G, 0)[:, None]
         own, slots_G = self._target_rows(batch, plan, unit_GD)
+        # Bound now: the plan has moved on to the next part by the time a kernel computes logits again for backward.
+        places_W = plan.next_place_W
         problem = Problem(
             unit_GD=unit_GD.to(product_dtype),
             weight_RD=self.store.weight_RD,
@@ -317,7 +319,7 @@ class PartialFC(nn.Module):
             norms_G=norms_G.double(),
             is_image_G=batch.is_image_G,
             state=self._margin_state(),
-            normals=lambda: self._normals(plan, batch),
+            normals=lambda: self._normals(places_W, batch),
         )
         part = loss_part(
             batch,
@@ -351,9 +353,9 @@ class PartialFC(nn.Module):
     def _margin_state(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(f"margin_{name}") for name in self.margin.initial_state}
 
-    def _normals(self, plan: _StepPlan, batch: GlobalBatch) -> Tensor:
+    def _normals(self, places_W: Tensor, batch: GlobalBatch) -> Tensor:
         """Keyed by the image's place in the step's global batch: padding and parts do not shift it."""
-        places_G = (plan.next_place_W[:, None] + torch.arange(batch.max_batch, device=self.device)).flatten()
+        places_G = (places_W[:, None] + torch.arange(batch.max_batch, device=self.device)).flatten()
         keys = stream_keys(MARGIN_NOISE, self.seed, self.step_count)
         return normals_from_bits(random_bits(keys, places_G), torch.float64)
 
@@ -456,7 +458,7 @@ class PartialFC(nn.Module):
                 raise HeadError(f"PartialFC {name} is {value!r}; it must be {allowed}.")
 
     def _check_agreement(self, storage: str, num_subcentres: int, device: torch.device) -> None:
-        """An all-gather of 2 KiB a rank: ranks with different settings would compute different things in silence."""
+        """An all-gather of 8 KiB a rank: ranks with different settings would compute different things in silence."""
         settings = {
             "embedding_dim": self.embedding_dim,
             "num_classes": self.num_classes,
@@ -471,7 +473,12 @@ class PartialFC(nn.Module):
             "storage": storage,
             "num_subcentres": num_subcentres,
         }
-        text = json.dumps(settings).encode()[:_SETTINGS_BYTES].ljust(_SETTINGS_BYTES)
+        text = json.dumps(settings).encode()
+        if len(text) > _SETTINGS_BYTES:
+            raise HeadError(
+                f"The head's settings are {len(text)} bytes as text, more than {_SETTINGS_BYTES}: shorten sample_rate."
+            )
+        text = text.ljust(_SETTINGS_BYTES)
         block = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         texts = [bytes(row.tolist()) for row in gather_blocks(block, self.group).cpu()]
         for other, theirs in enumerate(texts):

@@ -63,9 +63,8 @@ def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterato
             part_RD = _product(_by_row(problem, chunk).T, images_GD)
             grad_RD = part_RD if grad_RD is None else grad_RD.add_(part_RD)
             if chunk.winners_GS is not None:
-                won = torch.zeros((stop - start, problem.num_subcentres), dtype=torch.bool, device=part_RD.device)
-                won.scatter_(1, chunk.winners_GS.T.long(), True)
-                won_R = won.flatten() if won_R is None else won_R | won.flatten()
+                won = _won(problem, chunk.winners_GS)
+                won_R = won if won_R is None else won_R | won
         assert grad_RD is not None, "at least one problem"
         yield CentreGradient(start, stop, grad_RD, won_R)
 
@@ -141,6 +140,15 @@ def _by_row(problem: Problem, chunk: _Chunk) -> Tensor:
         return chunk.exp_GS
     spread = chunk.exp_GS.new_zeros((*chunk.exp_GS.shape, problem.num_subcentres))
     return spread.scatter_(2, chunk.winners_GS.long()[:, :, None], chunk.exp_GS[:, :, None]).flatten(1)
+
+
+def _won(problem: Problem, winners_GS: Tensor) -> Tensor:
+    """(R,) rows of the chunk that some image is closest to."""
+    num_classes, num_subcentres = winners_GS.shape[1], problem.num_subcentres
+    # Rows without a direction (padding) are close to none: their win goes to a scratch column.
+    winners_SG = torch.where(problem.has_direction_G, winners_GS.T.long(), num_subcentres)
+    won = torch.zeros((num_classes, num_subcentres + 1), dtype=torch.bool, device=winners_GS.device)
+    return won.scatter_(1, winners_SG, True)[:, :-1].flatten()
 
 
 def _chunk_coefficients(chunk: _Chunk, coefficients_G: Tensor) -> Tensor:

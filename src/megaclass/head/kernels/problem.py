@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # exp(z) of logits up to this size fits float32, and so does a sum of 1e9 of them; beyond, kernels shift by a row maximum.
-SAFE_LOGIT = 80.0
+SAFE_LOGIT = 66.0
 
 
 @dataclass(slots=True)
@@ -55,6 +55,11 @@ class Problem:
     def work_dtype(self) -> torch.dtype:
         """Accumulators, norms and updates: float32, or float64 where the centres are."""
         return torch.float64 if self.weight_RD.dtype == torch.float64 else torch.float32
+
+    @property
+    def has_direction_G(self) -> Tensor:
+        """False for padding and for embeddings of length zero: they are closest to no sub-centre."""
+        return self.unit_GD.ne(0).any(1)
 
     def rows_of(self, start: int, stop: int) -> slice | Tensor:
         """Rows in weight_RD of the classes in slots [start, stop); padding points at the last class."""

@@ -41,7 +41,8 @@ def _mass(problem: Problem, images_GD: Tensor, centres_RD: Tensor) -> tuple[Tens
     weights_GS = (slots_S != problem.target_slot_G[:, None]).to(logits_GS.dtype)
     if problem.class_weight_S is not None:
         weights_GS = weights_GS * problem.class_weight_S
-    won_R = torch.nn.functional.one_hot(winners_GS, problem.num_subcentres).any(0).flatten()
+    won_GSM = torch.nn.functional.one_hot(winners_GS, problem.num_subcentres).bool()
+    won_R = (won_GSM & problem.has_direction_G[:, None, None]).any(0).flatten()
     return (logits_GS.double().exp() * weights_GS).sum(1), won_R
 
 

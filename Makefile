@@ -1,0 +1,48 @@
+# Every target does all of its own set-up: Python >= 3.11 and make are enough. Nothing is installed twice.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint bench docs soak clean
+
+demo: $(VENV)/.demo-installed
+	$(BIN)/megaclass train recipes/demo.toml --overwrite
+
+test: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m soak --timeout=3600
+
+lint: $(VENV)/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev-installed
+	$(BIN)/python benchmarks/head.py
+
+docs: $(VENV)/.dev-installed
+	$(BIN)/python docs/generate.py
+
+# A torch that the given Python already has is used; otherwise the version this project is developed on is installed.
+$(VENV)/.torch-installed:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "megaclass needs Python 3.11 or later; set PYTHON=" && false)
+	if $(PYTHON) -c "import torch; v = torch.__version__.split('.'); exit((int(v[0]), int(v[1])) < (2, 11))" 2>/dev/null; \
+	then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet torch==2.13.0; fi
+	touch $@
+
+$(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[ui,onnx]"
+	touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[ui,onnx,dev]"
+	touch $@ $(VENV)/.demo-installed
+
+clean:
+	rm -rf $(VENV) build dist runs datasets

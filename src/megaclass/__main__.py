@@ -1,0 +1,8 @@
+"""`python -m megaclass` is the command `megaclass`."""
+
+import sys
+
+from megaclass.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""Every setting: frozen dataclasses with the meaning under each field. TOML files and `key=value` fill them.
+
+What can be computed is not a setting. A value out of its range is refused here, before any process starts.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megaclass.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthConfig:
+    """Identities drawn by code, when `data.path` does not hold any data yet."""
+
+    identities: int = 0
+    """Training identities to draw; 0: none, the data must be there."""
+    images_per_identity: int = 20
+    """Images of each."""
+    size: int = 112
+    """Side of an image in pixels."""
+    pairs: int = 1000
+    """Verification pairs, of identities that do not occur in training."""
+    seed: int = 0
+    """Fixes every pixel."""
+
+    def __post_init__(self) -> None:
+        _require("synth.identities", self.identities, self.identities >= 0, "0 or more")
+        _require("synth.images_per_identity", self.images_per_identity, self.images_per_identity >= 1, "at least 1")
+        _require("synth.size", self.size, 16 <= self.size <= 512, "in [16, 512]")
+        _require("synth.pairs", self.pairs, self.pairs >= 20, "at least 20: ten folds of two")
+        _require("synth.seed", self.seed, self.seed >= 0, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the images come from."""
+
+    path: str
+    """Folder with train.rec, train.idx, property, and verification sets (*.bin)."""
+    mirror: bool = True
+    """Mirror half of the images, chosen by (seed, epoch, image)."""
+    threads: int = 1
+    """Threads a process that read and decode."""
+
+    def __post_init__(self) -> None:
+        _require("data.path", self.path, bool(self.path), "a folder")
+        _require("data.threads", self.threads, 1 <= self.threads <= 256, "in [1, 256]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackboneConfig:
+    """Images -> embeddings."""
+
+    name: str = "iresnet50"
+    """slim (for CPUs), iresnet18, iresnet34, iresnet50, iresnet100 or iresnet200."""
+    embedding_dim: int = 512
+    """Numbers in an embedding."""
+
+    def __post_init__(self) -> None:
+        _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadConfig:
+    """Embeddings -> loss, the classes split over all ranks. Their number comes from the data."""
+
+    margin: Literal[
+        "softmax", "arcface", "cosface", "combined", "adaface", "magface", "curricularface", "elasticface"
+    ] = "arcface"
+    """What is done to the target's cosine."""
+    scale: float = 64.0
+    """Factor of the cosines."""
+    margin_size: float | None = None
+    """Size of the margin; unset: the margin's published one."""
+    sample_rate: float | tuple[tuple[int, float], ...] = 1.0
+    """Share of the negatives that take part in a step, 1.0 = full softmax; or [[first step, rate], ...]."""
+    optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
+    """How the centres move."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    weight_decay: float = 5e-4
+    """Decay of the rows that take part."""
+    subcentres: int = 1
+    """Centres a class; more than one absorbs noisy labels."""
+    filter_above: float | None = None
+    """Negatives with a larger cosine count as cosine 0; unset: none."""
+    storage: Literal["float32", "bf16"] = "float32"
+    """Dtype of the centres."""
+    kernel: str = "auto"
+    """auto, or the name of a kernel."""
+
+    def __post_init__(self) -> None:
+        _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
+        rates = [self.sample_rate] if isinstance(self.sample_rate, float) else [rate for _, rate in self.sample_rate]
+        for rate in rates:
+            _require("head.sample_rate", rate, 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only")
+        _require("head.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
+        _require("head.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _require("head.subcentres", self.subcentres, 1 <= self.subcentres <= 255, "in [1, 255]")
+        is_cosine = self.filter_above is None or 0 < self.filter_above <= 1
+        _require("head.filter_above", self.filter_above, is_cosine, "a cosine in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """How the backbone moves, and the learning rate of both."""
+
+    lr: float = 0.1
+    """Highest learning rate, reached after the warm-up."""
+    head_lr: float | None = None
+    """The centres' own; unset: the same."""
+    momentum: float = 0.9
+    """Momentum of the backbone's SGD."""
+    weight_decay: float = 5e-4
+    """Decay of the backbone's weights."""
+    clip_norm: float | None = 5.0
+    """Longest gradient of the backbone, over all its parameters; unset: any."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the learning rate rises from 0."""
+    power: float = 2.0
+    """It then falls as (1 - progress) ** power."""
+
+    def __post_init__(self) -> None:
+        _require("optimizer.lr", self.lr, self.lr > 0, "above 0")
+        _require("optimizer.head_lr", self.head_lr, self.head_lr is None or self.head_lr > 0, "above 0")
+        _require("optimizer.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
+        _require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _require("optimizer.clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "above 0")
+        _require("optimizer.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
+        _require("optimizer.power", self.power, self.power >= 0, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The run."""
+
+    run_dir: str
+    """Folder of the run: config, metrics, checkpoints, report, model."""
+    epochs: float = 20.0
+    """Passes over the data; 0.5 is half of one."""
+    global_batch: int = 512
+    """Images in a step over all ranks, whatever their number."""
+    nproc: int = 1
+    """Processes to start on this machine when no other starter is in charge."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: one GPU a process when there are any."""
+    seed: int = 0
+    """Fixes centres, order, draws and mirroring, whatever the number of ranks."""
+    report_steps: int = 20
+    """Steps between two rows of metrics.jsonl."""
+    checkpoint_epochs: float = 1.0
+    """Epochs between two checkpoints; one is always written at the end."""
+    keep_checkpoints: int = 2
+    """How many are kept."""
+
+    def __post_init__(self) -> None:
+        _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
+        _require("train.epochs", self.epochs, self.epochs > 0, "above 0")
+        _require("train.global_batch", self.global_batch, self.global_batch >= 1, "at least 1")
+        _require("train.nproc", self.nproc, 1 <= self.nproc <= 1024, "in [1, 1024]")
+        _require("train.seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2^63)")
+        _require("train.report_steps", self.report_steps, self.report_steps >= 1, "at least 1")
+        _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
+        _require("train.keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """What the trained backbone is written as."""
+
+    onnx: bool = True
+    """Also model.onnx (needs megaclass[onnx]); model.safetensors is always written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A training run, whole."""
+
+    data: DataConfig
+    train: TrainConfig
+    synth: SynthConfig = field(default_factory=SynthConfig)
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file, then `section.key=value` arguments, which win."""
+    values = _read_toml(path)
+    for override in overrides:
+        _apply(values, override)
+    return _build(Config, values, prefix="", where=str(path))
+
+
+def to_toml(config: Config) -> str:
+    """The resolved settings as TOML that load_config reads back to an equal Config; unset values are left out."""
+    lines: list[str] = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        part = getattr(config, section.name)
+        for key in dataclasses.fields(part):
+            value = getattr(part, key.name)
+            if value is not None:
+                lines.append(f"{key.name} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def describe_settings() -> Iterator[tuple[str, str, str, str]]:
+    """(section.key, type, default, meaning) of every setting, read from the classes above; for the documentation."""
+    import ast
+    import inspect
+
+    for section_name, section in _hints(Config).items():
+        body = ast.parse(inspect.getsource(section)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
+                default = "required" if statement.value is None else ast.unparse(statement.value)
+                name = f"{section_name}.{statement.target.id}"
+                yield name, ast.unparse(statement.annotation), default, str(following.value.value)
+
+
+def _require(name: str, value: object, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise ConfigError(f"{name} is {value}; it must be {allowed}.")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        found = f" That folder has: {', '.join(near[:8])}." if near else ""
+        raise ConfigError(f"There is no configuration file {path}.{found}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Puts one `section.key=value` into the tree; the text is read as TOML where it can be, else as a string."""
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(
+            f"Cannot read the argument {override!r}: expected section.key=value, for example train.epochs=2."
+        )
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = values.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} is {table!r} in the file, not a section: {override!r} cannot be applied.")
+    table[key] = _Argument(text, value)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A value from the command line: what was typed, for fields that want text, and what it reads as."""
+
+    text: str
+    value: Any
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
+    hints = _hints(cls)
+    for key in values:
+        if key not in hints:
+            close = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in hints)}."
+            raise ConfigError(f"{where}: unknown setting {prefix}{key}; {hint}")
+    arguments: dict[str, Any] = {}
+    for member in dataclasses.fields(cls):  # type: ignore[arg-type]
+        name, hint = member.name, hints[member.name]
+        if dataclasses.is_dataclass(hint):
+            table = values.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{where}: {prefix}{name} is {table!r}; expected a section [{name}].")
+            arguments[name] = _build(typing.cast("type[Any]", hint), table, f"{prefix}{name}.", where)
+        elif name in values:
+            arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where)
+        elif member.default is dataclasses.MISSING:
+            raise ConfigError(f"{where}: {prefix}{name} is not set and has no default; add it or give {prefix}{name}=…")
+    return cls(**arguments)
+
+
+def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for choice in choices:
+        if isinstance(given, _Argument) and (choice is str or typing.get_origin(choice) is Literal):
+            value = given.value if isinstance(given.value, str) else given.text
+        else:
+            value = given.value if isinstance(given, _Argument) else given
+        fits, converted = _fit(value, choice)
+        if fits:
+            return converted
+    shown = given.text if isinstance(given, _Argument) else given
+    literals = [str(option) for choice in choices for option in typing.get_args(choice) if isinstance(option, str)]
+    close = difflib.get_close_matches(str(shown), literals, n=1)
+    hint_text = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"{where}: {name} is {shown!r}; expected {_type_name(hint)}{hint_text}")
+
+
+def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
+    if hint is float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number, float(value) if is_number else None
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint), value
+    if typing.get_origin(hint) is tuple:
+        return _fit_tuple(value, typing.get_args(hint))
+    return isinstance(value, hint), value
+
+
+def _fit_tuple(value: Any, members: tuple[Any, ...]) -> tuple[bool, Any]:
+    if not isinstance(value, list):
+        return False, None
+    hints = [members[0]] * len(value) if len(members) == 2 and members[1] is Ellipsis else list(members)
+    if len(hints) != len(value):
+        return False, None
+    fitted = [_fit(item, hint) for item, hint in zip(value, hints, strict=True)]
+    return all(fits for fits, _ in fitted), tuple(item for _, item in fitted)
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(choice) for choice in typing.get_args(hint) if choice is not type(None))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "a list like [[0, 0.1], [8000, 1.0]]"
+    return names[hint]
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, float):
+        text = repr(value)
+        return text if any(c in text for c in ".en") else text + ".0"
+    # JSON's strings, numbers and booleans are TOML's, except that TOML wants DEL escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,72 @@
+"""One bar for the whole job: rich's on a terminal, plain lines elsewhere (or without rich)."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+# Not on a terminal, a line this often: enough to see life, not enough to flood a log.
+_LINE_EVERY_S = 10.0
+
+
+class Bar(Protocol):
+    def advance_to(self, done: int, detail: str = "") -> None: ...
+
+
+@contextmanager
+def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
+    """A bar from `start` to `total`, drawn on standard error; the caller moves it with advance_to."""
+    if not sys.stderr.isatty():
+        yield _Lines(title, total, start)
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield _Lines(title, total, start)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=total, completed=start, detail="")
+
+        class _Rich:
+            def advance_to(self, done: int, detail: str = "") -> None:
+                shown = detail or str(progress.tasks[task].fields["detail"])
+                progress.update(task, completed=done, detail=shown)
+
+        yield _Rich()
+
+
+@contextmanager
+def no_bar() -> Iterator[Bar]:
+    """For the ranks that do not draw."""
+
+    class _Nothing:
+        def advance_to(self, done: int, detail: str = "") -> None:
+            pass
+
+    yield _Nothing()
+
+
+class _Lines:
+    def __init__(self, title: str, total: int, start: int) -> None:
+        self._title, self._total, self._start = title, total, start
+        self._begun = self._last = time.monotonic()
+        self._detail = ""
+
+    def advance_to(self, done: int, detail: str = "") -> None:
+        self._detail = detail or self._detail
+        now = time.monotonic()
+        if now - self._last < _LINE_EVERY_S and done < self._total:
+            return
+        self._last = now
+        left_s = (now - self._begun) / max(1, done - self._start) * (self._total - done)
+        text = f"{self._title} {done}/{self._total}, {left_s:.0f} s left"
+        print(f"{text}, {self._detail}" if self._detail else text, file=sys.stderr, flush=True)

@@ -1,0 +1,17 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "own_margin.py"
+
+
+def test_the_example_trains_with_both_margins_and_the_loss_falls():
+    run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    first, second = re.split(r"^HardNegatives\(.*\)$", run.stdout, flags=re.MULTILINE)
+    assert first.startswith("GrowingMargin(scale=32.0, margin=0.4)\n")
+    for text in (first, second):
+        losses = [float(value) for value in re.findall(r"loss ([\d.]+)$", text, flags=re.MULTILINE)]
+        assert len(losses) == 7
+        assert losses[-1] < 0.25 * losses[0]
