@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint bench docs soak clean
 

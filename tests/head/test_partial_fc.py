@@ -1,12 +1,13 @@
 """The head against a dense float64 classifier: plain F.cross_entropy on the full matrix, torch.optim for the centres."""
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +34,7 @@ def my_part(tensor: Tensor, parts: list[int] | None = None) -> Tensor:
     rank, size = dist.get_rank(), dist.get_world_size()
     if parts is None:
         edges = [round(len(tensor) * (r / size) ** 1.3) for r in range(size + 1)]
-        parts = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [b - a for a, b in itertools.pairwise(edges)]
     return tensor.split(parts)[rank]
 
 

@@ -22,7 +22,7 @@ def data_parallel(backbone: nn.Module, group: dist.ProcessGroup | None = None) -
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
         gradient_as_bucket_view=True,
-        **{_SYNC_BUFFERS: False},
+        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
 
 

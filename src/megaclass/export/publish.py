@@ -21,11 +21,19 @@ def published_file(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
         yield unfinished
+        # safetensors keeps its files to their owner; a model is for everyone the umask lets in.
+        unfinished.chmod(0o666 & ~_umask())
         _flush(unfinished)
         unfinished.replace(path)
         _flush(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _flush(path: Path) -> None:

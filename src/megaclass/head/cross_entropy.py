@@ -83,6 +83,7 @@ def loss_part(
         cosines_G = sum_over_ranks_(cosines_G.clone(), group)
         known = targets.with_cosines(cosines_G)
         problem.negative_logits = lambda cosines_GS: margin.negative_logits(cosines_GS, known)
+        problem.curriculum = margin.curriculum(known)
         sums = sum_over_ranks_(torch.cat([kernel.mass(problem), overflowed[None]]), group)
     mass_G, num_overflowed = sums[:num_rows], sums[num_rows]
 

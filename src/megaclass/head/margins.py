@@ -64,6 +64,10 @@ class Margin:
         """(G, S) logits of the other classes; differentiated with respect to cosines_GS alone."""
         return self.scale * cosines_GS
 
+    def curriculum(self, targets: Targets) -> tuple[Tensor, Tensor] | None:
+        """Borders (G,) and t () where `negative_logits` is CurricularFace's rule, which fused kernels know; or None."""
+        return None
+
     def logit_bound(self) -> float:
         """No negative logit is larger than this in size. Above 66 the kernels spend a pass on the row maximum."""
         return self.scale
@@ -87,7 +91,9 @@ def add_angle(cosines_G: Tensor, margin: Tensor | float) -> Tensor:
     The second form is the one of ArcFace's authors. The derivative at |cos| = 1, where that of sin(theta) is infinite,
     is taken as cos(margin): the embedding's gradient is zero there anyway.
     """
-    margin = torch.as_tensor(margin, dtype=cosines_G.dtype, device=cosines_G.device)
+    if not isinstance(margin, Tensor):
+        # Filled on the device: a copy from the host would make a GPU wait.
+        margin = torch.full((), margin, dtype=cosines_G.dtype, device=cosines_G.device)
     sines_G = torch.sqrt((1 - cosines_G * cosines_G).clamp_min(torch.finfo(cosines_G.dtype).tiny))
     inside_G = cosines_G * torch.cos(margin) - sines_G * torch.sin(margin)
     # A margin drawn below 0 takes no angle past pi.
@@ -261,13 +267,15 @@ class CurricularFace(Margin):
     def target_logits(self, targets: Targets) -> Tensor:
         return self.scale * add_angle(targets.cosines_G, self.margin)
 
-    def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
+    def curriculum(self, targets: Targets) -> tuple[Tensor, Tensor]:
         cosines_G = targets.cosines_G.detach()
         sines_G = torch.sqrt((1 - cosines_G * cosines_G).clamp_min(0))
         # The plain cos(theta + m), without the continuation beyond pi: so the paper's indicator is defined.
-        borders_G = cosines_G * math.cos(self.margin) - sines_G * math.sin(self.margin)
-        t = targets.state["t"].to(cosines_GS.dtype)
-        is_hard_GS = cosines_GS > borders_G.to(cosines_GS.dtype)[:, None]
+        return cosines_G * math.cos(self.margin) - sines_G * math.sin(self.margin), targets.state["t"]
+
+    def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
+        borders_G, t = (part.to(cosines_GS.dtype) for part in self.curriculum(targets))
+        is_hard_GS = cosines_GS > borders_G[:, None]
         return self.scale * torch.where(is_hard_GS, cosines_GS * (t + cosines_GS), cosines_GS)
 
     def logit_bound(self) -> float:

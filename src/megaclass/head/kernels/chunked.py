@@ -38,7 +38,7 @@ def mass(problem: Problem) -> Tensor:
         left -= chunk.exp_GS.nbytes + (0 if chunk.winners_GS is None else chunk.winners_GS.nbytes)
         if left >= 0:
             # Centres are cheap to form again; what costs a product is kept.
-            problem.stored[start] = (chunk.exp_GS, chunk.shift_G, chunk.winners_GS)
+            problem.stored[start, stop] = (chunk.exp_GS, chunk.shift_G, chunk.winners_GS)
     return mass_G
 
 
@@ -77,10 +77,10 @@ def _chunks(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def _recall(problem: Problem, start: int, stop: int) -> _Chunk:
-    if start not in problem.stored:
+    if (start, stop) not in problem.stored:  # or stored in chunks of another size: a part with fewer images
         return _exponentials(problem, start, stop)[0]
     chunk = _Chunk(problem, start, stop)
-    chunk.exp_GS, chunk.shift_G, chunk.winners_GS = problem.stored[start]
+    chunk.exp_GS, chunk.shift_G, chunk.winners_GS = problem.stored[start, stop]
     return chunk
 
 

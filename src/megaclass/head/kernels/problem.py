@@ -42,6 +42,10 @@ class Problem:
     """Negatives with a larger cosine count as cosine 0, without gradient: probably the same identity twice."""
     negative_logits: Callable[[Tensor], Tensor] | None
     """cosines -> logits where they are more than scale * cosine."""
+    curriculum: tuple[Tensor, Tensor] | None
+    """What negative_logits does, where that is CurricularFace's rule: borders (G,) and t ()."""
+    wants_grad_images: bool
+    """Whether grad_images will be called; a kernel may form it ahead."""
     stored_bytes: int
     """Exponentials kept between forward and backward; what does not fit is computed again."""
     stored: dict[Any, Any] = field(default_factory=dict)

@@ -54,7 +54,7 @@ def exponentials(
     won,  # (M * P,) int32, out where M > 1: some image's closest sub-centre
     target_slots,  # (G,) int64, -1 where not on this rank
     class_weights,  # (S,) float32
-    is_image,  # (G,) bool
+    has_direction,  # (G,) bool, where M > 1: not padding, not of length zero
     borders,  # (G,) float32
     hardness,  # () float32
     first_slot,
@@ -110,7 +110,7 @@ def exponentials(
                 winners = tl.where(others > cosines, m, winners)
                 cosines = tl.maximum(cosines, others)
             columns = slot_0 + tl.arange(0, BLOCK_S)
-            counts = tl.load(is_image + rows, mask=is_row, other=0) != 0
+            counts = tl.load(has_direction + rows, mask=is_row, other=0) != 0
             for m in range(M):
                 has_won = tl.max(((winners == m) & counts[:, None]).to(tl.int32), 0)
                 tl.atomic_max(won + m * plane + columns, has_won, mask=columns < num_slots)
