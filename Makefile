@@ -4,12 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench docs soak clean
+# What the tests of several hosts, of mpirun and Slurm, and of the report in a browser need; without them these are skipped.
+SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openmpi-bin slurm-wlm munge chromium strace procps
+
+.PHONY: demo test lint bench docs soak clean system-packages
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass train recipes/demo.toml --overwrite
 
-test: $(VENV)/.dev-installed
+test: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m "not soak"
 
 soak: $(VENV)/.dev-installed
@@ -20,6 +23,14 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Installed as root under CI=true, or with SYSTEM=1.
+system-packages:
+	@if [ "$$CI" != true ] && [ "$(SYSTEM)" != 1 ]; then exit 0; fi; \
+	if dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; \
+	then echo "system packages are installed by root with apt-get only; tests that need them are skipped"; exit 0; fi; \
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES) >/dev/null
 
 bench: $(VENV)/.dev-installed
 	$(BIN)/python benchmarks/head.py

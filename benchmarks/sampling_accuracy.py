@@ -19,7 +19,6 @@ import torch
 from megaclass import CosFace, PartialFC, RowSGD
 from megaclass.backbones import build_backbone
 from megaclass.config import OptimizerConfig
-from megaclass.data.decode import normalise
 from megaclass.data.loader import BatchLoader
 from megaclass.data.pairs import read_pairs
 from megaclass.data.source import open_source
@@ -68,7 +67,7 @@ def accuracy(data: Path, sample_rate: object, is_dense: bool, seed: int) -> floa
     for step, batch in enumerate(loader.batches(num_steps=num_steps)):
         lr = learning_rate(schedule, step, num_steps, loader.steps_per_epoch)
         optimizer.param_groups[0]["lr"] = lr
-        loss = head(backbone(normalise(batch.images).to(memory_format=torch.channels_last)), batch.labels)
+        loss = head(backbone(batch.prepared(torch.device("cpu"))), batch.labels)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(backbone.parameters(), 5.0)

@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megaclass.errors import UserError as UserError
+    from megaclass.evaluate.models import load as load
     from megaclass.head.margins import AdaFace as AdaFace
     from megaclass.head.margins import ArcFace as ArcFace
     from megaclass.head.margins import CombinedMargin as CombinedMargin
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # Resolved on first use: `megaclass run` must start without paying for torch.
 _PUBLIC = {
     "UserError": "megaclass.errors",
+    "load": "megaclass.evaluate.models",
     "PartialFC": "megaclass.head.partial_fc",
     **dict.fromkeys(("RowSGD", "RowAdamW", "RowAdagrad"), "megaclass.head.row_optimizers"),
     **dict.fromkeys(

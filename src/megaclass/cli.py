@@ -1,20 +1,33 @@
 """The command `megaclass`: parse, call one function."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megaclass import __version__
-from megaclass.distributed.agreement import AgreedError
-from megaclass.errors import UserError
+from megaclass.cli_cluster import add_cluster_commands
+from megaclass.cli_data import add_data_commands
+from megaclass.cli_evaluate import add_evaluate_commands
+from megaclass.errors import AgreedError, ConfigError, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for what the user can mend, which is printed without a traceback."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # A bare --resume must not swallow the setting that follows it.
+    given = ["--resume=auto" if a == "--resume" else a for a in arguments]
+    # What follows is a command line of its own, in horovodrun's grammar.
+    if given[:1] == ["run"]:
+        return _run(arguments[1:])
     parser = _parser()
-    options = parser.parse_args(given)
+    options, later = parser.parse_known_args(given)
+    # argparse takes the settings that stand together; those behind an option come here.
+    if any(a.startswith("-") for a in later) or (later and "settings" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(later)}")
+    if later:
+        options.settings += later
     try:
         code: int = options.run(options, given)
     except AgreedError:
@@ -43,28 +56,44 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that win over the file")
     train.add_argument(
         "--resume",
-        nargs="?",
-        const="auto",
-        metavar="auto|PATH",
-        help="continue the run: newest whole checkpoint, or PATH",
+        metavar="auto|best|PATH",
+        help="continue the run from its newest whole checkpoint (also without a value), its best one, or --resume=PATH",
     )
     train.add_argument("--overwrite", action="store_true", help="replace the run that the run folder holds")
+    train.add_argument(
+        "--match-classes", action="store_true", help="keep centres by class name where the list of classes has changed"
+    )
     train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and end")
     train.set_defaults(run=_train)
 
-    data = commands.add_parser("data", help="make and inspect data sets")
-    data_commands = data.add_subparsers(required=True, metavar="COMMAND")
-    synth = data_commands.add_parser(
-        "synth", help="draw identities by code, as train.rec, train.idx, property and a .bin"
+    recipe = commands.add_parser(
+        "import-config",
+        help="InsightFace's configs/*.py -> a recipe",
+        description="Turns one of InsightFace's configs/*.py into a recipe, without running it.",
     )
-    synth.add_argument("--identities", type=int, required=True, help="how many")
-    synth.add_argument("--images-per-identity", type=int, required=True, help="images of each")
-    synth.add_argument("--size", type=int, default=112, help="side of an image in pixels (112)")
-    synth.add_argument("--pairs", type=int, default=1000, help="verification pairs of other identities (1000)")
-    synth.add_argument("--seed", type=int, default=0, help="fixes every pixel (0)")
-    synth.add_argument("--out", type=Path, required=True, help="folder to write")
-    synth.set_defaults(run=_synth)
+    recipe.add_argument("file", type=Path, help="the config, for example configs/ms1mv3_r50.py")
+    recipe.add_argument("--gpus", type=int, default=8, help="GPUs the published run used: its batch is that of one (8)")
+    recipe.add_argument("--out", type=Path, help="recipe to write, a new file; otherwise it is printed")
+    recipe.set_defaults(run=_import_config)
+
+    commands.add_parser("run", help="start a command on this machine or many, as horovodrun does")
+
+    add_cluster_commands(commands)
+
+    add_evaluate_commands(commands)
+
+    add_data_commands(commands)
     return parser
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from megaclass.launch.handover import run
+
+    try:
+        return run(arguments)
+    except UserError as error:
+        print(f"megaclass run: {error}", file=sys.stderr)
+        return 2
 
 
 def _train(options: argparse.Namespace, given: list[str]) -> int:
@@ -74,25 +103,32 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
     if options.show_config:
         print(to_toml(config), end="")
         return 0
-    from megaclass.train.start import start_training
+    from megaclass.train.start import Beginning, start_training
 
-    return start_training(config, given[1:], resume=options.resume, overwrite=options.overwrite)
+    beginning = Beginning(resume=options.resume, overwrite=options.overwrite, matches_classes=options.match_classes)
+    code = start_training(config, given[1:], beginning)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A rank is done. gloo's threads, which DDP keeps alive, now and then abort while the interpreter takes itself apart.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
-def _synth(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.data.synthesize import synthesize
-    from megaclass.train.progress import progress_bar
+def _import_config(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.config import to_toml
+    from megaclass.train.insightface_config import import_config
 
-    total = options.identities * options.images_per_identity + 2 * options.pairs
-    with progress_bar("drawing identities", total) as bar:
-        is_new = synthesize(
-            options.out,
-            num_identities=options.identities,
-            images_per_identity=options.images_per_identity,
-            image_size=options.size,
-            seed=options.seed,
-            num_pairs=options.pairs,
-            on_progress=lambda done, _: bar.advance_to(done),
-        )
-    print(f"{options.out}: {'drawn' if is_new else 'already there, left as it is'}")
+    config, remarks = import_config(options.file, options.gpus)
+    for remark in remarks:
+        print(f"megaclass: {options.file}: {remark}", file=sys.stderr)
+    if options.out is None:
+        print(to_toml(config), end="")
+        return 0
+    try:
+        with options.out.open("x", encoding="utf-8") as file:
+            file.write(to_toml(config))
+    except OSError as error:
+        raise ConfigError(f"Cannot write the recipe {options.out}: {error.strerror}.") from error
+    print(f"megaclass train {options.out}", file=sys.stderr)
     return 0

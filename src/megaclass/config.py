@@ -5,7 +5,9 @@ What can be computed is not a setting. A value out of its range is refused here,
 
 import dataclasses
 import difflib
+import itertools
 import json
+import sys
 import tomllib
 import types
 import typing
@@ -47,15 +49,37 @@ class DataConfig:
     """Where the images come from."""
 
     path: str
-    """Folder with train.rec, train.idx, property, and verification sets (*.bin)."""
+    """Folder with train.rec, label.txt, tar shards or folders of identities, several by commas; synthetic:C[xN]; debug."""
     mirror: bool = True
     """Mirror half of the images, chosen by (seed, epoch, image)."""
+    augment: str = ""
+    """Augmentations in order, with shares: crop:0.2,low_resolution,blur,colour,grey,occlusion,jpeg:0.1; empty: none."""
+    order: Literal["images", "classes"] = "images"
+    """images: each once an epoch; classes: all equally often, whatever their number of images."""
+    images_per_class: int = 1
+    """Images of one class side by side in a batch, with data.order=classes."""
+    keep_last: bool = False
+    """Show what is left after the last whole batch too: the last two batches of an epoch share it."""
     threads: int = 1
     """Threads a process that read and decode."""
+    max_bad_fraction: float = 0.001
+    """Share of the images that may be unreadable and are replaced; beyond it the run stops."""
+    stage: str = ""
+    """Folder in memory, such as /dev/shm/faces, that the data is copied to once a host and read from; empty: none."""
 
     def __post_init__(self) -> None:
         _require("data.path", self.path, bool(self.path), "a folder")
         _require("data.threads", self.threads, 1 <= self.threads <= 256, "in [1, 256]")
+        is_group = self.images_per_class == 1 or (self.images_per_class > 1 and self.order == "classes")
+        _require("data.images_per_class", self.images_per_class, is_group, "1, or more with data.order=classes")
+        is_fraction = 0 <= self.max_bad_fraction <= 1
+        _require("data.max_bad_fraction", self.max_bad_fraction, is_fraction, "in [0, 1]")
+        _require(
+            "data.keep_last",
+            self.keep_last,
+            not self.keep_last or self.order == "images",
+            "off with data.order=classes",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +87,20 @@ class BackboneConfig:
     """Images -> embeddings."""
 
     name: str = "iresnet50"
-    """slim (for CPUs), iresnet18, iresnet34, iresnet50, iresnet100 or iresnet200."""
+    """slim (for CPUs), iresnet18, -34, -50, -100, -200, mbf, mbf_large, vit_t, -s, -b, -l, or package.module:Class."""
     embedding_dim: int = 512
     """Numbers in an embedding."""
+    batch_norm: Literal["local", "sync"] = "local"
+    """local: statistics of each rank's own images; sync: of the global batch, the same on any number of ranks."""
+    dropout: float = 0.0
+    """Share of the last feature map dropped, chosen by (seed, step, image); backbones that have such a layer."""
+    freeze: tuple[str, ...] = ()
+    """Beginnings of the names of parameters that are not trained, for example ["conv1", "layer1"]."""
+    checkpoint_activations: bool = False
+    """Compute activations again in backward instead of keeping them: less memory, a third more time."""
 
     def __post_init__(self) -> None:
+        _require("backbone.dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")
         _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
 
 
@@ -97,14 +130,20 @@ class HeadConfig:
     """Negatives with a larger cosine count as cosine 0; unset: none."""
     storage: Literal["float32", "bf16"] = "float32"
     """Dtype of the centres."""
-    kernel: str = "auto"
-    """auto, or the name of a kernel."""
+    stored_gib: float = 4.0
+    """Memory a rank may use to keep exponentials for backward; what does not fit is computed again."""
+    kernel: Literal["auto", "triton_fused", "chunked", "reference"] = "auto"
+    """auto: the fastest that runs on the device."""
 
     def __post_init__(self) -> None:
         _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
-        rates = [self.sample_rate] if isinstance(self.sample_rate, float) else [rate for _, rate in self.sample_rate]
-        for rate in rates:
+        schedule = self.sample_rate if isinstance(self.sample_rate, tuple) else ((0, self.sample_rate),)
+        for _, rate in schedule:
             _require("head.sample_rate", rate, 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only")
+        steps = [step for step, _ in schedule]
+        is_rising = steps[:1] == [0] and all(a < b for a, b in itertools.pairwise(steps))
+        _require("head.sample_rate", list(map(list, schedule)), is_rising, "a list of steps that rise from 0")
+        _require("head.stored_gib", self.stored_gib, self.stored_gib >= 0, "0 or more")
         _require("head.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
         _require("head.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
         _require("head.subcentres", self.subcentres, 1 <= self.subcentres <= 255, "in [1, 255]")
@@ -116,6 +155,8 @@ class HeadConfig:
 class OptimizerConfig:
     """How the backbone moves, and the learning rate of both."""
 
+    name: Literal["sgd", "adamw"] = "sgd"
+    """How the backbone moves."""
     lr: float = 0.1
     """Highest learning rate, reached after the warm-up."""
     head_lr: float | None = None
@@ -124,21 +165,27 @@ class OptimizerConfig:
     """Momentum of the backbone's SGD."""
     weight_decay: float = 5e-4
     """Decay of the backbone's weights."""
-    clip_norm: float | None = 5.0
-    """Longest gradient of the backbone, over all its parameters; unset: any."""
+    clip_norm: float = 5.0
+    """Longest gradient of the backbone, over all its parameters; 0: any."""
     warmup_epochs: float = 0.0
     """Epochs over which the learning rate rises from 0."""
+    schedule: Literal["polynomial", "cosine", "step"] = "polynomial"
+    """How it falls from then on."""
     power: float = 2.0
-    """It then falls as (1 - progress) ** power."""
+    """polynomial: as (1 - progress) ** power."""
+    step_epochs: tuple[float, ...] = ()
+    """step: epochs at which it is divided by ten."""
 
     def __post_init__(self) -> None:
         _require("optimizer.lr", self.lr, self.lr > 0, "above 0")
         _require("optimizer.head_lr", self.head_lr, self.head_lr is None or self.head_lr > 0, "above 0")
         _require("optimizer.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
         _require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
-        _require("optimizer.clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "above 0")
+        _require("optimizer.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
         _require("optimizer.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
         _require("optimizer.power", self.power, self.power >= 0, "0 or more")
+        is_rising = all(a < b for a, b in itertools.pairwise((0.0, *self.step_epochs)))
+        _require("optimizer.step_epochs", list(self.step_epochs), is_rising, "epochs above 0 that rise")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,12 +204,36 @@ class TrainConfig:
     """auto: one GPU a process when there are any."""
     seed: int = 0
     """Fixes centres, order, draws and mirroring, whatever the number of ranks."""
+    precision: Literal["auto", "bf16", "fp16", "float32"] = "auto"
+    """auto: bf16 on GPUs that have it, float32 elsewhere; fp16 uses a loss scale on which all ranks agree."""
+    accumulate: int = 1
+    """Parts a step's batch is cut into; the step is that of the whole batch, at the memory of a part."""
+    ema: float = 0.0
+    """Decay of a running mean of the backbone's weights, which is then evaluated and exported; 0: none."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does, on all ranks in the same step."""
+    compile: bool = False
+    """torch.compile the backbone; where that fails it says why and goes on without."""
+    compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
+    """Width in which the backbone's gradients travel; what rounding loses is added in the next step."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, into the run folder."""
+    wandb_project: str = ""
+    """Also send the metrics to this project of Weights & Biases."""
     report_steps: int = 20
     """Steps between two rows of metrics.jsonl."""
+    evaluate_epochs: float = 0.0
+    """Epochs between two evaluations on all ranks; 0: at the end only. The best checkpoint is then the most accurate."""
     checkpoint_epochs: float = 1.0
     """Epochs between two checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
-    """How many are kept."""
+    """How many of the last ones are kept, beside the best."""
+    async_checkpoints: bool = True
+    """Write checkpoints while training goes on; the copy they are written from takes host memory."""
+    init_backbone: str | None = None
+    """Weights to begin with: a .safetensors file, a run folder or checkpoint, InsightFace's .pth or .pt, MXNet's .params."""
+    init_centres: str | None = None
+    """Centres to begin with: a checkpoint or run folder, or a folder of checkpoint_gpu_N.pt or N_centers.param."""
 
     def __post_init__(self) -> None:
         _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
@@ -170,7 +241,12 @@ class TrainConfig:
         _require("train.global_batch", self.global_batch, self.global_batch >= 1, "at least 1")
         _require("train.nproc", self.nproc, 1 <= self.nproc <= 1024, "in [1, 1024]")
         _require("train.seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2^63)")
+        _require(
+            "train.accumulate", self.accumulate, 1 <= self.accumulate <= self.global_batch, "in [1, train.global_batch]"
+        )
+        _require("train.ema", self.ema, 0 <= self.ema < 1, "in [0, 1)")
         _require("train.report_steps", self.report_steps, self.report_steps >= 1, "at least 1")
+        _require("train.evaluate_epochs", self.evaluate_epochs, self.evaluate_epochs >= 0, "0 or more")
         _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
         _require("train.keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1")
 
@@ -201,7 +277,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     values = _read_toml(path)
     for override in overrides:
         _apply(values, override)
-    return _build(Config, values, prefix="", where=str(path))
+    return load_config_values(values, where=str(path))
+
+
+def load_config_values(values: dict[str, Any], *, where: str) -> Config:
+    """Settings as nested tables, checked like those of a file; `where` is what errors call them."""
+    return _build(Config, values, prefix="", where=where)
 
 
 def to_toml(config: Config) -> str:
@@ -261,9 +342,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
             f"Cannot read the argument {override!r}: expected section.key=value, for example train.epochs=2."
         )
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
+        parsed: dict[str, Any] = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        value = text
+        parsed = {}
+    # More than one key: a line break in the text that is no part of a value.
+    value = parsed["value"] if len(parsed) == 1 else text
     table = values.setdefault(section, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{section} is {table!r} in the file, not a section: {override!r} cannot be applied.")
@@ -286,9 +369,9 @@ def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
     hints = _hints(cls)
     for key in values:
         if key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in hints)}."
-            raise ConfigError(f"{where}: unknown setting {prefix}{key}; {hint}")
+            raise ConfigError(
+                f"{_place(values[key], where)}: unknown setting {prefix}{key}; {_nearest(key, hints, prefix)}"
+            )
     arguments: dict[str, Any] = {}
     for member in dataclasses.fields(cls):  # type: ignore[arg-type]
         name, hint = member.name, hints[member.name]
@@ -318,12 +401,28 @@ def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
     literals = [str(option) for choice in choices for option in typing.get_args(choice) if isinstance(option, str)]
     close = difflib.get_close_matches(str(shown), literals, n=1)
     hint_text = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"{where}: {name} is {shown!r}; expected {_type_name(hint)}{hint_text}")
+    raise ConfigError(f"{_place(given, where)}: {name} is {shown!r}; expected {_type_name(hint)}{hint_text}")
+
+
+def _place(given: Any, where: str) -> str:
+    """Where a value was given: in the file, on the command line, or both for a section."""
+    values = given.values() if isinstance(given, dict) and given else [given]
+    return "command line" if all(isinstance(value, _Argument) for value in values) else where
+
+
+def _nearest(key: str, siblings: Sequence[str] | dict[str, Any], prefix: str) -> str:
+    same = [f"{section}.{key}" for section, hint in _hints(Config).items() if key in _hints(hint)]
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
+    if same or close:
+        return f"did you mean {same[0] if same else prefix + close[0]}?"
+    return f"known: {', '.join(prefix + name for name in siblings)}."
 
 
 def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     if hint is float:
+        # No setting means anything at infinity, and TOML can write it.
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = is_number and abs(value) <= sys.float_info.max
         return is_number, float(value) if is_number else None
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool), value

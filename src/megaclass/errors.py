@@ -5,6 +5,10 @@ class UserError(Exception):
     """Says what was given, where, what is allowed and what to do."""
 
 
+class AgreedError(UserError):
+    """A UserError of another rank, which prints it."""
+
+
 class ConfigError(UserError):
     """A setting that is unknown, of the wrong type or out of range."""
 
@@ -15,6 +19,14 @@ class DataError(UserError):
 
 class HeadError(UserError):
     """Labels, embeddings or options that the sharded head cannot take."""
+
+
+class NotFiniteError(HeadError):
+    """Embeddings with NaN or infinity; on every rank in the same step."""
+
+
+class TrainError(UserError):
+    """A run that cannot go on: gradients that are not finite, a loss that is lost."""
 
 
 class LaunchError(UserError):

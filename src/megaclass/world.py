@@ -92,23 +92,21 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
 def _from_open_mpi(env: Mapping[str, str]) -> World:
     starter = "Open MPI"
     size = _number(env, "OMPI_COMM_WORLD_SIZE", starter)
+    rank = _number(env, "OMPI_COMM_WORLD_RANK", starter)
     local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", starter)
-    address = env.get("MASTER_ADDR")
-    if address is None and local_size < size:
-        raise LaunchError(
-            f"mpirun started {size} ranks on several hosts ({local_size} on {socket.gethostname()}), but MASTER_ADDR is "
-            f"not set, so they cannot find rank 0: add -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<a free port there>."
-        )
+    num_hosts = _number(env, "OMPI_MCA_orte_num_nodes", starter, default=max(1, size // max(1, local_size)))
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
     world = World(
-        rank=_number(env, "OMPI_COMM_WORLD_RANK", starter),
+        rank=rank,
         size=size,
         local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", starter),
         local_size=local_size,
-        cross_rank=_number(env, "OMPI_COMM_WORLD_NODE_RANK", starter, default=0) if local_size == 1 else 0,
-        cross_size=max(1, size // local_size),
+        # mpirun tells no rank its host's number; unless told otherwise it fills one host after the other.
+        cross_rank=min(rank // max(1, local_size), num_hosts - 1),
+        cross_size=num_hosts,
         starter=starter,
-        address=address or "127.0.0.1",
+        # On several hosts the ranks ask mpirun where rank 0 is when they meet (distributed/rendezvous.py).
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
         port=_number(env, "MASTER_PORT", starter, default=_port_of(f"mpi {job}")) if size > 1 else 0,
     )
     return _checked(world)
@@ -119,7 +117,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     size = _number(env, "SLURM_STEP_NUM_TASKS", starter, default=_number(env, "SLURM_NTASKS", starter, default=1))
     num_nodes = _number(env, "SLURM_STEP_NUM_NODES", starter, default=_number(env, "SLURM_NNODES", starter, default=1))
     node = _number(env, "SLURM_NODEID", starter, default=0)
-    tasks = _slurm_tasks(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size))
+    tasks = tasks_on_slurm_nodes(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size))
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     step = f"slurm {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
     world = World(
@@ -137,20 +135,20 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 
 
 def first_slurm_host(node_list: str) -> str:
-    """First host of Slurm's short form: 'gpu[07-09,12],login' -> 'gpu07'."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", node_list)
+    """First host of Slurm's short form: 'gpu[07-09,12],login' -> 'gpu07', 'rack[1-2]-[4,5]' -> 'rack1-4'."""
+    match = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", node_list)
     if match is None:
         raise LaunchError(
             f"Cannot read the first host of Slurm's node list {node_list!r}: expected for example gpu[07-09]."
         )
-    return match[1] + (match[2] or "")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
 
 
-def _slurm_tasks(text: str) -> list[int]:
+def tasks_on_slurm_nodes(text: str) -> list[int]:
     """Tasks on each node from Slurm's short form: '2(x3),1' -> [2, 2, 2, 1]."""
     tasks: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)
         if match is None:
             raise LaunchError(f"Cannot read {part!r} in SLURM_TASKS_PER_NODE={text!r}: expected for example 2(x3),1.")
         tasks += [int(match[1])] * int(match[2] or 1)
@@ -166,7 +164,7 @@ def _number(env: Mapping[str, str], name: str, starter: str, default: int | None
             f"The environment is that of {starter}, but {name} is not set. "
             f"Set {name}, or start with `megaclass run -np N …`, which sets all of them."
         )
-    if not re.fullmatch(r"\d{1,9}", text):
+    if not re.fullmatch(r"[0-9]{1,9}", text):
         raise LaunchError(f"{name}={text!r} in the environment of {starter}: expected a whole number of 0 or more.")
     return int(text)
 
@@ -182,6 +180,8 @@ def _checked(world: World) -> World:
                 f"{world.starter} says {what} {rank} of {size}: it must lie in [0, {size}). "
                 f"Look for leftover RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment."
             )
+    if world.size > 1 and not 0 < world.port < 2**16:
+        raise LaunchError(f"MASTER_PORT={world.port} in the environment of {world.starter}: it must lie in [1, 65535].")
     return world
 
 

@@ -1,7 +1,10 @@
 """Batches for a rank: the same images for any number of ranks and workers, and from any step on."""
 
 import io
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from megaclass.data.loader import BatchLoader, mirrored
 from megaclass.data.source import open_source
 from megaclass.data.synthesize import synthesize
 from megaclass.errors import DataError
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,8 @@ def decode_with_pillow(source, index: int) -> np.ndarray:
 def test_a_batch_holds_the_images_and_labels_it_names(source):
     batch = next(BatchLoader(source, global_batch=16, mirror=False).batches())
     assert batch.images.shape == (16, 3, 24, 24)
-    assert batch.images.dtype == torch.uint8 and batch.images.is_contiguous()
+    assert batch.images.dtype == torch.uint8
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
     assert batch.labels.dtype == torch.int64
     for row, index in enumerate(batch.indices):
         assert batch.labels[row] == source.labels[index] == index // 7
@@ -73,12 +79,21 @@ def test_half_of_the_images_are_mirrored_and_another_half_the_next_epoch(source)
     indices = np.arange(20_000)
     first, second = mirrored(0, 0, indices), mirrored(0, 1, indices)
     assert abs(first.mean() - 0.5) < 0.02 and abs((first == second).mean() - 0.5) < 0.02
-    plain = next(BatchLoader(source, global_batch=32, mirror=False).batches())
-    batch = next(BatchLoader(source, global_batch=32).batches())
+    plain, both = (BatchLoader(source, global_batch=32, mirror=mirror) for mirror in (False, True))
+    batch = next(both.batches())
+    unmirrored = next(plain.batches()).prepared(CPU)
     is_mirrored = torch.from_numpy(mirrored(0, 0, batch.indices))
     assert 0 < is_mirrored.sum() < 32
-    expected = torch.where(is_mirrored[:, None, None, None], plain.images.flip(-1), plain.images)
-    assert torch.equal(batch.images, expected)
+    prepared = batch.prepared(CPU)
+    assert torch.equal(prepared, torch.where(is_mirrored[:, None, None, None], unmirrored.flip(-1), unmirrored))
+    assert torch.equal(torch.cat([batch.prepared(CPU, slice(0, 7)), batch.prepared(CPU, slice(7, 32))]), prepared)
+
+
+def test_a_prepared_batch_is_what_every_insightface_model_expects(source):
+    batch = next(BatchLoader(source, global_batch=8, mirror=False).batches())
+    prepared = batch.prepared(CPU)
+    assert prepared.is_contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(prepared, (batch.images.float() / 255 - 0.5) / 0.5, atol=1e-6)
 
 
 def test_images_are_resized_to_the_models_size(source):
@@ -98,9 +113,46 @@ class BrokenSource:
         return b"damaged" if index % 10 == 3 else self._source.read(index)
 
 
-def test_an_error_in_a_thread_reaches_the_reader_and_names_the_image(source):
-    with pytest.raises(DataError, match=r"train\.rec, key \d*4: 7 bytes that are no image"):
-        list(BatchLoader(BrokenSource(source), global_batch=32, num_workers=2).batches())
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_bad_image_is_replaced_by_the_same_one_on_any_number_of_ranks(source, world_size, capfd):
+    broken = BrokenSource(source)
+    alone = BatchLoader(broken, global_batch=30, max_bad_fraction=1)
+    ranks = [
+        BatchLoader(broken, global_batch=30, max_bad_fraction=1, rank=rank, world_size=world_size, num_workers=2)
+        for rank in range(world_size)
+    ]
+    whole = next(alone.batches(epoch=1))
+    parts = [next(loader.batches(epoch=1)) for loader in ranks]
+    assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
+    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+    assert np.array_equal(whole.labels.numpy(), source.labels[whole.indices])
+    assert not np.any(whole.indices % 10 == 3)
+    assert alone.bad_images.num_bad >= len(alone.bad_images.indices) > 0
+    said = capfd.readouterr().err
+    for index in alone.bad_images.indices:
+        assert f"key {index + 1}: 7 bytes that are no image" in said
+
+
+def test_too_many_bad_images_stop_the_run_and_name_the_last(source):
+    message = r"more than data\.max_bad_fraction = 0\.05 allows.*train\.rec, key \d*4: 7 bytes that are no image"
+    with pytest.raises(DataError, match=message):
+        list(BatchLoader(BrokenSource(source), global_batch=32, num_workers=2, max_bad_fraction=0.05).batches())
+
+
+def test_a_source_that_became_unreadable_ends_with_an_error(source):
+    class Gone(BrokenSource):
+        def read(self, index):
+            raise DataError("the disk is gone")
+
+    with pytest.raises(DataError, match=r"No image .* could be read in 100 attempts"):
+        next(BatchLoader(Gone(source), global_batch=32, max_bad_fraction=1e9).batches())
+
+
+@pytest.mark.parametrize("order", ["images", "classes"])
+def test_orders_reach_the_batches(source, order):
+    loader = BatchLoader(source, global_batch=12, order=order, images_per_class=4)
+    counts = np.unique(next(loader.batches()).labels.numpy(), return_counts=True)[1]
+    assert (set(counts) == {4}) == (order == "classes")
 
 
 def test_leaving_early_ends_the_threads(source):
@@ -111,11 +163,32 @@ def test_leaving_early_ends_the_threads(source):
     assert not any(thread.name.startswith("megaclass-decode") for thread in threading.enumerate())
 
 
+LOAD_FOREVER = """
+import sys
+from megaclass.data.loader import BatchLoader
+from megaclass.data.source import open_source
+for batch in BatchLoader(open_source(sys.argv[1]), global_batch=8, num_workers=3).batches(num_steps=10**9):
+    print(batch.step, flush=True)
+"""
+
+
+def test_workers_die_with_their_parent_because_they_live_in_it(source):
+    command = [sys.executable, "-c", LOAD_FOREVER, str(source.reader.path.parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        num_threads = len(list(Path(f"/proc/{process.pid}/task").iterdir()))
+        process.kill()
+    assert children == "" and num_threads >= 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"global_batch": 71}, "71 images is more than the 70 there are: InsightFace RecordIO"),
         ({"global_batch": 3, "world_size": 4}, "leaves some of the 4 ranks without any"),
+        ({"global_batch": 7, "world_size": 4}, "leaves one of the 4 ranks with a single image"),
+        ({"global_batch": 48, "world_size": 20, "keep_last": True}, "leaves one of the 20 ranks with a single image"),
     ],
 )
 def test_a_batch_that_cannot_be_filled_is_refused(source, arguments, message):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megaclass.data.order import Order, epoch_order, rank_part, shuffled
+from megaclass.data.order import ClassOrder, ImageOrder, epoch_order, rank_batch, rank_part, shuffled
+from megaclass.errors import DataError
 
 
 @pytest.mark.parametrize("num_images", [1, 2, 3, 4, 5, 16, 17, 1000, 4096, 10_007])
@@ -28,36 +29,47 @@ def test_any_position_can_be_asked_alone():
 
 
 def test_forty_million_images_cost_nothing_to_start():
-    order = Order(num_images=40_000_000, global_batch=256)
+    order = ImageOrder(num_images=40_000_000, global_batch=256)
     assert len(np.unique(order.batch(epoch=9, step=order.steps_per_epoch - 1))) == 256
 
 
 def test_ranks_share_a_global_batch_that_does_not_depend_on_their_number():
-    order = Order(num_images=1000, global_batch=50, seed=1)
+    order = ImageOrder(num_images=1000, global_batch=50, seed=1)
     whole = order.batch(epoch=1, step=3)
     for world_size in (1, 2, 3, 7, 8):
-        parts = [order.rank_batch(1, 3, rank, world_size) for rank in range(world_size)]
+        parts = [rank_batch(order, 1, 3, rank, world_size) for rank in range(world_size)]
         assert np.array_equal(np.concatenate(parts), whole)
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_a_thousand_restarts_at_random_steps_go_on_with_the_same_images():
+LABELS = np.random.default_rng(1).integers(0, 90, 997)
+ORDERS = {
+    "uniform over images": lambda: ImageOrder(num_images=997, global_batch=64, seed=5),
+    "the last batch kept": lambda: ImageOrder(num_images=997, global_batch=64, seed=5, keep_last=True),
+    "uniform over classes": lambda: ClassOrder(LABELS, global_batch=64, seed=5),
+    "four images a class": lambda: ClassOrder(LABELS, global_batch=64, seed=5, images_per_class=4),
+}
+
+
+@pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS.keys())
+def test_a_thousand_restarts_with_any_number_of_ranks_go_on_with_the_same_images(make):
     rng = np.random.default_rng(0)
-    uninterrupted = {}
-    order = Order(num_images=997, global_batch=64, seed=5, keep_last=True)
-    for epoch in range(3):
-        uninterrupted[epoch] = np.concatenate([order.batch(epoch, step) for step in range(order.steps_per_epoch)])
+    order = make()
+    uninterrupted = [order.batch(epoch, step) for epoch in range(3) for step in range(order.steps_per_epoch)]
     for _ in range(1000):
-        epoch, step, world_size = rng.integers(3), rng.integers(order.steps_per_epoch), rng.integers(1, 9)
-        restarted = Order(num_images=997, global_batch=64, seed=5, keep_last=True)
-        parts = [restarted.rank_batch(epoch, step, rank, world_size) for rank in range(world_size)]
-        expected = uninterrupted[epoch][step * 64 : (step + 1) * 64]
-        assert np.array_equal(np.concatenate(parts), expected)
+        start, world_size = int(rng.integers(len(uninterrupted))), int(rng.integers(1, 9))
+        restarted = make()
+        # Of the remaining order, the next step and any later one, on any rank.
+        for position in {start, int(rng.integers(start, len(uninterrupted)))}:
+            rank = int(rng.integers(world_size))
+            indices = rank_batch(restarted, *divmod(position, order.steps_per_epoch), rank, world_size)
+            expected = uninterrupted[position]
+            assert np.array_equal(indices, expected[rank_part(len(expected), rank, world_size)])
 
 
 @pytest.mark.parametrize(("keep_last", "num_steps", "num_seen"), [(False, 3, 96), (True, 4, 100)])
 def test_the_last_incomplete_batch_is_kept_or_dropped_by_choice(keep_last, num_steps, num_seen):
-    order = Order(num_images=100, global_batch=32, keep_last=keep_last)
+    order = ImageOrder(num_images=100, global_batch=32, keep_last=keep_last)
     assert order.steps_per_epoch == num_steps
     seen = np.concatenate([order.batch(0, step) for step in range(num_steps)])
     assert len(np.unique(seen)) == len(seen) == num_seen
@@ -65,3 +77,42 @@ def test_the_last_incomplete_batch_is_kept_or_dropped_by_choice(keep_last, num_s
 
 def test_uneven_parts_go_to_the_first_ranks():
     assert [rank_part(10, rank, 4) for rank in range(4)] == [slice(0, 3), slice(3, 6), slice(6, 8), slice(8, 10)]
+
+
+@pytest.mark.parametrize("num_images", [65, 66, 67, 95, 96, 127, 128, 129, 130, 191, 192, 193, 250])
+def test_a_kept_last_batch_never_leaves_a_rank_with_one_image(num_images):
+    order = ImageOrder(num_images=num_images, global_batch=64, keep_last=True)
+    batches = [order.batch(0, step) for step in range(order.steps_per_epoch)]
+    assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(num_images))
+    assert min(map(len, batches)) == order.batch_size(order.steps_per_epoch - 1) >= 32 and max(map(len, batches)) <= 64
+    # Up to sixteen ranks, a quarter of the batch each at least.
+    assert min(len(rank_batch(order, 0, step, 15, 16)) for step in range(order.steps_per_epoch)) >= 2
+
+
+def test_classes_come_equally_often_however_many_images_they_have():
+    labels = np.repeat([0, 1, 2, 5], [100, 3, 1, 24])
+    order = ClassOrder(labels, global_batch=16, seed=2)
+    assert order.steps_per_epoch == 8
+    drawn = labels[np.concatenate([order.batch(epoch, step) for epoch in range(2) for step in range(8)])]
+    assert [int((drawn == label).sum()) for label in (0, 1, 2, 5)] == [64, 64, 64, 64]
+
+
+def test_no_image_of_a_class_comes_twice_before_all_of_it_came_once():
+    labels = np.random.default_rng(0).permutation(np.repeat([0, 1], [60, 7]))
+    order = ClassOrder(labels, global_batch=6, seed=2)
+    drawn = np.concatenate([order.batch(epoch, step) for epoch in range(2) for step in range(order.steps_per_epoch)])
+    rare = drawn[labels[drawn] == 1]
+    for start in range(0, len(rare) - 7, 7):
+        assert len(set(rare[start : start + 7])) == 7
+    assert not np.array_equal(rare[:7], rare[7:14])
+
+
+def test_a_batch_of_k_images_a_class_holds_k_different_images_of_each():
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(30), 5))
+    order = ClassOrder(labels, global_batch=24, seed=9, images_per_class=4)
+    for step in range(order.steps_per_epoch):
+        batch = order.batch(3, step)
+        assert len(np.unique(batch)) == 24
+        assert sorted(np.unique(labels[batch], return_counts=True)[1]) == [4] * 6
+    with pytest.raises(DataError, match="cannot be made of 5 images a class: use a multiple of 5"):
+        ClassOrder(labels, global_batch=24, images_per_class=5)

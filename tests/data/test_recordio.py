@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaclass.data.recordio import Record, RecordIndex, RecordReader, RecordWriter, read_index, write_index
+from megaclass.data.record_index import RecordIndex, read_index, write_index
+from megaclass.data.recordio import Record, RecordReader, RecordWriter
 from megaclass.errors import DataError
 
 MAGIC = bytes.fromhex("0a23d7ce")

@@ -13,7 +13,8 @@ import pytest
 from megaclass.data.decode import decode_image
 from megaclass.data.faces import draw_faces
 from megaclass.data.pairs import read_pairs
-from megaclass.data.recordio import RecordReader, read_index
+from megaclass.data.record_index import read_index
+from megaclass.data.recordio import RecordReader
 from megaclass.data.synthesize import synthesize
 from megaclass.errors import DataError
 

@@ -111,9 +111,9 @@ def test_thinning_a_long_line_keeps_its_spikes_and_ends():
 
 
 def test_the_outline_of_a_histogram_has_the_heights_of_its_bins():
-    values = np.array([0.1, 0.1, 0.1, 0.9])
+    shares = np.array([0.75, 0.25])
     edges = np.array([0.0, 0.5, 1.0])
-    svg = histogram_chart([("series-0", values)], edges, fixed_axis("x", [0, 0.5, 1]), title="t", marker=0.5)
+    svg = histogram_chart([("series-0", shares)], edges, fixed_axis("x", [0, 0.5, 1]), title="t", marker=0.5)
     (outline,) = _points(svg)
     assert len(outline) == 6
     base, high, low = outline[0][1], outline[1][1], outline[3][1]

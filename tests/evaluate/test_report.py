@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaclass.evaluate.report import ReportData, render_report, write_report
+from megaclass.evaluate.centres import CentreHealth
+from megaclass.evaluate.report import ModelReport, ReportData, render_report, time_parts, write_report
+from megaclass.evaluate.report_script import script_digest
+from megaclass.evaluate.results import SetResult, result_of_pairs
 from megaclass.evaluate.verification import ScoredPairs, verify_distances
 
 _NUM_PAIRS = 60
@@ -41,7 +44,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] not in ("style", "script"):
             self.text.append(data)
 
     def count(self, tag: str) -> int:
@@ -49,6 +52,9 @@ class Page(HTMLParser):
 
     def images(self) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.seen if name == "img"]
+
+    def words(self) -> str:
+        return " ".join(self.text)
 
 
 def _picture(shade: int, image_format: str = "JPEG") -> bytes:
@@ -65,38 +71,84 @@ def _scored(name: str, gap: float, seed: int, xnorm: float | None = None) -> Sco
     return ScoredPairs(name=name, distances_N=distances, is_same_N=is_same, verification=verification)
 
 
-def _report() -> ReportData:
-    return ReportData(
-        title="run <demo> & more",
-        metrics=[
-            {"step": step, "loss": 9.0 / (1 + step), "learning_rate": 0.1, "images_per_second": 900.0 + step}
-            for step in range(50)
-        ]
-        + [{"step": 50, "verification_accuracy": 0.9}],
-        model=_scored("model", 0.4, 0, xnorm=17.25),
-        baselines=[_scored("raw pixels", 0.1, 1), _scored("colour histograms", 0.05, 2)],
-        pair_images=[_picture(shade) for shade in range(2 * _NUM_PAIRS)],
-        sample_faces=[[_picture(row * 10 + column) for column in range(3)] for row in range(4)],
-        facts={"Ranks": "2 × cpu", "Data": "<folder>"},
-        config_text='[head]\nname = "<script>alert(1)</script>"\n',
-        versions={"megaclass": "0.1.0", "torch": "2.13.0"},
+def _pairs(name: str, gap: float, seed: int, xnorm: float | None = None) -> SetResult:
+    pictures = [_picture(shade) for shade in range(2 * _NUM_PAIRS)]
+    return result_of_pairs(name, f"/data/{name}.bin", _scored(name, gap, seed, xnorm), pictures)
+
+
+def _health() -> CentreHealth:
+    rng = np.random.default_rng(0)
+    return CentreHealth(
+        num_classes=1200,
+        num_checked=1000,
+        norms=rng.normal(1, 0.1, 1200).astype(np.float32),
+        nearest=rng.uniform(0, 1, 1000).astype(np.float32),
+        closest_pairs=[("anna", "anna <2>", 0.987), ("bert", "carl", 0.9)],
+        num_unusable=3,
     )
 
 
-def test_the_page_needs_nothing_from_outside():
+def _report() -> ReportData:
+    metrics = [
+        {
+            "step": step,
+            "loss": 9.0 / (1 + step),
+            "learning_rate": 0.1,
+            "images_per_second": 900.0 + step,
+            "data_wait_share": 0.25,
+            "elapsed_s": 2.0 * step,
+        }
+        for step in range(50)
+    ]
+    identification = {
+        "num_gallery": 40,
+        "num_mated": 30,
+        "num_unmated": 5,
+        "rank_k": {"1": 0.9, "5": 1.0, "10": 1.0},
+        "rank_k_95": {"1": [0.74, 0.97], "5": [0.89, 1.0], "10": [0.89, 1.0]},
+        "tpir_at_fpir": {"0.1": None},
+    }
+    ours = ModelReport(
+        name="ours",
+        results=[
+            _pairs("lfw", 0.4, 0, xnorm=17.25),
+            _pairs("agedb_30", 0.3, 1),
+            SetResult(name="gallery", kind="identification", path="g", numbers=identification),
+            SetResult(name="broken", kind="pairs", path="broken.bin", error="Cannot decode image 3 of <broken.bin>."),
+        ],
+        metrics=[*metrics, {"step": 25, "verification_accuracy": 0.8}, {"step": 50, "verification_accuracy": 0.9}],
+        facts={"Ranks": "2 × cpu", "Data": "<folder>", "Data fingerprint": "ab12cd"},
+        config_text='[head]\nname = "<script>alert(1)</script>"\n',
+        centres=_health(),
+        sample_faces=[[_picture(row * 10 + column) for column in range(3)] for row in range(4)],
+    )
+    pixels = ModelReport(name="raw pixels", results=[_pairs("lfw", 0.1, 2)], is_baseline=True)
+    return ReportData(
+        title="run <demo> & more", models=[ours, pixels], versions={"megaclass": "0.1.0", "torch": "2.13.0"}
+    )
+
+
+def _two_runs() -> ReportData:
+    report = _report()
+    theirs = dataclasses.replace(report.models[0], name="theirs", results=[_pairs("lfw", 0.2, 5)], sample_faces=())
+    return dataclasses.replace(report, models=[report.models[0], theirs])
+
+
+def test_the_page_needs_nothing_from_outside_and_runs_its_own_script_alone():
     html = render_report(_report())
     page = Page(html)
     assert not re.search(r"https?://|//cdn|url\(|@import", html)
-    assert page.count("script") == page.count("link") == page.count("iframe") == 0
+    assert page.count("script") == 1
+    assert page.count("link") == page.count("iframe") == 0
     assert all(not name.startswith("on") for _, attributes in page.seen for name in attributes)
     policies = [one["content"] for name, one in page.seen if name == "meta" and one.get("http-equiv")]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
+    assert policies == [f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src '{script_digest()}'"]
 
 
 def test_every_picture_decodes():
     page = Page(render_report(_report()))
-    # 4 x 3 samples, and two images for each of 12 closest different and 12 farthest same pairs.
-    assert len(page.images()) == 12 + 2 * 24
+    # 4 x 3 samples, and for each of two sets two images for 12 closest different and 12 farthest same pairs.
+    assert len(page.images()) == 12 + 2 * 2 * 24
     for image in page.images():
         kind, encoded = re.fullmatch(r"data:image/(\w+);base64,(.+)", image["src"]).groups()
         with Image.open(io.BytesIO(base64.b64decode(encoded, validate=True))) as decoded:
@@ -107,29 +159,70 @@ def test_every_picture_decodes():
 @pytest.mark.parametrize(("image_format", "kind"), [("JPEG", "jpeg"), ("PNG", "png"), ("BMP", "png"), ("WEBP", "png")])
 def test_pictures_keep_their_format_where_every_browser_shows_it(image_format, kind):
     given = _picture(5, image_format)
-    report = dataclasses.replace(_report(), pair_images=(), sample_faces=[[given]])
+    report = ReportData(title="t", models=[ModelReport(name="m", sample_faces=[[given]])])
     (image,) = Page(render_report(report)).images()
     assert image["src"].startswith(f"data:image/{kind};base64,")
     if image_format in ("JPEG", "PNG"):
         assert image["src"].endswith(base64.b64encode(given).decode())
 
 
-def test_numbers_of_the_model_stand_beside_those_of_the_baselines():
+def test_numbers_of_all_sets_and_models_stand_beside_each_other():
     report = _report()
-    text = " ".join(Page(render_report(report)).text)
-    for scored in (report.model, *report.baselines):
-        assert scored.name in text
-        assert f"{100 * scored.verification.accuracy:.2f} %" in text
-        assert f"{scored.verification.auc:.4f}" in text
-    assert "17.25" in text
-    assert "TAR at FAR 0.1" in text
-    assert "TAR at FAR 0.01 " not in text, "30 different pairs cannot show a FAR of 0.01"
+    words = Page(render_report(report)).words()
+    for model in report.models:
+        assert model.name in words
+        for result in model.results:
+            if result.kind == "pairs" and result.error is None:
+                assert f"{100 * result.numbers['accuracy']:.2f} % ± {100 * result.numbers['accuracy_std']:.2f}" in words
+                assert f"{result.numbers['auc']:.4f}" in words
+    low, high = report.models[0].results[0].numbers["tar_at_far_95"]["1e-1"]
+    assert f"[{100 * low:.1f}, {100 * high:.1f}]" in words
+    assert "17.25" in words
+    assert "TAR at FAR 1e-6 not measurable not measurable" in words
+    assert "rank-1 90.00 %" in words
+    assert "90.00 % [74.0, 97.0]" in words
+
+
+def test_a_set_that_was_not_evaluated_is_listed_with_the_reason():
+    words = Page(render_report(_report())).words()
+    assert "Not evaluated" in words
+    assert "Cannot decode image 3 of <broken.bin>." in words
 
 
 def test_all_charts_are_there_with_titles():
     page = Page(render_report(_report()))
     titles = [attributes["aria-label"] for name, attributes in page.seen if name == "svg"]
-    assert titles == ["ROC", "Similarity of same and different pairs", "Loss", "Learning rate", "Throughput"]
+    assert titles == [
+        *["ROC", "Similarity of pairs: ours"] * 2,
+        *["Loss", "Learning rate", "Throughput", "Verification during training"],
+        *["Length of the centres", "Nearest centre of another class"],
+    ]
+
+
+def test_several_models_lie_over_each_other_in_one_roc():
+    html = render_report(_two_runs())
+    roc = html[html.index('aria-label="ROC"') :]
+    drawn = re.findall(r'class="line (series-\d)"', roc[: roc.index("</svg>")])
+    assert drawn == ["series-1", "series-0"]
+    toggles = re.findall(r'<button class="toggle"[^>]*data-series="(series-\d)"><i[^>]*></i>(\w+)', html)
+    assert ("series-0", "ours") in toggles
+    assert ("series-1", "theirs") in toggles
+
+
+def test_health_of_the_centres_names_the_closest():
+    words = Page(render_report(_report())).words()
+    assert "anna anna <2> 0.987" in words
+    assert "1,200 classes; the nearest of another class was looked for from 1,000" in words
+    assert "3 are zero or not finite" in words
+
+
+def test_where_time_went_adds_up():
+    # 98 s in all, a quarter of it waiting.
+    parts = time_parts(_report().models[0].metrics)
+    assert parts == {"computing": pytest.approx(73.5), "waiting for data": pytest.approx(24.5)}
+    assert "computing 73.5 s (75%), waiting for data 24.5 s (25%)" in Page(render_report(_report())).words()
+    resumed = [{"elapsed_s": 10.0}, {"elapsed_s": 4.0}, {"step": 1}]
+    assert time_parts(resumed) == {"computing": 14.0}
 
 
 def test_text_from_outside_stays_text():
@@ -138,34 +231,31 @@ def test_text_from_outside_stays_text():
     assert "run <demo> & more" in text
     assert '[head]\nname = "<script>alert(1)</script>"\n' in text
     assert "<folder>" in text
+    assert "ab12cd" in text
 
 
 def test_the_hardest_pairs_come_worst_first_and_wrong_ones_are_marked():
-    report = _report()
-    distances, is_same = report.model.distances_N, report.model.is_same_N
-    shown = [
-        int(image["alt"].split(",")[0].removeprefix("pair "))
-        for image in Page(render_report(report)).images()
-        if image["alt"]
-    ]
+    scored = _scored("lfw", 0.4, 0)
+    distances, is_same = scored.distances_N, scored.is_same_N
+    pictures = [_picture(shade) for shade in range(2 * _NUM_PAIRS)]
+    model = ModelReport(name="m", results=[result_of_pairs("lfw", "lfw.bin", scored, pictures)])
+    html = render_report(ReportData(title="t", models=[model]))
+    shown = [int(image["alt"].split(",")[0].removeprefix("pair ")) for image in Page(html).images()]
     closest, farthest = shown[:24:2], shown[24::2]
     assert closest == sorted(np.flatnonzero(~is_same).tolist(), key=lambda pair: distances[pair])[:12]
     assert farthest == sorted(np.flatnonzero(is_same).tolist(), key=lambda pair: -distances[pair])[:12]
-    threshold = report.model.verification.threshold
+    threshold = scored.verification.threshold
     num_wrong = sum((distances[pair] < threshold) != is_same[pair] for pair in closest + farthest)
     assert num_wrong > 0
-    marks = [one for name, one in Page(render_report(report)).seen if name == "b" and one.get("class") == "wrong"]
+    marks = [one for name, one in Page(html).seen if name == "b" and one.get("class") == "wrong"]
     assert len(marks) == num_wrong + 1  # and one in the sentence that explains the mark
 
 
 def test_what_is_missing_is_left_out():
-    bare = ReportData(title="bare", metrics=[], model=_scored("model", 0.4, 0))
-    page = Page(render_report(bare))
-    text = "".join(page.text)
+    page = Page(render_report(ReportData(title="bare", models=[ModelReport(name="m")])))
     assert page.images() == []
-    assert text.count("No values were recorded.") == 3
-    assert "Configuration" not in text
-    assert "Training images" not in text
+    for title in ("Configuration", "Training", "All sets", "Class centres", "Run"):
+        assert title not in page.words()
 
 
 def test_a_loss_that_was_not_finite_does_not_stop_the_report():
@@ -175,9 +265,8 @@ def test_a_loss_that_was_not_finite_does_not_stop_the_report():
         {"step": 2, "loss": float("nan")},
         {"step": 3, "loss": 1.0},
     ]
-    Page(render_report(dataclasses.replace(_report(), metrics=rows)))
-    Page(render_report(dataclasses.replace(_report(), metrics=rows[:1])))
-    Page(render_report(dataclasses.replace(_report(), metrics=rows[1:3])))
+    for some in (rows, rows[:1], rows[1:3]):
+        Page(render_report(ReportData(title="t", models=[ModelReport(name="m", metrics=some)])))
 
 
 def test_the_file_is_written_whole(tmp_path):

@@ -12,6 +12,7 @@ from megaclass.evaluate.verification import (
     area_under,
     equal_error_rate,
     far_name,
+    published_tar_at_far,
     published_thresholds,
     roc_curve,
     score_embeddings,
@@ -122,6 +123,35 @@ def test_tar_at_far_of_a_hand_worked_case():
     assert tar_at_far(Roc(far=np.array([0, 0, 1.0]), tar=np.array([0, 0.4, 1.0])), [0.1], num_different=10) == {
         0.1: 0.4
     }
+
+
+def _brute_force_published_tar(distances, is_same, far, num_folds):
+    """Fold by fold, threshold by threshold: the first crossing of the FAR, joined by a straight line."""
+    sizes = [len(distances) // num_folds + (fold < len(distances) % num_folds) for fold in range(num_folds)]
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    tars = []
+    for fold in range(num_folds):
+        inside = range(starts[fold], starts[fold + 1])
+        different = [d for i, d in enumerate(distances) if i not in inside and not is_same[i]]
+        before, chosen = 0.0, 0.0
+        for step in range(4000):
+            now = sum(d < step * 0.001 for d in different) / len(different)
+            if now >= far:
+                chosen = 0.001 * (step - 1 + (far - before) / (now - before))
+                break
+            before = now
+        same = [distances[i] for i in inside if is_same[i]]
+        tars.append(sum(d < chosen for d in same) / len(same))
+    return np.mean(tars)
+
+
+def test_the_published_tar_is_that_of_its_grid_word_for_word():
+    distances, is_same = _random_pairs(200, overlap=0.3)
+    for far in (0.05, 0.3):
+        want = _brute_force_published_tar(distances, is_same, far, 5)
+        assert published_tar_at_far(distances, is_same, far=far, num_folds=5) == pytest.approx(want, abs=1e-12)
+    # Beyond the last threshold nothing is interpolated: the FAR is never reached.
+    assert published_tar_at_far(np.full(20, 3.9995), np.arange(20) % 2 == 0, num_folds=2) == 0
 
 
 def test_a_far_that_is_a_whole_number_of_pairs_is_reached_in_spite_of_rounding():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from megaclass.backbones import BACKBONES, build_backbone
 from megaclass.errors import ExportError
 from megaclass.export.onnx_file import export_onnx
 
@@ -163,3 +164,35 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(tmp_path, m
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ExportError, match=r"needs onnxscript: pip install 'megaclass\[onnx\]'"):
         export_onnx(tmp_path / "model.onnx", TinyBackbone(), image_size=_SIZE)
+
+
+_FAMILIES = ("iresnet18", "mbf", "vit_t", "slim")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in _FAMILIES else pytest.mark.soak) for n in sorted(BACKBONES)]
+)
+def test_every_backbone_runs_in_onnxruntime_at_any_batch(tmp_path, name):
+    import onnx
+    import onnxruntime
+
+    torch.manual_seed(0)
+    size = 32
+    backbone = build_backbone(name, embedding_dim=24, image_size=size)
+    for module in backbone.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
+            module.momentum = None  # plain means: without statistics that fit, a hundred layers overflow
+    with torch.no_grad():
+        backbone(torch.rand(8, 3, size, size) * 2 - 1)
+    backbone.eval()
+    export_onnx(tmp_path / "model.onnx", backbone, image_size=size)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    # InsightFace's tools take names that begin with Sub or Mul among the first nodes for a normalisation of the input.
+    first_nodes = onnx.load(tmp_path / "model.onnx").graph.node[:8]
+    assert not any(node.name.startswith(("Sub", "Mul", "_minus", "bn_data")) for node in first_nodes)
+    for num_images in (1, 3):
+        images = torch.rand(num_images, 3, size, size) * 2 - 1
+        (got,) = session.run(["embedding"], {"input": images.numpy()})
+        with torch.no_grad():
+            want = backbone(images).numpy()
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())

@@ -1,13 +1,16 @@
 """Images -> embeddings. A backbone takes (B, 3, H, W) in [-1, 1] and gives (B, D), not normalised."""
 
 import difflib
+import importlib
 from collections.abc import Callable
 from functools import partial
 
 from torch import nn
 
 from megaclass.backbones.iresnet import IResNet
+from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.slim import SlimNet
+from megaclass.backbones.vit import VisionTransformer
 from megaclass.errors import ConfigError
 
 BACKBONES: dict[str, Callable[[int, int], nn.Module]] = {
@@ -17,11 +20,20 @@ BACKBONES: dict[str, Callable[[int, int], nn.Module]] = {
     "iresnet50": partial(IResNet, (3, 4, 14, 3)),
     "iresnet100": partial(IResNet, (3, 13, 30, 3)),
     "iresnet200": partial(IResNet, (6, 26, 60, 6)),
+    "mbf": partial(MobileFaceNet, (1, 4, 6, 2), 2),
+    "mbf_large": partial(MobileFaceNet, (2, 8, 12, 4), 4),
+    "vit_t": partial(VisionTransformer, 256, 12),
+    "vit_s": partial(VisionTransformer, 512, 12),
+    "vit_b": partial(VisionTransformer, 512, 24),
+    "vit_l": partial(VisionTransformer, 768, 24),
 }
 
 
 def check_backbone(name: str, image_size: int) -> None:
     """Refuses what `build_backbone` could not build, before any process starts."""
+    if ":" in name:
+        _own_backbone(name)
+        return
     if name not in BACKBONES:
         close = difflib.get_close_matches(name, BACKBONES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(BACKBONES)}."
@@ -31,6 +43,28 @@ def check_backbone(name: str, image_size: int) -> None:
 
 
 def build_backbone(name: str, *, embedding_dim: int, image_size: int) -> nn.Module:
-    """A new backbone for square images of this size; its weights come from torch's global generator."""
+    """A new backbone for square images of this size; its weights come from torch's global generator.
+
+    name: one of BACKBONES, or `package.module:Class` of your own, called with the same two arguments.
+    """
     check_backbone(name, image_size)
-    return BACKBONES[name](embedding_dim, image_size)
+    if ":" not in name:
+        return BACKBONES[name](embedding_dim, image_size)
+    backbone = _own_backbone(name)(embedding_dim, image_size)
+    if not isinstance(backbone, nn.Module):
+        raise ConfigError(f"backbone.name {name!r} made a {type(backbone).__name__}, not an nn.Module.")
+    return backbone
+
+
+def _own_backbone(name: str) -> Callable[[int, int], object]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        maker = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"backbone.name is {name!r}, expected package.module:Class on the Python path: {error}"
+        ) from error
+    if not callable(maker):
+        raise ConfigError(f"backbone.name is {name!r}, which is not a class or function.")
+    made: Callable[[int, int], object] = maker
+    return made

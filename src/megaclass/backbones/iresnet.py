@@ -47,6 +47,7 @@ class IResNet(nn.Module):
             self.add_module(f"layer{stage}", nn.Sequential(*layers))
             in_width = width
         self.bn2 = nn.BatchNorm2d(in_width, eps=_BN_EPS)
+        self.dropout = nn.Dropout(0.0)
         self.fc = nn.Linear(in_width * (image_size // 16) ** 2, embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim, eps=_BN_EPS)
         # The head normalises embeddings, so a learned scale here would be undone; InsightFace fixes it too.
@@ -59,7 +60,7 @@ class IResNet(nn.Module):
         x = self.prelu(self.bn1(self.conv1(x)))
         for stage in range(1, 5):
             x = self.get_submodule(f"layer{stage}")(x)
-        x = self.fc(torch.flatten(self.bn2(x), 1))
+        x = self.fc(torch.flatten(self.dropout(self.bn2(x)), 1))
         embeddings: Tensor = self.features(x)
         return embeddings
 

@@ -37,11 +37,12 @@ class SlimNet(nn.Module):
             nn.Conv2d(3, _WIDTHS[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(_WIDTHS[0]), nn.PReLU(_WIDTHS[0])
         )
         self.blocks = nn.Sequential(*(_Block(a, b) for a, b in itertools.pairwise(_WIDTHS)))
+        self.dropout = nn.Dropout(0.0)
         self.fc = nn.Linear(_WIDTHS[-1] * (image_size // 16) ** 2, embedding_dim, bias=False)
         self.features = nn.BatchNorm1d(embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, D)."""
-        x = self.fc(torch.flatten(self.blocks(self.stem(x)), 1))
+        x = self.fc(torch.flatten(self.dropout(self.blocks(self.stem(x))), 1))
         embeddings: Tensor = self.features(x)
         return embeddings

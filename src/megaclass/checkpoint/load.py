@@ -1,20 +1,38 @@
 """Disk -> state, on any number of ranks: each takes the slices of the saved shards that lie in its classes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.checkpoint.manifest import Manifest, check_files, read_manifest
+from megaclass.checkpoint.manifest import RANK_PREFIX, SHARED, Manifest, check_files, read_manifest
+from megaclass.checkpoint.retention import published
 from megaclass.errors import CheckpointError
 
 
-def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every byte is right, and why newer ones were passed over."""
+def newest_whole(
+    checkpoints: Path, fits: Callable[[Path, Manifest], None] = lambda folder, manifest: None
+) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that fits and whose every byte is right, and why newer ones were passed over.
+
+    fits: raises a CheckpointError that says what is against a checkpoint, before its files are read.
+    """
+    return first_whole(reversed(published(checkpoints)), fits)
+
+
+def first_whole(
+    folders: Iterable[Path], fits: Callable[[Path, Manifest], None] = lambda folder, manifest: None
+) -> tuple[Path | None, list[str]]:
+    """The same, of these folders in this order."""
     reasons: list[str] = []
-    for folder in sorted(checkpoints.glob("step-*"), reverse=True):
+    for folder in folders:
         try:
-            check_files(folder, read_manifest(folder))
+            manifest = read_manifest(folder)
+            fits(folder, manifest)
+            check_files(folder, manifest)
         except CheckpointError as error:
             reasons.append(str(error))
         else:
@@ -26,7 +44,7 @@ def load_shared(folder: Path) -> dict[str, Tensor]:
     """Backbone, its optimizer and the head's small state, on the CPU."""
     from safetensors.torch import load_file
 
-    return dict(load_file(folder / "shared.safetensors"))
+    return dict(load_file(folder / SHARED))
 
 
 def saved_rows(
@@ -37,4 +55,43 @@ def saved_rows(
 
     for name, saved in manifest.files.items():
         if saved.class_start < class_stop and class_start < saved.class_stop:
-            yield saved.class_start, dict(load_file(folder / name))
+            tensors = load_file(folder / name)
+            yield saved.class_start, {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}
+
+
+def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    """What this rank saved of its own; only of use in a world of the same size."""
+    from safetensors import safe_open
+
+    shards = sorted((s.class_start, name) for name, s in manifest.files.items() if s.class_start < s.class_stop)
+    with safe_open(folder / shards[rank][1], framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(RANK_PREFIX)]  # noqa: SIM118 (not a dict)
+        return {name.removeprefix(RANK_PREFIX): file.get_tensor(name) for name in names}
+
+
+def copy_matched_rows(
+    shards: Iterable[tuple[int, Mapping[str, Tensor]]],
+    target: Mapping[str, Tensor],
+    saved_K: NDArray[np.int64],
+    num_subcentres: int,
+    where: str,
+) -> None:
+    """Copies rows of any classes, in any order: target's class k is class saved_K[k] of the shards, none where it is -1.
+
+    target: tensors of K * num_subcentres rows; every shard must hold them all, in the same widths.
+    """
+    for first_class, rows in shards:
+        for name, own in target.items():
+            if name not in rows:
+                raise CheckpointError(f"{where} holds {sorted(rows)} for a row, but no {name!r}, which this run keeps.")
+            if rows[name].shape[1:] != own.shape[1:] or len(rows[name]) % num_subcentres:
+                raise CheckpointError(
+                    f"{where}: rows of {name!r} have shape {tuple(rows[name].shape)}, this run's {tuple(own.shape)} with "
+                    f"{num_subcentres} centre(s) a class."
+                )
+            saved = rows[name].unflatten(0, (-1, num_subcentres))
+            here = np.flatnonzero((saved_K >= first_class) & (saved_K < first_class + len(saved)))
+            there = torch.from_numpy(saved_K[here] - first_class)
+            own.unflatten(0, (-1, num_subcentres))[torch.from_numpy(here).to(own.device)] = saved[there].to(
+                own.device, own.dtype
+            )

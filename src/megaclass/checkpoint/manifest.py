@@ -3,14 +3,21 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megaclass.errors import CheckpointError
 
 FORMAT = 1
 NAME = "manifest.json"
+SHARED = "shared.safetensors"
+CLASSES = "classes.txt"
+# In a shard, names of tensors that belong to the rank that wrote it, not to its classes.
+RANK_PREFIX = "rank."
+_NUM_HASHERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,43 +38,96 @@ class Manifest:
     config: str
     """The run's settings as TOML."""
     files: Mapping[str, SavedFile]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """`loss`, and `verification_accuracy` where it was evaluated, as of this step."""
 
     def write(self, folder: Path) -> None:
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
-        path = folder / NAME
-        path.write_text(text, encoding="utf-8")
-        flush(path)
+        values = {"format": FORMAT, **asdict(self)}
+        (folder / NAME).unlink(missing_ok=True)
+        write_file(folder / NAME, [json.dumps({**values, "sha256": _digest(values)}, indent=1).encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != FORMAT:
-            raise CheckpointError(f"{path} has another format than {FORMAT}: it was written by another version.")
+        if values["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {values['format']!r}, not {FORMAT}: another version wrote it.")
+        if values.pop("sha256") != _digest(values):
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one it states.")
+        del values["format"]
         files = {str(name): SavedFile(**entry) for name, entry in values.pop("files").items()}
         return Manifest(files=files, **values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a manifest: {error}") from error
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: the folder is no checkpoint, or one that was never finished."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Every file is there, whole and unaltered, or a CheckpointError that names it."""
+    """Every file is there, whole and unaltered, and no class is without its centre, or a CheckpointError that says so."""
+    _check_classes(folder, manifest)
+    # Sizes first, since they cost nothing; then hashing, which lets other threads run.
     for name, saved in manifest.files.items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / NAME} lists {name!r}, which is not the name of a file beside it.")
+        if not path.is_file():
             raise CheckpointError(f"{path} is missing, though {NAME} lists it.")
-        found = describe_file(path)
-        if found.num_bytes != saved.num_bytes:
-            raise CheckpointError(f"{path} has {found.num_bytes} bytes, {NAME} says {saved.num_bytes}.")
-        if found.sha256 != saved.sha256:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {NAME}.")
+        if path.stat().st_size != saved.num_bytes:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {NAME} says {saved.num_bytes}.")
+    with ThreadPoolExecutor(_NUM_HASHERS) as hashers:
+        digests = hashers.map(lambda name: _file_digest(folder / name), manifest.files)
+        for (name, saved), digest in zip(manifest.files.items(), digests, strict=True):
+            if digest != saved.sha256:
+                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one in {NAME}.")
 
 
-def describe_file(path: Path, class_start: int = 0, class_stop: int = 0) -> SavedFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SavedFile(num_bytes=path.stat().st_size, sha256=digest, class_start=class_start, class_stop=class_stop)
+def _check_classes(folder: Path, manifest: Manifest) -> None:
+    next_class = 0
+    for start, stop in sorted((saved.class_start, saved.class_stop) for saved in manifest.files.values()):
+        if start < stop:
+            if start != next_class:
+                break
+            next_class = stop
+    if next_class != manifest.num_classes or SHARED not in manifest.files:
+        raise CheckpointError(
+            f"{folder / NAME} lists centres up to class {next_class} of {manifest.num_classes} without a gap, "
+            f"and {'the' if SHARED in manifest.files else 'no'} file {SHARED}: it is not whole."
+        )
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def write_file(
+    path: Path, chunks: Iterable[bytes | memoryview], class_start: int = 0, class_stop: int = 0
+) -> SavedFile:
+    """Writes and flushes a new file of these bytes, in this order."""
+    digest, num_bytes = hashlib.sha256(), 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for chunk in chunks:
+            digest.update(chunk)
+            num_bytes += len(chunk)
+            left = memoryview(chunk)
+            while left:
+                left = left[os.write(handle, left) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest(), class_start=class_start, class_stop=class_stop)
 
 
 def flush(path: Path) -> None:

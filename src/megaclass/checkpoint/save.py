@@ -1,23 +1,266 @@
-"""State -> disk: every rank its own centres, rank 0 the backbone; published by a rename once every byte is there."""
+"""State -> disk: every rank its own centres, rank 0 the backbone; published by a rename once every byte is there.
+
+A save on rank r of W, while training goes on:
+
+    loop      copies the state to host memory, and that is all it waits for
+    thread    writes, hashes and flushes the rank's files in a folder that is not a checkpoint yet,
+              then leaves a note there: rank-r.json, with sizes and digests
+    thread 0  waits for W notes, writes the manifest, renames the folder, removes checkpoints no longer wanted
+    loop      at the next save, or at the end: all ranks agree how it went
+
+Nothing but files passes between the threads of different ranks: collectives belong to the loop.
+"""
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Mapping
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaclass.checkpoint.manifest import Manifest, SavedFile, describe_file, flush
+from megaclass.checkpoint.host_copy import HostCopy
+from megaclass.checkpoint.manifest import CLASSES, RANK_PREFIX, SHARED, Manifest, SavedFile, flush, write_file
+from megaclass.checkpoint.retention import aside_of, final_of, superfluous
+from megaclass.checkpoint.tensor_file import write_tensors
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
+from megaclass.errors import CheckpointError
 
-_ENTRY_BYTES = 512
+T = TypeVar("T")
+_POLL_S = 0.05
+# How long the notes of other ranks are waited for when this rank is ending because of an error.
+_LAST_WAIT_S = 20.0
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:09d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What one rank has to save at a step."""
+
+    step: int
+    shared: Mapping[str, Tensor]
+    """Tensors that are the same on all ranks (backbone, its optimizer), written by rank 0."""
+    head_rows: Mapping[str, Tensor]
+    """This rank's centres and their state, for classes [class_start, class_stop) of num_classes."""
+    class_start: int
+    class_stop: int
+    num_classes: int
+    rank_state: Mapping[str, Tensor] = field(default_factory=dict)
+    """What is this rank's own and not a row: random number generators."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """`loss`, and `verification_accuracy` where it was evaluated: they decide which checkpoint is the best."""
+
+
+class CheckpointWriter:
+    """Saves the checkpoints of one run. The constructor, save and finish are collective; none runs in another thread.
+
+    A crash at any moment leaves the older checkpoints as they were; a rank that cannot write ends the save on all.
+    As a context manager it ends with finish(), or, when the block raised, says what became of a save under way.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        *,
+        config: str,
+        keep: int,
+        device: torch.device,
+        class_names: bytes = b"",
+        is_asynchronous: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """keep: how many of the last ones stay, beside the best. class_names: see checkpoint/class_names.py."""
+        self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
+        self._device, self._group, self._is_asynchronous = device, group, is_asynchronous
+        self._rank, self._world_size = group_rank(group), group_size(group)
+        self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megaclass-checkpoint")
+        self._under_way: _Save | None = None
+        self._job = self._agree_on_job()
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+            else:
+                self._end_alone()
+        finally:
+            self._thread.shutdown()
+
+    def reserve(self, head_rows: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
+        """Takes the host memory for what is there already now, so that the first save waits no longer than the others."""
+        self._rows_copy.reserve(head_rows)
+        if self._rank == 0:
+            self._shared_copy.reserve(shared)
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Collective. Copies the state and starts to write checkpoints/step-N; returns the folder it will be.
+
+        First waits for the save before, whose errors are raised here, on all ranks.
+        """
+        self._settle()
+        rows = self._rows_copy.take({**snapshot.head_rows, **_prefixed(snapshot.rank_state)})
+        shared = self._shared_copy.take(snapshot.shared) if self._rank == 0 else {}
+        final = checkpoint_folder(self._checkpoints, snapshot.step)
+        unfinished = self._checkpoints / f".{final.name}.{self._job}.partial"
+        save = self._under_way = _Save(final, unfinished)
+        write = partial(self._write_own, save, snapshot, rows, shared)
+        save.written = self._thread.submit(self._named(write, final))
+        if self._rank == 0:
+            publish = partial(self._publish, save, snapshot)
+            save.published = self._thread.submit(self._named(publish, final))
+        if not self._is_asynchronous:
+            self._settle()
+        return final
+
+    def finish(self) -> None:
+        """Collective. Waits until the last save is published; its errors are raised here, on all ranks."""
+        self._settle()
+
+    # ---- in the loop ---------------------------------------------------------------------------------------------
+
+    def _agree_on_job(self) -> str:
+        """A name no other job has: a process that outlived its job cannot write into the folders of this one."""
+        own_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=self._device)
+        return f"{int(gather_blocks(own_bits, self._group)[0]):014x}"
+
+    def _settle(self) -> None:
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return
+        try:
+            on_every_rank(save.written.result, self._device, self._group)
+            on_main_rank(lambda: _result(save.published), self._device, self._group)
+        except BaseException:
+            save.is_abandoned.set()
+            if save.published is not None:
+                save.published.exception()
+                # Nobody writes there any more: all ranks have been heard.
+                shutil.rmtree(save.unfinished, ignore_errors=True)
+            raise
+
+    def _end_alone(self) -> None:
+        """The loop of this rank, and perhaps others, ended with an error: no collective may be called any more."""
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return
+        try:
+            save.written.result()
+            try:
+                _result(save.published, _LAST_WAIT_S)
+            except TimeoutError:
+                save.is_abandoned.set()
+                _result(save.published)
+        except CheckpointError as error:
+            print(f"megaclass: {error}", file=sys.stderr, flush=True)
+
+    # ---- in the background ---------------------------------------------------------------------------------------
+
+    def _write_own(
+        self, save: "_Save", snapshot: Snapshot, rows: Mapping[str, Tensor], shared: Mapping[str, Tensor]
+    ) -> None:
+        start, stop = snapshot.class_start, snapshot.class_stop
+        if self._rank == 0:
+            _clear_leftovers(self._checkpoints, but=save.unfinished)
+        save.unfinished.mkdir(parents=True, exist_ok=True)
+        self._rows_copy.wait()
+        self._shared_copy.wait()
+        name = f"head-{start:010d}-{stop:010d}.safetensors"
+        entries = {name: write_tensors(save.unfinished / name, rows, start, stop)}
+        if self._rank == 0:
+            entries[SHARED] = write_tensors(save.unfinished / SHARED, shared)
+            if self._class_names:
+                entries[CLASSES] = write_file(save.unfinished / CLASSES, [self._class_names])
+        text = json.dumps({name: asdict(saved) for name, saved in entries.items()})
+        note = save.note(self._rank)
+        write_file(note.with_suffix(".tmp"), [text.encode()])
+        note.with_suffix(".tmp").rename(note)
+
+    def _publish(self, save: "_Save", snapshot: Snapshot) -> None:
+        if save.written.exception() is not None:
+            return
+        entries = self._wait_for_notes(save)
+        # JSON has no NaN.
+        metrics = {name: float(value) for name, value in snapshot.metrics.items() if math.isfinite(value)}
+        Manifest(
+            step=snapshot.step,
+            num_classes=snapshot.num_classes,
+            world_size=self._world_size,
+            config=self._config,
+            metrics=metrics,
+            files=entries,
+        ).write(save.unfinished)
+        for rank in range(self._world_size):
+            save.note(rank).unlink()
+        flush(save.unfinished)
+        _rename_over(save.unfinished, save.final)
+        flush(self._checkpoints)
+        for old in superfluous(self._checkpoints, save.final, self._keep):
+            # Out of sight first: half of a checkpoint must not look like one.
+            _remove(old.rename(old.with_name(f".{old.name}.{self._job}.partial")))
+
+    def _wait_for_notes(self, save: "_Save") -> dict[str, SavedFile]:
+        notes = [save.note(rank) for rank in range(self._world_size)]
+        while missing := set(notes) - set(save.unfinished.iterdir()):
+            if save.is_abandoned.wait(_POLL_S):
+                raise CheckpointError(
+                    f"The checkpoint {save.final} was not finished: {', '.join(sorted(note.name for note in missing)[:8])} "
+                    f"did not come. "
+                    f"The older ones are as they were."
+                )
+        entries: dict[str, SavedFile] = {}
+        for note in notes:
+            values = json.loads(note.read_text(encoding="utf-8"))
+            entries |= {name: SavedFile(**entry) for name, entry in values.items()}
+        return entries
+
+    def _named(self, action: Callable[[], T], final: Path) -> Callable[[], T]:
+        """The action, with what the disk refuses turned into an error that says whose disk and what for."""
+
+        def act() -> T:
+            try:
+                return action()
+            # A GPU that fails under the copy is a RuntimeError of torch.
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"Rank {self._rank} on {socket.gethostname()} cannot write the checkpoint {final}: {error}. "
+                    f"The older ones are as they were."
+                ) from error
+
+        return act
+
+
+class _Save:
+    """One save under way on this rank."""
+
+    def __init__(self, final: Path, unfinished: Path) -> None:
+        self.final, self.unfinished = final, unfinished
+        self.is_abandoned = threading.Event()
+        self.written: Future[None]
+        self.published: Future[None] | None = None
+
+    def note(self, rank: int) -> Path:
+        return self.unfinished / f"rank-{rank:05d}.json"
 
 
 def save_checkpoint(
@@ -34,64 +277,53 @@ def save_checkpoint(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Collective. Writes checkpoints/step-N and removes all but the newest `keep`.
-
-    shared: tensors that are the same on all ranks (backbone, its optimizer), written by rank 0.
-    head_rows: this rank's centres and their state, for classes [class_start, class_stop).
-    A crash at any moment leaves the older checkpoints as they were; a rank that cannot write ends the save on all.
-    """
-    from safetensors.torch import save_file
-
-    final = checkpoint_folder(checkpoints, step)
-    partial = final.with_name(f".{final.name}.partial")
-    entries: dict[str, SavedFile] = {}
-
-    def prepare() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    def write(name: str, tensors: Mapping[str, Tensor], start: int = 0, stop: int = 0) -> None:
-        # A copy a tensor: the format refuses views that share memory.
-        save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, partial / name)
-        flush(partial / name)
-        entries[name] = describe_file(partial / name, start, stop)
-
-    def write_own() -> None:
-        write(f"head-{class_start:010d}-{class_stop:010d}.safetensors", head_rows, class_start, class_stop)
-        if group_rank(group) == 0:
-            write("shared.safetensors", shared)
-
-    def publish() -> None:
-        manifest = Manifest(
-            step=step, num_classes=num_classes, world_size=group_size(group), config=config, files=all_entries
-        )
-        manifest.write(partial)
-        flush(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        flush(checkpoints)
-        for old in sorted(checkpoints.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
-
-    on_main_rank(prepare, device, group)
-    on_every_rank(write_own, device, group)
-    all_entries = _gather_entries(entries, device, group)
-    on_main_rank(publish, device, group)
-    return final
+    """Collective. Writes checkpoints/step-N and waits for it: what CheckpointWriter does, for a single save."""
+    snapshot = Snapshot(
+        step=step,
+        shared=shared,
+        head_rows=head_rows,
+        class_start=class_start,
+        class_stop=class_stop,
+        num_classes=num_classes,
+    )
+    with CheckpointWriter(checkpoints, config=config, keep=keep, device=device, group=group) as writer:
+        return writer.save(snapshot)
 
 
-def _gather_entries(
-    entries: dict[str, SavedFile], device: torch.device, group: dist.ProcessGroup | None
-) -> dict[str, SavedFile]:
-    """All ranks' files; a rank writes at most two. An all-gather of 1 KiB a rank."""
-    from dataclasses import asdict
+def _rename_over(unfinished: Path, final: Path) -> None:
+    """A folder cannot be replaced in one step: what stood there steps aside under a name that is still looked at."""
+    aside = aside_of(final)
+    if final.exists():
+        _remove(aside)
+        final.rename(aside)
+    unfinished.rename(final)
+    _remove(aside)
 
-    texts = [json.dumps([name, asdict(saved)]).encode().ljust(_ENTRY_BYTES) for name, saved in entries.items()]
-    block = torch.tensor(list(b"".join(texts).ljust(2 * _ENTRY_BYTES)), dtype=torch.uint8, device=device)
-    gathered: dict[str, SavedFile] = {}
-    for row in gather_blocks(block, group).cpu():
-        for text in (bytes(row[:_ENTRY_BYTES].tolist()), bytes(row[_ENTRY_BYTES:].tolist())):
-            if text.strip():
-                name, values = json.loads(text)
-                gathered[name] = SavedFile(**values)
-    return gathered
+
+def _clear_leftovers(checkpoints: Path, *, but: Path) -> None:
+    """What a crash left: unfinished saves go; a checkpoint that stepped aside for one that never came, comes back."""
+    for leftover in checkpoints.glob(".step-*.partial"):
+        if leftover != but:
+            _remove(leftover)
+    for aside in checkpoints.glob(".step-*.replaced"):
+        final = final_of(aside)
+        if final.exists():
+            _remove(aside)
+        else:
+            aside.rename(final)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _prefixed(rank_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {RANK_PREFIX + name: tensor for name, tensor in rank_state.items()}
+
+
+def _result(future: Future[None] | None, timeout_s: float | None = None) -> None:
+    if future is not None:
+        future.result(timeout_s)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +15,17 @@ from megaclass.errors import DataError
 
 # Checked before decoding: a few kilobytes can announce gigabytes of pixels.
 MAX_PIXELS = 2**25
+# The same for what is read before it can be looked at.
+MAX_ENCODED_BYTES = 2**28
+
+_NUM_TRIED_FOR_SIZE = 100
+
+
+class ReadsImages(Protocol):
+    @property
+    def num_images(self) -> int: ...
+    def read(self, index: int) -> bytes: ...
+    def name_of(self, index: int) -> str: ...
 
 
 def decode_image(encoded: bytes, where: str) -> NDArray[np.uint8]:
@@ -27,9 +40,25 @@ def decode_batch(encoded: Sequence[bytes], image_size: tuple[int, int], names: S
     height, width = image_size
     images_BHW3 = np.empty((len(encoded), height, width, 3), dtype=np.uint8)
     for row, (item, name) in enumerate(zip(encoded, names, strict=True)):
-        image_HW3 = decode_image(item, name)
-        images_BHW3[row] = image_HW3 if image_HW3.shape[:2] == image_size else _resize(image_HW3, image_size)
+        decode_into(images_BHW3[row], item, name)
     return images_BHW3
+
+
+def decode_into(out_HW3: NDArray[np.uint8], encoded: bytes, where: str) -> None:
+    """Fills `out_HW3` with the image, resized where it has another size."""
+    import simplejpeg
+
+    # A JPEG of the right size, which nearly all are, goes straight to its place. One that is larger does not fit there and
+    # is refused before a pixel is decoded, so its dimensions need not be asked first.
+    if encoded[:3] == b"\xff\xd8\xff":
+        try:
+            if simplejpeg.decode_jpeg(encoded, "RGB", buffer=out_HW3).shape == out_HW3.shape:
+                return
+        except ValueError:
+            pass
+    image_HW3 = decode_image(encoded, where)
+    size = out_HW3.shape[:2]
+    out_HW3[:] = image_HW3 if image_HW3.shape[:2] == size else _resize(image_HW3, size)
 
 
 def to_tensor(images_BHW3: NDArray[np.uint8]) -> torch.Tensor:
@@ -47,6 +76,18 @@ def image_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
     if encoded[:3] == b"\xff\xd8\xff":
         return _jpeg_dimensions(encoded, where)
     return decode_image(encoded, where).shape[:2]
+
+
+def first_image_size(source: ReadsImages) -> tuple[int, int]:
+    """(height, width) of the first image that can be decoded: it speaks for all where nothing else says it."""
+    num_tried = min(source.num_images, _NUM_TRIED_FOR_SIZE)
+    for index in range(num_tried):
+        try:
+            return image_dimensions(source.read(index), source.name_of(index))
+        except DataError:
+            if index == num_tried - 1:
+                raise
+    raise AssertionError("a source has at least one image")
 
 
 def _jpeg_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
@@ -88,8 +129,24 @@ def _decode_with_pillow(encoded: bytes, where: str) -> NDArray[np.uint8]:
         raise DataError(
             f"Cannot decode {where}: {len(encoded)} bytes that are no image (they begin with {encoded[:8]!r})."
         ) from error
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except (*_DAMAGE, Image.DecompressionBombError) as error:
         raise DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({error}).") from error
+
+
+# What Pillow's readers raise on damaged files, found by fuzzing them.
+_DAMAGE = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    struct.error,
+    KeyError,
+    IndexError,
+    TypeError,
+    OverflowError,
+    ZeroDivisionError,
+    MemoryError,
+)
 
 
 def _require_reasonable(height: int, width: int, where: str) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megaclass.data.decode import decode_batch, to_tensor
+from megaclass.data.augment import Augment, augment_, mirror_
+from megaclass.data.decode import decode_into, normalise
 from megaclass.data.hashing import combine64
-from megaclass.data.order import Order
-from megaclass.data.source import ImageSource
+from megaclass.data.order import ClassOrder, ImageOrder, Order, rank_batch
+from megaclass.data.source import ImageSource, PixelSource
 from megaclass.errors import DataError
 
 _MIRROR_SALT = 0x6D6972726F72
+_REPLACE_SALT = 0x7265706C616365
+_MAX_REPLACEMENTS = 100
+# Before this many images a share says little; sets smaller than that are judged by their own size.
+_IMAGES_BEFORE_JUDGING = 10_000
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Batch:
     """This rank's images of one step. Training goes on after it at (epoch, step + 1)."""
 
     images: torch.Tensor
-    """uint8 (B, 3, H, W), RGB, contiguous."""
+    """uint8 (B, 3, H, W), RGB, channels last: as they were decoded, in the layout the backbones take."""
     labels: torch.Tensor
     """int64 (B,)."""
     indices: NDArray[np.int64]
@@ -33,12 +41,34 @@ class Batch:
     epoch: int
     step: int
     """Counts from 0 within the epoch."""
+    treatment: Treatment = field(default_factory=lambda: Treatment())
+    """What is done to the pixels on the training device."""
+
+    def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
+        """What the backbone takes: mirrored, augmented, normalised on the device, float32 (B, 3, H, W), channels last."""
+        images, indices_B = normalise(self.images[rows].to(device, non_blocking=True)), self.indices[rows]
+        if self.treatment.mirror:
+            mirror_(images, mirrored(self.treatment.seed, self.epoch, indices_B))
+        if self.treatment.augment is not None:
+            augment_(images, self.treatment.augment, self.treatment.seed, self.treatment.global_step, indices_B)
+        return images.to(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Chosen by (seed, step, image), never by the place of an image in a batch or on a rank."""
+
+    seed: int = 0
+    global_step: int = 0
+    mirror: bool = False
+    augment: Augment | None = None
 
 
 class BatchLoader:
-    """Reads, decodes and mirrors; the same global batches whatever the number of ranks and workers.
+    """Reads and decodes ahead of time; the same global batches whatever the number of ranks and workers.
 
-    Threads suffice, since decoding releases the interpreter; each decodes whole batches.
+    Workers are threads: decoding releases the interpreter, each decodes whole batches, nothing is copied between processes,
+    and none can outlive its process. An image that cannot be read is replaced by another, chosen by hashing.
     """
 
     def __init__(
@@ -51,28 +81,27 @@ class BatchLoader:
         seed: int = 0,
         num_workers: int = 1,
         mirror: bool = True,
+        augment: Augment | None = None,
         image_size: tuple[int, int] | None = None,
         keep_last: bool = False,
+        order: Literal["images", "classes"] = "images",
+        images_per_class: int = 1,
+        max_bad_fraction: float = 0.001,
         num_prefetched: int = 4,
     ) -> None:
-        if global_batch < world_size:
-            raise DataError(
-                f"A global batch of {global_batch} images leaves some of the {world_size} ranks without any: "
-                f"use at least one a rank."
-            )
-        if global_batch > source.num_images:
-            raise DataError(
-                f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
-                f"{source.describe()}."
-            )
         self.source = source
-        self.order = Order(num_images=source.num_images, global_batch=global_batch, seed=seed, keep_last=keep_last)
+        self.order = _build_order(source, global_batch, seed, keep_last, order, images_per_class)
+        _require_fillable(source, self.order, global_batch, world_size)
         self.rank = rank
         self.world_size = world_size
         self.mirror = mirror
+        self.augment = augment
         self.image_size = image_size or source.image_size
         self.num_workers = max(1, num_workers)
-        self.num_prefetched = max(1, num_prefetched)
+        self.num_prefetched = max(self.num_workers + 1, num_prefetched)
+        self.bad_images = BadImages(source, max_bad_fraction)
+        largest = -(-global_batch // world_size)
+        self._buffers = _Buffers((largest, *self.image_size, 3), self.num_prefetched + self.num_workers + 2)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,19 +128,121 @@ class BatchLoader:
 
     def load(self, epoch: int, step: int) -> Batch:
         """One batch, at once, in the calling thread."""
-        indices_B = self.order.rank_batch(epoch, step, self.rank, self.world_size)
-        encoded = [self.source.read(index) for index in indices_B.tolist()]
-        images_BHW3 = decode_batch(
-            encoded, self.image_size, [self.source.name_of(index) for index in indices_B.tolist()]
-        )
-        if self.mirror:
-            is_mirrored_B = mirrored(self.order.seed, epoch, indices_B)
-            images_BHW3[is_mirrored_B] = images_BHW3[is_mirrored_B, :, ::-1]
+        indices_B = rank_batch(self.order, epoch, step, self.rank, self.world_size)
+        if isinstance(self.source, PixelSource):
+            images_BHW3 = self.source.pixels(indices_B, self.image_size)
+        else:
+            images_BHW3 = self._buffers.take(len(indices_B))
+            for row, index in enumerate(indices_B.tolist()):
+                indices_B[row] = self._fill(images_BHW3[row], index)
+            self.bad_images.add_read(len(indices_B))
         labels_B = torch.from_numpy(self.source.labels[indices_B])
-        return Batch(to_tensor(images_BHW3), labels_B, indices_B, epoch, step)
+        treatment = Treatment(self.order.seed, epoch * self.steps_per_epoch + step, self.mirror, self.augment)
+        return Batch(torch.from_numpy(images_BHW3).permute(0, 3, 1, 2), labels_B, indices_B, epoch, step, treatment)
+
+    def _fill(self, out_HW3: NDArray[np.uint8], index: int) -> int:
+        """Decodes the image, or the first sound one of a chain that depends on the seed and the image alone."""
+        wanted = index
+        for attempt in range(_MAX_REPLACEMENTS):
+            try:
+                decode_into(out_HW3, self.source.read(index), self.source.name_of(index))
+                return index
+            except DataError as error:
+                self.bad_images.add_bad(index, error)
+            chain = combine64(self.order.seed, _REPLACE_SALT, wanted, attempt)
+            index = int(chain % np.uint64(self.source.num_images))
+        raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
+
+
+class _Buffers:
+    """Memory for batches, used again when nobody holds it any more: fresh pages cost a tenth of the decoding."""
+
+    def __init__(self, shape: tuple[int, ...], max_kept: int) -> None:
+        self._shape, self._max_kept = shape, max_kept
+        self._lock = threading.Lock()
+        self._kept: list[NDArray[np.uint8]] = []
+
+    def take(self, num_images: int) -> NDArray[np.uint8]:
+        with self._lock:
+            for buffer in self._kept:
+                # Held by the list, by `buffer` and by the question. A tensor, or any view of one, would hold it too.
+                if sys.getrefcount(buffer) == 3:
+                    return buffer[:num_images]
+            buffer = np.empty(self._shape, dtype=np.uint8)
+            if len(self._kept) < self._max_kept:
+                self._kept.append(buffer)
+            return buffer[:num_images]
+
+
+class BadImages:
+    """Counts the images of a run that could not be read, says which, and stops the run when there are too many."""
+
+    def __init__(self, source: ImageSource, max_fraction: float) -> None:
+        self._source = source
+        self._max_fraction = max_fraction
+        self._lock = threading.Lock()
+        self.num_read = 0
+        """Images asked for on this rank."""
+        self.num_bad = 0
+        """Attempts that failed; an image that fails in every epoch counts every time."""
+        self.indices: set[int] = set()
+        """Which images failed."""
+
+    def describe(self) -> str:
+        return (
+            f"{self.num_bad:,} of {self.num_read:,} images could not be read and were replaced, "
+            f"{len(self.indices):,} different ones; megaclass data verify lists them."
+        )
+
+    def add_read(self, num_images: int) -> None:
+        with self._lock:
+            self.num_read += num_images
+
+    def add_bad(self, index: int, error: DataError) -> None:
+        with self._lock:
+            self.num_bad += 1
+            is_new = index not in self.indices
+            self.indices.add(index)
+            judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
+            fraction = self.num_bad / judged
+        if is_new:
+            print(f"megaclass: skipped a bad image: {error}", file=sys.stderr, flush=True)
+        if fraction > self._max_fraction:
+            raise DataError(
+                f"{self.num_bad} of {judged} images could not be read, more than data.max_bad_fraction = "
+                f"{self._max_fraction} allows. The last one: {error} "
+                f"List them with megaclass data verify, which writes a clean copy with --repair, or allow more."
+            )
 
 
 def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Half of the images, another half each epoch; asked of the image, not of the rank that happens to hold it."""
     bits = combine64(seed, _MIRROR_SALT, epoch, indices.astype(np.uint64))
     return (bits >> np.uint64(63)).astype(bool)
+
+
+def _build_order(
+    source: ImageSource, global_batch: int, seed: int, keep_last: bool, kind: str, images_per_class: int
+) -> Order:
+    if kind == "images":
+        return ImageOrder(num_images=source.num_images, global_batch=global_batch, seed=seed, keep_last=keep_last)
+    return ClassOrder(source.labels, global_batch=global_batch, seed=seed, images_per_class=images_per_class)
+
+
+def _require_fillable(source: ImageSource, order: Order, global_batch: int, world_size: int) -> None:
+    if global_batch < world_size:
+        raise DataError(
+            f"A global batch of {global_batch} images leaves some of the {world_size} ranks without any: "
+            f"use at least two a rank."
+        )
+    if global_batch > source.num_images:
+        raise DataError(
+            f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
+            f"{source.describe()}."
+        )
+    smallest = order.batch_size(order.steps_per_epoch - 1)
+    if smallest // world_size < 2:
+        raise DataError(
+            f"A batch of {smallest} images leaves one of the {world_size} ranks with a single image, which batch norm "
+            f"refuses: use a global batch of at least two images a rank, four where the last batch is kept."
+        )

@@ -5,17 +5,39 @@ start-up time, and every rank sees the same global batches, however many ranks t
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.hashing import combine64, mix64
+from megaclass.errors import DataError
 
-_NUM_ROUNDS = 6
+_NUM_ROUNDS = 8
+_CLASS_SALT, _WITHIN_SALT = 0x636C617373, 0x77697468696E
+
+
+class Order(Protocol):
+    """Global batches of an epoch; each rank takes a contiguous part."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def steps_per_epoch(self) -> int: ...
+    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """Indices of the images in this step, over all ranks (G,), or of some rows of them."""
+        ...
+
+    def batch_size(self, step: int) -> int:
+        """Images in this step, over all ranks."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class ImageOrder:
+    """Uniform over images: in an epoch each comes once."""
+
     num_images: int
     """Images in the source."""
     global_batch: int
@@ -23,7 +45,7 @@ class Order:
     seed: int = 0
     """Another seed, another order."""
     keep_last: bool = False
-    """Whether an epoch ends with a smaller batch of what is left, or leaves it out."""
+    """Whether what is left after the last whole batch is shown too, or left out."""
 
     def __post_init__(self) -> None:
         assert self.num_images >= 0 and self.global_batch >= 1
@@ -33,18 +55,84 @@ class Order:
         whole, rest = divmod(self.num_images, self.global_batch)
         return whole + (1 if self.keep_last and rest else 0)
 
-    def batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """Indices of the images in this step, over all ranks (G,)."""
+    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         assert 0 <= step < self.steps_per_epoch, (step, self.steps_per_epoch)
-        start = step * self.global_batch
-        return shuffled(
-            np.arange(start, min(start + self.global_batch, self.num_images)), self.num_images, self.seed, epoch
-        )
+        positions = np.arange(self._start(step), self._start(step + 1))[rows]
+        return shuffled(positions, self.num_images, self.seed, epoch)
 
-    def rank_batch(self, epoch: int, step: int, rank: int, world_size: int) -> NDArray[np.int64]:
-        """This rank's contiguous part of the step's images (B,)."""
-        indices_G = self.batch(epoch, step)
-        return indices_G[rank_part(len(indices_G), rank, world_size)]
+    def batch_size(self, step: int) -> int:
+        return self._start(step + 1) - self._start(step)
+
+    def _start(self, step: int) -> int:
+        """First position of a step. The last two share what is left, so neither is smaller than half a batch.
+
+        A rest of its own could be as small as one image, and batch norm refuses a rank with one. The split must not look
+        at the number of ranks, or the global batches would depend on it.
+        """
+        last = self.steps_per_epoch - 1
+        if not self.keep_last or step < last or last < 1:
+            return min(step * self.global_batch, self.num_images)
+        if step > last:
+            return self.num_images
+        before = (last - 1) * self.global_batch
+        return before + (self.num_images - before + 1) // 2
+
+
+class ClassOrder:
+    """Uniform over classes, in groups of k images of one class; k = 1 draws every image anew.
+
+    Classes are gone through in permutations, one after another across epochs, so each comes equally often. The images of
+    a class are gone through in the same way, none twice before the permutation is used up. An epoch has as many steps as
+    one over images.
+    """
+
+    def __init__(
+        self, labels: NDArray[np.int64], *, global_batch: int, seed: int = 0, images_per_class: int = 1
+    ) -> None:
+        if global_batch % images_per_class:
+            raise DataError(
+                f"A global batch of {global_batch} images cannot be made of {images_per_class} images a class: "
+                f"use a multiple of {images_per_class}."
+            )
+        self.seed = seed
+        self.global_batch = global_batch
+        self.images_per_class = images_per_class
+        self._labels = labels
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._labels) // self.global_batch
+
+    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        assert 0 <= step < self.steps_per_epoch, (step, self.steps_per_epoch)
+        order, first, count = self._classes
+        k = self.images_per_class
+        position = (epoch * self.steps_per_epoch + step) * self.global_batch + np.arange(self.global_batch)[rows]
+        visit, which = np.divmod(position // k, len(first))
+        row = permute(which, np.array(len(first)), combine64(self.seed, _CLASS_SALT, visit.astype(np.uint64)))
+        # A visit takes k images that follow each other in one permutation, so they differ wherever the class has k.
+        visits_a_pass = np.maximum(count[row] // k, 1)
+        passes, visit_in_pass = np.divmod(visit, visits_a_pass)
+        within = (visit_in_pass * k + position % k) % count[row]
+        key = combine64(self.seed, _WITHIN_SALT, row.astype(np.uint64), passes.astype(np.uint64))
+        index = first[row] + permute(within, count[row], key)
+        return index if order is None else order[index]
+
+    def batch_size(self, step: int) -> int:
+        return self.global_batch
+
+    @cached_property
+    def _classes(self) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], NDArray[np.int64]]:
+        """Images by class (None where they lie so already), first image of each class that has any, and how many."""
+        order = None if bool((self._labels[1:] >= self._labels[:-1]).all()) else np.argsort(self._labels, kind="stable")
+        by_class = self._labels if order is None else self._labels[order]
+        first = np.flatnonzero(np.diff(by_class, prepend=-1))
+        return order, first, np.diff(first, append=len(by_class))
+
+
+def rank_batch(order: Order, epoch: int, step: int, rank: int, world_size: int) -> NDArray[np.int64]:
+    """This rank's contiguous part of the step's images (B,)."""
+    return order.batch(epoch, step, rank_part(order.batch_size(step), rank, world_size))
 
 
 def rank_part(num_items: int, rank: int, world_size: int) -> slice:
@@ -61,24 +149,45 @@ def epoch_order(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def shuffled(positions: NDArray[np.int64], num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Image at each position of the epoch: a permutation of [0, num_images).
+    """Image at each position of the epoch: a permutation of [0, num_images)."""
+    return permute(positions, np.array(num_images), combine64(seed, epoch))
 
-    A Feistel network permutes the next power of four; a value that falls outside is sent through it again until it
-    lands inside, which keeps the map one to one and takes fewer than four passes on average.
+
+def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Where a permutation of [0, size) sends each value; entries of equal size and key share one permutation.
+
+    A Feistel network permutes a rectangle of about sqrt(size) by sqrt(size) that is hardly larger than the size. A value
+    that falls outside is sent through it again until it lands inside, which keeps the map one to one.
     """
-    half_bits = np.uint64(max(1, (max(num_images - 1, 1).bit_length() + 1) // 2))
-    keys = combine64(seed, epoch, np.arange(_NUM_ROUNDS, dtype=np.uint64))
-    values = positions.astype(np.uint64)
-    outside = np.ones(values.shape, dtype=bool)
-    while outside.any():
-        values[outside] = _feistel(values[outside], half_bits, keys)
-        outside = values >= np.uint64(num_images)
-    return values.astype(np.int64)
+    limits = np.atleast_1d(np.asarray(sizes, dtype=np.uint64))
+    num_rows = np.ceil(np.sqrt(limits)).astype(np.uint64)
+    num_columns = (limits + num_rows - np.uint64(1)) // num_rows
+    # (rounds, 1) where all share a permutation, (rounds, N) where they do not.
+    round_keys = mix64(mix64(np.arange(_NUM_ROUNDS, dtype=np.uint64))[:, None] ^ np.atleast_1d(keys)[None])
+    permuted = _feistel(values.astype(np.uint64), num_rows, num_columns, round_keys)
+    outside = np.flatnonzero(permuted >= limits)
+    while len(outside):
+        shared = (_at(array, outside) for array in (num_rows, num_columns, round_keys))
+        permuted[outside] = _feistel(permuted[outside], *shared)
+        outside = outside[permuted[outside] >= _at(limits, outside)]
+    return permuted.astype(np.int64)
 
 
-def _feistel(values: NDArray[np.uint64], half_bits: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
-    for key in keys:
-        left, right = right, left ^ (mix64(right ^ key) & mask)
-    return left << half_bits | right
+def _at(values: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return values if values.shape[-1] == 1 else values[..., places]
+
+
+def _feistel(
+    values: NDArray[np.uint64],
+    num_rows: NDArray[np.uint64],
+    num_columns: NDArray[np.uint64],
+    round_keys: NDArray[np.uint64],
+) -> NDArray[np.uint64]:
+    """Row and column in turn are moved round by a hash of the other: each such move can be undone, so all of them can."""
+    row, column = np.divmod(values, num_columns)
+    for number, keys in enumerate(round_keys):
+        if number % 2 == 0:
+            row = (row + mix64(column ^ keys) % num_rows) % num_rows
+        else:
+            column = (column + mix64(row ^ keys) % num_columns) % num_columns
+    return np.asarray(row * num_columns + column, dtype=np.uint64)

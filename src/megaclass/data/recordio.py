@@ -6,7 +6,9 @@ The reader maps the file into memory, so ranks and workers on one host share one
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.data.record_index import RecordIndex, write_index
 from megaclass.errors import DataError
 
 MAGIC = 0xCED7230A
@@ -24,9 +27,8 @@ MAX_EXACT_LABEL = 2**24
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
 _PART_HEADER = struct.Struct("<II")
 _RECORD_HEADER = struct.Struct("<IfQQ")
+_WHOLE_HEADER = struct.Struct("<III")
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
-_INDEX_BLOCK_BYTES = 2**24
-_MAX_INDEX_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,22 @@ class Record:
     payload: bytes
     id: int = 0
     id2: int = 0
+
+
+def image_record(label: int, payload: bytes, key: int, *, is_label_in_id2: bool) -> Record:
+    """A labelled image. With its class in id2, the float is -1: a reader that does not know then refuses it."""
+    if is_label_in_id2:
+        return Record((-1.0,), payload, id=key, id2=label)
+    require_exact_label(label)
+    return Record((float(label),), payload, id=key)
+
+
+def require_exact_label(label: int) -> None:
+    if not 0 <= label < MAX_EXACT_LABEL:
+        raise DataError(
+            f"Cannot write label {label} as float32, which is exact only below {MAX_EXACT_LABEL:,}: "
+            f"pack with 64-bit labels (megaclass data pack --labels id2)."
+        )
 
 
 def pack_record(record: Record) -> bytes:
@@ -67,89 +85,15 @@ def unpack_record(packed: bytes, where: str) -> Record:
     return Record(tuple(labels.tolist()), packed[end:], id_, id2)
 
 
-@dataclass(frozen=True)
-class RecordIndex:
-    """Where records begin: `offsets[i]` is the byte of the record with key `keys[i]`; keys ascend."""
-
-    keys: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-
-
-def read_index(path: Path) -> RecordIndex:
-    """Parses `key<TAB>offset` lines, whatever their order. Duplicate keys are refused."""
-    blocks = []
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_INDEX_BLOCK_BYTES):
-                # A block ends with a whole line.
-                blocks.append(_parse_index_block(block + file.readline()))
-                if blocks[-1] is None:
-                    raise _explain_bad_index(path)
-    except OSError as error:
-        raise DataError(f"Cannot read the index {path}: {error.strerror}.") from error
-    pairs = np.concatenate([block for block in blocks if block is not None] or [np.empty((0, 2), np.int64)])
-    if len(pairs) == 0:
-        raise DataError(f"The index {path} is empty: expected lines of <key><TAB><byte offset>.")
-    order = np.argsort(pairs[:, 0], kind="stable")
-    keys, offsets = pairs[order, 0], pairs[order, 1]
-    repeated = np.flatnonzero(keys[1:] == keys[:-1])
-    if len(repeated):
-        raise DataError(
-            f"The index {path} names key {keys[repeated[0]]} more than once ({len(repeated)} repeated in all): "
-            f"each record has one line."
-        )
-    return RecordIndex(keys, offsets)
-
-
-def write_index(path: Path, index: RecordIndex) -> None:
-    lines = [f"{key}\t{offset}\n" for key, offset in zip(index.keys.tolist(), index.offsets.tolist(), strict=True)]
-    path.write_text("".join(lines), encoding="ascii")
-
-
-def _parse_index_block(block: bytes) -> NDArray[np.int64] | None:
-    """(lines, 2) numbers, or None when the block is not all `digits TAB digits NEWLINE`."""
-    if b"\r" in block:
-        block = block.replace(b"\r\n", b"\n")
-    if not block.endswith(b"\n"):
-        block += b"\n"
-    characters = np.frombuffer(block, dtype=np.uint8)
-    separators = np.flatnonzero((characters < ord("0")) | (characters > ord("9")))
-    if (
-        len(separators) % 2
-        or np.any(characters[separators[0::2]] != ord("\t"))
-        or np.any(characters[separators[1::2]] != ord("\n"))
-    ):
-        return None
-    starts = np.concatenate([[0], separators[:-1] + 1])
-    num_digits = separators - starts
-    if num_digits.min() < 1 or num_digits.max() > _MAX_INDEX_DIGITS:
-        return None
-    # Column by column instead of number by number: at most 18 passes, however many lines.
-    numbers = np.zeros(len(starts), dtype=np.int64)
-    for place in range(int(num_digits.max())):
-        has_digit = num_digits > place
-        digit = characters[np.where(has_digit, starts + place, 0)].astype(np.int64) - ord("0")
-        numbers = np.where(has_digit, numbers * 10 + digit, numbers)
-    return numbers.reshape(-1, 2)
-
-
-def _explain_bad_index(path: Path) -> DataError:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            parsed = _parse_index_block(line)
-            if parsed is None or len(parsed) != 1:
-                return DataError(f"Cannot read {path}, line {number}: {line[:60]!r}; expected <key><TAB><byte offset>.")
-    return DataError(f"The index {path} changed while it was read.")
-
-
 class RecordReader:
     """Random access to the records of one `.rec` file. Pickles as its path, so a worker opens its own map."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Kept open: the size is asked before each record, since touching a page beyond the end kills the process.
+            self._file = path.open("rb")
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:
             raise DataError(f"The record file {path} is empty.") from error
         except OSError as error:
@@ -166,37 +110,81 @@ class RecordReader:
         """The file as 32-bit words, without a copy: headers of many records are then gathered at once."""
         return np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
 
+    def require_unchanged(self) -> None:
+        """Refuses a file that has become shorter than it was when it was opened."""
+        if os.fstat(self._file.fileno()).st_size < len(self._map):
+            raise DataError(
+                f"{self.path} changed while it was read: it had {len(self._map)} bytes and is shorter now. "
+                f"Write a new file and rename it instead of rewriting one that is in use."
+            )
+
     def read(self, offset: int) -> Record:
         packed, _ = self._read_packed(offset)
         return unpack_record(packed, f"{self.path}, byte {offset}")
+
+    def read_payload(self, offset: int) -> bytes:
+        """The encoded image alone; whole records, nearly all there are, take a short way."""
+        if 0 <= offset <= len(self._map) - _WHOLE_HEADER.size:
+            self.require_unchanged()
+            magic, kind_and_length, num_labels = _WHOLE_HEADER.unpack_from(self._map, offset)
+            end = offset + _PART_HEADER.size + kind_and_length
+            start = offset + _PART_HEADER.size + _RECORD_HEADER.size + 4 * num_labels
+            # Of the kinds of parts, a whole one is 0: then the word is the length.
+            if magic == MAGIC and kind_and_length <= MAX_PART_BYTES and start <= end <= len(self._map):
+                return self._map[start:end]
+        return self.read(offset).payload
+
+    def next_record(self, offset: int) -> int:
+        """Where the record after the one at `offset` begins; its own content is not copied."""
+        kind, _, end = self._part(offset)
+        if kind in (_MIDDLE, _LAST):
+            raise self._later_part(offset)
+        while kind in (_FIRST, _MIDDLE):
+            kind, _, end = self._further_part(_padded(end), offset)
+        return _padded(end)
+
+    def find_mark(self, offset: int) -> int:
+        """The first byte from `offset` on that may begin a record: where reading goes on after damage."""
+        found = self._map.find(_MAGIC_BYTES, _padded(offset))
+        while found >= 0 and found % 4:
+            found = self._map.find(_MAGIC_BYTES, found + 1)
+        return found if found >= 0 else len(self._map)
 
     def scan(self) -> NDArray[np.int64]:
         """Offsets of all records in file order, found without an index."""
         offsets, offset = [], 0
         while offset < len(self._map):
             offsets.append(offset)
-            _, offset = self._read_packed(offset)
+            offset = self.next_record(offset)
         return np.array(offsets, dtype=np.int64)
 
     def _read_packed(self, offset: int) -> tuple[bytes, int]:
         """The record's bytes and where the next record begins."""
+        self.require_unchanged()
         kind, start, end = self._part(offset)
         if kind == _WHOLE:
             return self._map[start:end], _padded(end)
         if kind != _FIRST:
-            raise DataError(
-                f"Cannot read {self.path}, byte {offset}: this is a later part of a split record, expected the first."
-            )
+            raise self._later_part(offset)
         parts = [self._map[start:end]]
         while kind != _LAST:
-            kind, start, end = self._part(_padded(end))
-            if kind not in (_MIDDLE, _LAST):
-                raise DataError(
-                    f"Cannot read {self.path}, byte {start - 8}: "
-                    f"expected a further part of the record that begins at byte {offset}."
-                )
+            kind, start, end = self._further_part(_padded(end), offset)
             parts.append(self._map[start:end])
         return _MAGIC_BYTES.join(parts), _padded(end)
+
+    def _further_part(self, at: int, offset: int) -> tuple[int, int, int]:
+        kind, start, end = self._part(at)
+        if kind not in (_MIDDLE, _LAST):
+            raise DataError(
+                f"Cannot read {self.path}, byte {at}: "
+                f"expected a further part of the record that begins at byte {offset}."
+            )
+        return kind, start, end
+
+    def _later_part(self, offset: int) -> DataError:
+        return DataError(
+            f"Cannot read {self.path}, byte {offset}: this is a later part of a split record, expected the first."
+        )
 
     def _part(self, offset: int) -> tuple[int, int, int]:
         """(kind, first byte, byte after the last) of the part whose header lies at `offset`."""
@@ -225,13 +213,19 @@ class RecordReader:
 
 
 class RecordWriter:
-    """Appends records to a new `.rec` file; on leaving without an error, writes the `.idx` beside it."""
+    """Appends records to a `.rec` file; on leaving without an error, writes the `.idx` beside it.
 
-    def __init__(self, path: Path) -> None:
+    The file is a new one, unless `keys` and `offsets` say which whole records it holds already.
+    """
+
+    def __init__(
+        self, path: Path, keys: NDArray[np.int64] | None = None, offsets: NDArray[np.int64] | None = None
+    ) -> None:
         self.path = path
-        self._file = path.open("wb")
-        self._keys: list[int] = []
-        self._offsets: list[int] = []
+        self._file = path.open("wb" if offsets is None or len(offsets) == 0 else "ab")
+        # Eight bytes a number: lists of 40 million Python integers would take gigabytes.
+        self._keys = array("q", (() if keys is None else keys.tolist()))
+        self._offsets = array("q", (() if offsets is None else offsets.tolist()))
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -241,8 +235,10 @@ class RecordWriter:
     ) -> None:
         self._file.close()
         if error is None:
-            index = RecordIndex(np.array(self._keys, dtype=np.int64), np.array(self._offsets, dtype=np.int64))
-            write_index(self.path.with_suffix(".idx"), index)
+            keys, offsets = np.array(self._keys, dtype=np.int64), np.array(self._offsets, dtype=np.int64)
+            # Sorted by key, whatever the order in the file: readers then need not sort.
+            order = np.argsort(keys, kind="stable")
+            write_index(self.path.with_suffix(".idx"), RecordIndex(keys[order], offsets[order]))
 
     def write(self, key: int, record: Record) -> None:
         self._keys.append(key)

@@ -1,27 +1,26 @@
-"""Where images come from: what lies at a path decides how it is read."""
+"""Where images come from: what lies at a path decides how it is read.
+
+folder with train.rec or one *.rec, or the file itself      RecordIO (record_source)
+folder with label.txt, or a .txt file                       list of paths and labels (file_source)
+folder with *.tar, or a .tar file                           shards of (jpg, cls) (tar_source)
+folder with one folder an identity                          file_source
+synthetic:C[xN][@SIZE]                                      N images of C classes made in memory (made_source)
+debug, debug:PATH                                           one batch repeated from memory (made_source)
+PATH,PATH,…                                                 several, with their label ranges kept apart
+"""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import image_dimensions
-from megaclass.data.recordio import MAGIC, MAX_EXACT_LABEL, MAX_PART_BYTES, RecordIndex, RecordReader, read_index
 from megaclass.errors import DataError
 
-_PART_HEADER_BYTES = 8
-_RECORD_HEADER_BYTES = 24
-# Words of a record from its start: mark, length, number of labels, label, id (2), id2 (2), first of several labels.
-_NUM_LABELS_WORD, _LABEL_WORD, _FIRST_LABEL_WORD, _NUM_WORDS = 2, 3, 8, 9
-_SCAN_BLOCK = 2**18
 
-
+@runtime_checkable
 class ImageSource(Protocol):
     """Numbered encoded images, each with its class."""
 
@@ -50,210 +49,138 @@ class ImageSource(Protocol):
     def describe(self) -> str: ...
 
 
-def check_source(path: Path) -> None:
-    """Says at once what is missing in a folder that `open_source` could not open."""
-    if not path.is_dir():
-        raise DataError(
-            f"Cannot open the data at {path}: there is no such folder. Expected one that holds train.rec and train.idx."
-        )
-    missing = [name for name in ("train.rec", "train.idx") if not (path / name).is_file()]
-    if missing:
-        raise DataError(
-            f"Cannot open the data at {path}: looked for train.rec and train.idx, "
-            f"{' and '.join(missing)} missing; {_list_names(path)}."
-        )
+@runtime_checkable
+class PixelSource(Protocol):
+    """A source whose images need no decoding."""
+
+    def pixels(self, indices: NDArray[np.int64], image_size: tuple[int, int]) -> NDArray[np.uint8]:
+        """(B, H, W, 3)"""
+        ...
 
 
-def open_source(path: Path) -> RecordSource:
-    """An InsightFace folder (`train.rec`, `train.idx`, `property`), with a header record or as im2rec writes it."""
-    check_source(path)
-    reader = RecordReader(path / "train.rec")
-    index = read_index(path / "train.idx")
-    scanned = _scan(reader, index)
-    is_image, has_header = _find_images(scanned, reader, index)
-    labels = _integer_labels(scanned.labels[is_image], index.keys[is_image], reader.path)
-    num_classes, image_size = _read_property(path / "property")
-    if num_classes is None:
-        num_classes = int(labels.max()) + 1
-    beyond = np.flatnonzero(labels >= num_classes)
-    if len(beyond):
+def open_source(path: Path | str) -> ImageSource:
+    """Opens whatever lies at the path; `describe()` of the result says what was found."""
+    text = str(path)
+    kind = kind_of(text)
+    if kind == "joined":
+        from megaclass.data.joined_source import JoinedSource
+
+        return JoinedSource([open_source(part) for part in split_path(text)])
+    if kind in ("synthetic", "debug"):
+        from megaclass.data.made_source import open_debug, open_synthetic
+
+        if kind == "synthetic":
+            return open_synthetic(text)
+        _, colon, inner = text.partition(":")
+        return open_debug(open_source(inner) if colon else None)
+    place = Path(text)
+    if kind == "records":
+        from megaclass.data.record_source import open_records
+
+        return open_records(_record_file(place))
+    if kind == "tar":
+        from megaclass.data.tar_source import open_tars
+
+        return open_tars(place)
+    from megaclass.data.file_source import open_folders, open_list
+
+    return open_list(_list_file(place)) if kind == "list" else open_folders(place)
+
+
+def check_source(path: Path | str) -> None:
+    """Says at once what is missing at a path that `open_source` could not open; reads no file."""
+    if kind_of(str(path)) == "joined":
+        for part in split_path(str(path)):
+            check_source(part)
+
+
+def kind_of(text: str) -> str:
+    """synthetic, debug, joined, records, list, tar or folders."""
+    if text.startswith("synthetic:"):
+        return "synthetic"
+    if text == "debug" or text.startswith("debug:"):
+        return "debug"
+    place = Path(text)
+    if not place.exists() and "," in text:
+        return "joined"
+    if place.is_file():
+        kind = {".rec": "records", ".txt": "list", ".tar": "tar"}.get(place.suffix)
+        if kind is None:
+            raise DataError(f"Cannot open the data at {place}: expected a folder, or a .rec, .txt or .tar file.")
+        if kind == "records":
+            _require_index(place)
+        return kind
+    return _kind_of_folder(place)
+
+
+def split_path(text: str) -> list[str]:
+    """The parts of several sources joined by commas; one that exists as it stands is one."""
+    if Path(text).exists() or text.startswith("synthetic:"):
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def verification_files(path: Path | str) -> list[Path]:
+    """Every *.bin beside the data."""
+    found: list[Path] = []
+    for part in split_path(str(path)):
+        place = Path(part.removeprefix("debug:"))
+        folder = place.parent if place.is_file() else place
+        found += sorted(folder.glob("*.bin")) if folder.is_dir() else []
+    return found
+
+
+def _kind_of_folder(place: Path) -> str:
+    if not place.is_dir():
         raise DataError(
-            f"The record with key {index.keys[is_image][beyond[0]]} in {reader.path} has label {labels[beyond[0]]}, "
-            f"but {path / 'property'} says num_classes = {num_classes}: labels lie in [0, {num_classes}). "
-            f"{len(beyond)} records are out of range."
+            f"Cannot open the data at {place}: there is no such folder. Expected one that holds train.rec and train.idx, "
+            f"a label.txt, tar shards, or one folder an identity; or synthetic:C[xN], or debug:FOLDER."
         )
-    return RecordSource(
-        reader=reader,
-        keys=index.keys[is_image],
-        offsets=index.offsets[is_image],
-        labels=labels,
-        num_classes=num_classes,
-        known_image_size=image_size,
-        has_header=has_header,
+    try:
+        if any(place.glob("*.rec")):
+            _require_index(_record_file(place))
+            return "records"
+        if (place / "label.txt").is_file():
+            return "list"
+        if any(place.glob("*.tar")):
+            return "tar"
+        if (place / "train.idx").exists():
+            _require_index(place / "train.rec")
+        if any(entry.is_dir() for entry in place.iterdir() if not entry.name.startswith(".")):
+            return "folders"
+    except OSError as error:
+        raise DataError(f"Cannot open the data at {place}: {error.strerror}.") from error
+    raise DataError(
+        f"Cannot open the data at {place}: looked for train.rec and train.idx, label.txt, *.tar and folders of "
+        f"identities, all of them missing; {_list_names(place)}."
     )
 
 
-@dataclass(frozen=True, eq=False)
-class RecordSource:
-    """Images of one `.rec` file, ordered by key. Pickles without the file's content."""
-
-    reader: RecordReader
-    keys: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    num_classes: int
-    known_image_size: tuple[int, int] | None
-    has_header: bool
-
-    @property
-    def num_images(self) -> int:
-        return len(self.keys)
-
-    @cached_property
-    def image_size(self) -> tuple[int, int]:
-        # Without a property file, the first image speaks for all.
-        return self.known_image_size or image_dimensions(self.read(0), self.name_of(0))
-
-    def read(self, index: int) -> bytes:
-        return self.reader.read(int(self.offsets[index])).payload
-
-    def name_of(self, index: int) -> str:
-        return f"{self.reader.path}, key {self.keys[index]}"
-
-    def describe(self) -> str:
-        kind = "InsightFace RecordIO" if self.has_header else "RecordIO without a header record (im2rec)"
-        height, width = self.image_size
-        contents = f"{self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
-        return f"{kind} at {self.reader.path.parent}: {contents}"
-
-
-@dataclass(frozen=True)
-class _Scan:
-    """Header of every record in the index."""
-
-    num_labels: NDArray[np.int64]
-    labels: NDArray[np.float32]
-    is_empty: NDArray[np.bool_]
-
-
-def _scan(reader: RecordReader, index: RecordIndex) -> _Scan:
-    """Gathers headers by whole arrays, since a loop over 40 million records takes minutes."""
-    _require_offsets_inside(reader, index)
-    num_records = len(index.keys)
-    num_labels = np.empty(num_records, dtype=np.int64)
-    labels = np.empty(num_records, dtype=np.float32)
-    is_empty = np.empty(num_records, dtype=bool)
-    words = reader.words()
-    for start in range(0, num_records, _SCAN_BLOCK):
-        block = slice(start, start + _SCAN_BLOCK)
-        first = index.offsets[block] // 4
-        # The last record may be shorter than what is gathered; the words clipped there are never used.
-        gathered = words[np.minimum(first[:, None] + np.arange(_NUM_WORDS), len(words) - 1)]
-        is_marked = gathered[:, 0] == MAGIC
-        if not is_marked.all():
-            wrong = start + int(np.argmin(is_marked))
-            raise DataError(
-                f"The index of {reader.path} says that key {index.keys[wrong]} begins at byte {index.offsets[wrong]}, "
-                f"but no record begins there. "
-                f"Does the index belong to another file?"
-            )
-        several = gathered[:, _NUM_LABELS_WORD].astype(np.int64)
-        num_labels[block] = several
-        value = np.where(several > 0, gathered[:, _FIRST_LABEL_WORD], gathered[:, _LABEL_WORD])
-        labels[block] = value.astype("<u4").view("<f4")
-        kind = gathered[:, 1] >> 29
-        length = (gathered[:, 1] & np.uint32(MAX_PART_BYTES)).astype(np.int64)
-        header_bytes = _RECORD_HEADER_BYTES + 4 * several
-        is_empty[block] = (kind == 0) & (length == header_bytes)
-        beyond_end = index.offsets[block] + _PART_HEADER_BYTES + length > reader.num_bytes
-        # Split inside the header, or broken: the reader puts it together, or says what is wrong.
-        for row in np.flatnonzero((length < header_bytes) | beyond_end | (kind > 1)):
-            record = reader.read(int(index.offsets[start + row]))
-            num_labels[start + row] = len(record.labels) if len(record.labels) > 1 else 0
-            labels[start + row] = record.labels[0]
-            is_empty[start + row] = not record.payload
-    return _Scan(num_labels, labels, is_empty)
-
-
-def _require_offsets_inside(reader: RecordReader, index: RecordIndex) -> None:
-    last = reader.num_bytes - _PART_HEADER_BYTES - _RECORD_HEADER_BYTES
-    wrong = np.flatnonzero((index.offsets > last) | (index.offsets % 4 != 0))
-    if len(wrong):
+def _record_file(place: Path) -> Path:
+    if place.is_file() or (place / "train.rec").exists():
+        return place if place.is_file() else place / "train.rec"
+    found = sorted(place.glob("*.rec"))
+    if len(found) != 1:
         raise DataError(
-            f"The index of {reader.path} says that key {index.keys[wrong[0]]} begins at byte "
-            f"{index.offsets[wrong[0]]}: records begin at multiples of 4, and the file has {reader.num_bytes} bytes. "
-            f"{len(wrong)} keys are out of place; is the file truncated, or does the index belong to another one?"
+            f"Cannot open the data at {place}: it holds {', '.join(path.name for path in found[:5])} and no train.rec. "
+            f"Name one of them, or several joined by commas."
+        )
+    return found[0]
+
+
+def _require_index(record_file: Path) -> None:
+    names = (record_file.name, record_file.with_suffix(".idx").name)
+    missing = [name for name in names if not (record_file.parent / name).is_file()]
+    if missing:
+        raise DataError(
+            f"Cannot open the data at {record_file.parent}: looked for {' and '.join(names)}, "
+            f"{' and '.join(missing)} missing; {_list_names(record_file.parent)}. "
+            f"megaclass data verify --repair finds the records of a .rec without an index and writes both anew."
         )
 
 
-def _find_images(scanned: _Scan, reader: RecordReader, index: RecordIndex) -> tuple[NDArray[np.bool_], bool]:
-    """Which records are images, and whether record 0 is a header that says so."""
-    has_header = bool(index.keys[0] == 0 and scanned.num_labels[0] > 0 and scanned.is_empty[0])
-    if not has_header:
-        is_image = np.ones(len(index.keys), dtype=bool)
-    else:
-        is_image = _images_after_header(scanned, reader, index)
-    empty = np.flatnonzero(is_image & scanned.is_empty)
-    if len(empty):
-        raise DataError(
-            f"The record with key {index.keys[empty[0]]} in {reader.path} holds no image; {len(empty)} such records."
-        )
-    if not is_image.any():
-        raise DataError(
-            f"{reader.path} holds no image: {len(index.keys)} records in the index, none of them with an image."
-        )
-    return is_image, has_header
-
-
-def _images_after_header(scanned: _Scan, reader: RecordReader, index: RecordIndex) -> NDArray[np.bool_]:
-    end_of_images = float(scanned.labels[0])
-    if end_of_images >= MAX_EXACT_LABEL:
-        # float32 no longer holds the range exactly; identity records have no payload, which tells them apart.
-        return ~scanned.is_empty
-    if not (end_of_images.is_integer() and end_of_images >= 1):
-        raise DataError(
-            f"The header record of {reader.path} says that images end before key {end_of_images}: "
-            f"expected an integer from 1."
-        )
-    is_image = (index.keys >= 1) & (index.keys < end_of_images)
-    num_expected = int(end_of_images) - 1
-    if int(is_image.sum()) != num_expected:
-        present = index.keys[is_image]
-        expected = np.arange(1, len(present) + 1)
-        gap = np.flatnonzero(present != expected)
-        first_missing = int(expected[gap[0]]) if len(gap) else len(present) + 1
-        raise DataError(
-            f"The header record of {reader.path} announces {num_expected} images, keys 1 to {num_expected}, "
-            f"but the index has {len(present)} of them; key {first_missing} is the first one missing."
-        )
-    return is_image
-
-
-def _integer_labels(labels: NDArray[np.float32], keys: NDArray[np.int64], path: Path) -> NDArray[np.int64]:
-    with np.errstate(invalid="ignore"):
-        is_bad = ~((labels >= 0) & (labels < MAX_EXACT_LABEL) & (np.floor(labels) == labels))
-    wrong = np.flatnonzero(is_bad)
-    if len(wrong):
-        raise DataError(
-            f"The record with key {keys[wrong[0]]} in {path} has label {labels[wrong[0]]}: "
-            f"expected an integer in [0, {MAX_EXACT_LABEL:,}), the range that float32, the type of labels here, "
-            f"holds exactly. {len(wrong)} records have such labels."
-        )
-    return labels.astype(np.int64)
-
-
-def _read_property(path: Path) -> tuple[int | None, tuple[int, int] | None]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None, None
-    except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}.") from error
-    fields = re.fullmatch(r"\s*([1-9][0-9]{0,9}),([1-9][0-9]{0,4}),([1-9][0-9]{0,4})\s*", text)
-    if fields is None:
-        raise DataError(f"Cannot read {path}: {text[:60]!r}; expected num_classes,height,width, such as 93431,112,112.")
-    num_classes, height, width = map(int, fields.groups())
-    return num_classes, (height, width)
+def _list_file(place: Path) -> Path:
+    return place if place.is_file() else place / "label.txt"
 
 
 def _list_names(path: Path) -> str:

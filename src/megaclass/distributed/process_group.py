@@ -1,8 +1,9 @@
 """The one place that calls init_process_group."""
 
+import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.rendezvous import interface_names, meeting_point
 from megaclass.errors import LaunchError
 from megaclass.world import World
 
@@ -21,10 +23,12 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
     nccl when the device is a GPU, gloo otherwise. A world of one joins a group of one: the same code path everywhere.
     Every rank says which device it uses; a GPU that is there but unused is warned about.
     """
+    world = meeting_point(world)
+    os.environ.update(interface_names(world))
     chosen = choose_device(device, world)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     print(f"{world.name()}: {describe_device(chosen)}, {backend}", file=sys.stderr, flush=True)
-    for warning in unused_gpus(chosen, world):
+    for warning in unused_gpus(chosen, world) + unused_tasks(world):
         print(f"WARNING {world.name()}: {warning}", file=sys.stderr, flush=True)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -90,6 +94,14 @@ def unused_gpus(device: torch.device, world: World, driver: Path = Path("/proc/d
             f"{torch.cuda.device_count()} GPUs are visible but only {world.local_size} process(es) run here: "
             f"the others stay idle."
         ]
+    return []
+
+
+def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]:
+    """Slurm hands out tasks that only srun uses."""
+    asked = env.get("SLURM_NPROCS") or env.get("SLURM_NTASKS", "1")
+    if world.is_main and world.starter == "nobody" and "SLURM_JOB_ID" in env and asked.isdecimal() and int(asked) > 1:
+        return [f"Slurm granted {asked} tasks, but this is one process: type `srun megaclass …` to use all of them."]
     return []
 
 

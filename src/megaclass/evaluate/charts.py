@@ -99,19 +99,20 @@ def histogram_chart(
     x_axis: Axis,
     *,
     title: str,
-    marker: float,
+    y_label: str = "share of pairs, %",
+    marker: float | None = None,
     size: tuple[int, int] = WIDE,
 ) -> str:
-    """One filled outline per group (css class, values), heights in percent of the group; a dashed line at `marker`."""
-    shares = [100 * np.histogram(values, edges)[0] / max(len(values), 1) for _, values in groups]
-    y_axis = linear_axis("share of pairs, %", [0.0, *(float(one.max()) for one in shares)], from_zero=True)
+    """One filled outline per group (css class, share of the group in each bin); a dashed line at `marker`."""
+    y_axis = linear_axis(y_label, [0.0, *(100 * float(shares.max()) for _, shares in groups)], from_zero=True)
     plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
     drawn = []
-    for (css, _), heights in zip(groups, shares, strict=True):
-        outline = zip(np.repeat(edges, 2), [0.0, *np.repeat(heights, 2), 0.0], strict=True)
+    for css, shares in groups:
+        outline = zip(np.repeat(edges, 2), [0.0, *np.repeat(100 * shares, 2), 0.0], strict=True)
         drawn.append(f'<path class="area {escape(css)}" d="M{"L".join(plot.point(x, y) for x, y in outline)}Z"/>')
-    at = plot.x(marker)
-    drawn.append(f'<line class="marker" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{plot.bottom}"/>')
+    if marker is not None:
+        at = plot.x(marker)
+        drawn.append(f'<line class="marker" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{plot.bottom}"/>')
     return plot.svg(drawn, title)
 
 

@@ -1,7 +1,9 @@
-"""Pairs of images -> embeddings, every rank working on its part."""
+"""Images -> embeddings, every rank working on its part."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,12 +11,66 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megaclass.data.decode import decode_batch, normalise, to_tensor
+from megaclass.data.decode import normalise, to_tensor
 from megaclass.data.pairs import PairSet
+from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import DataError
+from megaclass.evaluate.images import Images, PairImages
 
-_ALL_DECODED = -1
+OnProgress = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embedded:
+    """N images in the space of a model."""
+
+    sums_ND: NDArray[np.float32]
+    """f(x) + f(mirrored x), not normalised."""
+    norms_N: NDArray[np.float32]
+    """Mean of the norms of f(x) and f(mirrored x)."""
+
+    @property
+    def xnorm(self) -> float:
+        return float(self.norms_N.mean(dtype=np.float64))
+
+    def normalised_ND(self) -> NDArray[np.float32]:
+        return np.asarray(self.sums_ND / np.linalg.norm(self.sums_ND, axis=1, keepdims=True), dtype=np.float32)
+
+
+def embed_images(
+    network: nn.Module,
+    images: Images,
+    *,
+    device: torch.device,
+    batch_size: int = 64,
+    num_threads: int = 1,
+    group: dist.ProcessGroup | None = None,
+    on_progress: OnProgress | None = None,
+) -> Embedded:
+    """All images, the same on every rank; the network comes back in the mode it was in.
+
+    Every rank embeds a contiguous part, decoding batch by batch: two batches of pixels are held at a time. An image that
+    does not decode, has another size or an embedding that is not finite is an error on every rank, which names it.
+
+    Traffic: one all-gather of 4 KiB a rank (did all go well?), one of ceil(N / W) x (D + 1) floats a rank.
+    """
+    part = part_of_rank(len(images), group_rank(group), group_size(group))
+    rows = on_every_rank(
+        lambda: embed_part(
+            network,
+            images,
+            part,
+            device=device,
+            batch_size=batch_size,
+            num_threads=num_threads,
+            on_progress=on_progress,
+        ),
+        device,
+        group,
+    )
+    gathered = gather_blocks(rows, group).flatten(0, 1)[: len(images)].cpu().numpy()
+    return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-1]), norms_N=np.ascontiguousarray(gathered[:, -1]))
 
 
 def embed_pairs(
@@ -26,26 +82,12 @@ def embed_pairs(
     batch_size: int = 64,
     group: dist.ProcessGroup | None = None,
     name: str = "the pairs",
+    resize: bool = False,
 ) -> tuple[NDArray[np.float32], float]:
-    """Normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm: the same on every rank.
-
-    An embedding is f(x) + f(mirrored x), normalised. XNorm is the mean norm of f over both flips. Every rank holds the
-    encoded set and embeds a contiguous part of it, decoding batch by batch; the model comes back in the mode it was in.
-    An image that does not decode is the same DataError on every rank; `name` is what it calls the set.
-
-    Traffic: one all-gather of 1 integer a rank (did all images decode?), one of ceil(2N / W) x (D + 1) floats a rank.
-    """
-    num_images = len(pair_set.images)
-    if num_images == 0:
-        raise DataError(f"Nothing to embed: {name} hold no images.")
-    part = part_of_rank(num_images, group_rank(group), group_size(group))
-    rows, failed = _embed_part(model, pair_set.images, part, image_size, device, batch_size, name)
-    # A rank that raised alone would leave the others waiting in the gather: all learn of it, and raise together.
-    failed_W = gather_blocks(torch.tensor(failed, device=device), group)
-    if failed_W.max() != _ALL_DECODED:
-        _decode(pair_set.images, [int(failed_W[failed_W != _ALL_DECODED].min())], image_size, name)
-    gathered = gather_blocks(torch.cat(rows), group).flatten(0, 1)[:num_images].cpu().numpy()
-    return np.ascontiguousarray(gathered[:, :-1]), float(gathered[:, -1].mean(dtype=np.float64))
+    """Normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm: the same on every rank."""
+    images = PairImages(pair_set=pair_set, image_size=image_size, set_name=name, resize=resize)
+    embedded = embed_images(model, images, device=device, batch_size=batch_size, group=group)
+    return embedded.normalised_ND(), embedded.xnorm
 
 
 def part_of_rank(num_images: int, rank: int, num_ranks: int) -> list[int]:
@@ -72,45 +114,63 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = is_training
 
 
-def _embed_part(
-    model: nn.Module,
-    images: Sequence[bytes],
+def embed_part(
+    network: nn.Module,
+    images: Images,
     part: Sequence[int],
-    image_size: int,
+    *,
     device: torch.device,
-    batch_size: int,
-    name: str,
-) -> tuple[list[Tensor], int]:
-    """Blocks of rows (see `_embed_batch`) and _ALL_DECODED, or those up to the first image that does not decode."""
-    rows: list[Tensor] = []
-    with evaluating(model):
-        for start in range(0, len(part), batch_size):
-            batch = part[start : start + batch_size]
-            try:
-                pixels = _decode(images, batch, image_size, name)
-            except DataError:
-                return rows, _first_undecodable(images, batch, image_size, name)
-            rows.append(_embed_batch(model, pixels.to(device)))
-    return rows, _ALL_DECODED
+    batch_size: int = 64,
+    num_threads: int = 1,
+    on_progress: OnProgress | None = None,
+) -> Tensor:
+    """(len(part), D + 1) on the device, nothing exchanged: f(x) + f(mirrored x), and the mean norm in the last column."""
+    if not part:
+        raise DataError("Nothing to embed: there are no images.")
+    rows: Tensor | None = None
+    done = 0
+    with evaluating(network), ThreadPoolExecutor(num_threads) as threads:
+        for indices, pixels in _decoded_ahead(images, part, batch_size, threads):
+            embedded = _embed_batch(network, pixels.to(device))
+            _require_usable(embedded, indices, images)
+            if rows is None:
+                # One block for all: small results kept between large temporary ones would riddle the heap with holes
+                # (1.1 GB instead of 0.3 GB for 12,000 images).
+                rows = embedded.new_empty((len(part), embedded.shape[1]))
+            rows[done : done + len(indices)] = embedded
+            done += len(indices)
+            if on_progress is not None:
+                on_progress(done)
+    assert rows is not None
+    return rows
 
 
-def _embed_batch(model: nn.Module, pixels_B: Tensor) -> Tensor:
-    """(B, D + 1): the normalised embedding, and in the last column the mean norm of the two flips."""
+def _decoded_ahead(
+    images: Images, part: Sequence[int], batch_size: int, threads: ThreadPoolExecutor
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Batches of pixels; while the device works on one the threads decode the next, and no more than that."""
+    batches = [part[start : start + batch_size] for start in range(0, len(part), batch_size)]
+    upcoming = [threads.submit(images.pixels, index) for index in batches[0]]
+    for place, indices in enumerate(batches):
+        current = upcoming
+        upcoming = [threads.submit(images.pixels, i) for i in batches[place + 1]] if place + 1 < len(batches) else []
+        yield indices, to_tensor(np.stack([future.result() for future in current]))
+
+
+def _embed_batch(network: nn.Module, pixels_B: Tensor) -> Tensor:
     images_B = normalise(pixels_B)
-    straight_BD, mirrored_BD = model(images_B).float(), model(images_B.flip(3)).float()
+    straight_BD, mirrored_BD = network(images_B).float(), network(images_B.flip(3)).float()
     norms_B1 = (straight_BD.norm(dim=1, keepdim=True) + mirrored_BD.norm(dim=1, keepdim=True)) / 2
-    return torch.cat([nn.functional.normalize(straight_BD + mirrored_BD), norms_B1], dim=1)
+    return torch.cat([straight_BD + mirrored_BD, norms_B1], dim=1)
 
 
-def _decode(images: Sequence[bytes], indices: Sequence[int], image_size: int, name: str) -> Tensor:
-    names = [f"image {index} of {name} (pair {index // 2})" for index in indices]
-    return to_tensor(decode_batch([images[index] for index in indices], (image_size, image_size), names))
-
-
-def _first_undecodable(images: Sequence[bytes], indices: Sequence[int], image_size: int, name: str) -> int:
-    for index in indices:
-        try:
-            _decode(images, [index], image_size, name)
-        except DataError:
-            return index
-    raise AssertionError("a batch failed to decode, yet each of its images decodes")
+def _require_usable(rows_BD1: Tensor, indices: Sequence[int], images: Images) -> None:
+    """A row that cannot be normalised would turn into a distance that looks like any other."""
+    lengths_B = rows_BD1[:, :-1].norm(dim=1)
+    is_usable_B = torch.isfinite(lengths_B) & (lengths_B > 0)
+    if not is_usable_B.all():
+        first = int((~is_usable_B).nonzero()[0])
+        what = "all zeros" if lengths_B[first] == 0 else "not finite (NaN or infinity)"
+        raise DataError(
+            f"The embedding of {images.name(indices[first])} is {what}: the model has diverged or was loaded wrongly."
+        )

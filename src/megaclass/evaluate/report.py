@@ -1,14 +1,12 @@
-"""One run -> one self-contained report.html: curves, ROC, histograms, faces, mistakes, numbers, configuration.
+"""Runs -> one self-contained report.html: curves, sets, faces, mistakes, centres, numbers, configuration.
 
-The page opens from disk, carries its pictures as data URIs, runs no script and may fetch nothing (its own content
-policy says so). Light or dark follows the reader's system.
+The page opens from disk, carries its pictures as data URIs, and its own content policy lets it fetch nothing and run one
+script, named by its digest: tabs and legends. Light or dark follows the reader's system.
 """
 
-import base64
-import io
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -16,40 +14,41 @@ from typing import Any
 
 import numpy as np
 
-from megaclass.evaluate.charts import (
-    NARROW,
-    Series,
-    fixed_axis,
-    histogram_chart,
-    line_chart,
-    linear_axis,
-    log_axis,
-    smoothed,
-)
+from megaclass.evaluate.centres import CentreHealth
+from megaclass.evaluate.charts import NARROW, Series, histogram_chart, line_chart, linear_axis, smoothed
+from megaclass.evaluate.report_parts import colour, definitions, figure, image, section, table, tabs
+from megaclass.evaluate.report_script import SCRIPT, script_digest
+from megaclass.evaluate.report_sets import headline, set_sections
 from megaclass.evaluate.report_style import STYLE
-from megaclass.evaluate.verification import FAR_TARGETS, ScoredPairs, roc_curve
+from megaclass.evaluate.results import SetResult
 
-_MISTAKES_SHOWN = 12
-_HISTOGRAM_BINS = 60
+_NUM_BINS = 40
+# Shares of the time in a row of metrics.jsonl; the rest of the time is computing.
+_TIME_SHARES = {"data_wait_share": "waiting for data", "checkpoint_share": "saving checkpoints"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelReport:
+    """One run, or something to compare it with. What is empty is left out."""
+
+    name: str
+    results: Sequence[SetResult] = ()
+    is_baseline: bool = False
+    """Shown beside the others in numbers and ROC, without pictures of its own."""
+    metrics: Sequence[Mapping[str, Any]] = ()
+    """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What to know about the run, in the order shown: data and its fingerprint, ranks, classes, steps ..."""
+    config_text: str = ""
+    centres: CentreHealth | None = None
+    sample_faces: Sequence[Sequence[bytes]] = ()
+    """Encoded training images, one row per identity."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReportData:
-    """Everything the page shows. What is empty is left out."""
-
     title: str
-    metrics: Sequence[Mapping[str, Any]]
-    """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
-    model: ScoredPairs
-    baselines: Sequence[ScoredPairs] = ()
-    """Scored on the same pairs, shown beside the model."""
-    pair_images: Sequence[bytes] = ()
-    """The 2N encoded images of the pairs, for the pictures of the mistakes."""
-    sample_faces: Sequence[Sequence[bytes]] = ()
-    """Encoded training images, one row per identity."""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """What to know about the run, in the order shown: ranks, classes, steps ..."""
-    config_text: str = ""
+    models: Sequence[ModelReport]
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -64,149 +63,86 @@ def write_report(path: Path, report: ReportData) -> None:
 
 
 def render_report(report: ReportData) -> str:
+    runs = [(place, model) for place, model in enumerate(report.models) if not model.is_baseline]
     sections = [
         _header(report),
-        _section("Verification", _verification_lead(report), _numbers_table(report), _verification_charts(report)),
-        _section("Training", _training_charts(report.metrics)),
-        _samples(report.sample_faces),
-        _mistakes(report),
-        _section("Run", _definitions(report.facts), _versions(report.versions))
-        if report.facts or report.versions
-        else "",
-        _section("Configuration", f"<pre>{escape(report.config_text)}</pre>") if report.config_text else "",
+        *set_sections([(model.name, model.results, model.is_baseline) for model in report.models]),
+        _training([(place, model) for place, model in runs if model.metrics]),
+        *(_centres(model, model.centres, is_alone=len(runs) == 1) for _, model in runs if model.centres is not None),
+        *(_samples(model.sample_faces) for _, model in runs[:1] if model.sample_faces),
+        _facts([model for _, model in runs], report.versions),
+        _configuration([model for _, model in runs if model.config_text]),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'; img-src data:\">"
+        f"style-src 'unsafe-inline'; img-src data:; script-src '{script_digest()}'\">"
         f"<title>{escape(report.title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main></body></html>\n"
+        + "\n".join(part for part in sections if part)
+        + f"\n</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 
 def _header(report: ReportData) -> str:
     tiles = []
-    for place, scored in enumerate([report.model, *report.baselines]):
-        numbers = scored.verification
-        spread = f"± {100 * numbers.accuracy_std:.2f} over {len(numbers.fold_accuracies)} folds"
+    for place, model in enumerate(report.models):
+        done = [result for result in model.results if result.error is None]
+        if not done:
+            continue
+        value, _, note = headline(done[0]).partition(" ± ")
+        spread = f"± {note} over the folds, {done[0].name}" if note else done[0].name
         tiles.append(
-            f'<div class="tile"><div class="tile-name"><i class="key series-{place}"></i>{escape(scored.name)}</div>'
-            f'<div class="tile-value">{100 * numbers.accuracy:.2f}<small> %</small></div>'
-            f'<div class="tile-note">{spread}</div></div>'
+            f'<div class="tile"><div class="tile-name"><i class="key {colour(place)}"></i>{escape(model.name)}</div>'
+            f'<div class="tile-value{"" if note else " long"}">{escape(value)}</div>'
+            f'<div class="tile-note">{escape(spread)}</div></div>'
         )
     return f'<header><h1>{escape(report.title)}</h1><div class="tiles">{"".join(tiles)}</div></header>'
 
 
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
-
-
-def _verification_lead(report: ReportData) -> str:
-    numbers = report.model.verification
-    return (
-        f"<p>{numbers.num_pairs:,} pairs, {numbers.num_same:,} of the same identity. Accuracy: the threshold is chosen "
-        f"on {len(numbers.fold_accuracies) - 1} folds and judged on the one left out.</p>"
-    )
-
-
-def _numbers_table(report: ReportData) -> str:
-    columns = [report.model, *report.baselines]
-    rows: list[tuple[str, list[str]]] = [
-        ("Accuracy", [_percent(one.verification.accuracy) for one in columns]),
-        ("Deviation over folds", [_percent(one.verification.accuracy_std) for one in columns]),
-        ("Area under the ROC", [f"{one.verification.auc:.4f}" for one in columns]),
-        ("Equal error rate", [_percent(one.verification.eer) for one in columns]),
-    ]
-    for far in FAR_TARGETS:
-        tars = [one.verification.tar_at_far.get(far) for one in columns]
-        if any(tar is not None for tar in tars):
-            rows.append((f"TAR at FAR {far:g}", ["not measurable" if tar is None else _percent(tar) for tar in tars]))
-    rows.append(("Best threshold (similarity)", [f"{1 - one.verification.threshold / 2:.3f}" for one in columns]))
-    if any(one.verification.xnorm is not None for one in columns):
-        xnorms = [one.verification.xnorm for one in columns]
-        rows.append(("XNorm", ["–" if xnorm is None else f"{xnorm:.2f}" for xnorm in xnorms]))
-    head = "".join(f'<th scope="col">{escape(one.name)}</th>' for one in columns)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, cells in rows
-    )
-    return f'<div class="scroll"><table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _verification_charts(report: ReportData) -> str:
-    return f'<div class="charts">{_roc_figure(report)}{_similarity_figure(report.model)}</div>'
-
-
-def _roc_figure(report: ReportData) -> str:
-    columns = [report.model, *report.baselines]
-    num_different = report.model.verification.num_pairs - report.model.verification.num_same
-    curves = []
-    for place, one in enumerate(columns):
-        roc = roc_curve(one.distances_N, one.is_same_N)
-        # A log axis has no zero: of the points without a false accept only the last, highest one is drawn, at the edge.
-        start = int(np.flatnonzero(roc.far == 0)[-1])
-        curves.append(
-            Series(name=one.name, xs=roc.far[start:].tolist(), ys=roc.tar[start:].tolist(), css=f"series-{place}")
-        )
-    svg = line_chart(
-        # The model is drawn last, over the baselines.
-        curves[::-1],
-        log_axis("false accept rate", 1 / max(num_different, 10), 1.0),
-        fixed_axis("true accept rate", (0, 0.2, 0.4, 0.6, 0.8, 1)),
-        title="ROC",
-    )
-    return _figure("ROC", svg, [(curve.name, curve.css) for curve in curves])
-
-
-def _similarity_figure(model: ScoredPairs) -> str:
-    similarities = model.similarities_N
-    lowest = max(-1.0, math.floor(5 * float(similarities.min())) / 5)
-    threshold = 1 - model.verification.threshold / 2
-    svg = histogram_chart(
-        [("series-1", similarities[~model.is_same_N]), ("series-0", similarities[model.is_same_N])],
-        np.linspace(lowest, 1.0, _HISTOGRAM_BINS + 1),
-        fixed_axis("cosine similarity", [fifth / 5 for fifth in range(round(5 * lowest), 6)]),
-        title="Similarity of same and different pairs",
-        marker=threshold,
-    )
-    return _figure(
-        f"Similarity of pairs: {model.name}",
-        svg,
-        [("same identity", "series-0"), ("different", "series-1"), (f"threshold {threshold:.3f}", "marker")],
-    )
-
-
-def _training_charts(metrics: Sequence[Mapping[str, Any]]) -> str:
-    steps, losses = _column(metrics, "loss")
-    charts = [
-        _curve_figure(
-            "Loss",
-            [
-                Series(name="each row", xs=steps, ys=losses, css="series-0 faint"),
-                Series(name="running mean", xs=steps, ys=smoothed(losses, span=len(losses) // 60)),
-            ],
-            "loss",
-        )
-    ]
+def _training(runs: Sequence[tuple[int, ModelReport]]) -> str:
+    if not runs:
+        return ""
+    charts = [_loss_figure(runs)]
     for key, title, label in (
         ("learning_rate", "Learning rate", "learning rate"),
         ("images_per_second", "Throughput", "images / s"),
     ):
-        steps, values = _column(metrics, key)
-        charts.append(_curve_figure(title, [Series(name=title, xs=steps, ys=values)], label))
-    return f'<div class="charts three">{"".join(charts)}</div>'
+        charts.append(_curves_figure(title, [_curve(place, model, key) for place, model in runs], label))
+    if any("verification_accuracy" in row for _, model in runs for row in model.metrics):
+        accuracy = [_curve(place, model, "verification_accuracy") for place, model in runs]
+        charts.append(_curves_figure("Verification during training", accuracy, "accuracy"))
+    return section("Training", f'<div class="charts three">{"".join(charts)}</div>', _where_time_went(runs))
 
 
-def _curve_figure(title: str, series: Sequence[Series], label: str) -> str:
+def _loss_figure(runs: Sequence[tuple[int, ModelReport]]) -> str:
+    """A run alone also shows the rows its mean is made of; several runs show their means."""
+    series = []
+    for place, model in runs:
+        steps, losses = _column(model.metrics, "loss")
+        if len(runs) == 1:
+            series.append(Series(name="each row", xs=steps, ys=losses, css="series-0 faint"))
+        mean = smoothed(losses, span=len(losses) // 60)
+        series.append(
+            Series(name="running mean" if len(runs) == 1 else model.name, xs=steps, ys=mean, css=colour(place))
+        )
+    return _curves_figure("Loss", series, "loss", has_toggles=len(runs) > 1)
+
+
+def _curve(place: int, model: ModelReport, key: str) -> Series:
+    steps, values = _column(model.metrics, key)
+    return Series(name=model.name, xs=steps, ys=values, css=colour(place))
+
+
+def _curves_figure(title: str, series: Sequence[Series], label: str, *, has_toggles: bool | None = None) -> str:
     values = [value for one in series for value in one.ys]
     if not any(math.isfinite(value) for value in values):
-        return _figure(title, '<p class="empty">No values were recorded.</p>', [])
-    x_axis = linear_axis("step", series[0].xs, is_tight=True)
+        return figure(title, '<p class="empty">No values were recorded.</p>', [])
+    x_axis = linear_axis("step", [step for one in series for step in one.xs], is_tight=True)
     svg = line_chart(series, x_axis, linear_axis(label, values, from_zero=True), title=title, size=NARROW)
-    return _figure(title, svg, [(one.name, one.css) for one in series] if len(series) > 1 else [])
+    legend = [(one.name, one.css) for one in series] if len(series) > 1 else []
+    return figure(title, svg, legend, has_toggles=len(series) > 1 if has_toggles is None else has_toggles)
 
 
 def _column(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
@@ -215,83 +151,78 @@ def _column(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float]
     return [float(row["step"]) for row in rows], [math.nan if row[key] is None else float(row[key]) for row in rows]
 
 
+def _where_time_went(runs: Sequence[tuple[int, ModelReport]]) -> str:
+    rows = []
+    for _, model in runs:
+        parts = time_parts(model.metrics)
+        if parts:
+            total = sum(parts.values()) or 1.0
+            bars = "".join(
+                f'<span class="part part-{place}" style="width:{100 * seconds / total:.2f}%"></span>'
+                for place, seconds in enumerate(parts.values())
+            )
+            words = ", ".join(f"{name} {seconds:,.1f} s ({seconds / total:.0%})" for name, seconds in parts.items())
+            rows.append(
+                f'<div class="time"><div class="bar">{bars}</div><p>{escape(f"{model.name}: {words}")}</p></div>'
+            )
+    return f"<h3>Where time went</h3>{''.join(rows)}" if rows else ""
+
+
+def time_parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of each part, computing first; from the elapsed time of the rows and the shares they state."""
+    seconds: dict[str, float] = {}
+    before = 0.0
+    for row in metrics:
+        if row.get("elapsed_s") is None:
+            continue
+        # A resumed run counts from zero again.
+        passed = row["elapsed_s"] - before if row["elapsed_s"] >= before else row["elapsed_s"]
+        before = row["elapsed_s"]
+        shares = {name: float(row[key] or 0.0) for key, name in _TIME_SHARES.items() if key in row}
+        seconds["computing"] = seconds.get("computing", 0.0) + passed * max(0.0, 1 - sum(shares.values()))
+        for name, share in shares.items():
+            seconds[name] = seconds.get(name, 0.0) + passed * share
+    return seconds
+
+
+def _centres(model: ModelReport, health: CentreHealth, *, is_alone: bool) -> str:
+    norms, nearest = health.norms, health.nearest
+    charts = []
+    for title, values, label in (
+        ("Length of the centres", norms, "length"),
+        ("Nearest centre of another class", nearest, "cosine similarity"),
+    ):
+        if len(values):
+            axis = linear_axis(label, [float(values.min()), float(values.max())])
+            edges = np.linspace(axis.low, axis.high, _NUM_BINS + 1)
+            shares = np.histogram(values, edges)[0] / len(values)
+            chart = histogram_chart([("series-0", shares)], edges, axis, title=title, y_label="share of centres, %")
+            charts.append(figure(title, chart, []))
+    checked = "all" if health.num_checked == health.num_classes else f"{health.num_checked:,}, spread evenly,"
+    warning = f" {health.num_unusable} are zero or not finite." if health.num_unusable else ""
+    rows = [(first, [second, f"{score:.3f}"]) for first, second, score in health.closest_pairs]
+    return section(
+        "Class centres" if is_alone else f"Class centres: {model.name}",
+        f"<p>{health.num_classes:,} classes; the nearest of another class was looked for from {checked} of them.{warning} "
+        f"Two names whose centres nearly coincide are often one person: likely label noise.</p>",
+        f'<div class="charts">{"".join(charts)}</div>',
+        table(["nearest to", "cosine"], rows) if rows else "",
+    )
+
+
 def _samples(rows: Sequence[Sequence[bytes]]) -> str:
-    if not rows:
+    drawn = "".join(f'<div class="faces">{"".join(image(one, "") for one in row)}</div>' for row in rows)
+    return section("Training images", "<p>One row is one identity.</p>", f'<div class="identities">{drawn}</div>')
+
+
+def _facts(models: Sequence[ModelReport], versions: Mapping[str, str]) -> str:
+    known = [(model.name, definitions(model.facts)) for model in models if model.facts]
+    said = escape(" · ".join(f"{name} {value}" for name, value in versions.items()))
+    if not known and not said:
         return ""
-    drawn = "".join(f'<div class="faces">{"".join(_image(image, "") for image in row)}</div>' for row in rows)
-    return _section("Training images", "<p>One row is one identity.</p>", f'<div class="identities">{drawn}</div>')
+    return section("Run", tabs("facts", known) if known else "", f'<p class="quiet">{said}</p>' if said else "")
 
 
-def _mistakes(report: ReportData) -> str:
-    if not report.pair_images:
-        return ""
-    scored = report.model
-    different, same = np.flatnonzero(~scored.is_same_N), np.flatnonzero(scored.is_same_N)
-    closest = different[np.argsort(scored.distances_N[different], kind="stable")][:_MISTAKES_SHOWN]
-    farthest = same[np.argsort(-scored.distances_N[same], kind="stable")][:_MISTAKES_SHOWN]
-    return _section(
-        "Hardest pairs",
-        f"<p>Numbers are cosine similarities; {_WRONG_MARK} marks a pair that the best threshold, "
-        f"{1 - scored.verification.threshold / 2:.3f}, puts on the wrong side.</p>",
-        f'<div class="columns"><div><h3>Different, yet closest</h3>{_pairs(report, closest.tolist())}</div>'
-        f"<div><h3>Same, yet farthest</h3>{_pairs(report, farthest.tolist())}</div></div>",
-    )
-
-
-_WRONG_MARK = '<b class="wrong">wrong</b>'
-
-
-def _pairs(report: ReportData, indices: Iterable[int]) -> str:
-    scored = report.model
-    cards = []
-    for index in indices:
-        is_called_same = scored.distances_N[index] < scored.verification.threshold
-        mark = _WRONG_MARK if is_called_same != scored.is_same_N[index] else ""
-        pictures = "".join(
-            _image(report.pair_images[2 * index + side], f"pair {index}, {name} image")
-            for side, name in enumerate(("first", "second"))
-        )
-        cards.append(
-            f'<div class="pair"><div class="faces">{pictures}</div>'
-            f'<div class="caption"><span>{scored.similarities_N[index]:.3f} {mark}</span>'
-            f'<span class="quiet">pair {index}</span></div></div>'
-        )
-    return f'<div class="pairs">{"".join(cards)}</div>'
-
-
-def _figure(title: str, content: str, legend: Sequence[tuple[str, str]]) -> str:
-    keys = "".join(f'<span><i class="key {escape(css)}"></i>{escape(name)}</span>' for name, css in legend)
-    return (
-        f'<figure><figcaption><b>{escape(title)}</b><span class="legend">{keys}</span></figcaption>{content}</figure>'
-    )
-
-
-def _definitions(facts: Mapping[str, str]) -> str:
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
-    return f"<dl>{items}</dl>" if facts else ""
-
-
-def _versions(versions: Mapping[str, str]) -> str:
-    return f'<p class="quiet">{escape(" · ".join(f"{name} {value}" for name, value in versions.items()))}</p>'
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
-def _image(encoded: bytes, alt: str) -> str:
-    return f'<img src="{_data_uri(encoded)}" alt="{escape(alt)}">'
-
-
-def _data_uri(encoded: bytes) -> str:
-    if encoded.startswith(b"\xff\xd8\xff"):
-        kind = "jpeg"
-    elif encoded.startswith(b"\x89PNG\r\n\x1a\n"):
-        kind = "png"
-    else:  # whatever else the data may hold (BMP, WebP ...), not every browser shows
-        from PIL import Image
-
-        with Image.open(io.BytesIO(encoded)) as image, io.BytesIO() as converted:
-            image.convert("RGB").save(converted, format="PNG")
-            encoded, kind = converted.getvalue(), "png"
-    return f"data:image/{kind};base64,{base64.b64encode(encoded).decode('ascii')}"
+def _configuration(models: Sequence[ModelReport]) -> str:
+    panels = [(model.name, f"<pre>{escape(model.config_text)}</pre>") for model in models]
+    return section("Configuration", tabs("config", panels)) if panels else ""

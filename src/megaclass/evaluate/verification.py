@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
+from megaclass.evaluate.intervals import Interval, tar_interval
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
@@ -53,6 +54,10 @@ class Verification:
     """Error rate where false accepts and false rejects are equally frequent."""
     tar_at_far: dict[float, float | None]
     """Largest TAR whose FAR does not exceed the target; None where there are fewer than 1 / target different pairs."""
+    tar_intervals: dict[float, Interval | None]
+    """Where each TAR lies with 95 % confidence."""
+    published_tar: float
+    """TAR at FAR 1e-3 as InsightFace prints it, mean over the folds: see `published_tar_at_far`."""
     xnorm: float | None = None
     """Mean norm of the embeddings before normalisation, over both flips; None for scores without embeddings."""
 
@@ -69,6 +74,8 @@ class Verification:
             "auc": self.auc,
             "eer": self.eer,
             "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
+            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
+            "published_tar_at_far_1e-3": self.published_tar,
             "xnorm": self.xnorm,
         }
 
@@ -169,6 +176,8 @@ def verify_distances(
         auc=area_under(roc),
         eer=equal_error_rate(roc),
         tar_at_far=tar_at_far(roc, FAR_TARGETS, num_different=len(distances_N) - num_same),
+        tar_intervals=tar_intervals(distances_N, is_same_N, FAR_TARGETS),
+        published_tar=published_tar_at_far(distances_N, is_same_N, num_folds=num_folds),
         xnorm=xnorm,
     )
 
@@ -203,6 +212,40 @@ def tar_at_far(roc: Roc, targets: Sequence[float], *, num_different: int) -> dic
     # the same float as 0.29, whereas 0.29 * 100 is less than 29.
     return {
         target: float(roc.tar[roc.far <= target].max()) if 1 / num_different <= target else None for target in targets
+    }
+
+
+def published_tar_at_far(distances_N: Floats, is_same_N: Booleans, *, far: float = 1e-3, num_folds: int = 10) -> float:
+    """The published way: a fold's threshold gives the FAR on the other folds, on a grid of 0.001 with straight lines between.
+
+    A grid that never reaches the FAR gives threshold 0, and so a TAR of 0.
+    """
+    thresholds_T = np.arange(0, 4, 0.001)
+    tars = []
+    for inside in np.array_split(np.arange(len(distances_N)), num_folds):
+        is_outside_N = np.ones(len(distances_N), dtype=bool)
+        is_outside_N[inside] = False
+        different = np.sort(distances_N[is_outside_N & ~is_same_N])
+        far_T = np.searchsorted(different, thresholds_T, side="left") / max(1, len(different))
+        after = int(np.searchsorted(far_T, far, side="left"))
+        threshold = 0.0
+        if 0 < after < len(thresholds_T):
+            share = (far - far_T[after - 1]) / (far_T[after] - far_T[after - 1])
+            threshold = thresholds_T[after - 1] + share * (thresholds_T[after] - thresholds_T[after - 1])
+        same = distances_N[inside][is_same_N[inside]]
+        # A fold without same pairs has no rate.
+        if len(same):
+            tars.append(float((same < threshold).mean()))
+    return float(np.mean(tars))
+
+
+def tar_intervals(
+    distances_N: NDArray[Any], is_same_N: NDArray[Any], targets: Sequence[float]
+) -> dict[float, Interval | None]:
+    """95 % intervals of `tar_at_far`; None where the FAR is not measurable."""
+    same, different = np.sort(distances_N[is_same_N]), np.sort(distances_N[~is_same_N])
+    return {
+        target: tar_interval(same, different, target) if 1 / len(different) <= target else None for target in targets
     }
 
 

@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.errors import ExportError
+from megaclass.export.check import fixed_inputs, require_same_embeddings
 from megaclass.export.publish import published_file
 
-MIN_COSINE = 0.99999
-# The cosine does not see a wrong scale, and the embedding is published un-normalised.
-MAX_NORM_DIFFERENCE = 1e-3
 # A protobuf, and so a model in one file, ends at 2 GiB.
 _MAX_BYTES = 2**31 - 2**20
 
@@ -42,11 +40,16 @@ def export_onnx(path: Path, backbone: nn.Module, *, image_size: int, metadata: M
             f"Cannot write {path}: {num_bytes / 2**30:.1f} GiB of weights, but a single ONNX file holds at most 2 GiB. "
             f"Export to safetensors instead."
         )
-    inputs = _fixed_inputs(image_size)
+    inputs = fixed_inputs(image_size)
     with published_file(path) as unfinished:
         _write(path, unfinished, exported, inputs[:2], metadata or {})
-        for num_images in (1, len(inputs)):
-            _check(path, unfinished, exported, inputs[:num_images])
+        require_same_embeddings(
+            path,
+            lambda images: _embed_with_onnxruntime(path, unfinished, exported, images),
+            exported,
+            inputs,
+            "the ONNX model",
+        )
 
 
 def _require_packages() -> None:
@@ -58,14 +61,6 @@ def _require_packages() -> None:
             missing.append(name)
     if missing:
         raise ExportError(f"ONNX export needs {', '.join(missing)}: pip install 'megaclass[onnx]'")
-
-
-def _fixed_inputs(image_size: int) -> torch.Tensor:
-    """Seven images of coarse random patches, the same on every machine: like photos they have large even areas."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.randint(0, 256, (7, 3, 7, 7), generator=generator).float()
-    pixels = torch.nn.functional.interpolate(coarse, size=(image_size, image_size), mode="nearest")
-    return (pixels - 127.5) / 127.5
 
 
 def _write(
@@ -90,28 +85,6 @@ def _write(
         assert program is not None
         program.model.metadata_props.update(sorted(metadata.items()))
         program.save(unfinished, external_data=False)
-
-
-def _check(path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor) -> None:
-    got_BD = _embed_with_onnxruntime(path, unfinished, exported, inputs)
-    with torch.no_grad():
-        want_BD = exported(inputs).double().numpy()
-    if got_BD.shape != want_BD.shape or want_BD.ndim != 2 or len(want_BD) != len(inputs):
-        raise ExportError(
-            f"Not written: {path}. For {len(inputs)} image(s) the ONNX model gives embeddings of shape {got_BD.shape}, "
-            f"the backbone {want_BD.shape}: expected one row for each image."
-        )
-    got_norms_B, want_norms_B = np.linalg.norm(got_BD, axis=1), np.linalg.norm(want_BD, axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cosines_B = (got_BD * want_BD).sum(axis=1) / (got_norms_B * want_norms_B)
-        norm_differences_B = np.abs(got_norms_B / want_norms_B - 1)
-    # Asked this way round, NaN is a failure.
-    if not (cosines_B.min() >= MIN_COSINE and norm_differences_B.max() <= MAX_NORM_DIFFERENCE):
-        raise ExportError(
-            f"Not written: {path}. For {len(inputs)} image(s) the ONNX model's embeddings differ from the backbone's: "
-            f"lowest cosine {cosines_B.min():.6f} (at least {MIN_COSINE} is required), norms apart by up to "
-            f"{norm_differences_B.max():.2%}."
-        )
 
 
 def _embed_with_onnxruntime(

@@ -1,6 +1,7 @@
-"""A file that appears whole or not at all."""
+"""A file or folder that appears whole or not at all."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,34 @@ def published_file(path: Path) -> Iterator[Path]:
         _flush(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def published_folder(path: Path) -> Iterator[Path]:
+    """Yields a folder to fill and check; when the block ends without an error it becomes `path`.
+
+    On an error nothing new is left behind, and what stood at `path` before still stands.
+    """
+    if path.exists() and not path.is_dir():
+        raise ExportError(f"Cannot write the folder {path}: a file stands there.")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for file in unfinished.iterdir():
+            _flush(file)
+        _flush(unfinished)
+        if path.exists():
+            # A folder cannot be renamed onto another: for a moment there is none, and never half of one.
+            path.rename(replaced)
+        unfinished.rename(path)
+        _flush(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _umask() -> int:

@@ -18,10 +18,16 @@ INITIAL_CENTRES, DRAW_NEGATIVES, MARGIN_NOISE, ROUND_WEIGHTS = 1, 2, 3, 4
 
 def stream_keys(*parts: int) -> tuple[int, int]:
     """Two 32-bit keys (as signed Python ints) from the host-side parts of a key: purpose, seed, step."""
+    state = stream_state(*parts)
+    return _signed_32(state & 0xFFFFFFFF), _signed_32(state >> 32)
+
+
+def stream_state(*parts: int) -> int:
+    """The 64 bits the keys are cut from. One more part is mixed in as state ^ mix(part), then mixed again."""
     state = 0
     for part in parts:
         state = _mix_64(state ^ _mix_64(part & _MASK_64))
-    return _signed_32(state & 0xFFFFFFFF), _signed_32(state >> 32)
+    return state
 
 
 def random_bits(keys: tuple[int, int], indices: Tensor) -> Tensor:

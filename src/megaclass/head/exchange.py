@@ -17,6 +17,32 @@ _CONTROL_WORDS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where things lie in a rank's block, in bytes."""
+
+    max_batch: int
+    width: int
+    itemsize: int
+
+    @property
+    def labels_at(self) -> int:
+        return 8 * _CONTROL_WORDS
+
+    @property
+    def rows_at(self) -> int:
+        return self.labels_at + 8 * self.max_batch
+
+    @property
+    def rows_end(self) -> int:
+        return self.rows_at + self.max_batch * self.width * self.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Rounded up to 8, so that each rank's block can be viewed as int64."""
+        return -(-self.rows_end // 8) * 8
+
+
+@dataclass(frozen=True, slots=True)
 class GlobalBatch:
     """What every rank holds after the exchange; G = W * max_batch rows, rank by rank, padding included."""
 
@@ -39,25 +65,29 @@ def gather_batch(
     count, width = embeddings_BD.shape
     device = embeddings_BD.device
     if max_batch is None:
-        max_batch = int(gather_blocks(torch.tensor([count], device=device), group).max())
-    labels_at = 8 * _CONTROL_WORDS
-    rows_at = labels_at + 8 * max_batch
-    # Rounded up to 8 bytes, so that each rank's block can be viewed as int64.
-    num_bytes = -(-(rows_at + max_batch * width * embeddings_BD.element_size()) // 8) * 8
-    block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        max_batch = largest_batch(count, device, group)
+    layout = BlockLayout(max_batch, width, embeddings_BD.element_size())
+    labels_at, rows_at, rows_end = layout.labels_at, layout.rows_at, layout.rows_end
+    block = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     control = block[:labels_at].view(torch.int64)
-    control[0], control[1] = count, step
+    # fill_, not an assignment: that would copy the number from the host, and a GPU would wait.
+    control[0].fill_(count)
+    control[1].fill_(step)
     labels = block[labels_at:rows_at].view(torch.int64)
     labels[:count] = labels_B
-    labels[count:] = PADDING
-    row_bytes = max_batch * width * embeddings_BD.element_size()
-    block[rows_at : rows_at + row_bytes].view(embeddings_BD.dtype).view(max_batch, width)[:count] = embeddings_BD
+    labels[count:].fill_(PADDING)
+    block[rows_at:rows_end].view(embeddings_BD.dtype).view(max_batch, width)[:count] = embeddings_BD
 
     blocks_W = gather_blocks(block, group)
     control_W = blocks_W[:, :labels_at].view(torch.int64)
     labels_G = blocks_W[:, labels_at:rows_at].view(torch.int64).reshape(-1)
-    embeddings_GD = blocks_W[:, rows_at : rows_at + row_bytes].view(embeddings_BD.dtype).reshape(len(labels_G), width)
+    embeddings_GD = blocks_W[:, rows_at:rows_end].view(embeddings_BD.dtype).reshape(len(labels_G), width)
     counts_W = control_W[:, 0].contiguous()
     places = torch.arange(max_batch, device=device)
     is_image_G = (places[None, :] < counts_W[:, None]).reshape(-1)
     return GlobalBatch(embeddings_GD, labels_G, is_image_G, counts_W, control_W[:, 1].contiguous(), max_batch)
+
+
+def largest_batch(count: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Most images any rank brings. All-gather of 8 bytes a rank; the host waits for it."""
+    return int(gather_blocks(torch.tensor([count], device=device), group).max())

@@ -10,7 +10,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from megaclass.errors import HeadError
+from megaclass.errors import HeadError, NotFiniteError
 from megaclass.head.exchange import GlobalBatch
 
 LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW = 1, 2, 3, 4
@@ -30,7 +30,9 @@ def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int) -> Tensor:
         fault = _first(bad_label_G, LABEL, batch, fault)
     out_of_step_W = batch.steps_W != batch.steps_W[0]
     first = out_of_step_W.to(torch.int64).argmax()
-    values = torch.stack([first * 0 + OUT_OF_STEP, first, batch.steps_W[first], batch.steps_W[0], out_of_step_W.sum()])
+    values = torch.stack(
+        [first * 0 + OUT_OF_STEP, first, batch.steps_W.take(first), batch.steps_W[0], out_of_step_W.sum()]
+    )
     return torch.where(out_of_step_W.any(), values, fault)
 
 
@@ -69,13 +71,18 @@ class FaultWatch:
     def look_now(self, num_classes: int) -> None:
         self._raise(self.sticky.cpu(), num_classes)
 
+    def clear(self) -> None:
+        """Forgets what was noted, without looking: for loops that skip bad steps and count them."""
+        self.sticky = torch.zeros_like(self.sticky)
+        self._copies.clear()
+
     def _raise(self, fault: Tensor, num_classes: int) -> None:
         kind, rank, position, value, count = fault.tolist()
         if not kind:
             return
-        self.sticky = torch.zeros_like(self.sticky)
-        self._copies.clear()
-        raise HeadError(_text(kind, rank, position, value, count, num_classes))
+        self.clear()
+        error = NotFiniteError if kind == NOT_FINITE else HeadError
+        raise error(_text(kind, rank, position, value, count, num_classes))
 
 
 def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor) -> Tensor:
@@ -87,7 +94,7 @@ def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor) -> T
             place * 0 + kind,
             place // batch.max_batch,
             place % batch.max_batch,
-            batch.labels_G[place],
+            batch.labels_G.take(place),
             bad_G.sum(),
         ]
     )

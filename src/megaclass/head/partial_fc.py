@@ -12,8 +12,8 @@ Without `max_batch` the sizes are exchanged first: 8 bytes a rank, and the host 
 """
 
 import json
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,26 @@ from megaclass.distributed.collectives import gather_blocks, group_rank, group_s
 from megaclass.errors import HeadError
 from megaclass.head.centres import STORAGE_DTYPES, Centres
 from megaclass.head.counter_random import MARGIN_NOISE, normals_from_bits, random_bits, stream_keys
-from megaclass.head.cross_entropy import LossPart, TargetRows, grad_embeddings, grad_norms, loss_part
-from megaclass.head.exchange import PADDING, GlobalBatch, gather_batch
+from megaclass.head.cross_entropy import (
+    LossPart,
+    Settled,
+    TargetRows,
+    grad_embeddings,
+    grad_norms,
+    loss_part,
+    settle,
+)
+from megaclass.head.exchange import GlobalBatch, gather_batch
 from megaclass.head.faults import FaultWatch, find_fault, overflow_fault
-from megaclass.head.kernels import choose_kernel
+from megaclass.head.kernels import choose_kernel, is_fused
 from megaclass.head.kernels.problem import CentreGradient, Problem, rows_of_classes, unit_rows
 from megaclass.head.margins import ArcFace, Margin, Targets
-from megaclass.head.row_optimizers import RowOptimizer, RowSGD
+from megaclass.head.row_optimizers import Move, RowOptimizer, RowSGD
 from megaclass.head.sampling import SampleRate, rate_schedule, sample_capacity, sample_classes
 from megaclass.head.shards import class_range
+
+if TYPE_CHECKING:
+    from megaclass.head.fused_step import FusedStep
 
 # The settings that ranks compare travel as text of this many bytes.
 _SETTINGS_BYTES = 8192
@@ -44,10 +55,17 @@ class _StepPlan:
 
     classes_S: Tensor | None
     class_weight_S: Tensor | None
+    num_drawn: Tensor | None
     overflowed: Tensor
     num_images: Tensor
-    next_place_W: Tensor
-    """Place in the step's global batch of each rank's next image."""
+    counts_W: Tensor
+    """Images of each rank in the whole step."""
+    counts_before: list[Tensor]
+    """Images of each rank in the parts of the step already seen."""
+
+    def places_W(self) -> Tensor:
+        """Place in the step's global batch of each rank's next image."""
+        return torch.stack([self.counts_W.cumsum(0) - self.counts_W, *self.counts_before]).sum(0)
 
 
 class PartialFC(nn.Module):
@@ -90,7 +108,7 @@ class PartialFC(nn.Module):
         max_batch: most images a rank ever brings to a forward; lets a step run without waiting for sizes.
         gradient_scale: "mean" where the backbone's gradients are averaged over ranks afterwards (DDP), "sum" where
             they are summed.
-        kernel: "auto", "chunked" or "reference".
+        kernel: "auto", "triton_fused", "chunked" or "reference".
         storage: dtype of the centres; "bf16" rounds stochastically.
         num_subcentres: centres a class; an image counts for the closest one.
         filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
@@ -109,7 +127,7 @@ class PartialFC(nn.Module):
         self._check_settings(storage, num_subcentres)
         self.classes = class_range(num_classes, self.rank, self.world_size)
         device = torch.device(device) if device is not None else torch.get_default_device()
-        self.kernel = choose_kernel(kernel, device)
+        self.kernel = choose_kernel(kernel, device, margin=self.margin, storage=storage)
         self._check_agreement(storage, num_subcentres, device)
         self.store = Centres(
             self.classes,
@@ -122,6 +140,15 @@ class PartialFC(nn.Module):
         )
         for name, value in self.margin.initial_state.items():
             self.register_buffer(f"margin_{name}", torch.tensor(value, dtype=torch.float64, device=device))
+        self._fused: FusedStep | None = None
+        if is_fused(self.kernel):
+            from megaclass.head import fused_step
+
+            self._fused = fused_step.FusedStep(self.store, self.margin, self.num_classes, self.rank, self.group)
+        # A device that may run behind the host is asked nothing within a step.
+        self._never_waits = device.type == "cuda" or self._fused is not None
+        # Lets loss.backward() reach the centres when the embeddings themselves are frozen.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._planned: _StepPlan | None = None
         self._parts: list[tuple[_StepPlan, LossPart]] = []
         self._faults = FaultWatch(device)
@@ -136,21 +163,20 @@ class PartialFC(nn.Module):
         self._check_batch(embeddings_BD, labels_B)
         product_dtype = self._product_dtype(embeddings_BD)
         is_training = torch.is_grad_enabled() and self.training
+        wants_grad_images = is_training and embeddings_BD.requires_grad
+        forward = self._forward_fused if self._fused is not None else self._forward_plain
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            batch = gather_batch(
-                embeddings_BD.detach(), labels_B, step=self.step_count, max_batch=self.max_batch, group=self.group
+            plan, part, loss = forward(
+                embeddings_BD.detach(),
+                labels_B,
+                product_dtype=product_dtype,
+                wants_grad_images=wants_grad_images,
+                stored_bytes=self.stored_bytes if is_training else 0,
             )
-            plan = self._planned if self._planned is not None else self._plan(batch)
-            part = self._part(batch, plan, product_dtype, self.stored_bytes if is_training else 0)
-            if is_training:
-                plan.next_place_W = plan.next_place_W + batch.counts_W
-            loss = part.losses_G.sum() / plan.num_images.clamp_min(1)
-            loss = torch.where(self._faults.sticky[0] != 0, torch.nan, loss).to(self.store.work_dtype)
         if not is_training:
             return loss
-        # The anchor lets loss.backward() reach the centres when the embeddings themselves are frozen.
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
-        result: Tensor = _HeadLoss.apply(embeddings_BD, anchor, loss, self, plan, part)  # type: ignore[no-untyped-call]
+        plan.counts_before.append(part.counts_W)
+        result: Tensor = _HeadLoss.apply(embeddings_BD, self._anchor, loss, self, plan, part)  # type: ignore[no-untyped-call]
         return result
 
     def begin_step(self, labels: Tensor) -> None:
@@ -164,7 +190,7 @@ class PartialFC(nn.Module):
         with torch.no_grad():
             nothing = torch.zeros((len(labels), 0), device=self.device)
             batch = gather_batch(nothing, labels, step=self.step_count, max_batch=None, group=self.group)
-            self._planned = self._plan(batch)
+            self._planned = self._plan(batch.labels_G, batch.counts_W)
 
     @torch.no_grad()
     def step(self, lr: float | Tensor, *, skip: bool | Tensor = False, loss_scale: float | Tensor = 1.0) -> None:
@@ -175,11 +201,13 @@ class PartialFC(nn.Module):
         """
         if not self._parts:
             raise HeadError("step() was called without a forward and a backward before it.")
-        if self.device.type == "cuda":
-            is_skipped = (self._faults.sticky[0] != 0) | torch.as_tensor(skip, device=self.device).bool()
-            self._move(lr, is_skipped, loss_scale)
-        elif not bool(skip):
+        # Only a flag that is on the host can be looked at; on a GPU one that is on the device masks the update there.
+        if isinstance(skip, Tensor) and self._never_waits:
+            self._move(lr, skip.to(self.device), loss_scale)
+        elif not skip:
             self._move(lr, None, loss_scale)
+        for _, part in self._parts:
+            part.problem.stored.clear()  # the loss may be kept a while; its exponentials are large
         self.step_count += 1
         self._planned, self._parts = None, []
 
@@ -195,6 +223,16 @@ class PartialFC(nn.Module):
     def check(self) -> None:
         """Raises a fault that is still on its way; on a GPU the host waits for the device."""
         self._faults.look_now(self.num_classes)
+
+    def abandon_step(self) -> None:
+        """After an error in forward: drops the step under way; the step counter advances as if it had been skipped."""
+        self._faults.clear()
+        self.step_count += 1
+        self._planned, self._parts = None, []
+
+    def forgive_fault(self) -> None:
+        """After a step that a fault masked on a GPU: goes on without raising it. The host does not wait."""
+        self._faults.clear()
 
     # ---- inspection and state ----------------------------------------------------------------------------------
 
@@ -270,28 +308,42 @@ class PartialFC(nn.Module):
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def _plan(self, batch: GlobalBatch) -> _StepPlan:
-        """Which classes take part. Sends nothing: every rank knows all labels and draws its own classes."""
+    def _plan(self, labels_G: Tensor, counts_W: Tensor) -> _StepPlan:
+        """Which classes take part. Sends nothing: every rank knows all labels and draws its own classes.
+
+        labels_G: below 0 for padding.
+        """
         rate = self.rates.at(self.step_count)
-        num_images = batch.counts_W.sum().double()
-        next_place_W = batch.counts_W.cumsum(0) - batch.counts_W
+        num_images = counts_W.sum(dtype=torch.float64)
         if rate == 1:
-            return _StepPlan(None, None, torch.zeros_like(num_images), num_images, next_place_W)
+            return _StepPlan(None, None, None, torch.zeros_like(num_images), num_images, counts_W, [])
         # A GPU cannot say how many were drawn without a wait: there the list has a fixed, padded length.
-        on_gpu = self.device.type == "cuda"
-        capacity = sample_capacity(len(self.classes), rate, len(batch.labels_G)) if on_gpu else None
-        labels_G = torch.where(batch.is_image_G, batch.labels_G, PADDING)
+        capacity = sample_capacity(len(self.classes), rate, len(labels_G)) if self._never_waits else None
+        drawn_weight = 1 / rate if self.correct_sampling else 1.0
+        if self._fused is not None:
+            assert capacity is not None, "a fused step never waits"
+            drawn = self._fused.draw(labels_G, rate, self.seed, self.step_count, capacity, drawn_weight)
+            return _StepPlan(*drawn, num_images, counts_W, [])
         sample = sample_classes(
             labels_G, self.classes.start, len(self.classes), rate, self.seed, self.step_count, capacity
         )
         weight_S = None
-        if self.correct_sampling or on_gpu:
-            drawn_weight = 1 / rate if self.correct_sampling else 1.0
+        if self.correct_sampling or capacity is not None:
             weight_S = torch.full_like(sample.classes_S, drawn_weight, dtype=self.store.work_dtype)
             weight_S.masked_fill_(sample.is_positive_S, 1.0).masked_fill_(sample.classes_S >= len(self.classes), 0.0)
-        return _StepPlan(sample.classes_S, weight_S, sample.overflowed.double(), num_images, next_place_W)
+        return _StepPlan(sample.classes_S, weight_S, None, sample.overflowed.double(), num_images, counts_W, [])
 
-    def _part(self, batch: GlobalBatch, plan: _StepPlan, product_dtype: torch.dtype, stored_bytes: int) -> LossPart:
+    def _forward_plain(
+        self,
+        embeddings_BD: Tensor,
+        labels_B: Tensor,
+        *,
+        product_dtype: torch.dtype,
+        wants_grad_images: bool,
+        stored_bytes: int,
+    ) -> tuple[_StepPlan, LossPart, Tensor]:
+        batch = gather_batch(embeddings_BD, labels_B, step=self.step_count, max_batch=self.max_batch, group=self.group)
+        plan = self._planned if self._planned is not None else self._plan(batch.labels_G, batch.counts_W)
         raw_GD = batch.embeddings_GD.to(self.store.work_dtype)
         norms_G = torch.linalg.vector_norm(raw_GD, dim=1)
         fault = find_fault(batch, norms_G, self.num_classes)
@@ -299,30 +351,11 @@ class PartialFC(nn.Module):
         self._faults.look(self.num_classes)
         unit_GD = raw_GD * torch.where(norms_G > 0, 1 / norms_G, 0)[:, None]
         own, slots_G = self._target_rows(batch, plan, unit_GD)
-        # Bound now: the plan has moved on to the next part by the time a kernel computes logits again for backward.
-        places_W = plan.next_place_W
-        problem = Problem(
-            unit_GD=unit_GD.to(product_dtype),
-            weight_RD=self.store.weight_RD,
-            classes_S=plan.classes_S,
-            target_slot_G=slots_G,
-            class_weight_S=plan.class_weight_S,
-            num_subcentres=self.store.num_subcentres,
-            scale=self.margin.scale,
-            logit_bound=self.margin.logit_bound(),
-            filter_above=self.filter_above,
-            negative_logits=None,
-            stored_bytes=stored_bytes,
-        )
-        targets = Targets(
-            cosines_G=(unit_GD * own.unit_GD).sum(1).double(),
-            norms_G=norms_G.double(),
-            is_image_G=batch.is_image_G,
-            state=self._margin_state(),
-            normals=lambda: self._normals(places_W, batch),
-        )
+        problem = self._problem(plan, unit_GD.to(product_dtype), slots_G, wants_grad_images, stored_bytes)
+        cosines_G = (unit_GD * own.unit_GD).sum(1).double()
+        targets = self._targets(plan, cosines_G, norms_G.double(), batch.is_image_G, batch.max_batch)
         part = loss_part(
-            batch,
+            batch.max_batch,
             problem,
             unit_GD,
             norms_G,
@@ -331,10 +364,93 @@ class PartialFC(nn.Module):
             margin=self.margin,
             targets=targets,
             overflowed=plan.overflowed,
+            settle=lambda mass_G, cosines_G, _: settle(self.margin, targets, mass_G, cosines_G),
+            counts_W=batch.counts_W,
             group=self.group,
         )
         self._faults.note(overflow_fault(fault, part.num_overflowed))
-        return part
+        return plan, part, self._mean_loss(plan, part.settled)
+
+    def _forward_fused(
+        self,
+        embeddings_BD: Tensor,
+        labels_B: Tensor,
+        *,
+        product_dtype: torch.dtype,
+        wants_grad_images: bool,
+        stored_bytes: int,
+    ) -> tuple[_StepPlan, LossPart, Tensor]:
+        """The same in a handful of launches."""
+        fused, sticky = self._fused, self._faults.sticky
+        assert fused is not None
+        gathered = fused.gather(embeddings_BD, labels_B, step=self.step_count, max_batch=self.max_batch)
+        images = fused.prepare(gathered, product_dtype)
+        plan = self._planned if self._planned is not None else self._plan(images.labels_G, gathered.counts_W)
+        fused.find_slots_(images, plan.classes_S)
+        problem = self._problem(plan, images.operand_GD, images.slots_G, wants_grad_images, stored_bytes)
+        max_batch = gathered.layout.max_batch
+        targets = self._targets(plan, images.cosines_G, images.norms_G, images.is_image_G, max_batch)
+
+        def settle_fused(mass_G: Tensor, cosines_G: Tensor, num_overflowed: Tensor) -> Settled:
+            fused.note_faults(sticky, gathered, images, num_overflowed)
+            return fused.settle(targets, mass_G, cosines_G, plan.num_images, sticky)
+
+        part = loss_part(
+            max_batch,
+            problem,
+            images.unit_GD,
+            images.norms_G,
+            images.own,
+            kernel=self.kernel,
+            margin=self.margin,
+            targets=targets,
+            overflowed=plan.overflowed,
+            settle=settle_fused,
+            counts_W=gathered.counts_W,
+            group=self.group,
+        )
+        self._faults.look(self.num_classes)
+        return plan, part, self._mean_loss(plan, part.settled)
+
+    def _problem(
+        self, plan: _StepPlan, unit_GD: Tensor, slots_G: Tensor, wants_grad_images: bool, stored_bytes: int
+    ) -> Problem:
+        return Problem(
+            unit_GD=unit_GD,
+            weight_RD=self.store.weight_RD,
+            classes_S=plan.classes_S,
+            target_slot_G=slots_G,
+            class_weight_S=plan.class_weight_S,
+            num_drawn=plan.num_drawn,
+            num_subcentres=self.store.num_subcentres,
+            scale=self.margin.scale,
+            logit_bound=self.margin.logit_bound(),
+            filter_above=self.filter_above,
+            negative_logits=None,
+            curriculum=None,
+            wants_grad_images=wants_grad_images,
+            stored_bytes=stored_bytes,
+        )
+
+    def _targets(
+        self, plan: _StepPlan, cosines_G: Tensor, norms_G: Tensor, is_image_G: Tensor, max_batch: int
+    ) -> Targets:
+        # Bound now: the plan has moved on to the next part by the time a kernel computes logits again for backward.
+        before = replace(plan, counts_before=list(plan.counts_before))
+        return Targets(
+            cosines_G=cosines_G,
+            norms_G=norms_G,
+            is_image_G=is_image_G,
+            state=self._margin_state(),
+            normals=lambda: self._normals(before.places_W(), max_batch),
+        )
+
+    def _mean_loss(self, plan: _StepPlan, settled: Settled) -> Tensor:
+        if settled.mean_loss is not None:
+            return settled.mean_loss
+        assert settled.loss_sum is not None
+        loss = settled.loss_sum / plan.num_images.clamp_min(1)
+        return torch.where(self._faults.sticky[0] != 0, torch.nan, loss).to(self.store.work_dtype)
 
     def _target_rows(self, batch: GlobalBatch, plan: _StepPlan, unit_GD: Tensor) -> tuple[TargetRows, Tensor]:
         """The images' own centres, and the slot of their class among those that take part; -1 where not on this rank."""
@@ -353,9 +469,9 @@ class PartialFC(nn.Module):
     def _margin_state(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(f"margin_{name}") for name in self.margin.initial_state}
 
-    def _normals(self, places_W: Tensor, batch: GlobalBatch) -> Tensor:
+    def _normals(self, places_W: Tensor, max_batch: int) -> Tensor:
         """Keyed by the image's place in the step's global batch: padding and parts do not shift it."""
-        places_G = (places_W[:, None] + torch.arange(batch.max_batch, device=self.device)).flatten()
+        places_G = (places_W[:, None] + torch.arange(max_batch, device=self.device)).flatten()
         keys = stream_keys(MARGIN_NOISE, self.seed, self.step_count)
         return normals_from_bits(random_bits(keys, places_G), torch.float64)
 
@@ -369,32 +485,47 @@ class PartialFC(nn.Module):
 
     # ---- backward and update -----------------------------------------------------------------------------------
 
-    def _backward(self, plan: _StepPlan, part: LossPart, upstream: Tensor, wants_images: bool) -> Tensor | None:
+    def _backward(
+        self, plan: _StepPlan, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
+    ) -> Tensor | None:
         if self._parts and self._parts[0][0] is not plan:
             raise HeadError(
                 "backward() came a second time before step(): for gradient accumulation hand all labels of the step to "
                 "begin_step() first."
             )
-        image_weight_G = part.batch.is_image_G * (upstream.double() / plan.num_images.clamp_min(1))
-        part.weigh(image_weight_G)
         self._parts.append((plan, part))
+        # DDP divides the summed gradient by W; the loss is a mean over the global batch, not over the ranks' means.
+        factor = self.world_size if self.gradient_scale == "mean" else 1
+        if self._fused is not None:
+            return self._fused.grad_embeddings(part, upstream, plan.num_images, wants_images, factor, dtype)
+        image_weight_G = part.is_image_G * (upstream.double() / plan.num_images.clamp_min(1))
+        part.weigh(image_weight_G)
         if not wants_images:
             return None
         grad_BD = grad_embeddings(part, self.kernel, self.rank, self.group)
         grad_BD += grad_norms(part, image_weight_G, self.rank)
-        # DDP divides the summed gradient by W; the loss is a mean over the global batch, not over the ranks' means.
-        return grad_BD * self.world_size if self.gradient_scale == "mean" else grad_BD
+        return (grad_BD * factor).to(dtype)
 
-    def _move(self, lr: float | Tensor, is_skipped: Tensor | None, loss_scale: float | Tensor) -> None:
+    def _move(self, lr: float | Tensor, skip: Tensor | None, loss_scale: float | Tensor) -> None:
         parts = [part for _, part in self._parts]
-        problems, coefficients = [p.problem for p in parts], [p.negative_coefficients_G for p in parts]
-        for chunk in self.kernel.grad_centres(problems, coefficients):
-            won_R = self._add_targets_(chunk, parts)
-            rows = problems[0].rows_of(chunk.start, chunk.stop)
-            mask_R = self._mask(chunk, won_R, is_skipped)
-            grad_RD = chunk.grad_RD if isinstance(loss_scale, float) and loss_scale == 1 else chunk.grad_RD / loss_scale
-            self.store.update_(rows, grad_RD, mask_R, lr, self.step_count)
         statistics = [part.statistics for part in parts if part.statistics is not None]
+        is_fused = self._fused is not None and self._fused.can_update
+        is_skipped = None
+        if self._never_waits and (statistics or not is_fused):
+            is_skipped = self._faults.sticky[0] != 0
+            is_skipped = is_skipped if skip is None else is_skipped | skip.bool()
+        chunks = self.kernel.grad_centres([p.problem for p in parts], [p.negative_coefficients_G for p in parts])
+        if self._fused is not None and is_fused:
+            move = Move(lr=lr, loss_scale=loss_scale, sticky=self._faults.sticky, skip=skip, step=self.step_count)
+            self._fused.update_(parts, chunks, move)
+        else:
+            for chunk in chunks:
+                won_R = self._add_targets_(chunk, parts)
+                rows = parts[0].problem.rows_of(chunk.start, chunk.stop)
+                mask_R = self._mask(chunk, won_R, is_skipped)
+                is_scaled = isinstance(loss_scale, Tensor) or loss_scale != 1
+                grad_RD = chunk.grad_RD / loss_scale if is_scaled else chunk.grad_RD
+                self.store.update_(rows, grad_RD, mask_R, lr, self.step_count)
         if statistics:
             state = self._margin_state()
             for name, new in self.margin.next_state(state, torch.stack(statistics).sum(0)).items():
@@ -530,7 +661,7 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(upstream.device.type, enabled=False):
-            grad_BD = ctx.head._backward(ctx.plan, ctx.part, upstream, ctx.needs_input_grad[0])
+            grad_BD = ctx.head._backward(ctx.plan, ctx.part, upstream, ctx.needs_input_grad[0], ctx.dtype)
         if grad_BD is not None:
-            grad_BD = grad_BD[: ctx.num_images].to(ctx.dtype)
+            grad_BD = grad_BD[: ctx.num_images]
         return grad_BD, None, None, None, None, None

@@ -12,6 +12,19 @@ from torch import Tensor
 from megaclass.errors import HeadError
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """How far the rows go in a step that is not looked at from the host."""
+
+    lr: float | Tensor
+    loss_scale: float | Tensor
+    sticky: Tensor
+    """A fault, where its first number is not 0: nothing moves."""
+    skip: Tensor | None
+    """A flag on the device: nothing moves."""
+    step: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
     """What all of them share. Frozen: the state lives in the head, row for row beside the centres."""

@@ -87,7 +87,7 @@ def sample_classes(
     is_positive = torch.zeros(num_local + 1, dtype=torch.bool, device=device)
     local_G = labels_G - start
     # Labels of other ranks land in a scratch entry behind the last class.
-    is_positive[torch.where((local_G >= 0) & (local_G < num_local), local_G, num_local)] = True
+    is_positive.index_fill_(0, torch.where((local_G >= 0) & (local_G < num_local), local_G, num_local), True)
     is_positive_K = is_positive[:num_local]
     takes_part_K = is_drawn(start, num_local, rate, seed, step, device).logical_or_(is_positive_K)
     if capacity is None:
@@ -98,7 +98,7 @@ def sample_classes(
     place_K = torch.where(takes_part_K & (place_K < capacity), place_K, capacity)
     classes.scatter_(0, place_K, torch.arange(num_local, device=device))
     classes_S = classes[:capacity]
-    is_positive[num_local] = False
+    is_positive[num_local].fill_(False)
     return ClassSample(classes_S, is_positive[classes_S], takes_part_K.sum() > capacity)
 
 

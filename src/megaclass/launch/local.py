@@ -1,106 +1,73 @@
-"""Processes of one job on this machine: started, watched, and never left behind. Standard library only."""
+"""Processes of one job on this machine, in this terminal: what `megaclass train` with train.nproc starts."""
 
-import ctypes
 import os
+import secrets
+import select
 import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
-from megaclass.errors import LaunchError
-from megaclass.world import World, environment_of
+from megaclass.launch.epitaph import exit_status, headline
+from megaclass.launch.hosts import Host
+from megaclass.launch.inbox import SignalInbox
+from megaclass.launch.network import reserve_port
+from megaclass.launch.plan import place_ranks, rank_environment
+from megaclass.launch.supervisor import Supervisor, default_threads
 
-_GRACE_S = 3.0
-_POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
+GRACE_S = 3.0
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str] = os.environ) -> int:
     """Runs the command once a rank and waits; 0 when all ranks end with 0, else the exit code of the first that failed.
 
-    A rank that fails takes the others with it: SIGTERM, and SIGKILL 3 s later. Ctrl-C reaches the ranks through the
-    terminal; SIGTERM is passed on. If this process dies, the kernel kills the ranks.
+    The ranks write to this terminal themselves. A rank that fails takes the others with it: SIGTERM, and SIGKILL 3 s later.
+    Ctrl-C once is SIGINT to the ranks, twice SIGTERM, three times SIGKILL; SIGTERM and SIGUSR1 (preemption) are passed on.
+    If this process dies, the ranks are killed.
     """
-    port = _free_port()
-    ranks: list[subprocess.Popen[bytes]] = []
-    # Taken before the first start: a signal that comes in between must not orphan anybody.
-    previous = signal.signal(signal.SIGTERM, _raise_terminated)
-    try:
-        for rank in range(num_processes):
-            ranks.append(_start(command, rank, num_processes, port, env))  # noqa: PERF401 (those started must be ended)
-        return _wait(ranks)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except _TerminatedError:
-        return 128 + signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        _end(ranks)
+    caught = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    with (
+        # Before the first start: a signal that comes in between must not orphan anybody.
+        SignalInbox(caught) as inbox,
+        reserve_port(0) as held,
+        Supervisor(secrets.token_hex(8), grace_s=GRACE_S, adopts=False) as supervisor,
+    ):
+        [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
+        for world in placement.worlds:
+            placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
+            threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
+            supervisor.start(world.rank, command, {**threads, **env, **placed, "MEGACLASS_STARTER": "megaclass"})
+        return _wait(supervisor, inbox)
 
 
-def default_threads(num_processes: int) -> int:
-    """Threads a process may use without the processes getting in each other's way."""
-    return max(1, len(os.sched_getaffinity(0)) // num_processes)
-
-
-class _TerminatedError(Exception):
-    """SIGTERM came."""
-
-
-def _raise_terminated(signum: int, frame: object) -> None:
-    raise _TerminatedError
-
-
-def _start(command: Sequence[str], rank: int, size: int, port: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="megaclass", port=port)
-    own_env = {"OMP_NUM_THREADS": str(default_threads(size)), **env, **environment_of(world), "PYTHONUNBUFFERED": "1"}
-    try:
-        return subprocess.Popen(list(command), env=own_env, preexec_fn=_die_with_parent)
-    except OSError as error:
-        raise LaunchError(f"Cannot start rank {rank} with {command[0]!r}: {error.strerror}.") from error
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            rank = failed[0]
-            code = codes[rank]
-            assert code is not None
-            print(_epitaph(rank, ranks, code), file=sys.stderr, flush=True)
-            return code if code > 0 else 128 - code
-        if all(code == 0 for code in codes):
-            return 0
-        time.sleep(_POLL_S)
-
-
-def _epitaph(rank: int, ranks: list[subprocess.Popen[bytes]], code: int) -> str:
-    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-    others = f"; the other {len(ranks) - 1} are being stopped" if len(ranks) > 1 else ""
-    return f"megaclass: rank {rank} on {socket.gethostname()} (pid {ranks[rank].pid}) ended with {how}{others}."
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for process in ranks:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    for process in ranks:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
+    status: int | None = None
+    num_interrupts = 0
+    is_ending = False
+    while supervisor.running():
+        select.select([inbox], [], [], 0.05 if is_ending else None)
+        for number in inbox.taken():
+            if number == signal.SIGINT:
+                supervisor.send_signal(_INTERRUPTS[min(num_interrupts, 2)])
+                num_interrupts += 1
+                status = 128 + signal.SIGINT
+            elif number == signal.SIGUSR1:
+                supervisor.send_signal(number)
+            elif number == signal.SIGTERM:
+                status = 128 + signal.SIGTERM
+                supervisor.end()
+                is_ending = True
+        for worker in supervisor.reap():
+            assert worker.code is not None
+            if worker.code != 0 and status is None:
+                others = len(supervisor.running())
+                text = headline(worker.rank, socket.gethostname(), worker.pid, worker.code, others)
+                print(f"megaclass: {text}", file=sys.stderr, flush=True)
+                status = exit_status(worker.code)
+                supervisor.end()
+                is_ending = True
+        if is_ending:
+            supervisor.is_clear()
+    supervisor.end()
+    return status or 0

@@ -1,5 +1,8 @@
 """Settings -> the parts of a run."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -7,11 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from megaclass.backbones import build_backbone
-from megaclass.config import Config, HeadConfig
-from megaclass.data.source import RecordSource
-from megaclass.distributed.data_parallel import data_parallel
+from megaclass.backbones.iresnet import IBasicBlock
+from megaclass.config import BackboneConfig, Config, HeadConfig, OptimizerConfig
+from megaclass.data.source import ImageSource
+from megaclass.distributed.compression import compression_hook
+from megaclass.distributed.data_parallel import data_parallel, exact_average
+from megaclass.distributed.sync_batch_norm import synchronise_batch_norm
 from megaclass.errors import ConfigError
 from megaclass.head.margins import (
     AdaFace,
@@ -26,6 +33,9 @@ from megaclass.head.margins import (
 )
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from megaclass.train.ema import Ema
+from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
+from megaclass.train.precision import LossScale, Precision, choose_precision
 from megaclass.world import World
 
 # Margin, and the field that head.margin_size sets.
@@ -47,8 +57,19 @@ class Model:
 
     backbone: nn.Module
     parallel: DistributedDataParallel
+    """The backbone, compiled if asked, its gradients averaged over ranks."""
     head: PartialFC
-    optimizer: torch.optim.SGD
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    loss_scale: LossScale
+    dropouts: list[KeyedDropout]
+    ema: Ema | None
+
+    @contextmanager
+    def for_evaluation(self) -> Iterator[nn.Module]:
+        """The backbone with the weights that are evaluated and exported: the running mean where one is kept."""
+        with self.ema.in_place() if self.ema is not None else nullcontext():
+            yield self.backbone
 
     def shared_state(self) -> dict[str, Tensor]:
         """Tensors that are the same on all ranks, by name."""
@@ -57,24 +78,28 @@ class Model:
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     state[f"optimizer.{name}.{key}"] = value
-        return state | {f"head.{name}": buffer for name, buffer in self.head.named_buffers(recurse=False)}
+        state |= {f"head.{name}": buffer for name, buffer in self.head.named_buffers(recurse=False)}
+        state |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state().items()}
+        return state | ({f"ema.{name}": mean for name, mean in self.ema.means.items()} if self.ema is not None else {})
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
         self.backbone.load_state_dict(_part(state, "backbone."))
         for name, parameter in self.backbone.named_parameters():
             for key, value in _part(state, f"optimizer.{name}.").items():
-                self.optimizer.state[parameter][key] = value.to(parameter.device)
+                # Adam counts its steps on the CPU unless it is fused; what is as large as the weights lies beside them.
+                device = parameter.device if value.ndim or self.optimizer.defaults.get("fused") else value.device
+                self.optimizer.state[parameter][key] = value.to(device)
         for name, value in _part(state, "head.").items():
             self.head.get_buffer(name).copy_(value)
+        self.loss_scale.load(_part(state, "loss_scale."))
+        if self.ema is not None:
+            self.ema.load(_part(state, "ema."))
 
 
-def build_model(config: Config, source: RecordSource, world: World, device: torch.device) -> Model:
+def build_model(config: Config, source: ImageSource, world: World, device: torch.device) -> Model:
     """Collective: DDP gives all ranks the weights of rank 0, the head compares its settings."""
-    torch.manual_seed(config.train.seed)
-    backbone = build_backbone(
-        config.backbone.name, embedding_dim=config.backbone.embedding_dim, image_size=source.image_size[0]
-    ).to(device)
-    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    precision = choose_precision(config.train, device)
+    backbone, dropouts = _build_backbone(config, source.image_size[0], device)
     head = PartialFC(
         config.backbone.embedding_dim,
         source.num_classes,
@@ -87,15 +112,24 @@ def build_model(config: Config, source: RecordSource, world: World, device: torc
         storage=config.head.storage,
         num_subcentres=config.head.subcentres,
         filter_above=config.head.filter_above,
+        stored_bytes=round(config.head.stored_gib * 2**30),
         device=device,
     )
-    optimizer = torch.optim.SGD(
-        [parameter for parameter in backbone.parameters() if parameter.requires_grad],
-        lr=config.optimizer.lr,
-        momentum=config.optimizer.momentum,
-        weight_decay=config.optimizer.weight_decay,
+    parallel = data_parallel(_compiled(backbone, source.image_size[0]) if config.train.compile else backbone)
+    if config.train.compression != "none":
+        parallel.register_comm_hook(*compression_hook(config.train.compression))
+    elif device.type == "cpu":
+        parallel.register_comm_hook(None, exact_average)
+    return Model(
+        backbone=backbone,
+        parallel=parallel,
+        head=head,
+        optimizer=_build_optimizer(config.optimizer, backbone),
+        precision=precision,
+        loss_scale=LossScale(precision, device),
+        dropouts=dropouts,
+        ema=Ema(backbone, config.train.ema) if config.train.ema else None,
     )
-    return Model(backbone, data_parallel(backbone), head, optimizer)
 
 
 def build_margin(config: HeadConfig) -> Margin:
@@ -119,6 +153,73 @@ def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
     }
     optimizer: RowOptimizer = builders[config.optimizer](weight_decay=config.weight_decay)
     return optimizer
+
+
+def _build_backbone(config: Config, image_size: int, device: torch.device) -> tuple[nn.Module, list[KeyedDropout]]:
+    torch.manual_seed(config.train.seed)
+    settings = config.backbone
+    backbone = build_backbone(settings.name, embedding_dim=settings.embedding_dim, image_size=image_size)
+    if settings.dropout:
+        if not isinstance(getattr(backbone, "dropout", None), nn.Dropout):
+            raise ConfigError(f"backbone.dropout is {settings.dropout}, but {settings.name} has no layer `dropout`.")
+        backbone.dropout = nn.Dropout(settings.dropout)
+    dropouts = key_dropout(backbone, config.train.seed)
+    if settings.batch_norm == "sync":
+        synchronise_batch_norm(backbone)
+    _freeze(backbone, settings)
+    if settings.checkpoint_activations:
+        _checkpoint_activations(backbone, settings)
+    backbone.to(device)
+    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return backbone, dropouts
+
+
+def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
+    for beginning in config.freeze:
+        frozen = [p for name, p in backbone.named_parameters() if name.startswith(beginning)]
+        if not frozen:
+            raise ConfigError(f"backbone.freeze names {beginning!r}, but no parameter of {config.name} begins so.")
+        for parameter in frozen:
+            parameter.requires_grad = False
+
+
+def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
+    blocks = [module for module in backbone.modules() if isinstance(module, IBasicBlock)]
+    if not blocks:
+        raise ConfigError(f"backbone.checkpoint_activations is only known for the iresnets, not for {config.name}.")
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def _compiled(backbone: nn.Module, image_size: int) -> nn.Module:
+    """Tried on two images at once, because torch.compile fails at the first call, not here."""
+    device = next(backbone.parameters()).device
+    images = torch.zeros((2, 3, image_size, image_size), device=device).to(memory_format=torch.channels_last)
+    # Static shapes: the second size seen would otherwise make the batch dynamic, and the kernels slower.
+    compiled = torch.compile(backbone, dynamic=False)
+    was_training = backbone.training
+    try:
+        backbone.eval()
+        with torch.no_grad():
+            compiled(images)
+    except Exception as error:  # a compiler may fail in any way; the run need not
+        reason = str(error).strip().split("\n")[0]
+        print(f"megaclass: torch.compile failed, going on without it: {reason}", file=sys.stderr)
+        return backbone
+    finally:
+        backbone.train(was_training)
+    return compiled  # type: ignore[return-value]
+
+
+def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+    # Fused optimizers take `found_inf` on the device, so that a bad step is skipped without asking the host.
+    fused = parameters[0].device.type == "cuda"
+    if config.name == "adamw":
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    return torch.optim.SGD(
+        parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
+    )
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""After the last step: verification on all ranks, then summary, report and exported model from rank 0."""
+"""After the last step: evaluation on all ranks, then summary, report and exported model from rank 0."""
 
-import sys
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -8,47 +8,43 @@ import numpy as np
 import torch
 
 import megaclass
-from megaclass.config import Config, to_toml
-from megaclass.data.pairs import PairSet, read_pairs
-from megaclass.data.source import RecordSource
+from megaclass.config import Config
+from megaclass.data.decode import decode_image
+from megaclass.data.pairs import read_pairs
+from megaclass.data.source import ImageSource
+from megaclass.errors import DataError
 from megaclass.evaluate.baselines import score_histograms, score_pixels
-from megaclass.evaluate.embed import embed_pairs
-from megaclass.evaluate.report import ReportData, write_report
-from megaclass.evaluate.verification import ScoredPairs, score_embeddings
+from megaclass.evaluate.models import weights_fingerprint
+from megaclass.evaluate.report import write_report
+from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
+from megaclass.evaluate.run_report import BASELINES_FOLDER, report_of_runs, write_faces
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
 from megaclass.train.build import Model
+from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import Outcome
 from megaclass.train.run_folder import RunFolder
 from megaclass.world import World
 
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
+_FINGERPRINT_IMAGES = 64
 
 
-def evaluate_run(
-    config: Config, model: Model, source: RecordSource, device: torch.device
-) -> list[tuple[PairSet, ScoredPairs]]:
-    """Collective. Every *.bin beside the data, in the published ten-fold protocol; all ranks embed a part."""
-    scores = []
-    for path in sorted(Path(config.data.path).glob("*.bin")):
-        pair_set = read_pairs(path)
-        embeddings, xnorm = embed_pairs(
-            model.backbone, pair_set, image_size=source.image_size[0], device=device, name=str(path)
-        )
-        scores.append((pair_set, score_embeddings(path.stem, embeddings, pair_set.is_same, xnorm=xnorm)))
-    return scores
+def evaluate_run(config: Config, model: Model, source: ImageSource, device: torch.device) -> list[SetResult]:
+    """Collective. What the summary and the report say about the sets beside the data."""
+    return evaluate_model(config, model, source.image_size[0], device)
 
 
 def finish_run(
     config: Config,
     run: RunFolder,
     model: Model,
-    source: RecordSource,
+    source: ImageSource,
     world: World,
     outcome: Outcome,
-    scores: list[tuple[PairSet, ScoredPairs]],
+    results: list[SetResult],
 ) -> None:
-    """Rank 0 alone. Writes model.safetensors, model.onnx, summary.json, report.html, and says where they are."""
+    """Rank 0 alone. Writes model, summary, evaluation and report into the run folder, and says where they are."""
     image_size = source.image_size[0]
     metadata = {
         "format": "megaclass",
@@ -61,78 +57,72 @@ def finish_run(
     if config.export.onnx:
         export_onnx(run.path / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
     summary: dict[str, Any] = {
+        "data": config.data.path,
+        "data_fingerprint": fingerprint(source),
         "num_classes": source.num_classes,
         "num_images": source.num_images,
+        "image_size": image_size,
+        "backbone": config.backbone.name,
+        "embedding_dim": config.backbone.embedding_dim,
         "world_size": world.size,
         "steps": outcome.num_steps,
         "final_loss": outcome.final_loss,
         "images_per_second": outcome.images_per_second,
     }
-    baselines: list[ScoredPairs] = []
-    if scores:
-        pair_set, scored = scores[0]
-        baselines = [score_pixels(pair_set, image_size=image_size), score_histograms(pair_set, image_size=image_size)]
-        summary["verification_accuracy"] = scored.verification.accuracy
-        summary["pixel_baseline_accuracy"] = baselines[0].verification.accuracy
-        summary["histogram_baseline_accuracy"] = baselines[1].verification.accuracy
-        summary["verification"] = {s.name: s.verification.to_json() for _, s in scores}
+    # Under the same key as `megaclass evaluate` on this run: sets evaluated later join these.
+    write_results(run.path, {"name": run.path.name, "weights": weights_fingerprint(model.backbone)}, results)
+    evaluated = [result for result in results if result.error is None]
+    if evaluated:
+        summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
+        summary |= _write_baselines(run.path, evaluated[0], image_size)
+    summary["verification"] = {result.name: result.to_json() for result in results}
     run.write_summary(summary)
-    if scores:
-        _write_report(config, run, source, summary, *scores[0], baselines)
-    _say_where(config, run, summary)
+    write_faces(run.path, _sample_faces(source))
+    write_report(run.path / "report.html", report_of_runs([run.path], device=torch.device("cpu")))
+    _say_where(run, summary, results)
 
 
-def _write_report(
-    config: Config,
-    run: RunFolder,
-    source: RecordSource,
-    summary: dict[str, Any],
-    pair_set: PairSet,
-    scored: ScoredPairs,
-    baselines: list[ScoredPairs],
-) -> None:
-    facts = {
-        "Classes": f"{source.num_classes:,}",
-        "Training images": f"{source.num_images:,}, {source.image_size[1]} × {source.image_size[0]}",
-        "Backbone": f"{config.backbone.name}, {config.backbone.embedding_dim} numbers an embedding",
-        "Ranks": str(summary["world_size"]),
-        "Steps": f"{summary['steps']:,} of {config.train.global_batch} images",
-        "Final loss": f"{summary['final_loss']:.4f}",
-        "Images per second": f"{summary['images_per_second']:,.0f}",
-    }
-    versions = {
-        "megaclass": megaclass.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "Python": sys.version.split()[0],
-    }
-    write_report(
-        run.path / "report.html",
-        ReportData(
-            title=f"Megaclass run {run.path.name}",
-            metrics=run.read_metrics(),
-            model=scored,
-            baselines=baselines,
-            pair_images=pair_set.images,
-            sample_faces=_sample_faces(source),
-            facts=facts,
-            config_text=to_toml(config),
-            versions=versions,
-        ),
-    )
+def fingerprint(source: ImageSource) -> str:
+    """Changes with the number of classes, any label, and (all but surely) the images: 64 spread over all are read."""
+    digest = hashlib.sha256(f"{source.num_classes} {source.num_images} {source.image_size}".encode())
+    digest.update(np.ascontiguousarray(source.labels, dtype="<i8").tobytes())
+    for index in np.unique(np.linspace(0, source.num_images - 1, _FINGERPRINT_IMAGES).astype(np.int64)):
+        digest.update(source.read(int(index)))
+    return digest.hexdigest()[:16]
 
 
-def _sample_faces(source: RecordSource) -> list[list[bytes]]:
-    """The first images of a few classes spread over all of them."""
+def _write_baselines(run: Path, result: SetResult, image_size: int) -> dict[str, float]:
+    """What raw pixels and colour histograms verify on the same pairs: the floor the model must leave."""
+    pair_set = read_pairs(Path(result.path))
+    accuracies = {}
+    for key, scored in (
+        ("pixel_baseline_accuracy", score_pixels(pair_set, image_size=image_size, name=result.path)),
+        ("histogram_baseline_accuracy", score_histograms(pair_set, image_size=image_size, name=result.path)),
+    ):
+        accuracies[key] = scored.verification.accuracy
+        baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
+        write_results(run / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
+    return accuracies
+
+
+def _sample_faces(source: ImageSource) -> list[list[bytes]]:
+    """The first images of a few classes spread over all of them; one that does not decode is left out."""
     rows = []
     for label in np.unique(np.linspace(0, source.num_classes - 1, _SAMPLE_ROWS).astype(np.int64)):
-        indices = np.flatnonzero(source.labels == label)[:_SAMPLE_COLUMNS]
-        if len(indices):
-            rows.append([source.read(int(index)) for index in indices])
+        row = []
+        for index in np.flatnonzero(source.labels == label)[:_SAMPLE_COLUMNS]:
+            encoded = source.read(int(index))
+            try:
+                decode_image(encoded, source.name_of(int(index)))
+            except DataError:
+                continue
+            row.append(encoded)
+        if row:
+            rows.append(row)
     return rows
 
 
-def _say_where(config: Config, run: RunFolder, summary: dict[str, Any]) -> None:
+def _say_where(run: RunFolder, summary: dict[str, Any], results: list[SetResult]) -> None:
     lines = [
         "",
         f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
@@ -144,12 +134,14 @@ def _say_where(config: Config, run: RunFolder, summary: dict[str, Any]) -> None:
             f"(raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
             f"colour histograms {summary['histogram_baseline_accuracy']:.1%})."
         )
+    lines += [f"Not evaluated: {result.name}: {result.error}" for result in results if result.error is not None]
     lines += ["", f"In {run.path}/:"]
     for name, meaning in (
         ("report.html", "open it in a browser"),
         ("model.safetensors", "the backbone"),
         ("model.onnx", "the same for other runtimes"),
         ("summary.json", "the numbers"),
+        ("evaluation.json", "the numbers of every verification set"),
         ("metrics.jsonl", "the curve"),
         ("checkpoints/", "to go on with --resume"),
         ("config.toml", "every setting of this run"),

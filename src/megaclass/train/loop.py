@@ -1,28 +1,32 @@
 """The training loop. Read this first.
 
-A step on every rank:
+A step on every rank (train/step.py):
 
     batch       this rank's part of the global batch, decoded ahead of time
     forward     backbone: images -> embeddings; head: embeddings of all ranks -> one loss, the same on every rank
     backward    head: gradient of the embeddings; DDP: gradients of the backbone, averaged over ranks
-    update      backbone by its optimizer, the centres that took part by the head
+    update      backbone by its optimizer, the centres that took part by the head; nothing where something is not finite
 """
 
-import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from megaclass.checkpoint.save import save_checkpoint
-from megaclass.config import Config, to_toml
-from megaclass.data.decode import normalise
+from megaclass.checkpoint.save import CheckpointWriter, Snapshot
+from megaclass.config import Config
 from megaclass.data.loader import BatchLoader
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.train.build import Model
+from megaclass.train.evaluation import evaluate_between_steps
+from megaclass.train.generators import generator_states
+from megaclass.train.meters import Meter, check_finite
 from megaclass.train.progress import no_bar, progress_bar
 from megaclass.train.run_folder import RunFolder
 from megaclass.train.schedule import learning_rate
+from megaclass.train.sinks import open_sinks
+from megaclass.train.step import training_step
+from megaclass.train.stop_signals import StopSignals
 from megaclass.world import World
 
 
@@ -31,8 +35,11 @@ class Outcome:
     """What the run amounted to; the same on every rank."""
 
     num_steps: int
+    """Steps done in all."""
     final_loss: float
     images_per_second: float
+    was_interrupted: bool
+    """A signal asked to stop before the last step; the checkpoint says how far it came."""
 
 
 def train(
@@ -43,90 +50,72 @@ def train(
     world: World,
     device: torch.device,
     first_step: int,
+    writer: CheckpointWriter,
 ) -> Outcome:
     """Trains from `first_step` to the end, saving checkpoints on the way. Every rank calls it."""
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
     checkpoint_steps = max(1, round(config.train.checkpoint_epochs * loader.steps_per_epoch))
-    meter = Meter(config.train.global_batch)
-    bar_of = progress_bar("training", num_steps, start=first_step) if world.is_main else no_bar()
+    evaluate_steps = round(config.train.evaluate_epochs * loader.steps_per_epoch)
+    accuracies: dict[str, float] = {}
+    meter = Meter(config.train.global_batch, run.read_metrics(), device)
+    signals = StopSignals()
+    epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
+    batches = loader.batches(epoch, step_in_epoch, num_steps=num_steps - first_step)
+    done, is_asked_to_stop = first_step, False
     model.parallel.train()
-    with bar_of as bar:
-        epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
-        for step, batch in enumerate(
-            loader.batches(epoch, step_in_epoch, num_steps=num_steps - first_step), start=first_step
-        ):
+    bar_of = progress_bar("training", num_steps, start=first_step) if world.is_main else no_bar()
+    rows_of = open_sinks(config, run) if world.is_main else nullcontext(None)
+    with signals.heard(), bar_of as bar, rows_of as send_row:
+        for step, batch in enumerate(meter.batches(batches), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
-            images = normalise(batch.images.to(device, non_blocking=True)).to(memory_format=torch.channels_last)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                embeddings = model.parallel(images)
-            loss = model.head(embeddings, batch.labels.to(device, non_blocking=True))
-            model.optimizer.zero_grad()
-            loss.backward()
-            update(model, config, lr)
-            meter.add(loss)
-
+            meter.add(training_step(model, batch, config, lr=lr, step=step, device=device))
             done = step + 1
-            if done % config.train.report_steps == 0 or done == num_steps:
+
+            detail = ""
+            is_evaluated = evaluate_steps > 0 and done % evaluate_steps == 0 and done < num_steps
+            if is_evaluated:
+                accuracies = evaluate_between_steps(config, model, loader.image_size[0], device)
+            if done % config.train.report_steps == 0 or done == num_steps or is_evaluated:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
-                if world.is_main:
-                    run.append_metrics(row)
-                bar.advance_to(done, f"loss {row['loss']:.3f}  {row['images_per_second']:,.0f} images/s  lr {lr:.3g}")
-            else:
-                bar.advance_to(done)
-            if done % checkpoint_steps == 0 or done == num_steps:
-                save(config, model, run, done, device)
-    return Outcome(num_steps, meter.last_loss, meter.images_per_second())
+                row |= accuracies if is_evaluated else {}
+                check_finite(row, done, config.train.on_nan, model.loss_scale.is_dynamic)
+                if send_row is not None:
+                    send_row(row)
+                detail = describe_row(row)
+                is_asked_to_stop = done < num_steps and signals.any_rank_was_asked(device)
+            bar.advance_to(done, detail)
+            if done % checkpoint_steps == 0 or done == num_steps or is_asked_to_stop:
+                save(model, writer, done, {"loss": meter.last_loss, **accuracies}, device)
+            if is_asked_to_stop:
+                break
+    return Outcome(done, meter.last_loss, meter.images_per_second(), is_asked_to_stop)
 
 
-def update(model: Model, config: Config, lr: float) -> None:
-    """Moves the backbone and the centres; every rank has the same gradients of the backbone, so clips them alike."""
-    if config.optimizer.clip_norm is not None:
-        nn.utils.clip_grad_norm_(model.backbone.parameters(), config.optimizer.clip_norm)
-    for group in model.optimizer.param_groups:
-        group["lr"] = lr
-    model.optimizer.step()
-    head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
-    model.head.step(lr=lr * head_factor)
+def describe_row(row: dict[str, float]) -> str:
+    """What stands behind the bar."""
+    parts = [
+        f"loss {row['loss']:.3f}",
+        f"{row['images_per_second']:,.0f} images/s",
+        f"lr {row['learning_rate']:.3g}",
+        f"waiting for data {row['data_wait_share']:.0%}",
+    ]
+    if "gpu_memory_gib" in row:
+        parts.append(f"{row['gpu_memory_gib']:.1f} GiB")
+    return "  ".join(parts)
 
 
-def save(config: Config, model: Model, run: RunFolder, step: int, device: torch.device) -> None:
-    """Collective. After it the batch statistics are the same on every rank."""
+def save(model: Model, writer: CheckpointWriter, step: int, metrics: dict[str, float], device: torch.device) -> None:
+    """Collective. After it the batch statistics are the same on every rank; the writing goes on beside the next steps."""
     average_buffers_(model.backbone)
-    save_checkpoint(
-        run.checkpoints,
-        step=step,
-        shared=model.shared_state(),
-        head_rows=model.head.rows(),
-        class_start=model.head.classes.start,
-        class_stop=model.head.classes.stop,
-        num_classes=model.head.num_classes,
-        config=to_toml(config),
-        keep=config.train.keep_checkpoints,
-        device=device,
+    writer.save(
+        Snapshot(
+            step=step,
+            shared=model.shared_state(),
+            head_rows=model.head.rows(),
+            class_start=model.head.classes.start,
+            class_stop=model.head.classes.stop,
+            num_classes=model.head.num_classes,
+            rank_state=generator_states(device),
+            metrics=metrics,
+        )
     )
-
-
-class Meter:
-    """Mean loss and speed between two reports; reads the device only when asked."""
-
-    def __init__(self, global_batch: int) -> None:
-        self._global_batch = global_batch
-        self._begun = self._last = time.monotonic()
-        self._losses: list[torch.Tensor] = []
-        self._num_steps = 0
-        self.last_loss = float("nan")
-
-    def add(self, loss: torch.Tensor) -> None:
-        self._losses.append(loss.detach())
-        self._num_steps += 1
-
-    def read(self) -> dict[str, float]:
-        self.last_loss = float(torch.stack(self._losses).mean())
-        now = time.monotonic()
-        speed = len(self._losses) * self._global_batch / (now - self._last)
-        self._last, self._losses = now, []
-        return {"loss": self.last_loss, "images_per_second": speed, "elapsed_s": now - self._begun}
-
-    def images_per_second(self) -> float:
-        """Over the whole run, checkpoints included."""
-        return self._num_steps * self._global_batch / (time.monotonic() - self._begun)

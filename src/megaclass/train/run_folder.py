@@ -4,14 +4,23 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megaclass.distributed.agreement import on_every_rank, on_main_rank
+from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
 
+# Network file systems may show a new file a moment late.
+_NETWORK_DELAY_S = 5.0
 _OWN_NAMES = (
     "config.toml",
     "metrics.jsonl",
@@ -20,6 +29,11 @@ _OWN_NAMES = (
     "model.safetensors",
     "model.onnx",
     "checkpoints",
+    "tensorboard",
+    "evaluation",
+    "evaluation.json",
+    "baselines",
+    "faces.npz",
 )
 
 
@@ -56,16 +70,50 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Two jobs in one folder would mix their files: the second is refused, however the first ended."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise CheckpointError(
+                f"Cannot write to the run folder {self.path}: {error.strerror}; choose another train.run_dir."
+            ) from error
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise CheckpointError(f"Another job is running in {self.path}: choose another train.run_dir.") from None
             yield
         finally:
             os.close(handle)
+
+    def check_seen_by_all(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """Collective. Refuses a folder that is another one on some host: shards written there would be missing here.
+
+        Rank 0 leaves a file with a name that nobody can have seen before, and every rank looks for it.
+        """
+        name_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=device)
+        token = self.path / f".seen-{int(gather_blocks(name_bits, group)[0]):014x}"
+        on_main_rank(lambda: token.touch(), device, group)
+        try:
+            on_every_rank(lambda: self._look_for(token, group_rank(group)), device, group)
+        finally:
+            if group_rank(group) == 0:
+                token.unlink(missing_ok=True)
+
+    def _look_for(self, token: Path, rank: int) -> None:
+        deadline = time.monotonic() + _NETWORK_DELAY_S
+        while not token.exists():
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"Rank {rank} on {socket.gethostname()} does not see in {self.path.absolute()} what rank 0 wrote there: "
+                    f"the run folder must be the same on all hosts. Put train.run_dir on a file system they share."
+                )
+            time.sleep(0.05)
+
+    def holds_config(self, toml: str) -> bool:
+        """Whether the run that the folder holds was started with these settings."""
+        file = self.path / "config.toml"
+        return file.is_file() and file.read_text() == toml
 
     def write_config(self, text: str) -> None:
         self._write("config.toml", text)
@@ -73,9 +121,9 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", json.dumps(summary, indent=1) + "\n")
 
-    def append_metrics(self, row: dict[str, Any]) -> None:
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(dict(row)) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Whole rows; a last one cut off by a crash is left out."""

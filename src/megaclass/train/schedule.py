@@ -1,13 +1,19 @@
 """The learning rate: a pure function of the step, so that a resumed run needs to remember nothing."""
 
+import math
+
 from megaclass.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
-    """Rises linearly over the warm-up, then falls as (1 - progress) ** power; step counts from 0 to num_steps - 1."""
+    """Rises linearly over the warm-up, then falls by the schedule; step counts from 0 to num_steps - 1."""
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), num_steps)
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps
+    if config.schedule == "step":
+        return config.lr * 0.1 ** sum(step >= round(epoch * steps_per_epoch) for epoch in config.step_epochs)
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    factor: float = (1.0 - progress) ** config.power
+    if config.schedule == "cosine":
+        return config.lr * (1 + math.cos(math.pi * progress)) / 2
+    factor: float = (1 - progress) ** config.power
     return config.lr * factor

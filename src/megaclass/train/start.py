@@ -1,73 +1,90 @@
 """`megaclass train`: from settings to a finished run, as one process, as the parent of local ranks, or as one rank."""
 
+import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megaclass.backbones import check_backbone
-from megaclass.checkpoint.load import load_shared, newest_whole, saved_rows
-from megaclass.checkpoint.manifest import check_files, read_manifest
+from megaclass.checkpoint.retention import published
+from megaclass.checkpoint.save import CheckpointWriter
 from megaclass.config import Config, to_toml
+from megaclass.data.augment import parse_augment
 from megaclass.data.loader import BatchLoader
-from megaclass.data.source import check_source, open_source
+from megaclass.data.source import ImageSource, check_source, open_source
+from megaclass.data.stage import stage
 from megaclass.data.synthesize import synthesize
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
-from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.process_group import process_group
-from megaclass.errors import CheckpointError, ConfigError
+from megaclass.errors import ConfigError, DataError
 from megaclass.launch.local import run_local
 from megaclass.train.build import Model, build_margin, build_model
+from megaclass.train.class_list import class_list
 from megaclass.train.finish import evaluate_run, finish_run
-from megaclass.train.loop import train
-from megaclass.train.progress import progress_bar
+from megaclass.train.initialise import initialise
+from megaclass.train.loop import Outcome, train
+from megaclass.train.progress import Bar, progress_bar
+from megaclass.train.resume import resume_run
 from megaclass.train.run_folder import RunFolder
+from megaclass.train.stop_signals import EXIT_RESUME_ME
 from megaclass.world import World, world_from_environment
 
-# Settings that may change between a run and its continuation without making it another run.
-_MAY_CHANGE = {
-    "train.run_dir",
-    "train.nproc",
-    "train.device",
-    "train.epochs",
-    "train.report_steps",
-    "train.checkpoint_epochs",
-    "train.keep_checkpoints",
-    "data.path",
-    "data.threads",
-    "head.kernel",
-    "export.onnx",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """How a run begins."""
+
+    resume: str | None = None
+    """None, "auto" for the newest whole checkpoint of the run folder, "best", or the path of a checkpoint."""
+    overwrite: bool = False
+    """Replace the run that the folder holds."""
+    matches_classes: bool = False
+    """A list of classes that differs from the checkpoint's is matched by name, not refused."""
+
+    def __post_init__(self) -> None:
+        if self.resume is not None and self.overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other: continue the run or replace it.")
 
 
-def start_training(config: Config, arguments: Sequence[str], *, resume: str | None, overwrite: bool) -> int:
-    """Exit code of the run. `arguments`: the command line that made this config, to start ranks with.
-
-    resume: None, "auto" for the newest whole checkpoint of the run folder, or the path of a checkpoint.
-    """
-    if resume is not None and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other: continue the run or replace it.")
+def start_training(config: Config, arguments: Sequence[str], beginning: Beginning) -> int:
+    """Exit code of the run. `arguments`: the command line that made this config, to start ranks with."""
     check_backbone(config.backbone.name, config.synth.size if config.synth.identities else 16)
     build_margin(config.head)
+    parse_augment(config.data.augment)
     world = world_from_environment()
     if world.starter != "nobody":
-        return _train_as_rank(config, world, resume=resume, overwrite=overwrite)
+        return _train_as_rank(config, world, _after_a_restart(config, beginning))
     run = RunFolder(Path(config.train.run_dir))
-    if resume is None and not overwrite:
+    if beginning.resume is None and not beginning.overwrite:
         run.check_free()
-    _make_data(config)
+    make_data(config)
     if config.train.nproc == 1:
-        return _train_as_rank(config, world, resume=resume, overwrite=overwrite)
+        return _train_as_rank(config, world, beginning)
     return run_local([sys.executable, "-m", "megaclass", "train", *arguments], config.train.nproc)
 
 
-def _make_data(config: Config) -> None:
+def _after_a_restart(config: Config, beginning: Beginning) -> Beginning:
+    """`megaclass run --restarts` gives the same command again: it goes on from the newest whole checkpoint, if there is one.
+
+    A run that failed before its first checkpoint begins anew; a folder that holds another run is refused as ever.
+    """
+    run = RunFolder(Path(config.train.run_dir))
+    if os.environ.get("MEGACLASS_RESTART", "0") == "0" or not run.holds_a_run():
+        return beginning
+    if published(run.checkpoints):
+        return replace(beginning, resume="auto", overwrite=False)
+    is_the_same = run.holds_config(to_toml(config))
+    return replace(beginning, overwrite=True) if is_the_same and beginning.resume is None else beginning
+
+
+def make_data(config: Config) -> None:
     """Draws synthetic identities where none are yet; otherwise the data must be there."""
     if not config.synth.identities:
-        check_source(Path(config.data.path))
+        check_source(config.data.path)
         return
     synth = config.synth
     total = synth.identities * synth.images_per_identity + 2 * synth.pairs
@@ -83,92 +100,117 @@ def _make_data(config: Config) -> None:
         )
 
 
-def _train_as_rank(config: Config, world: World, *, resume: str | None, overwrite: bool) -> int:
-    run = RunFolder(Path(config.train.run_dir))
+def _staged(config: Config) -> str:
+    """Where to read the data: its path, or the copy in memory that one rank of this host makes."""
+    if not config.data.stage:
+        return config.data.path
+    with ExitStack() as held:
+        bars: list[Bar] = []
+
+        def on_progress(done: int, total: int) -> None:
+            if not bars:
+                bars.append(held.enter_context(progress_bar("copying the data into memory, MiB", total // 2**20)))
+            bars[0].advance_to(done // 2**20)
+
+        return stage(config.data.path, Path(config.data.stage), on_progress)
+
+
+def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
+    source = open_source(_staged(config))
+    height, width = source.image_size
+    if height != width:
+        raise DataError(f"The images at {config.data.path} have {width} × {height} pixels: backbones take square ones.")
+    check_backbone(config.backbone.name, height)
+    return source, make_loader(config, source, world)
+
+
+def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoader:
+    return BatchLoader(
+        source,
+        global_batch=config.train.global_batch,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.train.seed,
+        num_workers=config.data.threads,
+        mirror=config.data.mirror,
+        augment=parse_augment(config.data.augment),
+        keep_last=config.data.keep_last,
+        order=config.data.order,
+        images_per_class=config.data.images_per_class,
+        max_bad_fraction=config.data.max_bad_fraction,
+    )
+
+
+def _train_as_rank(config: Config, world: World, beginning: Beginning) -> int:
     with ExitStack() as held:
         with process_group(world, device=config.train.device) as device:
-
-            def prepare() -> None:
-                if resume is None and not overwrite:
-                    run.check_free()
-                held.enter_context(run.locked())
-                if overwrite:
-                    run.clear()
-                _make_data(config)
-
-            on_main_rank(prepare, device)
-            source = open_source(Path(config.data.path))
-            loader = BatchLoader(
-                source,
-                global_batch=config.train.global_batch,
-                rank=world.rank,
-                world_size=world.size,
-                seed=config.train.seed,
-                num_workers=config.data.threads,
-                mirror=config.data.mirror,
-            )
-            model = build_model(config, source, world, device)
-            first_step = _resume(config, model, run, resume, world, device) if resume is not None else 0
-            if world.is_main:
-                run.write_config(to_toml(config))
-                print(source.describe(), file=sys.stderr)
-            outcome = train(config, model, loader, run, world, device, first_step)
-            scores = evaluate_run(config, model, source, device)
+            trained = train_in_group(config, world, device, beginning, held)
+            if trained.outcome.was_interrupted:
+                if world.is_main:
+                    print(
+                        f"megaclass: asked to stop; saved at step {trained.outcome.num_steps}, --resume goes on.",
+                        file=sys.stderr,
+                    )
+                return EXIT_RESUME_ME
+            # From here on the backbone carries the weights that are evaluated and exported.
+            held.enter_context(trained.model.for_evaluation())
+            scores = evaluate_run(config, trained.model, trained.source, device)
         # The other ranks are done; what is left is one rank's work.
         if world.is_main:
-            finish_run(config, run, model, source, world, outcome, scores)
+            finish_run(config, trained.run, trained.model, trained.source, world, trained.outcome, scores)
     return 0
 
 
-def _resume(config: Config, model: Model, run: RunFolder, resume: str, world: World, device: torch.device) -> int:
-    """Loads the checkpoint on every rank; returns the step to go on with."""
-    chosen = torch.tensor([-1], dtype=torch.int64)
-    folder = Path(resume)
+@dataclass(frozen=True)
+class Trained:
+    """What a finished loop leaves to those who evaluate and export."""
 
-    def choose() -> None:
-        nonlocal folder
-        if resume == "auto":
-            found, passed_over = newest_whole(run.checkpoints)
-            for reason in passed_over:
-                print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
-            if found is None:
-                raise CheckpointError(f"There is no whole checkpoint in {run.checkpoints} to resume from.")
-            folder = found
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
-        _check_same_run(tomllib.loads(manifest.config), tomllib.loads(to_toml(config)), folder)
-        chosen[0] = manifest.step
-        print(f"megaclass: resuming from {folder}, step {manifest.step}", file=sys.stderr)
-
-    on_main_rank(choose, device)
-    step = int(gather_blocks(chosen.to(device), None)[0])
-    if resume == "auto":
-        folder = run.checkpoints / f"step-{step:09d}"
-
-    def load() -> None:
-        manifest = read_manifest(folder)
-        if manifest.num_classes != model.head.num_classes:
-            raise CheckpointError(
-                f"{folder} holds {manifest.num_classes} classes, the data at {config.data.path} {model.head.num_classes}."
-            )
-        model.load_shared_state(load_shared(folder))
-        for first_class, rows in saved_rows(folder, manifest, model.head.classes.start, model.head.classes.stop):
-            model.head.load_rows(first_class, rows)
-        model.head.step_count = step
-        if world.is_main:
-            run.forget_metrics_after(step)
-
-    on_every_rank(load, device)
-    return step
+    run: RunFolder
+    source: ImageSource
+    model: Model
+    outcome: Outcome
 
 
-def _check_same_run(saved: dict[str, dict[str, object]], current: dict[str, dict[str, object]], folder: Path) -> None:
-    names = {f"{section}.{key}" for tree in (saved, current) for section, part in tree.items() for key in part}
-    differences = []
-    for name in sorted(names - _MAY_CHANGE):
-        section, key = name.split(".")
-        before, now = saved.get(section, {}).get(key, "unset"), current.get(section, {}).get(key, "unset")
-        if before != now:
-            differences.append(f"{name} was {before}, is {now}")
-    if differences:
-        raise CheckpointError(f"{folder} belongs to another run: {'; '.join(differences)}.")
+def train_in_group(
+    config: Config, world: World, device: torch.device, beginning: Beginning, held: ExitStack
+) -> Trained:
+    """Collective. From settings to the last step; `held` keeps the run folder locked until the caller is done with it."""
+    run = RunFolder(Path(config.train.run_dir))
+
+    def prepare() -> None:
+        if beginning.resume is None and not beginning.overwrite:
+            run.check_free()
+        held.enter_context(run.locked())
+        if beginning.overwrite:
+            run.clear()
+        make_data(config)
+
+    on_main_rank(prepare, device)
+    run.check_seen_by_all(device)
+    source, loader = on_every_rank(lambda: open_data(config, world), device)
+    classes = on_every_rank(lambda: class_list(config.data.path, source), device)
+    model = build_model(config, source, world, device)
+    matches_classes = beginning.matches_classes
+    first_step = 0
+    if beginning.resume is None:
+        initialise(config.train, model, classes, world, device, matches_classes=matches_classes)
+    else:
+        first_step = resume_run(
+            config, model, run, beginning.resume, classes, world, device, matches_classes=matches_classes
+        )
+    if world.is_main:
+        run.write_config(to_toml(config))
+        print(source.describe(), file=sys.stderr)
+    with CheckpointWriter(
+        run.checkpoints,
+        config=to_toml(config),
+        keep=config.train.keep_checkpoints,
+        device=device,
+        class_names=classes.text,
+        is_asynchronous=config.train.async_checkpoints,
+    ) as writer:
+        writer.reserve(model.head.rows(), model.shared_state())
+        outcome = train(config, model, loader, run, world, device, first_step, writer)
+    if loader.bad_images.num_bad:
+        print(f"megaclass: rank {world.rank}: {loader.bad_images.describe()}", file=sys.stderr)
+    return Trained(run, source, model, outcome)

@@ -48,7 +48,7 @@ def grad_images(problem: Problem, coefficients_G: Tensor) -> Tensor:
         chunk = _recall(problem, start, stop)
         weights_G = _chunk_coefficients(chunk, coefficients_G).to(problem.work_dtype)
         # The coefficient is a factor of the row, so it meets the small product instead of the large matrix.
-        grad_GD += _product(_by_row(problem, chunk), chunk.centres_RD) * weights_G[:, None]
+        grad_GD += _product(_by_row(problem, chunk), chunk.centres_RD.to(problem.exp_dtype)) * weights_G[:, None]
     return grad_GD
 
 
@@ -59,7 +59,7 @@ def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterato
         for problem, coefficients_G in zip(problems, coefficients, strict=True):
             chunk = _recall(problem, start, stop)
             weights_G = _chunk_coefficients(chunk, coefficients_G).to(problem.work_dtype)
-            images_GD = (problem.unit_GD * weights_G[:, None]).to(problem.unit_GD.dtype)
+            images_GD = (problem.unit_GD * weights_G[:, None]).to(problem.exp_dtype)
             part_RD = _product(_by_row(problem, chunk).T, images_GD)
             grad_RD = part_RD if grad_RD is None else grad_RD.add_(part_RD)
             if chunk.winners_GS is not None:
@@ -114,7 +114,7 @@ def _exponentials(problem: Problem, start: int, stop: int) -> tuple[_Chunk, Tens
         values_GS *= slopes_GS
     if filtered_GS is not None:
         values_GS.masked_fill_(filtered_GS, 0)
-    chunk.exp_GS = values_GS.to(problem.unit_GD.dtype)
+    chunk.exp_GS = values_GS.to(problem.exp_dtype)
     return chunk, sums_G
 
 

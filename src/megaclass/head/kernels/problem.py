@@ -35,6 +35,8 @@ class Problem:
     """Place of each image's class among the S, -1 where another rank owns it."""
     class_weight_S: Tensor | None
     """Factor of each class's exponential (sampling correction; 0 for padding); None: 1."""
+    num_drawn: Tensor | None
+    """0-d int32, where padding is not marked by weights: how many of classes_S are no padding."""
     num_subcentres: int
     scale: float
     logit_bound: float
@@ -59,6 +61,11 @@ class Problem:
     def work_dtype(self) -> torch.dtype:
         """Accumulators, norms and updates: float32, or float64 where the centres are."""
         return torch.float64 if self.weight_RD.dtype == torch.float64 else torch.float32
+
+    @property
+    def exp_dtype(self) -> torch.dtype:
+        """Exponentials: as the products, but float16 would overflow where bfloat16 has the range of float32."""
+        return torch.bfloat16 if self.unit_GD.dtype == torch.float16 else self.unit_GD.dtype
 
     @property
     def has_direction_G(self) -> Tensor:

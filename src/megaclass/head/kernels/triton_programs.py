@@ -3,7 +3,7 @@
 Letters as elsewhere; R counts rows of one chunk: M planes of P rows each (P: the chunk's classes, rounded up to whole
 tiles), so that sub-centre m of the chunk's class s is row m * P + s. Rows and columns of padding hold zeros.
 """
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
@@ -47,13 +47,14 @@ def unit_centres(
 
 @triton.jit(do_not_specialize=["first_slot", "num_slots"])
 def exponentials(
-    images,  # descriptor of (G, WIDTH)
-    centres,  # descriptor of (M * P, WIDTH)
-    exps,  # descriptor of (G, M * P), out
+    images,  # (G, WIDTH), like the next two a descriptor or a pointer
+    centres,  # (M * P, WIDTH)
+    exps,  # (G, M * P), out
     masses,  # (SPLITS, G) float32, out: partial sums over classes
     won,  # (M * P,) int32, out where M > 1: some image's closest sub-centre
     target_slots,  # (G,) int64, -1 where not on this rank
-    class_weights,  # (S,) float32
+    class_weights,  # (S,) float32, or None
+    num_drawn,  # () int32: slots from this one on are padding; or None
     has_direction,  # (G,) bool, where M > 1: not padding, not of length zero
     borders,  # (G,) float32
     hardness,  # () float32
@@ -66,7 +67,6 @@ def exponentials(
     filter_above,
     WIDTH: tl.constexpr,
     M: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     HAS_FILTER: tl.constexpr,
     IS_CURRICULAR: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -75,6 +75,7 @@ def exponentials(
     SPLITS: tl.constexpr,
     FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
 ):
     """weight * exp(logit - shift) * (d logit / d cosine) / scale of every negative; zero for targets and padding.
 
@@ -88,6 +89,8 @@ def exponentials(
     is_row = rows < num_images
     slots = tl.load(target_slots + rows, mask=is_row, other=-1)
     # Targets of other chunks become -1: they can meet no column.
+    if num_drawn is not None:
+        num_slots = tl.minimum(num_slots, tl.load(num_drawn) - first_slot)
     is_here = (slots >= first_slot) & (slots < first_slot + num_slots)
     places = tl.where(is_here, slots - first_slot, -1).to(tl.int32)
     sums = tl.zeros((BLOCK_G,), tl.float32)
@@ -95,18 +98,17 @@ def exponentials(
         slot_0 = tile * BLOCK_S
         cosines = tl.zeros((BLOCK_G, BLOCK_S), tl.float32)
         for k in range(0, WIDTH, BLOCK_D):
-            cosines = tl.dot(images.load([image_0, k]), centres.load([slot_0, k]).T, cosines, input_precision="ieee")
+            x = _load_tile(images, image_0, k, num_images, BLOCK_G, BLOCK_D, WIDTH, BY_DESCRIPTOR)
+            c = _load_tile(centres, slot_0, k, M * plane, BLOCK_S, BLOCK_D, WIDTH, BY_DESCRIPTOR)
+            cosines = tl.dot(x, c.T, cosines, input_precision="ieee")
         winners = tl.zeros((BLOCK_G, BLOCK_S), tl.int32)
         if M > 1:
             for m in range(1, M):
                 others = tl.zeros((BLOCK_G, BLOCK_S), tl.float32)
                 for k in range(0, WIDTH, BLOCK_D):
-                    others = tl.dot(
-                        images.load([image_0, k]),
-                        centres.load([m * plane + slot_0, k]).T,
-                        others,
-                        input_precision="ieee",
-                    )
+                    x = _load_tile(images, image_0, k, num_images, BLOCK_G, BLOCK_D, WIDTH, BY_DESCRIPTOR)
+                    c = _load_tile(centres, m * plane + slot_0, k, M * plane, BLOCK_S, BLOCK_D, WIDTH, BY_DESCRIPTOR)
+                    others = tl.dot(x, c.T, others, input_precision="ieee")
                 winners = tl.where(others > cosines, m, winners)
                 cosines = tl.maximum(cosines, others)
             columns = slot_0 + tl.arange(0, BLOCK_S)
@@ -118,7 +120,7 @@ def exponentials(
             sums += _store_exponentials(
                 cosines, winners, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
                 first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, HAS_WEIGHTS, HAS_FILTER, IS_CURRICULAR, BLOCK_S,
+                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S,
             )  # fmt: skip
         else:
             # Half the columns at a time: the tile on its way to memory takes half the shared memory.
@@ -127,12 +129,12 @@ def exponentials(
             sums += _store_exponentials(
                 left, left, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
                 first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, HAS_WEIGHTS, HAS_FILTER, IS_CURRICULAR, BLOCK_S // 2,
+                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
             )  # fmt: skip
             sums += _store_exponentials(
                 right, right, exps, class_weights, places, borders, hardness, rows, is_row, image_0,
                 slot_0 + BLOCK_S // 2, first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, HAS_WEIGHTS, HAS_FILTER, IS_CURRICULAR, BLOCK_S // 2,
+                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
             )  # fmt: skip
     tl.store(masses + split * num_images + rows, sums, mask=is_row)
 
@@ -141,8 +143,8 @@ def exponentials(
 def _store_exponentials(
     cosines, winners, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
     first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-    M: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_FILTER: tl.constexpr, IS_CURRICULAR: tl.constexpr,
-    WIDTH: tl.constexpr,
+    M: tl.constexpr, HAS_FILTER: tl.constexpr, IS_CURRICULAR: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile and returns its row sums."""
     columns = slot_0 + tl.arange(0, WIDTH)
@@ -156,21 +158,54 @@ def _store_exponentials(
         t = tl.load(hardness)
         is_hard = cosines > border[:, None]
         logits = tl.where(is_hard, cosines * (t + cosines), cosines)
-    values = tl.exp2(logits * scale_log2 - shift_log2)
-    if HAS_WEIGHTS:
-        # Zero behind the last slot, which masks the padding.
-        values = values * tl.load(class_weights + first_slot + columns, mask=is_slot, other=0.0)[None, :]
+    # Shift, weights and padding in one number a column, which costs nothing: log(0) masks.
+    biases = tl.where(is_slot, -shift_log2, float("-inf"))
+    if class_weights is not None:
+        biases += tl.log2(tl.load(class_weights + first_slot + columns, mask=is_slot, other=0.0))
+    values = tl.exp2(logits * scale_log2 + biases[None, :])
+    if class_weights is not None:
         values = tl.where(columns[None, :] == places[:, None], 0.0, values)
     else:
-        values = tl.where((columns[None, :] == places[:, None]) | ~is_slot[None, :], 0.0, values)
+        # Few tiles hold a target; without weights to wait for, asking is cheaper than comparing every element.
+        if tl.max(((places >= slot_0) & (places < slot_0 + WIDTH)).to(tl.int32), 0) > 0:
+            values = tl.where(columns[None, :] == places[:, None], 0.0, values)
     sums = tl.sum(values, 1)
     if IS_CURRICULAR:
         values = tl.where(is_hard, values * (t + 2 * cosines), values)
     if HAS_FILTER:
         values = tl.where(is_filtered, 0.0, values)
     if M == 1:
-        exps.store([image_0, slot_0], values.to(exps.dtype))
+        _store_tile(exps, values, image_0, slot_0, plane, is_row, HEIGHT, WIDTH, BY_DESCRIPTOR)
     else:
         for m in range(M):
-            exps.store([image_0, m * plane + slot_0], tl.where(winners == m, values, 0.0).to(exps.dtype))
+            part = tl.where(winners == m, values, 0.0)
+            _store_tile(exps, part, image_0, m * plane + slot_0, M * plane, is_row, HEIGHT, WIDTH, BY_DESCRIPTOR)
     return sums
+
+
+@triton.jit
+def _load_tile(
+    source, row_0, column_0, num_rows,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    if BY_DESCRIPTOR:
+        tile = source.load([row_0, column_0])
+    else:
+        rows = tl.arange(0, HEIGHT)
+        cells = rows[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
+        first = row_0.to(tl.int64) * STRIDE + column_0
+        tile = tl.load(source + first + cells, mask=(row_0 + rows < num_rows)[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_tile(
+    target, values, row_0, column_0, stride, is_row,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    if BY_DESCRIPTOR:
+        target.store([row_0, column_0], values.to(target.dtype))
+    else:
+        cells = tl.arange(0, HEIGHT)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+        first = row_0.to(tl.int64) * stride + column_0
+        tl.store(target + first + cells, values.to(target.dtype.element_ty), mask=is_row[:, None])

@@ -1,135 +1,140 @@
 """Triton programs over rows: the centres' update in one pass, and the draw of the classes that take part."""
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
 
 
-@triton.jit(
-    do_not_specialize=["first_row", "num_rows", "first_id", "num_pulls"]
-    + ["key_a0", "key_b0", "key_a1", "key_b1", "key_a2", "key_b2"]
-)
+@triton.jit(do_not_specialize=["first_row", "num_rows", "key_state"])
 def update_rows(
     weight,  # (K * M, D)
     state_1,  # (K * M, D) momentum or mean, (K * M,) Adagrad's square
     state_2,  # (K * M, D) AdamW's square
     counts,  # (K * M,) int32, AdamW's steps
-    grad,  # (num_rows, D) float32, row stride GRAD_STRIDE: gradient of the unit centres from the negatives
-    classes,  # (S,) int64; ids of num_local and above are padding
+    grad,  # (num_rows, D), row stride GRAD_STRIDE: gradient of the unit centres from the negatives
+    classes,  # (S,) int64; ids of NUM_LOCAL and above are padding
     won,  # (num_rows,) bool
-    pull_heads,  # (S * M,) int32: 1 + place in the sorted pulls of the row's first one, 0 for none
-    pull_rows,  # (num_pulls,) int64, sorted
-    pull_order,  # (num_pulls,) int64: image of each sorted pull
-    pull_images,  # (num_pulls, D) float32
-    pull_weights,  # (num_pulls,) float32
-    scalars,  # (3,) float32: learning rate, 1 / loss scale, 1 to skip
+    pull_heads,  # (S * M,) int32: 1 + the first image of the row's class, 0 for none
+    pull_links,  # (P,) int32: 1 + the next image of the same row
+    pull_images,  # (P, D) float32
+    pull_weights,  # (P,) float32
+    sticky,  # a fault masks the update
+    skip,  # a flag that does too, or None
+    lr,  # a number, or a 0-d tensor
+    loss_scale,  # likewise
+    key_state,  # counter_random.stream_state of (purpose, seed, step)
     first_row,  # among all S * M
     num_rows,
-    num_local,
-    first_id,  # global row id of this rank's row 0
-    num_pulls,
-    key_a0, key_b0, key_a1, key_b1, key_a2, key_b2,
-    weight_decay,
-    clip_value,
-    clip_row_norm,
-    momentum,
-    beta2,
-    eps,
+    NUM_LOCAL: tl.constexpr,
+    FIRST_ID: tl.constexpr,  # global row id of this rank's row 0
     D: tl.constexpr,
     GRAD_STRIDE: tl.constexpr,
     M: tl.constexpr,
     KIND: tl.constexpr,  # "sgd", "nesterov", "plain", "adamw", "adagrad"
-    CLIPS_VALUE: tl.constexpr,
-    CLIPS_ROW: tl.constexpr,
-    IS_SAMPLED: tl.constexpr,
-    HAS_WON: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
+    CLIP_VALUE: tl.constexpr,
+    CLIP_ROW_NORM: tl.constexpr,
+    BETA_1: tl.constexpr,  # or SGD's momentum
+    BETA_2: tl.constexpr,
+    LOG2_BETA_1: tl.constexpr,
+    LOG2_BETA_2: tl.constexpr,
+    EPS: tl.constexpr,
+    LR_IS_TENSOR: tl.constexpr,
+    LOSS_SCALE_IS_TENSOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """Target pulls, normalisation, clipping, optimizer, stochastic rounding. A row is read and written once."""
-    if tl.load(scalars + 2) != 0:
+    is_skipped = tl.load(sticky) != 0
+    if skip is not None:
+        is_skipped = is_skipped | (tl.load(skip) != 0)
+    if is_skipped:
         return
+    if LR_IS_TENSOR:
+        lr = tl.load(lr).to(tl.float32)
+    if LOSS_SCALE_IS_TENSOR:
+        loss_scale = tl.load(loss_scale).to(tl.float32)
     places = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = places < num_rows
     slot_rows = first_row + places
-    if IS_SAMPLED:
-        class_ids = tl.load(classes + slot_rows // M, mask=is_row, other=num_local)
-        is_row = is_row & (class_ids < num_local)
+    if classes is not None:
+        class_ids = tl.load(classes + slot_rows // M, mask=is_row, other=NUM_LOCAL)
+        is_row = is_row & (class_ids < NUM_LOCAL)
         rows = class_ids * M + slot_rows % M
     else:
         rows = slot_rows.to(tl.int64)
     heads = tl.load(pull_heads + slot_rows, mask=is_row, other=0)
-    if HAS_WON:
+    if won is not None:
         has_won = tl.load(won + places, mask=is_row, other=0) != 0
         is_row = is_row & (has_won | (heads > 0))
     columns = tl.arange(0, BLOCK_D)
     inside = is_row[:, None] & (columns < D)[None, :]
     cells = rows[:, None] * D + columns[None, :]
     w = tl.load(weight + cells, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    g = tl.load(grad + places.to(tl.int64)[:, None] * GRAD_STRIDE + columns[None, :], mask=inside, other=0.0)
+    g = tl.load(grad + places.to(tl.int64)[:, None] * GRAD_STRIDE + columns[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
 
     # Images whose own class this is. In the order of the batch, so that the sum is the same in every run.
-    at = heads - 1
-    is_pulled = is_row & (at >= 0)
-    while tl.max(is_pulled.to(tl.int32), 0) > 0:
-        image = tl.load(pull_order + at, mask=is_pulled, other=0)
+    pulls = tl.where(is_row, heads, 0)
+    while tl.max(pulls, 0) > 0:
+        is_pulled = pulls > 0
+        image = (pulls - 1).to(tl.int64)
         factor = tl.load(pull_weights + image, mask=is_pulled, other=0.0)
         pulled = inside & is_pulled[:, None]
         g += factor[:, None] * tl.load(pull_images + image[:, None] * D + columns[None, :], mask=pulled, other=0.0)
-        at += 1
-        is_pulled = is_pulled & (at < num_pulls)
-        is_pulled = is_pulled & (tl.load(pull_rows + at, mask=is_pulled, other=-1) == slot_rows)
+        pulls = tl.load(pull_links + image, mask=is_pulled, other=0)
 
     # Through the normalisation: only what is orthogonal to the centre changes its direction.
     squares = tl.sum(w * w, 1)
     inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
     unit = w * inverse[:, None]
-    g = (g - unit * tl.sum(unit * g, 1)[:, None]) * (inverse * tl.load(scalars + 1))[:, None]
-    if CLIPS_VALUE:
-        g = tl.minimum(tl.maximum(g, -clip_value), clip_value)
-    if CLIPS_ROW:
+    g = (g - unit * tl.sum(unit * g, 1)[:, None]) * (inverse / loss_scale)[:, None]
+    if CLIP_VALUE is not None:
+        g = tl.minimum(tl.maximum(g, -CLIP_VALUE), CLIP_VALUE)
+    if CLIP_ROW_NORM is not None:
         length = tl.sqrt(tl.sum(g * g, 1))
-        g = g * tl.minimum(clip_row_norm / tl.maximum(length, 1e-30), 1.0)[:, None]
+        g = g * tl.minimum(CLIP_ROW_NORM / tl.maximum(length, 1e-30), 1.0)[:, None]
 
-    lr = tl.load(scalars)
-    ids = (first_id + rows).to(tl.uint32)
+    ids = (FIRST_ID + rows).to(tl.uint32)
     if KIND == "adamw":
         steps = tl.load(counts + rows, mask=is_row, other=0) + 1
         tl.store(counts + rows, steps, mask=is_row)
         mean = tl.load(state_1 + cells, mask=inside, other=0.0).to(tl.float32)
         square = tl.load(state_2 + cells, mask=inside, other=0.0).to(tl.float32)
-        mean = mean + (1 - momentum) * (g - mean)
-        square = beta2 * square + (1 - beta2) * g * g
-        bias_1 = 1 - tl.exp2(steps.to(tl.float32) * tl.log2(momentum + 0.0))
-        bias_2 = 1 - tl.exp2(steps.to(tl.float32) * tl.log2(beta2 + 0.0))
-        direction = mean / bias_1[:, None] / (tl.sqrt(square / bias_2[:, None]) + eps)
-        w = w * (1 - lr * weight_decay) - lr * direction
-        _store_rounded(state_1 + cells, mean, ids, columns, inside, key_a1, key_b1)
-        _store_rounded(state_2 + cells, square, ids, columns, inside, key_a2, key_b2)
+        mean = mean + (1 - BETA_1) * (g - mean)
+        square = BETA_2 * square + (1 - BETA_2) * g * g
+        bias_1 = 1 - tl.exp2(steps.to(tl.float32) * LOG2_BETA_1)
+        bias_2 = 1 - tl.exp2(steps.to(tl.float32) * LOG2_BETA_2)
+        direction = mean / bias_1[:, None] / (tl.sqrt(square / bias_2[:, None]) + EPS)
+        w = w * (1 - lr * WEIGHT_DECAY) - lr * direction
+        _store_rounded(state_1 + cells, mean, ids, columns, inside, key_state, 1)
+        _store_rounded(state_2 + cells, square, ids, columns, inside, key_state, 2)
     else:
-        g += weight_decay * w
+        g += WEIGHT_DECAY * w
         if KIND == "adagrad":
             square = tl.load(state_1 + rows, mask=is_row, other=0.0) + tl.sum(g * g, 1) / D
             tl.store(state_1 + rows, square, mask=is_row)
-            g = g / (tl.sqrt(square) + eps)[:, None]
+            g = g / (tl.sqrt(square) + EPS)[:, None]
         elif KIND != "plain":
             old = tl.load(state_1 + cells, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            moved = momentum * old + g
-            _store_rounded(state_1 + cells, moved, ids, columns, inside, key_a1, key_b1)
+            moved = BETA_1 * old + g
+            _store_rounded(state_1 + cells, moved, ids, columns, inside, key_state, 1)
             if KIND == "nesterov":
-                g = g + momentum * moved
+                g = g + BETA_1 * moved
             else:
                 g = moved
         w -= lr * g
-    _store_rounded(weight + cells, w, ids, columns, inside, key_a0, key_b0)
+    _store_rounded(weight + cells, w, ids, columns, inside, key_state, 0)
 
 
 @triton.jit
-def _store_rounded(pointers, values, ids, columns, inside, key_a, key_b):
+def _store_rounded(pointers, values, ids, columns, inside, key_state, PLACE: tl.constexpr):
     """As counter_random.round_stochastically, for bfloat16; other dtypes take the values as they are."""
     if pointers.dtype.element_ty == tl.bfloat16:
-        row_keys = _mix_32(ids ^ key_a.to(tl.uint32, bitcast=True))
-        column_keys = _mix_32(columns.to(tl.uint32) ^ key_b.to(tl.uint32, bitcast=True))
+        state = _mix_64(key_state.to(tl.int64).to(tl.uint64, bitcast=True) ^ _mix_64(tl.full((), PLACE, tl.uint64)))
+        row_keys = _mix_32(ids ^ state.to(tl.uint32))
+        column_keys = _mix_32(columns.to(tl.uint32) ^ (state >> 32).to(tl.uint32))
         noise = _mix_32(row_keys[:, None] ^ column_keys[None, :]) & 0xFFFF
         # Up or down with the probability that makes the mean right: a bfloat16 is the upper half of a float32.
         carried = values.to(tl.uint32, bitcast=True) + noise
@@ -149,12 +154,31 @@ def _mix_32(x):
     return x ^ (x >> 16)
 
 
+@triton.jit
+def _mix_64(x):
+    """counter_random._mix_64 on a uint64."""
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def mark_positives(labels, is_positive, first_class, num_local, num_images, BLOCK: tl.constexpr):
+    """Labels of other ranks, and padding, are left out."""
+    images = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    local = tl.load(labels + images, mask=images < num_images, other=-1) - first_class
+    is_local = (images < num_images) & (local >= 0) & (local < num_local)
+    tl.store(is_positive + local, tl.full((BLOCK,), 1, tl.uint8), mask=is_local)
+
+
 @triton.jit(do_not_specialize=["first_class", "num_local", "threshold", "key_a", "key_b", "capacity"])
 def draw_classes(
     is_positive,  # (num_local,) uint8
     counts,  # (blocks,) int32: out of the first pass; in the second, running totals
     classes,  # (capacity,) int64, out of the second pass
-    weights,  # (capacity,) float32, likewise
+    weights,  # (capacity,) float32, likewise; or None
+    overflowed,  # () float64, likewise: 1 where more were drawn than fit
     first_class,
     num_local,
     threshold,
@@ -181,4 +205,13 @@ def draw_classes(
         places = before + tl.cumsum(flags, 0) - 1
         fits = takes_part & (places < capacity)
         tl.store(classes + places, local.to(tl.int64), mask=fits)
-        tl.store(weights + places, tl.where(positive, 1.0, drawn_weight), mask=fits)
+        if weights is not None:
+            tl.store(weights + places, tl.where(positive, 1.0, drawn_weight), mask=fits)
+        # Behind the last one drawn comes padding; every program writes a block of it.
+        total = tl.load(counts + tl.num_programs(0) - 1)
+        rest = total + local
+        tl.store(classes + rest, num_local.to(tl.int64), mask=rest < capacity)
+        if weights is not None:
+            tl.store(weights + rest, 0.0, mask=rest < capacity)
+        if block == 0:
+            tl.store(overflowed, (total > capacity).to(tl.float64))

@@ -1,0 +1,129 @@
+"""What compression saves over a slow link: two ranks in two network namespaces, joined by a link held to a rate. Root.
+
+    python benchmarks/hvd_link.py [--rate 100mbit] [--steps 20] [--pairs 3]
+
+An epoch is `--steps` steps of a net with 1.2 million parameters through hvd.DistributedOptimizer. Epochs with and without
+compression alternate; bytes are those that the interface counted, headers and all. Nothing outside the two namespaces is
+touched; they are removed at the end.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WIRES = ["none", "fp16", "bf16", "fp8", "int8"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--wires", nargs="+", default=WIRES)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(options)
+        return
+    prefix = f"mchvd{os.getpid()}"
+    try:
+        make_link(prefix, options.rate)
+        ranks = [start(prefix, rank) for rank in range(2)]
+        code = max(process.wait() for process in ranks)
+    finally:
+        for side in "ab":
+            subprocess.run(["ip", "netns", "del", f"{prefix}{side}"], check=False, stderr=subprocess.DEVNULL)
+    sys.exit(code)
+
+
+def make_link(prefix: str, rate: str) -> None:
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
+
+    for side in "ab":
+        ip("netns", "add", f"{prefix}{side}")
+    ip("-n", f"{prefix}a", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", f"{prefix}b")
+    for number, side in enumerate("ab", start=1):
+        ip("-n", f"{prefix}{side}", "link", "set", "lo", "up")
+        ip("-n", f"{prefix}{side}", "addr", "add", f"10.211.77.{number}/24", "dev", "eth0")
+        ip("-n", f"{prefix}{side}", "link", "set", "eth0", "up")
+        limit = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
+        subprocess.run(["ip", "netns", "exec", f"{prefix}{side}", *limit], check=True)
+
+
+def start(prefix: str, rank: int) -> "subprocess.Popen[bytes]":
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(rank),
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.211.77.1",
+        "MASTER_PORT": "29500",
+        "HOROVOD_HOSTNAME": f"host{rank}",
+        "HOROVOD_GLOO_IFACE": "eth0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(["ip", "netns", "exec", f"{prefix}{'ab'[rank]}", sys.executable, *sys.argv], env=env)
+
+
+def measure(options: argparse.Namespace) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import torch
+    from mnist import Net
+    from torch import nn
+
+    import megaclass.hvd as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    images, labels = torch.randn(8, 1, 28, 28), torch.randint(10, (8,))
+    trainers = {}
+    for wire in options.wires:
+        torch.manual_seed(0)
+        model = Net()
+        named = [(f"{wire}.{name}", parameter) for name, parameter in model.named_parameters()]
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainers[wire] = (
+            model,
+            hvd.DistributedOptimizer(inner, named_parameters=named, compression=getattr(hvd.Compression, wire)),
+        )
+
+    def epoch(wire: str, steps: int) -> tuple[float, int]:
+        model, optimizer = trainers[wire]
+        hvd.barrier()
+        sent, begun = int(counter.read_text()), time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        hvd.barrier()
+        return time.perf_counter() - begun, int(counter.read_text()) - sent
+
+    results: dict[str, list[tuple[float, int]]] = {wire: [] for wire in options.wires}
+    for wire in options.wires:
+        epoch(wire, 2)
+    for _ in range(options.pairs):
+        for wire in options.wires:
+            results[wire].append(epoch(wire, options.steps))
+    if hvd.rank() == 0:
+        print(f"| compression | seconds per epoch of {options.steps} steps | faster | bytes sent by rank 0 | of none |")
+        print("|---|---|---|---|---|")
+        plain = results[options.wires[0]]
+        for wire, runs in results.items():
+            faster = statistics.median(one[0] / two[0] for one, two in zip(plain, runs, strict=True))
+            seconds = statistics.median(run[0] for run in runs)
+            sent = statistics.median(run[1] for run in runs)
+            share = sent / statistics.median(run[1] for run in plain)
+            print(f"| {wire} | {seconds:.2f} | {faster:.2f} | {sent:,.0f} | {share:.3f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""A whole training step on one GPU, and where its time goes.
+
+    python benchmarks/step.py [--out benchmarks/step-h200.md] [--quick]
+
+Each row runs two ways in the same process: as `megaclass train` does it (bf16, channels last, torch.compile) and eager in
+float16, NCHW, with a loss scale. Images are random and stay on the device: what is timed is the step, not the loader.
+"""
+
+import argparse
+import datetime
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megaclass.backbones import build_backbone
+from megaclass.config import Config, load_config_values
+from megaclass.data.loader import Batch
+from megaclass.distributed.data_parallel import data_parallel
+from megaclass.distributed.process_group import process_group
+from megaclass.train.build import Model, build_model
+from megaclass.train.step import training_step
+from megaclass.world import World
+
+ROWS = [
+    ("iresnet50", 512, 1_048_576, 1.0),
+    ("iresnet100", 512, 1_048_576, 1.0),
+    ("iresnet50", 512, 2_097_152, 0.1),
+    ("vit_b", 256, 1_048_576, 0.3),
+]
+WARM_UP, TIMED = 8, 20
+
+
+class RandomImages:
+    """What build_model asks of a source."""
+
+    image_size = (112, 112)
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+
+
+def settings(name: str, batch: int, rate: float, is_ours: bool) -> Config:
+    tables = {
+        "data": {"path": "unused"},
+        "backbone": {"name": name, "embedding_dim": 512},
+        "head": {"margin": "arcface", "sample_rate": rate},
+        "train": {
+            "run_dir": "unused",
+            "global_batch": batch,
+            "compile": is_ours,
+            "precision": "bf16" if is_ours else "fp16",
+        },
+    }
+    return load_config_values(tables, where="benchmark")
+
+
+def milliseconds(action: Callable[[], object], repeats: int = TIMED) -> float:
+    for _ in range(WARM_UP):
+        action()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        action()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def parts(model: Model, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Milliseconds of the backbone (forward and backward) and of the head (forward, backward, update), each alone."""
+    x = images.float().div(127.5).sub(1).to(memory_format=torch.channels_last)
+
+    def backbone() -> None:
+        with torch.autocast("cuda", model.precision.dtype):
+            model.parallel(x).float().sum().backward()
+
+    embeddings = torch.randn(len(images), 512, device=images.device, dtype=model.precision.dtype, requires_grad=True)
+
+    def head() -> None:
+        model.head(embeddings, labels).backward()
+        model.head.step(lr=0.0)
+
+    return milliseconds(backbone), milliseconds(head)
+
+
+def eager_step(model: Model, images: torch.Tensor, labels: torch.Tensor) -> None:
+    """The alternative: float16, NCHW, uncompiled, with our head and a loss scale."""
+    model.optimizer.zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        embeddings = model.parallel(images.float().div(127.5).sub(1))
+    (model.head(embeddings, labels) * model.loss_scale.scale).backward()
+    gradients = [parameter.grad for parameter in model.backbone.parameters() if parameter.grad is not None]
+    torch._foreach_mul_(gradients, 1 / model.loss_scale.scale)
+    torch.nn.utils.clip_grad_norm_(model.backbone.parameters(), 5.0)
+    model.optimizer.step()
+    model.head.step(lr=0.0, loss_scale=model.loss_scale.scale)
+
+
+def measure(name: str, batch: int, num_classes: int, rate: float, is_ours: bool, device: torch.device) -> list[float]:
+    """img/s, GiB, then milliseconds: whole step, backbone, head."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    config = settings(name, batch, rate, is_ours)
+    model = build_model(config, RandomImages(num_classes), World(), device)  # type: ignore[arg-type]
+    if not is_ours:
+        plain = build_backbone(name, embedding_dim=512, image_size=112).to(device)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4)
+        model = replace(model, backbone=plain, parallel=data_parallel(plain), optimizer=optimizer)
+    model.parallel.train()
+    images = torch.randint(0, 256, (batch, 3, 112, 112), dtype=torch.uint8, device=device)
+    labels = torch.randint(num_classes, (batch,), device=device)
+    on_device = Batch(images=images, labels=labels, indices=np.arange(batch), epoch=0, step=0)
+    if is_ours:
+        whole = milliseconds(lambda: training_step(model, on_device, config, lr=1e-3, step=0, device=device))
+    else:
+        whole = milliseconds(lambda: eager_step(model, images, labels))
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    backbone, head = parts(model, images, labels)
+    return [batch / whole * 1000, memory, whole, backbone, head]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the first row only")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/step.py needs a GPU.")
+    lines = [
+        "| backbone | batch | classes | r | img/s | GiB | step ms | backbone ms | head ms | eager fp16 NCHW img/s | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    with process_group(World()) as device:
+        for name, batch, num_classes, rate in ROWS[:1] if options.quick else ROWS:
+            ours = measure(name, batch, num_classes, rate, True, device)
+            print(name, batch, num_classes, rate, [round(value, 1) for value in ours], flush=True)
+            theirs = measure(name, batch, num_classes, rate, False, device)
+            cells = [name, batch, f"{num_classes:,}", rate, f"{ours[0]:,.0f}", *(f"{value:.1f}" for value in ours[1:])]
+            cells += [f"{theirs[0]:,.0f}", f"{ours[0] / theirs[0]:.2f}"]
+            lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+            print(lines[-1], flush=True)
+            write(lines, options.out)
+
+
+def write(lines: list[str], out: Path | None) -> None:
+    """After every row: a run that is cut short keeps what it measured."""
+    title = (
+        f"{datetime.date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}; 112 x 112, ArcFace, D = 512, "
+        f"SGD with momentum; medians of {TIMED} steps. Ours: bf16, channels last, torch.compile.\n"
+    )
+    if out is not None:
+        out.write_text("\n".join(["# A training step on one GPU", "", title, *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The classic Horovod script: MNIST on several processes. It runs as it is, without data, without a GPU.
+
+    python examples/mnist.py                                                  one process
+    megaclass run -np 2 -H localhost:2 python examples/mnist.py               two, started from outside
+    python examples/mnist.py --num-proc 2                                     two, started by the script itself
+    … --data-dir DIR                                                          MNIST as IDX files, gzipped or not
+    … --data-dir DIR --download                                               fetched first, checksums compared
+
+Without --data-dir, digits are drawn. What Horovod adds to a script for one process is marked with `Horovod:`.
+"""
+
+import argparse
+import gzip
+import hashlib
+import struct
+import time
+import urllib.request
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import megaclass.hvd as hvd
+
+MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+FILES = {
+    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+
+# 5 x 7 dots a digit.
+GLYPHS = """
+01110 00100 01110 01110 00010 11111 00110 11111 01110 01110
+10001 01100 10001 10001 00110 10000 01000 00001 10001 10001
+10011 00100 00001 00001 01010 11110 10000 00010 10001 10001
+10101 00100 00110 00110 10010 00001 11110 00100 01110 01111
+11001 00100 01000 00001 11111 00001 10001 01000 10001 00001
+10001 00100 10000 10001 00010 10001 10001 01000 10001 00010
+01110 01110 11111 01110 00010 01110 01110 01000 01110 01100
+"""
+
+
+class Net(nn.Module):
+    """1.2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3, stride=2)
+        self.fc1 = nn.Linear(64 * 12 * 12, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.relu(self.conv2(torch.relu(self.conv1(images)))).flatten(1)
+        return self.fc2(torch.relu(self.fc1(hidden)))
+
+
+def main() -> None:
+    options = parse()
+    if options.num_proc > 1:
+        hvd.run(train, args=(options,), num_proc=options.num_proc)
+    else:
+        train(options)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-size", type=int, default=64, help="images a process and step")
+    parser.add_argument("--test-batch-size", type=int, default=1000)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=0.02, help="times the number of processes, as the batch grows so")
+    parser.add_argument("--momentum", type=float, default=0.5)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--log-interval", type=int, default=20)
+    parser.add_argument("--compression", choices=["none", "fp16", "bf16", "fp8", "int8"], default="none")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="the same as --compression fp16")
+    parser.add_argument("--use-adasum", action="store_true")
+    parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
+    parser.add_argument(
+        "--num-proc", type=int, default=1, help="processes to start, when none was started from outside"
+    )
+    parser.add_argument("--no-cuda", action="store_true")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--download", action="store_true")
+    parser.add_argument("--drawn", type=int, default=4000, help="training images to draw without --data-dir")
+    return parser.parse_args()
+
+
+def train(options: argparse.Namespace) -> float:
+    """Trains and returns the accuracy, the same on every process."""
+    # Horovod: join the others, and keep to one GPU.
+    hvd.init()
+    torch.manual_seed(options.seed)
+    uses_cuda = torch.cuda.is_available() and not options.no_cuda
+    device = torch.device("cuda", hvd.local_rank()) if uses_cuda else torch.device("cpu")
+
+    train_set, test_set = datasets(options)
+    # Horovod: each process sees its own part.
+    sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed)
+    loader = DataLoader(train_set, batch_size=options.batch_size, sampler=sampler)
+    test_sampler = DistributedSampler(test_set, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False)
+    test_loader = DataLoader(test_set, batch_size=options.test_batch_size, sampler=test_sampler)
+
+    model = Net().to(device)
+    # Horovod: the batch grows with the number of processes, the learning rate with it; not so with Adasum.
+    lr = options.lr * (1 if options.use_adasum else hvd.size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
+    # Horovod: all start from the weights of rank 0.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    # Horovod: gradients are averaged while backward runs.
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=getattr(hvd.Compression, "fp16" if options.fp16_allreduce else options.compression),
+        op=hvd.Adasum if options.use_adasum else hvd.Average,
+        gradient_predivide_factor=options.gradient_predivide_factor,
+    )
+
+    accuracy = 0.0
+    for epoch in range(1, options.epochs + 1):
+        model.train()
+        sampler.set_epoch(epoch)
+        begun = time.perf_counter()
+        for step, (images, labels) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+            if step % options.log_interval == 0 and hvd.rank() == 0:
+                print(f"epoch {epoch}  step {step}/{len(loader)}  loss {loss.item():.4f}", flush=True)
+        seconds = time.perf_counter() - begun
+        loss_value, accuracy = evaluate(model, test_loader, device)
+        if hvd.rank() == 0:
+            print(
+                f"epoch {epoch}: {seconds / len(loader) * 1e3:.1f} ms per step on {hvd.size()} process(es), "
+                f"test loss {loss_value:.4f}, accuracy {accuracy:.2%}",
+                flush=True,
+            )
+    return accuracy
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
+    model.eval()
+    sums = torch.zeros(3)
+    for images, labels in loader:
+        scores = model(images.to(device)).cpu()
+        loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
+        sums += torch.tensor([loss.item(), (scores.argmax(1) == labels).sum().item(), len(labels)])
+    # Horovod: sums over all processes.
+    loss_sum, correct, count = hvd.allreduce(sums, op=hvd.Sum, name="evaluation").tolist()
+    return loss_sum / count, correct / count
+
+
+def datasets(options: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
+    if options.data_dir is None:
+        return TensorDataset(*draw(options.drawn, seed=1)), TensorDataset(*draw(options.drawn // 2, seed=2))
+    if options.download:
+        # Horovod: one process a host downloads, the others wait.
+        if hvd.local_rank() == 0:
+            download(options.data_dir)
+        hvd.barrier()
+    parts = []
+    for name in ("train", "t10k"):
+        images = read_idx(options.data_dir, f"{name}-images-idx3-ubyte").float()[:, None] / 255
+        parts.append(
+            TensorDataset((images - 0.1307) / 0.3081, read_idx(options.data_dir, f"{name}-labels-idx1-ubyte").long())
+        )
+    return parts[0], parts[1]
+
+
+def download(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, checksum in FILES.items():
+        target = folder / name
+        if target.exists():
+            continue
+        with urllib.request.urlopen(MIRROR + name, timeout=60) as answer:
+            data = answer.read()
+        found = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        if found != checksum:
+            raise SystemExit(f"{MIRROR}{name} has the MD5 {found}, not {checksum}: nothing was kept.")
+        partial = target.with_suffix(".partial")
+        partial.write_bytes(data)
+        partial.rename(target)
+
+
+def read_idx(folder: Path, name: str) -> Tensor:
+    """An IDX file of bytes: 00 00 08, number of dimensions, each as a big-endian int32, then the numbers."""
+    plain, packed = folder / name, folder / f"{name}.gz"
+    if packed.exists():
+        data = gzip.decompress(packed.read_bytes())
+    elif plain.exists():
+        data = plain.read_bytes()
+    else:
+        raise SystemExit(f"{folder} has neither {name} nor {name}.gz: add --download, or leave out --data-dir.")
+    if data[:3] != b"\x00\x00\x08":
+        raise SystemExit(f"{folder / name} is not an IDX file of bytes: it begins with {data[:4]!r}.")
+    shape = struct.unpack_from(f">{data[3]}i", data, 4)
+    start = 4 + 4 * data[3]
+    count = torch.Size(shape).numel()
+    if len(data) != start + count:
+        raise SystemExit(f"{folder / name} says {shape}, {start + count} bytes, but has {len(data)}.")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).view(shape)
+
+
+def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Digits in dots, moved, turned, sheared, scaled and blurred with noise; the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [row.split() for row in GLYPHS.split("\n") if row]
+    glyphs = torch.tensor([[[float(dot) for dot in row[digit]] for row in rows] for digit in range(10)])
+    labels = torch.randint(10, (count,), generator=generator)
+    angle = (torch.rand(count, generator=generator) - 0.5) * 0.7
+    scale = 1.1 + torch.rand(count, generator=generator) * 0.6
+    shear = (torch.rand(count, generator=generator) - 0.5) * 0.5
+    shift = (torch.rand(count, 2, generator=generator) - 0.5) * 0.5
+    rotation = torch.stack([angle.cos(), -angle.sin() + shear, angle.sin(), angle.cos()], 1).view(-1, 2, 2)
+    affine = torch.cat([rotation * scale[:, None, None], shift[..., None]], 2)
+    # Narrower than high, as the dots are.
+    affine[:, 0] *= 1.4
+    grid = nn.functional.affine_grid(affine, [count, 1, 28, 28], align_corners=False)
+    images = nn.functional.grid_sample(glyphs[labels][:, None], grid, align_corners=False)
+    images = images + 0.35 * torch.randn(images.shape, generator=generator)
+    return images, labels
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Names of the classes, saved with their centres, so that a changed list of identities finds its own again.
+
+As text: one name a line, line i for class i, in `classes.txt`. No text at all: classes are called by their numbers.
+"""
+
+import io
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.checkpoint.manifest import CLASSES, Manifest
+from megaclass.errors import CheckpointError
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ClassList:
+    """The classes of a data set or of a checkpoint, in order."""
+
+    num_classes: int
+    text: bytes = b""
+    """One name a line; empty: numbers."""
+
+    @staticmethod
+    def of(names: Iterable[bytes], where: str) -> "ClassList":
+        listed = list(names)
+        for number, name in enumerate(listed):
+            if not name or b"\n" in name:
+                raise CheckpointError(
+                    f"Class {number} of {where} is called {name!r}: expected a name without line breaks."
+                )
+        return ClassList(len(listed), b"\n".join(listed) + b"\n" if listed else b"")
+
+    def names(self) -> Iterator[bytes]:
+        if not self.text:
+            return (b"%d" % number for number in range(self.num_classes))
+        return (line.rstrip(b"\n") for line in io.BytesIO(self.text))
+
+
+@dataclass(frozen=True)
+class ClassMatch:
+    """Where the classes [start, stop) of a new list stood in a saved one."""
+
+    saved_K: NDArray[np.int64]
+    """Number in the saved list of each new class, -1 where it has none."""
+    num_same: int
+    num_renumbered: int
+    num_new: int
+
+
+def saved_classes(folder: Path, manifest: Manifest) -> ClassList:
+    """Class list of a checkpoint whose files have been checked."""
+    if CLASSES not in manifest.files:
+        return ClassList(manifest.num_classes)
+    classes = ClassList(manifest.num_classes, (folder / CLASSES).read_bytes())
+    num_names = classes.text.count(b"\n")
+    if num_names != manifest.num_classes:
+        raise CheckpointError(f"{folder / CLASSES} names {num_names} classes, the centres are {manifest.num_classes}.")
+    return classes
+
+
+def match_classes(saved: ClassList, current: ClassList, start: int, stop: int) -> ClassMatch:
+    """Finds the current classes [start, stop) in the saved list by name. Memory for those, not for all."""
+    places: dict[bytes, int] = {}
+    for place, name in enumerate(itertools.islice(current.names(), start, stop)):
+        if name in places:
+            raise CheckpointError(
+                f"Two classes of the data are called {name.decode(errors='replace')!r}: names must differ."
+            )
+        places[name] = place
+    saved_K = np.full(stop - start, -1, dtype=np.int64)
+    for number, name in enumerate(saved.names()):
+        place_here = places.get(name)
+        if place_here is not None:
+            saved_K[place_here] = number
+    num_same = int((saved_K == np.arange(start, stop)).sum())
+    num_new = int((saved_K < 0).sum())
+    return ClassMatch(saved_K, num_same, len(saved_K) - num_same - num_new, num_new)
+
+
+def describe_match(num_same: int, num_renumbered: int, num_new: int, num_saved: int) -> str:
+    """A table: how many centres of each kind."""
+    num_kept = num_same + num_renumbered
+    rows = (
+        ("kept, under the same number", num_same),
+        ("kept, renumbered", num_renumbered),
+        ("new, initialised", num_new),
+        ("gone, dropped", num_saved - num_kept),
+    )
+    width = max(len(f"{count:,}") for _, count in rows)
+    return "\n".join(f"  {kind:28} {count:>{width},}" for kind, count in rows)
+
+
+def describe_difference(saved: ClassList, current: ClassList) -> str:
+    """In words, for refusing: empty when the lists are the same."""
+    if saved == current:
+        return ""
+    known, now = set(saved.names()), set(current.names())
+    parts = [f"{saved.num_classes:,} classes were saved, the data has {current.num_classes:,}"]
+    for kind, names, others in (("new", current, known), ("gone", saved, now)):
+        found = [name for name in names.names() if name not in others]
+        if found:
+            shown = ", ".join(name.decode(errors="replace") for name in found[:_SHOWN])
+            parts.append(f"{len(found):,} {kind} ({shown}{', …' if len(found) > _SHOWN else ''})")
+    match = match_classes(saved, current, 0, current.num_classes)
+    if match.num_renumbered:
+        parts.append(f"{match.num_renumbered:,} under another number")
+    return "; ".join(parts)

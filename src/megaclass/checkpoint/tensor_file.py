@@ -1,0 +1,52 @@
+"""Tensors -> one safetensors file, hashed while it is written and on the disk when the call returns.
+
+The format is written here rather than by its library, whose files would have to be read again to hash them, and which
+keeps other threads from running: a save in the background must not hold up the training loop.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaclass.checkpoint.manifest import SavedFile, write_file
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_CHUNK_BYTES = 8 << 20
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], class_start: int = 0, class_stop: int = 0) -> SavedFile:
+    """Tensors lie on the CPU and are contiguous. An existing file is an error: nobody else writes here."""
+    # Wide numbers first keeps every tensor aligned to its own width, as the format's own writer does.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    return write_file(path, _chunks(ordered), class_start, class_stop)
+
+
+def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """u64 length of the header, the header as JSON padded to a multiple of 8, then the numbers, little-endian."""
+    header: dict[str, object] = {}
+    stop = 0
+    for name, tensor in tensors.items():
+        start, stop = stop, stop + tensor.numel() * tensor.element_size()
+        shape, dtype = list(tensor.shape), _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        numbers = tensor.reshape(-1).view(torch.uint8).numpy().data
+        for at in range(0, len(numbers), _CHUNK_BYTES):
+            yield numbers[at : at + _CHUNK_BYTES]

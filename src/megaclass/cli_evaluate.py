@@ -1,0 +1,227 @@
+"""The commands evaluate, report, export and embed: parse, call one function."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaclass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaclass.evaluate.models import LoadedModel
+    from megaclass.evaluate.results import SetResult
+    from megaclass.evaluate.sets import EvaluationSet
+    from megaclass.world import World
+
+_MODEL_HELP = "run folder, .safetensors, InsightFace .pth, or .onnx"
+
+
+def add_evaluate_commands(commands: Any) -> None:
+    """commands: what `add_subparsers` gave."""
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="the numbers of a model on verification, template and identification sets",
+        description="megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC",
+    )
+    evaluate.add_argument("model", type=Path, help=_MODEL_HELP)
+    evaluate.add_argument(
+        "--on",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help=".bin, pairs list, IJB folder, or folder of .bin files",
+    )
+    evaluate.add_argument("--gallery", type=Path, help="who is known: folder of identities, or embeddings .npy")
+    evaluate.add_argument("--probes", type=Path, help="who is looked for: folder of identities, or embeddings .npy")
+    evaluate.add_argument("--distractors", type=Path, help="MegaFace's: images, embeddings .npy or its feature files")
+    evaluate.add_argument("--out", type=Path, help="folder for evaluation.json (the run folder, if MODEL is one)")
+    evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
+    evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    _add_running(evaluate)
+    evaluate.set_defaults(run=_evaluate)
+
+    report = commands.add_parser("report", help="one HTML page over one or several runs")
+    report.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="run folder, or one that evaluate --out wrote"
+    )
+    report.add_argument("--out", type=Path, help="page to write (report.html in the first run)")
+    report.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where class centres are compared (cpu)"
+    )
+    report.set_defaults(run=_report)
+
+    export = commands.add_parser("export", help="a folder with the model, config.json and a model card")
+    export.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
+    export.add_argument("--to", choices=("onnx", "safetensors", "insightface"), required=True, help="form of the model")
+    export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORM)")
+    export.add_argument("--licence", default="not stated", help="what the model card says about the licence")
+    export.set_defaults(run=_export)
+
+    embed = commands.add_parser("embed", help="embeddings of a folder of images, resumable")
+    embed.add_argument("model", type=Path, help=_MODEL_HELP)
+    embed.add_argument("folder", type=Path, help="images, in it and below")
+    embed.add_argument("--out", type=Path, required=True, help="embeddings.npy; the paths go into a .txt beside it")
+    _add_running(embed)
+    embed.set_defaults(run=_embed)
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resize", action="store_true", help="scale images of another size than the model's")
+    parser.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
+    parser.add_argument("--threads", type=int, default=2, help="threads a process that decode (2)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs when there are any"
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="processes to start on this machine (1)")
+
+
+def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
+    def run(model: "LoadedModel", world: "World") -> int:
+        from megaclass.distributed.agreement import on_every_rank
+        from megaclass.evaluate.results import write_results
+        from megaclass.evaluate.sets import Evaluator, evaluate_sets
+
+        sets = on_every_rank(lambda: _sets(options), model.device)
+        evaluator = Evaluator(
+            network=model.network,
+            image_size=model.image_size,
+            embedding_dim=model.embedding_dim,
+            device=model.device,
+            batch_size=options.batch_size,
+            num_threads=options.threads,
+            resize=options.resize,
+            with_faiss=options.faiss,
+        )
+        results = evaluate_sets(evaluator, sets, print_result if world.is_main and not options.json else None)
+        if world.is_main:
+            out = options.out or (options.model if options.model.is_dir() else None)
+            if out is not None:
+                path = write_results(out, {"name": model.name, "weights": model.fingerprint()}, results)
+                print(f"megaclass: numbers in {path}", file=sys.stderr)
+            if options.json:
+                print(json.dumps({result.name: result.to_json() for result in results}, indent=1))
+        return 2 if any(result.error is not None for result in results) else 0
+
+    return _on_ranks(options, given, run)
+
+
+def print_result(result: "SetResult") -> None:
+    """A few lines of numbers, or why there are none."""
+    from megaclass.evaluate.report_sets import headline, share_with_interval
+
+    print(f"{result.name:16} {headline(result)}", flush=True)
+    lines = [] if result.error is None else [result.error]
+    for key, title in (("rank_k", "rank"), ("tar_at_far", "TAR at FAR"), ("tpir_at_fpir", "TPIR at FPIR")):
+        values = result.numbers.get(key, {})
+        if any(isinstance(value, dict) for value in values.values()):
+            continue  # by number of distractors: evaluation.json and the report have them
+        intervals = result.numbers.get(f"{key}_95", {})
+        for at, share in values.items():
+            if share is not None:
+                lines.append(f"{title} {at:5} {share_with_interval(share, intervals.get(at))}")
+        unmeasured = [at for at, share in values.items() if share is None]
+        if unmeasured:
+            lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
+    if result.numbers.get("xnorm") is not None:
+        lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
+    for line in lines:
+        print(f"{'':16} {line}", flush=True)
+
+
+def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
+    from megaclass.evaluate.sets import EvaluationSet, find_sets
+
+    sets = find_sets(options.on)
+    if (options.gallery or options.distractors) and not options.probes:
+        raise ConfigError("--gallery and --distractors need --probes: who is looked for?")
+    if options.gallery:
+        name = f"{options.probes.stem} in {options.gallery.stem}"
+        sets.append(EvaluationSet(name=name, kind="identification", path=options.gallery, probes=options.probes))
+    if options.distractors:
+        name = f"{options.probes.stem} among {options.distractors.stem}"
+        sets.append(EvaluationSet(name=name, kind="distractors", path=options.distractors, probes=options.probes))
+    if not sets:
+        raise ConfigError("Nothing to evaluate on: give --on SET …, or --probes with --gallery or --distractors.")
+    return sets
+
+
+def _report(options: argparse.Namespace, given: list[str]) -> int:
+    import torch
+
+    from megaclass.evaluate.report import write_report
+    from megaclass.evaluate.run_report import report_of_runs
+
+    out = options.out or options.runs[0] / "report.html"
+    write_report(out, report_of_runs(options.runs, device=torch.device(options.device)))
+    print(out)
+    return 0
+
+
+def _export(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.export.run_export import export_model
+
+    if options.out is None and not options.model.is_dir():
+        raise ConfigError(f"{options.model} is not a run folder: say where to export it with --out FOLDER.")
+    out = options.out or options.model / "export" / options.to
+    print(export_model(options.model, options.to, out, licence=options.licence))
+    return 0
+
+
+def _embed(options: argparse.Namespace, given: list[str]) -> int:
+    def run(model: "LoadedModel", world: "World") -> int:
+        from megaclass.distributed.agreement import on_every_rank
+        from megaclass.evaluate.embed_folder import embed_folder
+        from megaclass.evaluate.images import find_images
+
+        num_found = on_every_rank(lambda: len(find_images(options.folder)), model.device)
+        with _bar("embedding", world, num_found) as advance:
+            num_images = embed_folder(
+                model,
+                options.folder,
+                options.out,
+                resize=options.resize,
+                batch_size=options.batch_size,
+                num_threads=options.threads,
+                on_progress=advance,
+            )
+        if world.is_main:
+            print(f"{options.out}: {num_images:,} × {model.embedding_dim}, paths in {options.out.with_suffix('.txt')}")
+        return 0
+
+    return _on_ranks(options, given, run)
+
+
+def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[LoadedModel, World], int]") -> int:
+    """`run` in every process of the job: those of the starter in charge, those of --nproc, or this one."""
+    from megaclass.world import world_from_environment
+
+    for name in ("batch_size", "threads", "nproc"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    world = world_from_environment()
+    if world.starter == "nobody" and options.nproc > 1:
+        from megaclass.launch.local import run_local
+
+        return run_local([sys.executable, "-m", "megaclass", *given], options.nproc)
+    from megaclass.distributed.agreement import on_every_rank
+    from megaclass.distributed.process_group import process_group
+    from megaclass.evaluate.models import load
+
+    with process_group(world, device=options.device) as device:
+        return run(on_every_rank(lambda: load(options.model, device=device), device), world)
+
+
+@contextmanager
+def _bar(title: str, world: "World", total: int) -> Iterator[Callable[[int], None] | None]:
+    """What moves the one bar, on rank 0; the others draw nothing."""
+    if not world.is_main:
+        yield None
+        return
+    from megaclass.train.progress import progress_bar
+
+    with progress_bar(title, total) as bar:
+        yield lambda done: bar.advance_to(done)

@@ -1,0 +1,225 @@
+"""Augmentations of whole batches on the training device. What happens to an image depends on (seed, step, index) alone.
+
+Random numbers are hashed on the host, a few per image, and sent along; the pixels never leave the device. Images are
+floats in [-1, 1]; the images that an augmentation chose are taken out, changed together and put back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from megaclass.data.hashing import combine64
+from megaclass.errors import ConfigError
+
+_SALT = 0x6175676D656E74
+_DEFAULT_SHARE = 0.2
+# Random numbers an augmentation may use, the first of which decides whether it takes place.
+_NUM_DRAWS = 8
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Names of augmentations in the order they take place, each with the share of the images it changes."""
+
+    shares: tuple[tuple[str, float], ...]
+
+
+def parse_augment(text: str) -> Augment | None:
+    """`crop:0.2,blur,jpeg:0.1`; a name without a share takes 0.2. Empty: None."""
+    shares = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, colon, given = part.partition(":")
+        share = _number(given) if colon else _DEFAULT_SHARE
+        if name not in AUGMENTATIONS or share is None or not 0 < share <= 1:
+            raise ConfigError(
+                f"data.augment is {text!r}: cannot read {part!r}; expected names with or without a share in (0, 1], such as "
+                f"crop:0.2,blur,jpeg:0.1. Known: {', '.join(AUGMENTATIONS)}."
+            )
+        shares.append((name, share))
+    if len({name for name, _ in shares}) != len(shares):
+        raise ConfigError(f"data.augment is {text!r}: each augmentation may be named once.")
+    return Augment(tuple(shares)) if shares else None
+
+
+def augment_(images: Tensor, augment: Augment, seed: int, step: int, indices: NDArray[np.int64]) -> None:
+    """Changes floats (B, 3, H, W) in [-1, 1]."""
+    for name, share in augment.shares:
+        salt = list(AUGMENTATIONS).index(name)
+        draws_BP = _draws(seed, step, indices, salt)
+        rows = np.flatnonzero(draws_BP[:, 0] < share)
+        if len(rows):
+            rows_R = torch.from_numpy(rows).to(images.device)
+            changed = AUGMENTATIONS[name](images[rows_R].contiguous(), torch.from_numpy(draws_BP[rows, 1:]))
+            images[rows_R] = changed.clamp_(-1, 1)
+
+
+def mirror_(images: Tensor, is_mirrored: NDArray[np.bool_]) -> None:
+    """Mirrors the images chosen, left to right."""
+    rows_R = torch.from_numpy(np.flatnonzero(is_mirrored)).to(images.device)
+    images[rows_R] = images[rows_R].flip(-1)
+
+
+def crop(images: Tensor, draws: Tensor) -> Tensor:
+    """A part of 40 to 100 % of the area, of nearly the same shape, enlarged to the whole."""
+    draws = draws.to(images.device, non_blocking=True)
+    area, shape = _between(draws[:, 0], 0.4, 1.0), _between(draws[:, 1], -0.2, 0.2).exp()
+    width, height = (area * shape).sqrt().clamp(max=1), (area / shape).sqrt().clamp(max=1)
+    zero = torch.zeros_like(width)
+    left, top = (1 - width) * _between(draws[:, 2], -1, 1), (1 - height) * _between(draws[:, 3], -1, 1)
+    theta = torch.stack([torch.stack([width, zero, left], 1), torch.stack([zero, height, top], 1)], 1)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def low_resolution(images: Tensor, draws: Tensor) -> Tensor:
+    """Shrunk by a factor from 1.5 to 6 and enlarged again, as a face far from the camera."""
+    # A few sizes, not one an image: those of equal size go together. Chosen on the host, which then need not wait.
+    factors = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
+    choice = (draws[:, 0] * len(factors)).long().clamp(max=len(factors) - 1)
+    height, width = images.shape[-2:]
+    for number, factor in enumerate(factors):
+        rows = torch.nonzero(choice == number)[:, 0].to(images.device)
+        if len(rows):
+            small = (max(1, round(height / factor)), max(1, round(width / factor)))
+            shrunk = F.interpolate(images[rows], small, mode="bilinear", antialias=True)
+            images[rows] = F.interpolate(shrunk, (height, width), mode="bilinear")
+    return images
+
+
+def blur(images: Tensor, draws: Tensor) -> Tensor:
+    """Gaussian, its width from 0.3 to 2 pixels at 112."""
+    draws = draws.to(images.device, non_blocking=True)
+    radius = 4
+    sigma = _between(draws[:, 0], 0.3, 2.0) * (images.shape[-1] / 112)
+    taps = torch.arange(-radius, radius + 1, device=images.device)
+    weights = (-(taps**2) / (2 * sigma[:, None] ** 2).clamp(min=1e-4)).exp()
+    weights = (weights / weights.sum(1, keepdim=True))[:, :, None, None, None]
+    for axis, padding in ((-1, (radius, radius, 0, 0)), (-2, (0, 0, radius, radius))):
+        size = images.shape[axis]
+        padded = F.pad(images, padding, mode="replicate")
+        images = sum(
+            (weights[:, tap] * padded.narrow(axis, tap, size) for tap in range(len(taps))), torch.zeros_like(images)
+        )
+    return images
+
+
+def colour(images: Tensor, draws: Tensor) -> Tensor:
+    """Brightness, contrast, saturation and hue, each a little."""
+    draws = draws.to(images.device, non_blocking=True)
+    brightness, contrast, saturation = (
+        _between(draws[:, number], low, high)[:, None, None, None]
+        for number, (low, high) in enumerate([(-0.25, 0.25), (0.7, 1.3), (0.5, 1.5)])
+    )
+    images = images * contrast + brightness
+    luma = _luma(images)
+    images = luma + (images - luma) * saturation
+    # Hue is a turn of the colour plane about the grey axis.
+    angle = _between(draws[:, 3], -0.15, 0.15)
+    cos, sin = angle.cos()[:, None, None], (angle.sin() / math.sqrt(3))[:, None, None]
+    third = torch.full((3, 3), 1 / 3, device=images.device)
+    cross = torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]], device=images.device)
+    turn = cos * torch.eye(3, device=images.device) + (1 - cos) * third + sin * cross
+    return torch.einsum("rij,rjhw->rihw", turn, images)
+
+
+def grey(images: Tensor, draws: Tensor) -> Tensor:
+    """Without colour."""
+    return _luma(images).expand_as(images).clone()
+
+
+def occlusion(images: Tensor, draws: Tensor) -> Tensor:
+    """A rectangle of one colour over 2 to 25 % of the image."""
+    draws = draws.to(images.device, non_blocking=True)
+    area, shape = _between(draws[:, 0], 0.02, 0.25), _between(draws[:, 1], -0.7, 0.7).exp()
+    height, width = images.shape[-2:]
+    half_u, half_v = (area * shape).sqrt() / 2, (area / shape).sqrt() / 2
+    v = ((torch.arange(height, device=images.device) + 0.5) / height)[None, :, None]
+    u = ((torch.arange(width, device=images.device) + 0.5) / width)[None, None, :]
+    centre_u, centre_v = draws[:, 2, None, None], draws[:, 3, None, None]
+    is_hidden = ((u - centre_u).abs() < half_u[:, None, None]) & ((v - centre_v).abs() < half_v[:, None, None])
+    fill = _between(draws[:, 4:7], -1, 1)[:, :, None, None]
+    return torch.where(is_hidden[:, None], fill, images)
+
+
+def jpeg(images: Tensor, draws: Tensor) -> Tensor:
+    """What saving with quality 20 to 90 does: cosines of 8 x 8 blocks, rounded by the standard's tables."""
+    draws = draws.to(images.device, non_blocking=True)
+    quality = 20 + (draws[:, 0] * 70).floor()
+    scale = torch.where(quality < 50, 5000 / quality, 200 - 2 * quality) / 100
+    basis, tables, to_ycc, to_rgb = (torch.from_numpy(values).to(images.device) for values in _JPEG_CONSTANTS)
+    steps = (tables[None] * scale[:, None, None, None]).round().clamp(1, 255)[:, :, None, None]
+    height, width = images.shape[-2:]
+    padded = F.pad(images, (0, -width % 8, 0, -height % 8), mode="replicate")
+    ycc = torch.einsum("cd,rdhw->rchw", to_ycc, padded * 127.5)
+    num_v, num_u = ycc.shape[-2] // 8, ycc.shape[-1] // 8
+    blocks = ycc.reshape(-1, 3, num_v, 8, num_u, 8).transpose(3, 4)
+    rounded = (basis @ blocks @ basis.T / steps).round() * steps
+    ycc = (basis.T @ rounded @ basis).transpose(3, 4).reshape(ycc.shape)
+    rgb = torch.einsum("cd,rdhw->rchw", to_rgb, ycc) / 127.5
+    return rgb[..., :height, :width].contiguous()
+
+
+AUGMENTATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "crop": crop,
+    "low_resolution": low_resolution,
+    "blur": blur,
+    "colour": colour,
+    "grey": grey,
+    "occlusion": occlusion,
+    "jpeg": jpeg,
+}
+
+
+def _draws(seed: int, step: int, indices: NDArray[np.int64], salt: int) -> NDArray[np.float32]:
+    """Uniform in [0, 1), (B, 1 + draws)."""
+    key_B = combine64(seed, _SALT, salt, step, indices.astype(np.uint64))
+    bits_BP = combine64(key_B[:, None], np.arange(_NUM_DRAWS, dtype=np.uint64)[None])
+    uniform_BP: NDArray[np.float32] = (bits_BP >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return uniform_BP
+
+
+def _between(uniform: Tensor, low: float, high: float) -> Tensor:
+    return low + uniform * (high - low)
+
+
+def _luma(images: Tensor) -> Tensor:
+    weights = torch.tensor([0.299, 0.587, 0.114], device=images.device)[None, :, None, None]
+    return (images * weights).sum(1, keepdim=True)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _cosines() -> NDArray[np.float32]:
+    """Row k is the k-th cosine over eight samples; the matrix is orthonormal."""
+    k, n = np.arange(8)[:, None], np.arange(8)[None]
+    basis = np.cos((2 * n + 1) * k * np.pi / 16) * np.where(k == 0, np.sqrt(1 / 8), np.sqrt(2 / 8))
+    return np.asarray(basis, dtype=np.float32)
+
+
+# Annex K of the JPEG standard: steps for brightness, and for colour.
+_LUMA_STEPS = """
+16 11 10 16 24 40 51 61 12 12 14 19 26 58 60 55 14 13 16 24 40 57 69 56 14 17 22 29 51 87 80 62
+18 22 37 56 68 109 103 77 24 35 55 64 81 104 113 92 49 64 78 87 103 121 120 101 72 92 95 98 112 100 103 99"""
+_CHROMA_STEPS = """
+17 18 24 47 99 99 99 99 18 21 26 66 99 99 99 99 24 26 56 99 99 99 99 99 47 66 99 99 99 99 99 99
+99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99"""
+_TO_YCC = np.array([[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]], dtype=np.float32)
+_JPEG_CONSTANTS = (
+    _cosines(),
+    np.array([_LUMA_STEPS.split(), _CHROMA_STEPS.split(), _CHROMA_STEPS.split()], dtype=np.float32).reshape(3, 8, 8),
+    _TO_YCC,
+    np.linalg.inv(_TO_YCC),
+)

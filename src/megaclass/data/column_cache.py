@@ -1,0 +1,165 @@
+"""Columns of integers collected once and mapped ever after: every process of a host then shares one copy of them.
+
+A cache file is one line of JSON, padded to a page, then the columns, int64, one after another. It lies beside the data;
+where that folder is read-only, in the user's cache folder; where neither can be written, in a file without a name. It is
+written under another name and published by rename, and used only as long as the files it was made of keep their size
+and time of change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.errors import DataError
+
+_HEADER_BYTES = 4096
+# Raised whenever the meaning of a column changes, so that older files are made anew.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`facts` is what the builder returned; `arrays` are read-only and mapped from the file."""
+
+    facts: dict[str, Any]
+    arrays: tuple[NDArray[np.int64], ...]
+
+
+class ColumnWriter:
+    """Takes rows block by block, so that building never holds all of them in memory."""
+
+    def __init__(self, files: Sequence[IO[bytes]]) -> None:
+        self._files = files
+        self.num_rows = 0
+
+    def append(self, *columns: NDArray[np.int64]) -> None:
+        assert len(columns) == len(self._files) and len({len(column) for column in columns}) == 1
+        for file, column in zip(self._files, columns, strict=True):
+            file.write(np.ascontiguousarray(column, dtype="<i8").data)
+        self.num_rows += len(columns[0])
+
+
+Build = Callable[[ColumnWriter], dict[str, Any]]
+
+
+def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: Build) -> Columns:
+    """The columns that `build` writes, from the cache when one belongs to `made_of` as those files are now.
+
+    `name` is the cache's file name, beside the first of `made_of`. Of several processes that come at once, one builds and
+    the others wait for it.
+    """
+    stamp = {"format": _FORMAT, "columns": num_columns, "made_of": _stamp(made_of)}
+    for folder in (made_of[0].parent, _user_folder(made_of[0].parent)):
+        found = _open(folder / name, stamp)
+        if found is not None:
+            return found
+    for folder in (made_of[0].parent, _user_folder(made_of[0].parent)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _locked(folder / f".{name}.lock"):
+                return _open(folder / name, stamp) or _build(folder, name, stamp, build)
+        except OSError:
+            continue
+    with tempfile.TemporaryDirectory(prefix="megaclass-") as temporary:
+        # Mapped before the folder goes; the pages live as long as the map.
+        return _build(Path(temporary), name, stamp, build)
+
+
+def _stamp(paths: Sequence[Path]) -> str:
+    """Names, sizes and times of change, as one hash: there may be thousands of files."""
+    stamps: list[list[object]] = []
+    for path in paths:
+        try:
+            found = path.stat()
+            stamps.append([path.name, found.st_size, found.st_mtime_ns])
+        except FileNotFoundError:
+            stamps.append([path.name])
+        except OSError as error:
+            raise DataError(f"Cannot read {path}: {error.strerror}.") from error
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+
+
+def _user_folder(data: Path) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # Some network file systems have no locks: then several may build, and the last rename wins with equal content.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _build(folder: Path, name: str, stamp: dict[str, Any], build: Build) -> Columns:
+    num_columns = stamp["columns"]
+    partial = folder / f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
+    try:
+        with contextlib.ExitStack() as opened:
+            first = opened.enter_context(partial.open("w+b"))
+            first.write(b" " * _HEADER_BYTES)
+            rest = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(num_columns - 1)]
+            writer = ColumnWriter([first, *rest])
+            facts = build(writer)
+            for column in rest:
+                column.seek(0)
+                shutil.copyfileobj(column, first, 2**22)
+            header = json.dumps({**stamp, "num_rows": writer.num_rows, "facts": facts}).encode() + b"\n"
+            assert len(header) <= _HEADER_BYTES
+            first.seek(0)
+            first.write(header)
+            first.flush()
+            # A crash of the machine must not leave zeros that would pass for labels.
+            os.fsync(first.fileno())
+        partial.replace(folder / name)
+    finally:
+        partial.unlink(missing_ok=True)
+    found = _open(folder / name, stamp)
+    if found is None:
+        raise DataError(
+            f"The cache {folder / name} was changed while it was written: is another program at work there?"
+        )
+    return found
+
+
+def _open(path: Path, stamp: dict[str, Any]) -> Columns | None:
+    """None when the file is absent, damaged or made of other files."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(_HEADER_BYTES).split(b"\n", 1)[0])
+            if not isinstance(header, dict) or any(header.get(key) != value for key, value in stamp.items()):
+                return None
+            num_rows, facts = header.get("num_rows"), header.get("facts")
+            num_bytes = os.fstat(file.fileno()).st_size
+            if not isinstance(num_rows, int) or not isinstance(facts, dict) or num_rows < 1:
+                return None
+            if num_bytes != _HEADER_BYTES + 8 * num_rows * stamp["columns"]:
+                return None
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError, RecursionError):
+        return None
+    arrays = tuple(
+        np.frombuffer(mapped, dtype="<i8", count=num_rows, offset=_HEADER_BYTES + 8 * num_rows * column)
+        for column in range(stamp["columns"])
+    )
+    return Columns(facts, arrays)

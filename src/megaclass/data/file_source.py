@@ -1,0 +1,134 @@
+"""Images as files: one folder an identity, or a list `label.txt` of paths and labels."""
+
+from __future__ import annotations
+
+import os
+import stat
+from array import array
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.data.decode import MAX_ENCODED_BYTES, first_image_size
+from megaclass.errors import DataError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+class FileSource:
+    """Images by name below a folder. The names are one run of bytes: millions of Python strings take gigabytes."""
+
+    def __init__(self, root: Path, kind: str, names: Iterator[tuple[bytes, int]], num_classes: int | None) -> None:
+        self.root = root
+        self._kind = kind
+        text = bytearray()
+        ends, labels = array("q", [0]), array("q")
+        for name, label in names:
+            text += name
+            ends.append(len(text))
+            labels.append(label)
+        if not labels:
+            raise DataError(f"Cannot open the data at {root}: {kind}, and no image in it.")
+        self._text = bytes(text)
+        self._ends = np.array(ends, dtype=np.int64)
+        self.labels: NDArray[np.int64] = np.array(labels, dtype=np.int64)
+        self.num_classes = num_classes if num_classes is not None else int(self.labels.max()) + 1
+
+    @property
+    def num_images(self) -> int:
+        return len(self.labels)
+
+    @cached_property
+    def image_size(self) -> tuple[int, int]:
+        return first_image_size(self)
+
+    def path_of(self, index: int) -> Path:
+        name = self._text[self._ends[index] : self._ends[index + 1]]
+        return self.root / os.fsdecode(name)
+
+    def read(self, index: int) -> bytes:
+        return read_image_file(self.path_of(index))
+
+    def name_of(self, index: int) -> str:
+        return str(self.path_of(index))
+
+    def describe(self) -> str:
+        height, width = self.image_size
+        contents = f"{self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
+        num_empty = self.num_classes - len(np.unique(self.labels))
+        without = f"; {num_empty:,} classes without images" if num_empty else ""
+        return f"{self._kind} at {self.root}: {contents}{without}"
+
+
+def open_folders(root: Path) -> FileSource:
+    """Sorted names of the folders are the labels 0, 1, …; a folder without images keeps its label."""
+    try:
+        identities = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != ".")
+    except OSError as error:
+        raise DataError(f"Cannot open the data at {root}: {error.strerror}.") from error
+    return FileSource(root, "one folder an identity", _names_in_folders(root, identities), len(identities))
+
+
+def open_list(path: Path) -> FileSource:
+    """`path<TAB>label` a line; paths are relative to the list's folder and stay below it."""
+    return FileSource(path.parent, f"list {path.name}", _names_in_list(path), None)
+
+
+def read_image_file(path: Path) -> bytes:
+    """The file's bytes; never waits for a pipe, never takes more memory than an image may."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise DataError(f"Cannot read {path}: it is no file.")
+            if found.st_size > MAX_ENCODED_BYTES:
+                raise DataError(
+                    f"Cannot read {path}: {found.st_size:,} bytes, at most {MAX_ENCODED_BYTES:,} are accepted."
+                )
+            with open(handle, "rb", closefd=False) as file:
+                return file.read(found.st_size)
+        finally:
+            os.close(handle)
+    except (OSError, ValueError) as error:
+        # ValueError: a name with a zero byte.
+        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from error
+
+
+def _names_in_folders(root: Path, identities: list[str]) -> Iterator[tuple[bytes, int]]:
+    for label, identity in enumerate(identities):
+        try:
+            names = sorted(
+                entry.name
+                for entry in os.scandir(root / identity)
+                if entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.name[0] != "."
+            )
+        except OSError as error:
+            raise DataError(f"Cannot read the folder {root / identity}: {error.strerror}.") from error
+        for name in names:
+            yield os.fsencode(f"{identity}/{name}"), label
+
+
+def _names_in_list(path: Path) -> Iterator[tuple[bytes, int]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parse_line(line, f"{path}, line {number}")
+    except OSError as error:
+        raise DataError(f"Cannot read the list {path}: {error.strerror}.") from error
+
+
+def _parse_line(line: bytes, where: str) -> tuple[bytes, int]:
+    name, tab, label = line.rstrip(b"\r\n").rpartition(b"\t")
+    if not (tab and name and label.isdigit() and len(label) <= 18):
+        raise DataError(f"Cannot read {where}: {line[:80]!r}; expected <path><TAB><label>, a whole number from 0.")
+    pure = PurePosixPath(os.fsdecode(name))
+    if pure.is_absolute() or ".." in pure.parts:
+        raise DataError(
+            f"{where} names {os.fsdecode(name)!r}: paths are relative to the list and stay below its folder."
+        )
+    return name, int(label)

@@ -1,0 +1,74 @@
+"""Verification pairs out of labelled images: same and different in turn, chosen by hashing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.data.hashing import combine64
+from megaclass.data.pairs import PairSet
+from megaclass.data.source import ImageSource
+from megaclass.errors import DataError
+
+_SALT = 0x7061697273
+_MAX_ATTEMPTS = 1000
+
+
+def make_pairs(
+    source: ImageSource, num_pairs: int, seed: int = 0, on_progress: Callable[[int, int], None] | None = None
+) -> PairSet:
+    """Half of the pairs show one class, half two, in turn, so that every fold is balanced. No pair comes twice."""
+    order = np.argsort(source.labels, kind="stable")
+    by_class = np.split(order, np.flatnonzero(np.diff(source.labels[order])) + 1)
+    several = [images for images in by_class if len(images) > 1]
+    num_same = (num_pairs + 1) // 2
+    num_possible = sum(len(images) * (len(images) - 1) // 2 for images in several)
+    if num_pairs < 2 or num_possible < num_same or len(by_class) < 2:
+        raise DataError(
+            f"Cannot make {num_pairs} pairs of {source.describe()}: "
+            f"there are {num_possible:,} pairs of one class ({num_same} are needed) and {len(by_class)} classes."
+        )
+    same = _distinct(lambda draws: _draw_same(several, draws), num_same, seed, 0)
+    different = _distinct(lambda draws: _draw_different(by_class, draws), num_pairs - num_same, seed, 1)
+    images: list[bytes] = []
+    for number in range(num_pairs):
+        images += [source.read(index) for index in next(same if number % 2 == 0 else different)]
+        if on_progress is not None:
+            on_progress(number + 1, num_pairs)
+    return PairSet(images, np.arange(num_pairs) % 2 == 0)
+
+
+def _draw_same(several: list[NDArray[np.int64]], draws: list[int]) -> tuple[int, int]:
+    images = several[draws[0] % len(several)]
+    first = draws[1] % len(images)
+    return int(images[first]), int(images[(first + 1 + draws[2] % (len(images) - 1)) % len(images)])
+
+
+def _draw_different(by_class: list[NDArray[np.int64]], draws: list[int]) -> tuple[int, int]:
+    first = draws[0] % len(by_class)
+    second = (first + 1 + draws[1] % (len(by_class) - 1)) % len(by_class)
+    return _choose(by_class[first], draws[2]), _choose(by_class[second], draws[3])
+
+
+def _choose(images: NDArray[np.int64], draw: int) -> int:
+    return int(images[draw % len(images)])
+
+
+def _distinct(
+    draw: Callable[[list[int]], tuple[int, int]], num_pairs: int, seed: int, salt: int
+) -> Iterator[tuple[int, int]]:
+    """Pairs that differ; a draw that repeats one is drawn again."""
+    seen: set[tuple[int, int]] = set()
+    for number in range(num_pairs):
+        for attempt in range(_MAX_ATTEMPTS):
+            draws = combine64(seed, _SALT, salt, number, attempt, np.arange(4, dtype=np.uint64)).tolist()
+            first, second = draw(draws)
+            pair = (min(first, second), max(first, second))
+            if pair not in seen:
+                break
+        else:
+            raise DataError(f"Cannot find {num_pairs} different pairs: {len(seen)} were found. Ask for fewer.")
+        seen.add(pair)
+        yield first, second

@@ -1,0 +1,62 @@
+"""Addresses and interfaces of this host. Standard library only."""
+
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+
+
+def own_addresses() -> list[str]:
+    """Addresses of this host that others may reach, IPv4 first."""
+    addresses = [address for held in _interfaces().values() for address in held]
+    usable = [
+        a for a in addresses if not (ipaddress.ip_address(a).is_loopback or ipaddress.ip_address(a).is_link_local)
+    ]
+    return sorted(usable, key=lambda address: ":" in address)
+
+
+def source_towards(address: str) -> str | None:
+    """Own address from which packets to the address leave; None when there is no route. Nothing is sent."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return None
+
+
+def is_own(address: str) -> bool:
+    """Whether the address is one of this host's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+def interface_holding(address: str) -> str | None:
+    """Name of the interface of this host that has the address."""
+    return next((name for name, addresses in _interfaces().items() if address in addresses), None)
+
+
+def _interfaces() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # an interface without an IPv4 address
+            found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, *_, name = line.split()
+        found.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return found

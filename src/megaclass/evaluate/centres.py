@@ -1,0 +1,213 @@
+"""Class centres of a checkpoint, and their health: lengths, and centres of different names that are too close.
+
+Two classes whose centres nearly coincide are most often one person under two names: label noise worth a look.
+Letters: C classes, R = C x M rows, the M sub-centres of a class beside each other, D numbers each.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megaclass.checkpoint.class_names import ClassList, saved_classes
+from megaclass.checkpoint.load import newest_whole
+from megaclass.checkpoint.manifest import Manifest, read_manifest
+from megaclass.errors import CheckpointError
+from megaclass.evaluate.search import GalleryShard, search
+
+_NEAREST_SHOWN = 20
+_BLOCK_ROWS = 2**16
+# Every class against every other is R x R x D multiplications: 10^12 take about ten seconds on two cores.
+_MAX_MULTIPLICATIONS = {"cpu": 10**12, "cuda": 10**16}
+_MIN_CHECKED = 100
+
+
+class Centres(Protocol):
+    """Centres that need not fit into memory."""
+
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) in rising order, float32."""
+        ...
+
+    def names_of(self, numbers: Collection[int]) -> dict[int, str]:
+        """Names of these classes."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClassCentres:
+    """Centres in memory."""
+
+    weight_RD: Tensor
+    names: list[str]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.names)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.weight_RD)
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, self.num_rows, _BLOCK_ROWS):
+            yield start, self.weight_RD[start : start + _BLOCK_ROWS].float()
+
+    def names_of(self, numbers: Collection[int]) -> dict[int, str]:
+        return {number: self.names[number] for number in numbers}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedCentres:
+    """Centres of a checkpoint, read block by block."""
+
+    folder: Path
+    manifest: Manifest
+    classes: ClassList
+
+    @property
+    def num_classes(self) -> int:
+        return self.manifest.num_classes
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shape[0] for _, shape in self._files())
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        from safetensors import safe_open
+
+        first = 0
+        for path, (num_rows, _) in self._files():
+            with safe_open(path, framework="pt") as file:
+                weight = file.get_slice("weight")
+                for start in range(0, num_rows, _BLOCK_ROWS):
+                    yield first + start, weight[start : start + _BLOCK_ROWS].float()
+            first += num_rows
+
+    def names_of(self, numbers: Collection[int]) -> dict[int, str]:
+        # One pass over the list: a hundred million names are not kept to show twenty.
+        listed = itertools.islice(enumerate(self.classes.names()), max(numbers, default=-1) + 1)
+        return {number: name.decode(errors="replace") for number, name in listed if number in numbers}
+
+    def in_memory(self) -> ClassCentres:
+        names = [name.decode(errors="replace") for name in self.classes.names()]
+        return ClassCentres(weight_RD=torch.cat([rows for _, rows in self.blocks()]), names=names)
+
+    def _files(self) -> list[tuple[Path, tuple[int, int]]]:
+        """Shards in the order of their classes, with the shape of their centres."""
+        from safetensors import safe_open
+
+        found = []
+        shards = [
+            (one.class_start, name) for name, one in self.manifest.files.items() if one.class_start < one.class_stop
+        ]
+        for _, name in sorted(shards):
+            with safe_open(self.folder / name, framework="pt") as file:
+                num_rows, width = file.get_slice("weight").get_shape()
+                found.append((self.folder / name, (num_rows, width)))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CentreHealth:
+    num_classes: int
+    num_checked: int
+    """Classes whose nearest other class was looked for; fewer than all where there are too many for this device."""
+    norms: NDArray[np.float32]
+    """Length of every centre."""
+    nearest: NDArray[np.float32]
+    """Cosine between a centre and the nearest of another class, for the classes checked."""
+    closest_pairs: list[tuple[str, str, float]]
+    """Names and cosine, closest first, each pair once."""
+    num_unusable: int
+    """Centres that are zero or not finite."""
+
+
+def read_run_centres(run: Path) -> SavedCentres:
+    """Centres of the run's newest whole checkpoint."""
+    folder, reasons = newest_whole(run / "checkpoints")
+    if folder is None:
+        why = f" ({reasons[0]})" if reasons else ""
+        raise CheckpointError(f"There is no whole checkpoint in {run / 'checkpoints'} to take centres from{why}.")
+    manifest = read_manifest(folder)
+    return SavedCentres(folder=folder, manifest=manifest, classes=saved_classes(folder, manifest))
+
+
+def centre_health(centres: Centres, *, device: torch.device) -> CentreHealth:
+    """Two passes over the centres; in memory are a block of them and those whose neighbours are looked for."""
+    num_subcentres = centres.num_rows // max(1, centres.num_classes)
+    probes_PD, rows_P, norms_R = _first_pass(centres, device)
+    is_usable_R = np.isfinite(norms_R) & (norms_R > 0)
+    classes_P = rows_P // num_subcentres
+    scores_P = np.full(len(rows_P), -np.inf, dtype=np.float32)
+    nearest_P = np.zeros(len(rows_P), dtype=np.int64)
+    for first, rows in centres.blocks():
+        stop = first + len(rows)
+        classes_B = np.arange(first, stop) // num_subcentres
+        block = GalleryShard(embeddings_ND=_unit(rows), labels_N=classes_B, first=first)
+        found = search(probes_PD, block, k=1, device=device, probe_labels_P=classes_P)
+        scores = found.other_scores_Pk[:, 0].cpu().numpy()
+        is_closer_P = scores > scores_P
+        scores_P = np.where(is_closer_P, scores, scores_P)
+        nearest_P = np.where(is_closer_P, found.other_indices_Pk[:, 0].cpu().numpy() // num_subcentres, nearest_P)
+    return CentreHealth(
+        num_classes=centres.num_classes,
+        num_checked=len(np.unique(classes_P)),
+        norms=norms_R[is_usable_R],
+        nearest=scores_P[np.isfinite(scores_P)],
+        closest_pairs=_closest(scores_P, classes_P, nearest_P, centres),
+        num_unusable=int((~is_usable_R).sum()),
+    )
+
+
+def _first_pass(centres: Centres, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
+    """Normalised rows whose neighbours are looked for, their places, and the length of every row."""
+    num_rows = centres.num_rows
+    norms_R = np.empty(num_rows, dtype=np.float32)
+    probes: list[Tensor] = []
+    chosen: list[NDArray[np.int64]] = []
+    wanted = np.empty(0, dtype=np.int64)
+    for first, rows in centres.blocks():
+        if first == 0:
+            most = _MAX_MULTIPLICATIONS[device.type] // (num_rows * rows.shape[1])
+            # Spread over all classes, the same ones every time.
+            num_checked = min(num_rows, max(_MIN_CHECKED, most))
+            wanted = np.unique(np.linspace(0, num_rows - 1, num_checked).astype(np.int64))
+        norms = rows.norm(dim=1).numpy()
+        norms_R[first : first + len(rows)] = norms
+        here = wanted[(wanted >= first) & (wanted < first + len(rows))] - first
+        here = here[np.isfinite(norms[here]) & (norms[here] > 0)]
+        probes.append(_unit(rows[torch.from_numpy(here)]))
+        chosen.append(here + first)
+    return torch.cat(probes), np.concatenate(chosen), norms_R
+
+
+def _unit(rows_BD: Tensor) -> Tensor:
+    """Normalised; a row that has no direction becomes zeros, which nothing is near."""
+    norms_B1 = rows_BD.norm(dim=1, keepdim=True)
+    is_usable_B1 = torch.isfinite(norms_B1) & (norms_B1 > 0)
+    return torch.where(is_usable_B1, rows_BD / norms_B1.clamp_min(1e-30), 0.0)
+
+
+def _closest(
+    scores_P: NDArray[np.float32], first_P: NDArray[np.int64], second_P: NDArray[np.int64], centres: Centres
+) -> list[tuple[str, str, float]]:
+    pairs: dict[tuple[int, int], float] = {}
+    for place in np.argsort(-scores_P, kind="stable").tolist():
+        if not np.isfinite(scores_P[place]) or len(pairs) == _NEAREST_SHOWN:
+            break
+        low, high = sorted((int(first_P[place]), int(second_P[place])))
+        pairs.setdefault((low, high), float(scores_P[place]))
+    names = centres.names_of({number for pair in pairs for number in pair})
+    return [(names[low], names[high], score) for (low, high), score in pairs.items()]

@@ -1,0 +1,56 @@
+"""How sure a share is: 95 % confidence intervals without drawing random numbers.
+
+A true accept rate at a false accept rate is uncertain twice: the same pairs are a sample, and so are the different
+pairs that set the threshold. Each gets an interval of 97.5 %, and together they hold with 95 % (Bonferroni): the
+threshold's between two of the sorted different pairs, by the binomial distribution; the rate's at either end, by Wilson.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Interval = tuple[float, float]
+
+# Two-sided quantiles of the normal distribution.
+_Z_95, _Z_97_5 = 1.959963984540054, 2.241402727604947
+
+
+def wilson_interval(num_hits: int, num_trials: int, *, z: float = _Z_95) -> Interval:
+    """Of a share of independent trials; sensible at 0 and 1, where the usual ± is not."""
+    share = num_hits / num_trials
+    widened = num_trials + z * z
+    middle = (num_hits + z * z / 2) / widened
+    half = z / widened * math.sqrt(num_trials * share * (1 - share) + z * z / 4)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def rank_interval(num_trials: int, share: float, *, confidence: float = 0.975) -> tuple[int, int]:
+    """(low, high): a binomial count lies in between with at least this confidence."""
+    tail = (1 - confidence) / 2
+    # Up to ten deviations above the mean; what lies beyond is far smaller than any tail asked for.
+    mean, deviation = num_trials * share, math.sqrt(num_trials * share * (1 - share))
+    last = min(num_trials, math.ceil(mean + 10 * deviation + 10))
+    counts = np.arange(1, last + 1, dtype=np.float64)
+    steps = np.log((num_trials - counts + 1) / counts) + math.log(share) - math.log1p(-share)
+    log_chances = np.concatenate([[0.0], np.cumsum(steps)]) + num_trials * math.log1p(-share)
+    below = np.cumsum(np.exp(log_chances))
+    # Chance of fewer than low is at most the tail, and of more than high as well.
+    low = int(np.searchsorted(below, tail, side="right"))
+    high = int(np.searchsorted(below, 1 - tail, side="left"))
+    return low, min(high, num_trials)
+
+
+def tar_interval(same_N: NDArray[np.float64], different_N: NDArray[np.float64], far: float) -> Interval:
+    """95 % interval of the TAR at a FAR; both sorted by distance.
+
+    Where fewer than about five different pairs are expected below the threshold, the sample does not bound the
+    threshold from below; the closest different pair stands in for it.
+    """
+    low_rank, high_rank = rank_interval(len(different_N), far)
+    # Strictly closer than the pair of that rank, and no farther than the one after the highest.
+    closer = int(np.searchsorted(same_N, different_N[max(low_rank, 1) - 1], side="left"))
+    farther = len(same_N)
+    if high_rank < len(different_N):
+        farther = int(np.searchsorted(same_N, different_N[high_rank], side="right"))
+    return wilson_interval(closer, len(same_N), z=_Z_97_5)[0], wilson_interval(farther, len(same_N), z=_Z_97_5)[1]

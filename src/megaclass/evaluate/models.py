@@ -1,0 +1,178 @@
+"""A path -> a model that embeds: a run folder, model.safetensors, InsightFace's .pth, or ONNX. The same numbers from each.
+
+import megaclass
+model = megaclass.load("runs/demo")
+embeddings = model.embed(["anna.jpg", "anna-again.jpg", "bert.jpg"])
+print(embeddings @ embeddings.T)
+"""
+
+import hashlib
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megaclass.backbones import build_backbone
+from megaclass.backbones.recognise import BackboneShape, recognise
+from megaclass.checkpoint.insightface import load_backbone_, read_backbone
+from megaclass.checkpoint.load import load_shared, newest_whole
+from megaclass.checkpoint.manifest import read_manifest
+from megaclass.errors import CheckpointError
+from megaclass.evaluate.embed import embed_part
+from megaclass.evaluate.images import FileImages
+from megaclass.evaluate.onnx_network import OnnxNetwork
+
+_DEFAULT_IMAGE_SIZE = 112
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A network in eval mode and what to know about it."""
+
+    name: str
+    """How tables and reports call it."""
+    path: Path
+    """What was read: the checkpoint of a run folder, or the file."""
+    network: nn.Module
+    """(B, 3, S, S) in [-1, 1] -> (B, D), not normalised."""
+    backbone: str
+    image_size: int
+    embedding_dim: int
+    device: torch.device
+
+    def embed(self, paths: Sequence[str | Path], *, resize: bool = False, batch_size: int = 64) -> NDArray[np.float32]:
+        """(N, D): f(x) + f(mirrored x) of each image file, normalised; a product of two rows is their cosine."""
+        images = FileImages(paths=[Path(path) for path in paths], image_size=self.image_size, resize=resize)
+        if not paths:
+            return np.empty((0, self.embedding_dim), dtype=np.float32)
+        rows = embed_part(self.network, images, range(len(paths)), device=self.device, batch_size=batch_size)
+        return nn.functional.normalize(rows[:, :-1]).cpu().numpy()
+
+    def fingerprint(self) -> str:
+        """Changes with the weights: what a resumed embedding compares, and what results are kept under."""
+        if isinstance(self.network, OnnxNetwork):
+            return hashlib.sha256(self.path.read_bytes()).hexdigest()
+        return weights_fingerprint(self.network)
+
+
+def weights_fingerprint(network: nn.Module) -> str:
+    """The same for the same weights, wherever they lie and in whatever layout."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedModel:
+    """Opens a run folder, `.safetensors`, InsightFace `.pth`/`.pt` or `.onnx`; what it is decides how it is read."""
+    path, device = Path(path), torch.device(device)
+    if path.is_dir():
+        return _load_run(path, device)
+    if not path.is_file():
+        raise CheckpointError(f"There is no model at {path}: expected a run folder, .safetensors, .pth or .onnx.")
+    if path.suffix == ".safetensors":
+        state, shape = _read_safetensors(path)
+        return _build(path.stem, path, state, shape, device)
+    if path.suffix in (".pth", ".pt", ".params"):
+        state = read_backbone(path)
+        return _build(path.stem, path, state, recognise(state, str(path)), device)
+    if path.suffix == ".onnx":
+        return _load_onnx(path, device)
+    raise CheckpointError(
+        f"Cannot tell what model {path} is: expected a run folder, .safetensors, .pth, .pt, .params or .onnx."
+    )
+
+
+def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Checkpoint and backbone of a run: the newest whole checkpoint, whose path is said, or its model.safetensors."""
+    folder, passed_over = newest_whole(run / "checkpoints")
+    for reason in passed_over:
+        print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
+    if folder is not None:
+        shared = load_shared(folder)
+        # Where a running mean of the weights was kept, it is what training evaluated and exported.
+        return folder, _part(shared, "backbone.") | _part(shared, "ema.")
+    if (run / "model.safetensors").is_file():
+        return run / "model.safetensors", _read_safetensors(run / "model.safetensors")[0]
+    raise CheckpointError(
+        f"{run} is no run folder with a model: looked for a whole checkpoint in {run / 'checkpoints'} and for "
+        f"model.safetensors."
+    )
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _load_run(run: Path, device: torch.device) -> LoadedModel:
+    path, state = read_run_state(run)
+    return _build(run.name, path, state, _shape_of_run(run, path, state), device)
+
+
+def _shape_of_run(run: Path, path: Path, state: dict[str, Tensor]) -> BackboneShape:
+    config = read_manifest(path).config if path.is_dir() else ""
+    settings = tomllib.loads(config).get("backbone", {})
+    try:
+        return recognise(state, str(path))
+    except CheckpointError:
+        # A backbone of the user's own: its name is in the settings, its input size beside its exported weights.
+        exported = run / "model.safetensors"
+        if not settings or not exported.is_file():
+            raise
+        shape = _read_safetensors(exported)[1]
+        return BackboneShape(
+            name=settings["name"], embedding_dim=settings["embedding_dim"], image_size=shape.image_size
+        )
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], BackboneShape]:
+    """Weights, and the shape the file's metadata states; files that state none are recognised by their names."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = dict(file.metadata() or {})
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
+    try:
+        return state, BackboneShape(
+            name=said["backbone"], embedding_dim=int(said["embedding_dim"]), image_size=int(said["image_size"])
+        )
+    except (KeyError, ValueError):
+        return state, recognise(state, str(path))
+
+
+def _build(name: str, path: Path, state: dict[str, Tensor], shape: BackboneShape, device: torch.device) -> LoadedModel:
+    network = build_backbone(shape.name, embedding_dim=shape.embedding_dim, image_size=shape.image_size)
+    load_backbone_(network, state, path)
+    return LoadedModel(
+        name=name,
+        path=path,
+        network=network.to(device).float().eval(),
+        backbone=shape.name,
+        image_size=shape.image_size,
+        embedding_dim=shape.embedding_dim,
+        device=device,
+    )
+
+
+def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
+    network = OnnxNetwork(path, device)
+    image_size = network.image_size or _DEFAULT_IMAGE_SIZE
+    return LoadedModel(
+        name=path.stem,
+        path=path,
+        network=network,
+        backbone="onnx",
+        image_size=image_size,
+        embedding_dim=network(torch.zeros(1, 3, image_size, image_size)).shape[1],
+        device=device,
+    )

@@ -1,0 +1,51 @@
+"""An ONNX file as a torch module, through onnxruntime: ours, and those InsightFace publishes."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megaclass.errors import CheckpointError
+
+
+class OnnxNetwork(nn.Module):
+    """Has no parameters. Runs on the GPU where onnxruntime was built for it, else on the CPU."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        super().__init__()
+        try:
+            import onnxruntime
+        except ImportError:
+            raise CheckpointError(f"Opening {path} needs onnxruntime: pip install 'megaclass[onnx]'") from None
+        from onnxruntime.capi import onnxruntime_pybind11_state as failures
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors only
+        options.intra_op_num_threads = torch.get_num_threads()
+        wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
+        providers = [
+            name for name in [*wanted, "CPUExecutionProvider"] if name in onnxruntime.get_available_providers()
+        ]
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+        # onnxruntime's exceptions have no base of their own; these are the ones that a bad file causes.
+        except (failures.Fail, failures.InvalidProtobuf, failures.InvalidGraph, failures.InvalidArgument) as error:
+            raise CheckpointError(f"Cannot open {path} as an ONNX model: {error}") from error
+        except (failures.NoSuchFile, failures.NotImplemented, failures.RuntimeException) as error:
+            raise CheckpointError(f"Cannot open {path} as an ONNX model: {error}") from error
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].shape[1] != 3:
+            shown = ", ".join(f"{one.name} {one.shape}" for one in inputs)
+            raise CheckpointError(f"{path} takes {shown}: expected one input of shape (batch, 3, side, side).")
+        self._input, self._output = inputs[0].name, outputs[0].name
+        batch, _, height, width = inputs[0].shape
+        if isinstance(height, int) and height != width:
+            raise CheckpointError(f"{path} takes images of {width} × {height} pixels: expected square ones.")
+        self.image_size: int | None = height if isinstance(height, int) else None
+        # Some published files take one image at a time.
+        self._batch: int | None = batch if isinstance(batch, int) else None
+
+    def forward(self, images_B: Tensor) -> Tensor:
+        parts = images_B.split(self._batch) if self._batch else [images_B]
+        rows = [self._session.run([self._output], {self._input: part.cpu().numpy()})[0] for part in parts]
+        return torch.cat([torch.from_numpy(row) for row in rows]).to(images_B.device)

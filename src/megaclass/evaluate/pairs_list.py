@@ -1,0 +1,73 @@
+"""A text file that names pairs of image files: LFW's pairs.txt, or lines of `first second 0|1`.
+
+LFW's form: a line of counts, then `name n m` for two images of one person and `name n name m` for two persons, with
+files name/name_0001.jpg. Paths are relative to the folder of the list, or to the folder given.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.errors import DataError
+from megaclass.evaluate.images import SUFFIXES
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairsList:
+    """Pair i is paths 2i and 2i + 1."""
+
+    paths: list[Path]
+    is_same_N: NDArray[np.bool_]
+    num_folds: int
+    """As many as the list's first line says, ten where it says nothing."""
+
+
+def read_pairs_list(path: Path, images: Path | None = None) -> PairsList:
+    folder = images or path.parent
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read the pairs {path}: {error}") from error
+    numbered = [(number, line.split()) for number, line in enumerate(lines, start=1) if line.strip()]
+    num_folds = 10
+    if numbered and len(numbered[0][1]) <= 2 and all(word.isdigit() for word in numbered[0][1]):
+        counts = numbered.pop(0)[1]
+        num_folds = int(counts[0]) if len(counts) == 2 else 10
+    if not numbered:
+        raise DataError(f"{path} holds no pairs.")
+    paths: list[Path] = []
+    is_same: list[bool] = []
+    for number, words in numbered:
+        first, second, same = _pair(words, folder, f"Line {number} of {path}")
+        paths += [first, second]
+        is_same.append(same)
+    return PairsList(paths=paths, is_same_N=np.array(is_same), num_folds=num_folds)
+
+
+def _pair(words: list[str], folder: Path, where: str) -> tuple[Path, Path, bool]:
+    match words:
+        case [name, first, second] if first.isdigit() and second.isdigit():
+            return _numbered(folder, name, first, where), _numbered(folder, name, second, where), True
+        case [name, first, other, second] if first.isdigit() and second.isdigit():
+            return _numbered(folder, name, first, where), _numbered(folder, other, second, where), False
+        case [left, right, ("0" | "1") as same]:
+            return _existing(folder / left, where), _existing(folder / right, where), same == "1"
+    raise DataError(f"{where} is {' '.join(words)[:80]!r}: expected `name n m`, `name n name m` or `first second 0|1`.")
+
+
+def _numbered(folder: Path, name: str, number: str, where: str) -> Path:
+    stem = folder / name / f"{name}_{int(number):04d}"
+    for suffix in SUFFIXES:
+        if stem.with_name(stem.name + suffix).is_file():
+            return stem.with_name(stem.name + suffix)
+    raise DataError(
+        f"{where} names image {number} of {name}, but there is no {stem}.jpg (nor {', '.join(SUFFIXES[1:])})."
+    )
+
+
+def _existing(path: Path, where: str) -> Path:
+    if not path.is_file():
+        raise DataError(f"{where} names {path}, which is not there.")
+    return path

@@ -1,0 +1,202 @@
+"""Exact nearest neighbours: every probe against every gallery entry, block by block on the device, shards on the ranks.
+
+Letters: P probes, N gallery entries in all, k kept per probe. A score is a cosine: rows are normalised by the caller.
+The P x N scores are never held; at any time there is one block of them, of at most `max_block_bytes`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
+from megaclass.errors import DataError
+
+NO_LABEL = -1
+"""Of a gallery entry that is nobody's mate: a distractor."""
+_NOTHING = float("-inf")
+_BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**31}
+_MAX_GALLERY_BLOCK = 2**16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Neighbours:
+    """What each probe found. Mates carry the probe's label; all other entries are `others`."""
+
+    other_scores_Pk: Tensor
+    """Highest first; -inf where the gallery has fewer than k others."""
+    other_indices_Pk: Tensor
+    """Their places in the whole gallery."""
+    mate_scores_P: Tensor
+    """The best mate's; -inf for a probe without one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GalleryShard:
+    """This rank's rows of the gallery, from row `first` of all."""
+
+    embeddings_ND: NDArray[np.float32] | Tensor
+    labels_N: NDArray[np.int64] | None = None
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.embeddings_ND)
+
+
+def shard_of_rank(
+    embeddings_ND: NDArray[np.float32] | Tensor,
+    labels_N: NDArray[np.int64] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> GalleryShard:
+    """Cuts a gallery that every rank holds (or has mapped) into contiguous parts; a part may be empty."""
+    start, stop = range_of_rank(len(embeddings_ND), group)
+    labels = None if labels_N is None else labels_N[start:stop]
+    return GalleryShard(embeddings_ND=embeddings_ND[start:stop], labels_N=labels, first=start)
+
+
+def range_of_rank(num_rows: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """First row of this rank's part, and the row after its last."""
+    rank, num_ranks = group_rank(group), group_size(group)
+    return num_rows * rank // num_ranks, num_rows * (rank + 1) // num_ranks
+
+
+def search(
+    probes_PD: NDArray[np.float32] | Tensor,
+    gallery: GalleryShard,
+    *,
+    k: int,
+    device: torch.device,
+    probe_labels_P: NDArray[np.int64] | None = None,
+    group: dist.ProcessGroup | None = None,
+    max_block_bytes: int | None = None,
+    with_faiss: bool = False,
+) -> Neighbours:
+    """The k best others and the best mate of each probe over the shards of all ranks; the same on every rank.
+
+    Every rank holds all probes and its own shard. Gallery blocks move to the device once each, probes stay there.
+    Traffic: one all-gather of P x k scores, one of P x k places, one of P scores a rank.
+    """
+    probes = torch.as_tensor(probes_PD, device=device).float()
+    if len(gallery) and gallery.embeddings_ND.shape[1] != probes.shape[1]:
+        raise DataError(
+            f"Embeddings of the probes have {probes.shape[1]} numbers, those of the gallery "
+            f"{gallery.embeddings_ND.shape[1]}: they come from different models."
+        )
+    if with_faiss:
+        own = _search_shard_with_faiss(probes, gallery, k, probe_labels_P)
+    else:
+        own = _search_shard(probes, gallery, k, device, probe_labels_P, max_block_bytes or _BLOCK_BYTES[device.type])
+    scores_WPk = gather_blocks(own.other_scores_Pk.to(device), group)
+    indices_WPk = gather_blocks(own.other_indices_Pk.to(device), group)
+    scores_Pk, indices_Pk = _best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
+    mates_P = gather_blocks(own.mate_scores_P.to(device), group).amax(dim=0)
+    return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P)
+
+
+@torch.no_grad()
+def _search_shard(
+    probes_PD: Tensor,
+    gallery: GalleryShard,
+    k: int,
+    device: torch.device,
+    probe_labels_P: NDArray[np.int64] | None,
+    max_block_bytes: int,
+) -> Neighbours:
+    num_probes = len(probes_PD)
+    scores_Pk = torch.full((num_probes, k), _NOTHING, device=device)
+    indices_Pk = torch.zeros((num_probes, k), dtype=torch.int64, device=device)
+    mates_P = torch.full((num_probes,), _NOTHING, device=device)
+    labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
+    gallery_block = min(_MAX_GALLERY_BLOCK, max(1, len(gallery)))
+    probe_block = max(1, max_block_bytes // (4 * gallery_block))
+    with _full_precision():
+        for start in range(0, len(gallery), gallery_block):
+            rows_BD = torch.as_tensor(gallery.embeddings_ND[start : start + gallery_block]).to(device).float()
+            labels_B = None
+            if labels_P is not None and gallery.labels_N is not None:
+                labels_B = torch.as_tensor(gallery.labels_N[start : start + gallery_block]).to(device)
+            for first in range(0, num_probes, probe_block):
+                here = slice(first, first + probe_block)
+                block_PB = probes_PD[here] @ rows_BD.T
+                if labels_P is not None and labels_B is not None:
+                    is_mate_PB = (labels_P[here, None] == labels_B) & (labels_B != NO_LABEL)
+                    mates = block_PB.masked_fill(~is_mate_PB, _NOTHING).amax(dim=1)
+                    mates_P[here] = torch.maximum(mates_P[here], mates)
+                    block_PB.masked_fill_(is_mate_PB, _NOTHING)
+                found, places = torch.topk(block_PB, min(k, block_PB.shape[1]), dim=1)
+                scores_Pk[here], indices_Pk[here] = _best(
+                    torch.cat([scores_Pk[here], found], dim=1),
+                    torch.cat([indices_Pk[here], places + (gallery.first + start)], dim=1),
+                    k,
+                )
+    return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P)
+
+
+def _best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Highest scores first, of equal ones the earlier entry."""
+    by_index = indices.argsort(dim=1, stable=True)
+    scores, indices = scores.gather(1, by_index), indices.gather(1, by_index)
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+    return scores.gather(1, order), indices.gather(1, order)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """TF32 keeps ten bits of a score: enough to train, not to rank a million neighbours."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _search_shard_with_faiss(
+    probes_PD: Tensor, gallery: GalleryShard, k: int, probe_labels_P: NDArray[np.int64] | None
+) -> Neighbours:
+    """The same by faiss's exact index on this host's cores. Mates are among what it finds, or ranked beyond k others."""
+    try:
+        import faiss
+    except ImportError:
+        raise DataError("Search by faiss needs faiss: pip install 'megaclass[retrieval]'") from None
+    num_probes = len(probes_PD)
+    rows_ND = np.ascontiguousarray(torch.as_tensor(gallery.embeddings_ND).float().cpu().numpy())
+    labels_N = gallery.labels_N if probe_labels_P is not None and len(rows_ND) else None
+    most_mates = 0 if labels_N is None else int(np.unique(labels_N, return_counts=True)[1].max())
+    index = faiss.IndexFlatIP(probes_PD.shape[1])
+    index.add(rows_ND)
+    scores, places = index.search(probes_PD.cpu().numpy(), max(1, min(k + most_mates, len(rows_ND))))
+    # Of an empty shard faiss says place -1.
+    scores = np.where(places < 0, np.float32(_NOTHING), scores)
+    mates_P = np.full(num_probes, _NOTHING, dtype=np.float32)
+    if probe_labels_P is not None and labels_N is not None:
+        found = labels_N[places]
+        is_mate = (found == probe_labels_P[:, None]) & (found != NO_LABEL)
+        mates_P = np.where(is_mate, scores, np.float32(_NOTHING)).max(axis=1)
+        _add_far_mates(mates_P, probes_PD, rows_ND, probe_labels_P, labels_N)
+        scores = np.where(is_mate, np.float32(_NOTHING), scores)
+    missing = max(0, k - scores.shape[1])
+    scores_Pk, indices_Pk = _best(
+        torch.from_numpy(np.pad(scores, ((0, 0), (0, missing)), constant_values=_NOTHING)),
+        torch.from_numpy(np.pad(np.maximum(places, 0), ((0, 0), (0, missing))) + gallery.first),
+        k,
+    )
+    return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=torch.from_numpy(mates_P))
+
+
+def _add_far_mates(
+    mates_P: NDArray[np.float32],
+    probes_PD: Tensor,
+    rows_ND: NDArray[np.float32],
+    probe_labels_P: NDArray[np.int64],
+    labels_N: NDArray[np.int64],
+) -> None:
+    """A probe whose mates lie beyond what was looked at has mates all the same: their scores are computed here."""
+    for probe in np.flatnonzero(np.isneginf(mates_P) & np.isin(probe_labels_P, labels_N[labels_N != NO_LABEL])):
+        own = rows_ND[labels_N == probe_labels_P[probe]]
+        mates_P[probe] = float((own @ probes_PD[probe].cpu().numpy()).max())

@@ -1,0 +1,111 @@
+"""config.json and what lies in the run folder -> README.md: what the model is, its numbers, and how to use it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaclass.evaluate.report_sets import headline
+from megaclass.evaluate.results import SetResult, read_results
+
+_USE = {
+    "safetensors": """```python
+import megaclass
+
+model = megaclass.load("model.safetensors")
+embeddings = model.embed(["first.jpg", "second.jpg"])  # aligned faces; rows are normalised
+print("cosine:", embeddings[0] @ embeddings[1])
+```""",
+    "onnx": """```python
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+session = onnxruntime.InferenceSession("model.onnx")
+pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
+batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
+embedding = session.run(["embedding"], {"input": batch})[0]
+```""",
+    "pth": """```python
+import torch
+from backbones import get_model  # of InsightFace's arcface_torch
+
+backbone = get_model("{insightface_name}", num_features={embedding_dim})
+backbone.load_state_dict(torch.load("backbone.pth", weights_only=True))
+backbone.eval()
+```""",
+}
+
+
+def model_card(config: Mapping[str, Any], run: Path | None, licence: str) -> str:
+    """`run`: where training left its summary and evaluation; None for a model without a run."""
+    summary = _summary(run)
+    results = read_results(run) if run is not None else []
+    use = _USE[Path(config["file"]).suffix[1:]]
+    return "\n".join(
+        [
+            "---",
+            f"license: {json.dumps(licence)}",
+            "library_name: megaclass",
+            "---",
+            "",
+            f"# {config['name']}",
+            "",
+            f"Backbone {config['backbone']}, {config['embedding_dim']} numbers an embedding, images of "
+            f"{config['image_size']} × {config['image_size']} pixels. Trained and exported with Megaclass "
+            f"{config['version']}.",
+            "",
+            "## Data",
+            "",
+            *_data_lines(summary),
+            "",
+            "## Numbers",
+            "",
+            *_number_lines(results),
+            "",
+            "## Licence",
+            "",
+            f"{licence}. A model's licence also depends on that of the data it was trained on.",
+            "",
+            "## How to use",
+            "",
+            f"Input: {config['input']}. Output: {config['output']}.",
+            "Faces are expected aligned by five landmarks, as the training data were.",
+            "",
+            use.replace("{insightface_name}", str(config["insightface_name"])).replace(
+                "{embedding_dim}", str(config["embedding_dim"])
+            ),
+            "",
+        ]
+    )
+
+
+def _summary(run: Path | None) -> Mapping[str, Any]:
+    path = run / "summary.json" if run is not None else None
+    if path is None or not path.is_file():
+        return {}
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return values if isinstance(values, dict) else {}
+
+
+def _data_lines(summary: Mapping[str, Any]) -> list[str]:
+    if "num_classes" not in summary:
+        return ["Not known: the model was not exported from a run that says."]
+    lines = [f"- {summary['num_images']:,} images of {summary['num_classes']:,} classes"]
+    if "data_fingerprint" in summary:
+        lines.append(f"- fingerprint {summary['data_fingerprint']}")
+    return [*lines, f"- {summary['steps']:,} steps on {summary['world_size']} rank(s)"]
+
+
+def _number_lines(results: list[SetResult]) -> list[str]:
+    done = [result for result in results if result.error is None]
+    if not done:
+        return ["None yet: `megaclass evaluate RUN --on SETS`, then export again."]
+    lines = ["| set | protocol | number |", "|---|---|---|"]
+    protocols = {
+        "pairs": "10 folds, both flips",
+        "templates": "1:1",
+        "identification": "1:N",
+        "distractors": "MegaFace",
+    }
+    return lines + [f"| {result.name} | {protocols[result.kind]} | {headline(result)} |" for result in done]

@@ -1,0 +1,125 @@
+"""A run -> a folder that others can use: the model in one of three forms, config.json and a model card.
+
+    safetensors   model.safetensors, and centres.safetensors with the class centres by name
+    onnx          model.onnx, any batch, as InsightFace's tools expect it
+    insightface   backbone.pth, the state dict that InsightFace's arcface_torch loads
+
+Each model is opened again the way a user opens it and must give the embeddings of the checkpoint before the folder appears.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import megaclass
+from megaclass.errors import CheckpointError, ExportError
+from megaclass.evaluate.centres import read_run_centres
+from megaclass.evaluate.models import LoadedModel, load
+from megaclass.export.centres_file import save_centres
+from megaclass.export.check import fixed_inputs, require_same_embeddings
+from megaclass.export.model_card import model_card
+from megaclass.export.onnx_file import export_onnx
+from megaclass.export.publish import published_folder
+from megaclass.export.safetensors_file import save_model
+
+_NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50, 100, 200)} | {
+    name: name for name in ("mbf", "mbf_large", "vit_t", "vit_s", "vit_b", "vit_l")
+}
+
+
+def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated") -> Path:
+    """Exports a run folder, or any model file that `megaclass.load` opens, to the new folder `out`."""
+    model = load(path)
+    if model.backbone == "onnx":
+        raise ExportError(
+            f"{path} is an ONNX model: it runs, but has no parameters to export. Export the run it came from."
+        )
+    config = _config(model, form)
+    with published_folder(out) as unfinished:
+        _WRITE[form](model, unfinished, out, {key: str(value) for key, value in config.items() if key in _STATED})
+        if form == "safetensors" and path.is_dir():
+            _write_centres(path, unfinished)
+        (unfinished / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        run = path if path.is_dir() else None
+        (unfinished / "README.md").write_text(model_card(config, run, licence), encoding="utf-8")
+    return out
+
+
+_STATED = ("format", "version", "backbone", "embedding_dim", "image_size")
+
+
+def _config(model: LoadedModel, form: str) -> dict[str, Any]:
+    names = {"onnx": "model.onnx", "safetensors": "model.safetensors", "insightface": "backbone.pth"}
+    return {
+        "format": "megaclass",
+        "version": megaclass.__version__,
+        "name": model.name,
+        "file": names[form],
+        "backbone": model.backbone,
+        "insightface_name": _NAMES_OF_INSIGHTFACE.get(model.backbone),
+        "embedding_dim": model.embedding_dim,
+        "image_size": model.image_size,
+        "input": "float32 (batch, 3, side, side), RGB, (x - 127.5) / 127.5",
+        "output": "float32 (batch, embedding_dim), not normalised",
+    }
+
+
+def _write_safetensors(model: LoadedModel, folder: Path, out: Path, stated: dict[str, str]) -> None:
+    file = folder / "model.safetensors"
+    save_model(file, model.network, metadata=stated)
+    _require_same(model, file, out / file.name)
+
+
+def _write_onnx(model: LoadedModel, folder: Path, out: Path, stated: dict[str, str]) -> None:
+    # It runs the file through onnxruntime itself before it lets it appear.
+    export_onnx(folder / "model.onnx", model.network, image_size=model.image_size, metadata=stated)
+
+
+def _write_insightface(model: LoadedModel, folder: Path, out: Path, stated: dict[str, str]) -> None:
+    if model.backbone not in _NAMES_OF_INSIGHTFACE:
+        raise ExportError(
+            f"Not written: {out}. InsightFace has no backbone {model.backbone!r}: its own are "
+            f"{', '.join(_NAMES_OF_INSIGHTFACE)}. Export to onnx or safetensors."
+        )
+    file = folder / "backbone.pth"
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.network.state_dict().items()}
+    torch.save(state, file)
+    _require_same(model, file, out / file.name)
+
+
+_WRITE: dict[str, Callable[[LoadedModel, Path, Path, dict[str, str]], None]] = {
+    "safetensors": _write_safetensors,
+    "onnx": _write_onnx,
+    "insightface": _write_insightface,
+}
+
+
+def _require_same(model: LoadedModel, file: Path, shown: Path) -> None:
+    """Opens the written file as a user does; `shown` is where it will lie."""
+    try:
+        network = load(file).network
+    except CheckpointError as error:
+        raise ExportError(f"Not written: {shown}. What was written cannot be opened: {error}") from error
+
+    def embed(images: torch.Tensor) -> NDArray[np.float64]:
+        with torch.no_grad():
+            return np.asarray(network(images).double().numpy())
+
+    backbone: nn.Module = copy.deepcopy(model.network).cpu().float().eval()
+    require_same_embeddings(shown, embed, backbone, fixed_inputs(model.image_size), f"the file {shown.name}")
+
+
+def _write_centres(run: Path, folder: Path) -> None:
+    """A run whose checkpoints are gone has no centres, and its model is exported without them."""
+    try:
+        centres = read_run_centres(run).in_memory()
+    except CheckpointError:
+        return
+    save_centres(folder / "centres.safetensors", centres, metadata={"format": "megaclass", "content": "class centres"})

@@ -1,0 +1,62 @@
+"""Adasum: a sum that does not grow where gradients point the same way.
+
+    adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
+
+Orthogonal gradients are added, equal ones averaged. More than two are combined in a tree of neighbours: by recursive
+doubling over any backend and any number of ranks. Each rank sends its vector log2(W) times.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def adasum_(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """In place; the same on every rank of the group, bit by bit."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    vector = tensor.view(-1).float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.view(-1)
+    paired = 1 << (size.bit_length() - 1)
+    # Beyond a power of two, the first ranks combine with their neighbour, who waits for the result.
+    num_folded = size - paired
+    if rank < 2 * num_folded and rank % 2:
+        dist.send(vector, group=group, group_dst=rank - 1)
+        dist.recv(vector, group=group, group_src=rank - 1)
+    else:
+        if rank < 2 * num_folded:
+            vector = _combined(vector, _received_from(vector, rank + 1, group))
+        place = rank // 2 if rank < 2 * num_folded else rank - num_folded
+        vector = _doubling(vector, place, paired, num_folded, group)
+        if rank < 2 * num_folded:
+            dist.send(vector, group=group, group_dst=rank + 1)
+    return tensor.copy_(vector.view_as(tensor))
+
+
+def _doubling(vector: Tensor, place: int, paired: int, num_folded: int, group: dist.ProcessGroup) -> Tensor:
+    distance = 1
+    while distance < paired:
+        partner = place ^ distance
+        partner_rank = 2 * partner if partner < num_folded else partner + num_folded
+        theirs = torch.empty_like(vector)
+        receiving = dist.irecv(theirs, group=group, group_src=partner_rank)
+        dist.send(vector, group=group, group_dst=partner_rank)
+        assert receiving is not None
+        receiving.wait()
+        # Both sides take the lower place first, so that both get the same bits.
+        vector = _combined(vector, theirs) if place < partner else _combined(theirs, vector)
+        distance *= 2
+    return vector
+
+
+def _received_from(like: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(like)
+    dist.recv(received, group=group, group_src=rank)
+    return received
+
+
+def _combined(one: Tensor, two: Tensor) -> Tensor:
+    a, b = one.double(), two.double()
+    product, length_a, length_b = torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)
+    # A vector of zeros, as a rank that has joined sends, leaves the other as it is.
+    weight_a = torch.where(length_a > 0, 1 - product / (2 * length_a), 1.0)
+    weight_b = torch.where(length_b > 0, 1 - product / (2 * length_b), 1.0)
+    return (weight_a * a + weight_b * b).to(one.dtype)

@@ -1,0 +1,521 @@
+"""What ranks have agreed on, done: tensors through torch.distributed. Runs on the controller's thread only.
+
+Whatever moves without arithmetic travels as bytes, so that every dtype does. Reductions are gloo's or NCCL's, but for
+int16, which gloo does not know and which travels as int32, and for averages, which are divided here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaclass.distributed.compression import WIRE_FORMATS, compressed_all_reduce_
+from megaclass.hvd.adasum import adasum_
+from megaclass.hvd.controller import Operation
+from megaclass.hvd.messages import Request, Response
+from megaclass.hvd.reductions import Adasum, Average, Max, Min, Product, Sum
+from megaclass.hvd.timeline import Timeline
+
+# torch 2.13 renamed it and warns about the name that 2.11 and 2.12 know.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_OPS = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+
+DTYPES = {
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+_CHUNK_BYTES = 4 * 1024 * 1024
+_WINDOW = 3
+
+# Most bytes that rank 0 takes from all others together in one cycle of small tensors.
+_SMALL_BYTES = 256 * 1024
+_SMALL_OPS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    Average: torch.Tensor.add_,
+    Sum: torch.Tensor.add_,
+    Min: lambda total, part: torch.minimum(total, part, out=total),
+    Max: lambda total, part: torch.maximum(total, part, out=total),
+    Product: torch.Tensor.mul_,
+}
+
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass
+class SetGroups:
+    """The process groups of one process set; NCCL's where every rank has a GPU of its own."""
+
+    ranks: tuple[int, ...]
+    cpu: dist.ProcessGroup
+    gpu: dist.ProcessGroup | None = None
+
+
+class DataPlane:
+    """Runs responses."""
+
+    def __init__(self, rank: int, timeline: Timeline, *, uses_nccl: bool) -> None:
+        self._rank = rank
+        self._timeline = timeline
+        self._uses_nccl = uses_nccl
+        self.sets: dict[int, SetGroups] = {}
+        self.change_sets: Callable[[Request], int] = lambda request: -1
+        """Adds or removes a process set, by request of all ranks."""
+        self._buffers: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
+        self._remainders: dict[tuple[int, str, int], Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._runners: dict[str, Callable[[Response, list[Operation | None]], None]] = {
+            "allreduce": self._allreduce,
+            "allgather": self._allgather,
+            "broadcast": self._broadcast,
+            "alltoall": self._alltoall,
+            "reducescatter": self._reducescatter,
+            "barrier": lambda response, operations: None,
+            "add_process_set": self._change_sets,
+            "remove_process_set": self._change_sets,
+        }
+
+    def perform(self, response: Response, operations: list[Operation | None]) -> None:
+        """An operation is None where this rank has joined: it contributes zeros."""
+        run = self._runners[response.requests[0].kind]
+        if response.requests[0].device == "cpu":
+            run(response, operations)
+            return
+        self._on_gpu(lambda: run(response, operations), operations)
+
+    def _on_gpu(self, run: Callable[[], None], operations: list[Operation | None]) -> None:
+        """On a stream of our own, after the streams that made the inputs; who waits makes their stream wait for ours."""
+        present = [operation for operation in operations if operation is not None]
+        device = present[0].inputs[0].device if present else torch.device("cuda", torch.cuda.current_device())
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for operation in present:
+                stream.wait_event(operation.ready)
+            run()
+            done = torch.cuda.Event()
+            done.record(stream)
+        for operation in present:
+            operation.ready = done
+            for tensor in (*operation.inputs, *operation.outputs):
+                tensor.record_stream(stream)
+
+    def prepare(self, operations: list[Operation]) -> None:
+        """Copies a tensor that travels by itself to where its result goes: half of the wait for others is used up."""
+        if len(operations) > 1 or operations[0].is_done:
+            return
+        operation, request = operations[0], operations[0].request
+        is_plain = request.kind == "allreduce" and request.device == "cpu" and not request.wire
+        if not is_plain or len(operation.inputs) != 1 or operation.outputs[0] is operation.inputs[0]:
+            return
+        if self._swaps(request):
+            return  # needs no copy
+        if operation.inputs[0].numel() * operation.inputs[0].element_size() <= 2 * _CHUNK_BYTES:
+            operation.outputs[0].copy_(operation.inputs[0])
+            operation.is_prepared = True
+
+    # -- small tensors, which travel with the negotiation -----------------------------------------------------------
+
+    def small_payload(self, operations: list[Operation]) -> bytes:
+        """The tensors of a cycle that is one plain allreduce of a few kilobytes."""
+        first = operations[0].request
+        if first.kind != "allreduce" or first.process_set or first.wire or first.op == Adasum or first.device != "cpu":
+            return b""
+        tensors = [tensor for operation in operations for tensor in operation.inputs]
+        dtype = tensors[0].dtype
+        largest = _SMALL_BYTES // max(1, len(self.sets[0].ranks) - 1)
+        if sum([tensor.numel() for tensor in tensors]) * dtype.itemsize > largest:
+            return b""
+        if len(operations) > 1 and any(not _is_alike(first, operation.request) for operation in operations[1:]):
+            return b""
+        if len(tensors) > 1 and any(tensor.dtype is not dtype for tensor in tensors):
+            return b""
+        flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if first.prescale != 1.0:
+            flat = scale_(flat.clone(), first.prescale)
+        return flat.view(torch.uint8).numpy().tobytes()
+
+    def add_payloads(self, request: Request, payloads: list[bytes]) -> bytes:
+        """In the order of ranks, half precision in float32."""
+        dtype = _BY_NAME[request.dtypes[0]]
+        parts = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in payloads]
+        total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]
+        for part in parts[1:]:
+            _SMALL_OPS[request.op](total, part.to(total.dtype))
+        total = total.to(dtype)
+        self._scale_back_(total, request)
+        return total.view(torch.uint8).numpy().tobytes()
+
+    def deliver_payload(self, operations: list[Operation | None], payload: bytes) -> None:
+        outputs = [out for operation in operations if operation is not None for out in operation.outputs]
+        flat = torch.frombuffer(bytearray(payload), dtype=outputs[0].dtype)
+        if len(outputs) == 1:
+            outputs[0].copy_(flat.view(outputs[0].shape))
+            return
+        for out, part in zip(outputs, flat.split([out.numel() for out in outputs]), strict=True):
+            out.copy_(part.view(out.shape))
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def _allreduce(self, response: Response, operations: list[Operation | None]) -> None:
+        first = response.requests[0]
+        device = _device_of(operations, first)
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        names: list[tuple[int, str, int]] = []
+        for request, operation in zip(response.requests, operations, strict=True):
+            for number, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
+                names.append((request.process_set, request.name, number))
+                if operation is None:
+                    inputs.append(torch.zeros(shape, dtype=_BY_NAME[dtype], device=device))
+                    outputs.append(inputs[-1])
+                else:
+                    inputs.append(operation.inputs[number])
+                    outputs.append(operation.outputs[number])
+        if first.op == Adasum:
+            for given, out in zip(inputs, outputs, strict=True):
+                self._adasum(given, out, first)
+        elif len(inputs) == 1 and not first.wire:
+            is_prepared = operations[0] is not None and operations[0].is_prepared
+            self._reduce_one(outputs[0] if is_prepared else inputs[0], outputs[0], first)
+        else:
+            for kind in dict.fromkeys(tensor.dtype for tensor in inputs):
+                chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is kind]
+                self._reduce_together(
+                    [inputs[i] for i in chosen], [outputs[i] for i in chosen], [names[i] for i in chosen], response
+                )
+
+    def _reduce_one(self, given: Tensor, out: Tensor, request: Request) -> None:
+        is_large = given.numel() * given.element_size() > 2 * _CHUNK_BYTES
+        if self._swaps(request) and given.numel():
+            self._swap(given, out, request)
+        elif not is_large or given.dtype is torch.int16 or given.is_cuda:
+            if out is not given:
+                out.copy_(given)
+            self._scaled_reduce_(out, request)
+        else:
+            self._reduce_in_parts(given, out, request)
+
+    def _reduce_in_parts(self, given: Tensor, out: Tensor, request: Request) -> None:
+        """All under way at once: gloo is faster so, and copying and scaling overlap with sending."""
+        count = _CHUNK_BYTES // given.element_size()
+        parts = out.view(-1).split(count)
+        works = []
+        for part, source in zip(parts, given.view(-1).split(count), strict=True):
+            if out is not given:
+                part.copy_(source)
+            scale_(part, request.prescale)
+            works.append(dist.all_reduce(part, op=_OPS[request.op], group=self._group(request), async_op=True))
+        for part, work in zip(parts, works, strict=True):
+            assert work is not None
+            work.wait()
+            self._scale_back_(part, request)
+
+    def _swaps(self, request: Request) -> bool:
+        return request.device == "cpu" and len(self.sets[request.process_set].ranks) == 2
+
+    def _swap(self, given: Tensor, out: Tensor, request: Request) -> None:
+        """Two ranks send each other all they have and add: as many bytes as a ring sends, in half of its rounds."""
+        group = self._group(request)
+        partner = 1 - dist.get_rank(group)
+        if request.prescale != 1.0:
+            given = scale_(out if out is given else given.clone(), request.prescale)
+        count = _CHUNK_BYTES // given.element_size()
+        mine, results = given.view(-1).split(count), out.view(-1).split(count)
+        # In place, what comes must lie elsewhere until it is added; else it lies where the result goes.
+        spare = self._buffer(_WINDOW * mine[0].numel(), given.dtype, given.device, "received").split(mine[0].numel())
+        theirs = [
+            spare[place % _WINDOW][: part.numel()] if out is given else part for place, part in enumerate(results)
+        ]
+        works: list[tuple[Any, Any]] = []
+        for place in range(len(mine) + _WINDOW):
+            # A few parts under way at a time: more get into each other's way, fewer leave the line idle.
+            done = place - _WINDOW
+            if done >= 0:
+                for work in works[done]:
+                    work.wait()
+                _SMALL_OPS[request.op](results[done], theirs[done] if out is given else mine[done])
+                self._scale_back_(results[done], request)
+            if place < len(mine):
+                receiving = dist.irecv(_bytes(theirs[place]), group=group, group_src=partner, tag=place)
+                works.append((receiving, dist.isend(_bytes(mine[place]), group=group, group_dst=partner, tag=place)))
+
+    def _reduce_together(
+        self, inputs: list[Tensor], outputs: list[Tensor], names: list[tuple[int, str, int]], response: Response
+    ) -> None:
+        """Through one buffer: one latency for all of them."""
+        request = response.requests[0]
+        shown = [one.full_name for one in response.requests] if self._timeline.is_active else []
+        counts = [tensor.numel() for tensor in inputs]
+        dtype = torch.float32 if request.wire and inputs[0].is_floating_point() else inputs[0].dtype
+        with self._timeline.phase(shown, "MEMCPY_IN_FUSION_BUFFER"):
+            buffer = self._buffer(sum(counts), dtype, inputs[0].device)
+            torch.cat([tensor.reshape(-1) for tensor in inputs], out=buffer)
+        with self._timeline.phase(shown, "GLOO_ALLREDUCE" if request.device == "cpu" else "NCCL_ALLREDUCE"):
+            if request.wire and inputs[0].is_floating_point():
+                self._reduce_compressed_(buffer, request, names, counts)
+            else:
+                self._scaled_reduce_(buffer, request)
+        with self._timeline.phase(shown, "MEMCPY_OUT_FUSION_BUFFER"):
+            for out, part in zip(outputs, buffer.split(counts), strict=True):
+                out.copy_(part.view(out.shape))
+
+    def _reduce_compressed_(
+        self, buffer: Tensor, request: Request, names: list[tuple[int, str, int]], counts: list[int]
+    ) -> None:
+        groups = self.sets[request.process_set]
+        scale_(buffer, request.prescale)
+        remainder = None
+        if request.keeps_error:
+            kept = [self._remainder(name, count, buffer.device) for name, count in zip(names, counts, strict=True)]
+            remainder = torch.cat(kept)
+        divisor = float(len(groups.ranks)) if request.op == Average else 1.0
+        group = self._group(request)
+        compressed_all_reduce_(buffer, WIRE_FORMATS[request.wire], group, divisor=divisor, remainder_N=remainder)
+        if remainder is not None:
+            for old, new in zip(kept, remainder.split(counts), strict=True):
+                old.copy_(new)
+        scale_(buffer, request.postscale)
+
+    def _remainder(self, name: tuple[int, str, int], count: int, device: torch.device) -> Tensor:
+        remainder = self._remainders.get(name)
+        if remainder is None or remainder.numel() != count:
+            remainder = self._remainders[name] = torch.zeros(count, device=device)
+        return remainder
+
+    def _scaled_reduce_(self, tensor: Tensor, request: Request) -> None:
+        if self._swaps(request) and tensor.numel():
+            self._swap(tensor, tensor, request)
+            return
+        scale_(tensor, request.prescale)
+        self._reduce_(tensor, request)
+        self._scale_back_(tensor, request)
+
+    def _scale_back_(self, tensor: Tensor, request: Request) -> None:
+        scale_(tensor, request.postscale)
+        if request.op == Average:
+            divide_(tensor, len(self.sets[request.process_set].ranks))
+
+    def _reduce_(self, tensor: Tensor, request: Request) -> None:
+        if not tensor.numel():
+            return
+        if tensor.dtype is torch.int16:
+            wide = tensor.int()
+            dist.all_reduce(wide, op=_OPS[request.op], group=self._group(request))
+            tensor.copy_(wide)
+        else:
+            self._staged(tensor, lambda t: dist.all_reduce(t, op=_OPS[request.op], group=self._group(request)))
+
+    def _adasum(self, given: Tensor, out: Tensor, request: Request) -> None:
+        if out is not given:
+            out.copy_(given)
+        scale_(out, request.prescale)
+        if out.numel():
+            self._staged(out, lambda t: adasum_(t, self._group(request)))
+        scale_(out, request.postscale)
+
+    def _reducescatter(self, response: Response, operations: list[Operation | None]) -> None:
+        request, operation = response.requests[0], operations[0]
+        assert operation is not None
+        ranks = self.sets[request.process_set].ranks
+        place = ranks.index(self._rank)
+        for given in operation.inputs:
+            rows = rows_of_members(given.shape[0], len(ranks))
+            block = given.new_empty((len(ranks), rows[place], *given.shape[1:]))
+            scaled = scale_(given.clone(), request.prescale) if request.prescale != 1.0 else given
+            self._exchange(block, scaled, [rows[place]] * len(ranks), rows, request)
+            half = given.dtype in (torch.float16, torch.bfloat16)
+            out = block.sum(0, dtype=torch.float32 if half else given.dtype)
+            out = scale_(out, request.postscale)
+            if request.op == Average:
+                divide_(out, len(ranks))
+            operation.outputs.append(out.to(given.dtype))
+        _deliver(operation, request)
+
+    # -- moving ---------------------------------------------------------------------------------------------------
+
+    def _allgather(self, response: Response, operations: list[Operation | None]) -> None:
+        request, operation = response.requests[0], operations[0]
+        assert operation is not None
+        place = self.sets[request.process_set].ranks.index(self._rank)
+        for given, rows in zip(operation.inputs, response.sizes, strict=True):
+            out = given.new_empty((sum(rows), *given.shape[1:]))
+            operation.outputs.append(out)
+            if not out.numel():
+                continue
+            if len(set(rows)) == 1:
+                group = self._group(request)
+                self._staged(out, partial(_gather_even, given=given, group=group))
+                continue
+            parts = out.split(list(rows))
+            parts[place].copy_(given)
+            # gloo rejects blocks of different length; each rank broadcasts its own, all at once, and nothing is padded.
+            self._staged(out, partial(_broadcast_blocks, rows=rows, group=self._group(request)))
+        _deliver(operation, request)
+        operation.sizes = response.sizes
+
+    def _broadcast(self, response: Response, operations: list[Operation | None]) -> None:
+        request, operation = response.requests[0], operations[0]
+        assert operation is not None
+        out, given = operation.outputs[0], operation.inputs[0]
+        root = self.sets[request.process_set].ranks.index(request.root)
+        if self._rank == request.root and out is not given:
+            out.copy_(given)
+        if out.numel():
+            self._staged(out, lambda t: dist.broadcast(_bytes(t), group=self._group(request), group_src=root))
+
+    def _alltoall(self, response: Response, operations: list[Operation | None]) -> None:
+        request, operation = response.requests[0], operations[0]
+        assert operation is not None
+        given = operation.inputs[0]
+        place = self.sets[request.process_set].ranks.index(self._rank)
+        received = [splits[place] for splits in response.sizes]
+        out = given.new_empty((sum(received), *given.shape[1:]))
+        self._exchange(out, given, received, list(response.sizes[place]), request)
+        operation.outputs.append(out)
+        operation.result = (out, torch.tensor(received, dtype=torch.int32, device="cpu"))
+
+    def _exchange(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int], request: Request
+    ) -> None:
+        """All-to-all of rows; `out` holds the received rows in any outer shape."""
+        row_bytes = _row_bytes(given)
+        group = self._group(request)
+        source = given if self._is_direct(given) else given.cpu()
+        target = out if self._is_direct(out) else torch.empty_like(out, device="cpu")
+        dist.all_to_all_single(
+            _bytes(target),
+            _bytes(source[: sum(sent)]),
+            [rows * row_bytes for rows in received],
+            [rows * row_bytes for rows in sent],
+            group=group,
+        )
+        if target is not out:
+            out.copy_(target)
+
+    def _change_sets(self, response: Response, operations: list[Operation | None]) -> None:
+        operation = operations[0]
+        number = self.change_sets(response.requests[0])
+        if operation is not None:
+            operation.result = number
+
+    # -- places ---------------------------------------------------------------------------------------------------
+
+    def _group(self, request: Request) -> dist.ProcessGroup:
+        groups = self.sets[request.process_set]
+        if request.device == "cpu" or not self._uses_nccl:
+            return groups.cpu
+        assert groups.gpu is not None
+        return groups.gpu
+
+    def _is_direct(self, tensor: Tensor) -> bool:
+        return self._uses_nccl or tensor.device.type == "cpu"
+
+    def _staged(self, tensor: Tensor, run: Callable[[Tensor], object]) -> None:
+        """Through main memory where the ranks have no GPU each, as NCCL needs."""
+        if self._is_direct(tensor):
+            run(tensor)
+            return
+        copy = tensor.cpu()
+        run(copy)
+        tensor.copy_(copy)
+
+    def _buffer(self, count: int, dtype: torch.dtype, device: torch.device, use: str = "fusion") -> Tensor:
+        """The start of a buffer that is kept and grows: nothing is allocated in the steady state."""
+        buffer = self._buffers.get((dtype, device, use))
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[dtype, device, use] = torch.empty(count, dtype=dtype, device=device)
+        return buffer[:count]
+
+
+def _is_alike(one: Request, two: Request) -> bool:
+    """Whether two allreduces are combined and scaled in the same way."""
+    return (one.kind, one.process_set, one.op, one.prescale, one.postscale, one.device, one.wire) == (
+        two.kind,
+        two.process_set,
+        two.op,
+        two.prescale,
+        two.postscale,
+        two.device,
+        two.wire,
+    )
+
+
+def _deliver(operation: Operation, request: Request) -> None:
+    operation.result = tuple(operation.outputs) if request.is_grouped else operation.outputs[0]
+
+
+def rows_of_members(num_rows: int, size: int) -> list[int]:
+    """How dimension 0 is dealt out by reducescatter: as evenly as possible, the first ranks one more."""
+    quotient, rest = divmod(num_rows, size)
+    return [quotient + (place < rest) for place in range(size)]
+
+
+def scale_(tensor: Tensor, factor: float) -> Tensor:
+    """As Horovod scales: whole numbers in float64 and cut off, half precision in float32."""
+    if factor == 1.0:
+        return tensor
+    if not tensor.is_floating_point():
+        return tensor.copy_((tensor.double() * factor).to(tensor.dtype))
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.copy_(tensor.float() * factor)
+    return tensor.mul_(factor)
+
+
+def divide_(tensor: Tensor, size: int) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.div_(size)
+    return tensor.div_(size, rounding_mode="floor")
+
+
+def _gather_even(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
+    source = given if given.device == out.device else given.to(out.device)
+    _all_gather(_bytes(out), _bytes(source), group=group)
+
+
+def _broadcast_blocks(out: Tensor, rows: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    works = [
+        dist.broadcast(_bytes(part), group=group, group_src=place, async_op=True)
+        for place, part in enumerate(out.split(list(rows)))
+        if part.numel()
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    count = 1
+    for length in tensor.shape[1:]:
+        count *= length
+    return count * tensor.element_size()
+
+
+def _device_of(operations: list[Operation | None], request: Request) -> torch.device:
+    for operation in operations:
+        if operation is not None:
+            device: torch.device = operation.inputs[0].device
+            return device
+    return torch.device(request.device)

@@ -1,0 +1,450 @@
+"""DistributedOptimizer: gradients are combined over ranks while backward still runs, and applied by step().
+
+The wrapped optimizer keeps its class name, its state and its hooks; schedulers made for either see the same groups.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaclass.hvd.basics import _basics
+from megaclass.hvd.compression import Compression, wire_of
+from megaclass.hvd.functions import broadcast_object
+from megaclass.hvd.mpi_ops import (
+    Adasum,
+    Average,
+    Sum,
+    allreduce_async_,
+    compressed_allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
+from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+_TOO_MANY_PASSES = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+_ZERO_GRAD_TOO_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+
+
+class _Reduction:
+    """A gradient, or a group of them, on its way. `handle` None: counted, but not submitted yet."""
+
+    def __init__(self, handle: Any = None, contexts: Any = None, sent: Any = None) -> None:
+        self.handle = handle
+        self.contexts = contexts
+        self.sent = sent
+
+
+class _Distributed:
+    """What both kinds of distributed optimizer share. Mixed into a subclass of the wrapped optimizer's class."""
+
+    param_groups: list[dict[str, Any]]
+
+    def _prepare(self, named_parameters: Any, compression: Any, backward_passes_per_step: int) -> None:
+        self._compression = compression
+        names = _checked_names(self.param_groups, named_parameters)
+        self._parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in names}
+        self.backward_passes_per_step = backward_passes_per_step
+        self._allreduce_delay = dict.fromkeys(self._parameter_names, backward_passes_per_step)
+        self._handles: dict[Any, _Reduction] = {}
+        self._hooks: list[Any] = []
+        self._requires_update: set[Tensor] = set()
+        self._synchronized = False
+        self._should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self.backward_passes_per_step = passes
+        for parameter in self._allreduce_delay:
+            self._allreduce_delay[parameter] = passes
+
+    def _register_hooks(self) -> None:
+        # The hook must not keep the optimizer alive: one that was replaced stops reducing.
+        this = weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._gradient_is_ready(parameter)
+
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self._requires_update.add(parameter)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        reduction = self._handles.get(parameter)
+        is_sent = reduction is not None and reduction.handle is not None
+        if (is_sent or self._is_in_sent_group(parameter)) and self._allreduce_delay[parameter] <= 0:
+            raise AssertionError(_TOO_MANY_PASSES)
+        assert parameter.grad is not None and not parameter.grad.requires_grad
+        assert self._allreduce_delay[parameter] > 0, _TOO_MANY_PASSES
+        self._allreduce_delay[parameter] -= 1
+        if self._allreduce_delay[parameter] == 0:
+            self._submit(parameter)
+        else:
+            self._handles[parameter] = _Reduction()
+
+    def _is_in_sent_group(self, parameter: Tensor) -> bool:
+        return False
+
+    def _submit(self, parameter: Tensor) -> None:
+        raise NotImplementedError
+
+    def _check_zero_grad(self) -> None:
+        if self._handles:
+            raise AssertionError(_ZERO_GRAD_TOO_EARLY)
+
+
+class _DistributedOptimizer(_Distributed):
+    """Reduces gradients."""
+
+    def _set_up(
+        self,
+        op: int,
+        gradient_predivide_factor: float,
+        groups: int | list[list[Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self._groups = _checked_groups(groups)
+        self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
+        self._num_ready: dict[tuple[Tensor, ...], int] = {}
+        if process_set.included() and _basics.size() > 1:
+            if self._groups is not None:
+                self._form_groups()
+            self._register_hooks()
+
+    def _form_groups(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        # In the order of the first rank of the set: groups must be the same everywhere.
+        root = (self.process_set.ranks or [0])[0]
+        names = broadcast_object(
+            [self._parameter_names[p] for p in parameters], root_rank=root, process_set=self.process_set
+        )
+        parameters.sort(key=lambda parameter: names.index(self._parameter_names[parameter]))
+        if isinstance(self._groups, list):
+            wanted = {id(parameter) for parameter in parameters}
+            formed = [tuple(p for p in group if id(p) in wanted) for group in self._groups]
+            grouped = {id(parameter) for group in formed for parameter in group}
+            formed += [(parameter,) for parameter in parameters if id(parameter) not in grouped]
+        else:
+            assert self._groups is not None
+            quotient, rest = divmod(len(parameters), self._groups)
+            starts = [i * quotient + min(i, rest) for i in range(self._groups + 1)]
+            formed = [tuple(parameters[starts[i] : starts[i + 1]]) for i in range(self._groups)]
+        for group in formed:
+            if group:
+                self._num_ready[group] = 0
+                for parameter in group:
+                    self._group_of[parameter] = group
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._handles = {}
+        self._synchronized = False
+        self._should_synchronize = True
+        self.set_backward_passes_per_step(self.backward_passes_per_step)
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _is_in_sent_group(self, parameter: Tensor) -> bool:
+        group = self._group_of.get(parameter)
+        return group is not None and group in self._handles
+
+    def _submit(self, parameter: Tensor) -> None:
+        if self._groups is None:
+            self._handles[parameter] = self._reduce(parameter)
+            return
+        group = self._group_of[parameter]
+        self._num_ready[group] += 1
+        if self._num_ready[group] < len(group):
+            self._handles[parameter] = _Reduction()
+            return
+        self._num_ready[group] = 0
+        for member in group:
+            self._handles.pop(member, None)
+        self._handles[group] = self._reduce_group(group)
+
+    def _reduce(self, parameter: Tensor) -> _Reduction:
+        if parameter.grad is None:
+            # Another rank may have computed it: branches of a model may differ between ranks.
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        name = self._parameter_names[parameter]
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            if not self.sparse_as_dense:
+                return _Reduction(sparse_allreduce_async(gradient, name, self.op, self.process_set))
+            gradient = gradient.to_dense()
+        gradient = gradient.contiguous()
+        # Horovod splits the average around the sum; the division by the number of ranks comes with Average.
+        before, after = 1.0, 1.0
+        if self.op == Average:
+            before, after = 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
+        wire = wire_of(self._compression, gradient) if self.op in (Average, Sum) else ""
+        if wire:
+            handle = compressed_allreduce_async_(gradient, name, self.op, before, after, self.process_set, wire)
+            return _Reduction(handle, None, gradient)
+        packed, context = self._compression.compress(gradient)
+        handle = allreduce_async_(
+            packed,
+            name=name,
+            op=self.op,
+            prescale_factor=before,
+            postscale_factor=after,
+            process_set=self.process_set,
+        )
+        return _Reduction(handle, context, packed)
+
+    def _reduce_group(self, group: tuple[Tensor, ...]) -> _Reduction:
+        gradients = [_gradient(parameter).contiguous() for parameter in group]
+        packed, contexts = zip(*[self._compression.compress(gradient) for gradient in gradients], strict=True)
+        handle = grouped_allreduce_async_(
+            list(packed), name=self._parameter_names[group[0]], op=self.op, process_set=self.process_set
+        )
+        return _Reduction(handle, contexts, packed)
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are reduced; use it before clipping, with skip_synchronize() around step()."""
+        if not self.process_set.included():
+            self._synchronized = True
+            return
+        self._submit_missing()
+        for key, reduction in self._handles.items():
+            if isinstance(key, tuple):
+                outputs = synchronize(reduction.handle)
+                for parameter, output, context in zip(key, outputs, reduction.contexts, strict=True):
+                    self._store(parameter, self._compression.decompress(output, context))
+            elif callable(reduction.handle):
+                self._store(key, reduction.handle())
+            else:
+                output = synchronize(reduction.handle)
+                plain = reduction.contexts is None and wire_of(self._compression, output)
+                self._store(key, output if plain else self._compression.decompress(output, reduction.contexts))
+        for group in self._num_ready:
+            self._num_ready[group] = 0
+        self._handles.clear()
+        self._synchronized = True
+
+    def _submit_missing(self) -> None:
+        """Parameters without a gradient, and those that wait for further passes, are reduced as they are."""
+        sent: set[Tensor] = set()
+        for key, reduction in self._handles.items():
+            if reduction.handle is not None:
+                sent.update(key if isinstance(key, tuple) else (key,))
+        # In the order of the groups: all ranks submit what is missing in the same order.
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._requires_update and parameter not in sent:
+                    self._handles[parameter] = self._reduce(parameter)
+
+    def _store(self, parameter: Tensor, reduced: Tensor) -> None:
+        self._allreduce_delay[parameter] = self.backward_passes_per_step
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse()
+        elif reduced.data_ptr() != gradient.data_ptr() or reduced.dtype is not gradient.dtype:
+            gradient.copy_(reduced)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, step() does not wait: synchronize() was called before."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._should_synchronize and self._hooks:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)  # type: ignore[misc]
+
+    def step_without_reduction(self) -> Any:
+        return super().step()  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._check_zero_grad()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+
+class _DistributedAdasumOptimizer(_Distributed):
+    """Lets every rank make its own step and combines the steps by Adasum."""
+
+    def _set_up(self) -> None:
+        self._starts = {parameter: torch.zeros_like(parameter) for parameter in self._parameter_names}
+        self._register_hooks()
+
+    def _submit(self, parameter: Tensor) -> None:
+        self._handles[parameter] = self._reduce(parameter)
+
+    @torch.no_grad()
+    def _reduce(self, parameter: Tensor) -> _Reduction:
+        """Steps this parameter alone; what it moved by is on its way, in place of the parameter itself."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        groups = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = [parameter] if any(parameter is other for other in group["params"]) else []
+        start = self._starts[parameter]
+        start.copy_(parameter)
+        try:
+            super().step()  # type: ignore[misc]
+        finally:
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                group["params"] = parameters
+        parameter.sub_(start)
+        packed, context = self._compression.compress(parameter.detach().contiguous())
+        handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
+        return _Reduction(handle, context, packed)
+
+    def synchronize(self) -> None:
+        """Nothing: step() does it all."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                reduction = self._handles.get(parameter)
+                is_sent = reduction is not None and reduction.handle is not None
+                if parameter in self._requires_update and not is_sent:
+                    self._handles[parameter] = self._reduce(parameter)
+        with torch.no_grad():
+            for parameter, reduction in self._handles.items():
+                moved = self._compression.decompress(synchronize(reduction.handle), reduction.contexts)
+                parameter.copy_(self._starts[parameter] + moved.view_as(parameter))
+                self._allreduce_delay[parameter] = self.backward_passes_per_step
+        self._handles.clear()
+        return loss
+
+    def step_without_reduction(self) -> Any:
+        return super().step()  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._check_zero_grad()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Any = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The optimizer, with gradients combined over ranks before they are applied.
+
+    named_parameters: names of the reductions, usually model.named_parameters(). compression: hvd.Compression.none,
+    fp16, bf16, fp8, int8, or a class of one's own. backward_passes_per_step: passes whose gradients are added up before
+    they travel. op: Average, Sum or Adasum. gradient_predivide_factor f: gradients are multiplied by 1/f before and by
+    f/size after the sum. groups: a number of groups, or lists of parameters, whose gradients travel together.
+    sparse_as_dense: whether sparse gradients are made dense on the way. num_groups: the old name of groups.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        if groups is None:
+            groups = num_groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    is_adasum = op == Adasum and _basics.size() > 1
+    if is_adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    base = _DistributedAdasumOptimizer if is_adasum else _DistributedOptimizer
+    kind = type(optimizer.__class__.__name__, (base, optimizer.__class__), {"__module__": __name__})
+    wrapped: Any = object.__new__(kind)
+    # A scheduler puts a step of its own on the instance it was made for; it must not hide ours.
+    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped._prepare(named_parameters, compression, backward_passes_per_step)
+    if is_adasum:
+        wrapped._set_up()
+    else:
+        wrapped._set_up(op, gradient_predivide_factor, groups, sparse_as_dense, process_set)
+    return wrapped
+
+
+def _checked_names(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[str, Tensor]]:
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", parameter)
+            for i, group in enumerate(param_groups)
+            for j, parameter in enumerate(group["params"])
+        ]
+    named = list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    known = {id(parameter) for _, parameter in named}
+    unnamed = [id(p) for group in param_groups for p in group["params"] if id(p) not in known]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named. "
+            f"Python object ids: {', '.join(map(str, unnamed))}"
+        )
+    return named
+
+
+def _checked_groups(groups: int | Sequence[Sequence[Tensor]] | None) -> Any:
+    if groups is None:
+        return None
+    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    seen: set[int] = set()
+    for group in groups if isinstance(groups, list) else ():
+        for parameter in group:
+            if not isinstance(parameter, Tensor):
+                raise ValueError("groups must consist of torch.Tensor.")
+            if id(parameter) in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(id(parameter))
+    return groups
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,73 @@
+"""Horovod's environment variables that mean something here."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaclass.errors import LaunchError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Read once, by init()."""
+
+    fusion_threshold: int = 128 * 1024 * 1024
+    """HOROVOD_FUSION_THRESHOLD: most bytes that travel together; 0: every tensor by itself."""
+    cycle_time_s: float = 0.001
+    """HOROVOD_CYCLE_TIME (in ms there): how long an operation nobody waits for waits for company;
+    while company keeps coming, five times as long."""
+    cache_capacity: int = 1024
+    """HOROVOD_CACHE_CAPACITY: operations, and cycles of them, that a rank may refer to by a hash; 0: none."""
+    stall_warning_s: float = 60.0
+    """HOROVOD_STALL_CHECK_TIME_SECONDS: when a tensor that some ranks have not submitted is warned about."""
+    stall_shutdown_s: float = 0.0
+    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: when such a tensor ends the job with an error; 0: never."""
+    gloo_timeout_s: float = 300.0
+    """HOROVOD_GLOO_TIMEOUT_SECONDS: how long a rank may be silent in the middle of an operation."""
+    start_timeout_s: float = 300.0
+    """HOROVOD_START_TIMEOUT: how long init() waits for the other ranks."""
+    timeline: str = ""
+    """HOROVOD_TIMELINE: file of the Chrome trace, or DYNAMIC; empty: none."""
+    mark_cycles: bool = False
+    """HOROVOD_TIMELINE_MARK_CYCLES."""
+    fuse_groups: bool = True
+    """Unset by HOROVOD_DISABLE_GROUP_FUSION: whether a group may travel with tensors that are no part of it."""
+    dynamic_process_sets: bool = False
+    """HOROVOD_DYNAMIC_PROCESS_SETS: whether process sets may come and go after init()."""
+
+
+def settings_from_environment(env: Mapping[str, str] = os.environ) -> Settings:
+    stall_warning_s = _number(env, "STALL_CHECK_TIME_SECONDS", 60.0)
+    stall_shutdown_s = _number(env, "STALL_SHUTDOWN_TIME_SECONDS", 0.0)
+    if _flag(env, "STALL_CHECK_DISABLE"):
+        stall_warning_s = stall_shutdown_s = 0.0
+    return Settings(
+        fusion_threshold=int(_number(env, "FUSION_THRESHOLD", 128 * 1024 * 1024)),
+        cycle_time_s=_number(env, "CYCLE_TIME", 1.0) / 1000,
+        cache_capacity=int(_number(env, "CACHE_CAPACITY", 1024)),
+        stall_warning_s=stall_warning_s,
+        stall_shutdown_s=stall_shutdown_s,
+        gloo_timeout_s=_number(env, "GLOO_TIMEOUT_SECONDS", 300.0) or 300.0,
+        start_timeout_s=_number(env, "START_TIMEOUT", 300.0) or 300.0,
+        timeline=env.get("HOROVOD_TIMELINE", ""),
+        mark_cycles=_flag(env, "TIMELINE_MARK_CYCLES"),
+        fuse_groups=not _flag(env, "DISABLE_GROUP_FUSION"),
+        dynamic_process_sets=_flag(env, "DYNAMIC_PROCESS_SETS"),
+    )
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    return env.get(f"HOROVOD_{name}", "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(f"HOROVOD_{name}", "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise LaunchError(f"HOROVOD_{name}={text!r} in the environment: expected a number of 0 or more.")
+    return value

@@ -1,0 +1,7 @@
+"""`horovod`, for jobs whose launcher put this folder on PYTHONPATH: the same objects as `megaclass.hvd`."""
+
+from megaclass.hvd.running import run
+
+__version__ = "0.28.1"
+
+__all__ = ["__version__", "run"]

@@ -1,0 +1,3 @@
+from megaclass.hvd.basics import _Basics as HorovodBasics
+
+__all__ = ["HorovodBasics"]

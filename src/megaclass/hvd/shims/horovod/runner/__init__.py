@@ -1,0 +1,3 @@
+from megaclass.hvd.running import run
+
+__all__ = ["run"]

@@ -1,0 +1,3 @@
+from megaclass.hvd.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

@@ -1,0 +1,3 @@
+from megaclass.hvd.optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

@@ -1,0 +1,3 @@
+from megaclass.hvd.sync_batch_norm import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]

@@ -1,0 +1,119 @@
+"""Chrome trace of what rank 0 negotiates and runs: open it in chrome://tracing or Perfetto.
+
+Each tensor is shown as a process; a slice a phase. The file is valid JSON at any moment: every event overwrites the
+closing bracket.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+class Timeline:
+    """Silent until started."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: BinaryIO | None = None
+        self._path = ""
+        self._numbers: dict[str, int] = {}
+        self._open: dict[str, str] = {}
+        self._begun = 0.0
+        self._marks_cycles = False
+        self.is_active = False
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        with self._lock:
+            self._marks_cycles = mark_cycles
+            if self.is_active and path == self._path:
+                return
+            self._close()
+            self._file = Path(path).open("wb")  # noqa: SIM115 (closed by stop())
+            self._file.write(b"[]")
+            self._path, self._numbers, self._open = path, {}, {}
+            self._begun = time.monotonic()
+            self.is_active = True
+            micros = int(time.time() * 1e6)
+            self._write(
+                {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": micros}}
+            )
+            self._write({"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}})
+
+    def stop(self) -> None:
+        with self._lock:
+            self._close()
+
+    def mark_cycle(self) -> None:
+        if self.is_active and self._marks_cycles:
+            with self._lock:
+                self._write({"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"})
+
+    def rank_ready(self, tensor: str, kind: str, rank: int) -> None:
+        """A rank announced the tensor; the first one opens its negotiation."""
+        if not self.is_active:
+            return
+        with self._lock:
+            phase = f"NEGOTIATE_{kind.upper()}"
+            if self._open.get(tensor) != phase:
+                self._begin(tensor, phase)
+            self._write({"ph": "X", "name": str(rank), "ts": self._now(), "pid": self._number(tensor), "dur": 0})
+
+    def negotiated(self, tensors: list[str]) -> None:
+        if not self.is_active:
+            return
+        with self._lock:
+            for tensor in tensors:
+                if self._open.pop(tensor, None) is not None:
+                    self._end(tensor)
+
+    @contextlib.contextmanager
+    def phase(self, tensors: list[str], name: str) -> Iterator[None]:
+        """A slice on each tensor around the block."""
+        if not self.is_active:
+            yield
+            return
+        with self._lock:
+            for tensor in tensors:
+                self._begin(tensor, name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for tensor in tensors:
+                    self._end(tensor)
+
+    def _begin(self, tensor: str, name: str) -> None:
+        if name.startswith("NEGOTIATE_"):
+            self._open[tensor] = name
+        self._write({"ph": "B", "name": name, "ts": self._now(), "pid": self._number(tensor)})
+
+    def _end(self, tensor: str) -> None:
+        self._write({"ph": "E", "ts": self._now(), "pid": self._number(tensor)})
+
+    def _number(self, tensor: str) -> int:
+        number = self._numbers.get(tensor)
+        if number is None:
+            number = self._numbers[tensor] = len(self._numbers) + 1
+            self._write({"name": "process_name", "ph": "M", "pid": number, "args": {"name": tensor}})
+            self._write({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})
+        return number
+
+    def _now(self) -> int:
+        return int((time.monotonic() - self._begun) * 1e6)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        self._file.seek(-1, 2)
+        separator = b"\n" if self._file.tell() == 1 else b",\n"
+        self._file.write(separator + json.dumps(event).encode() + b"]")
+
+    def _close(self) -> None:
+        self.is_active = False
+        if self._file is not None:
+            self._file.close()
+            self._file = None

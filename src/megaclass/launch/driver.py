@@ -1,0 +1,185 @@
+"""`megaclass run`: one command, many hosts, no orphans. Standard library only; torch is never imported here.
+
+options -> hosts -> plan -> gang (agents, ranks, output) -> exit code
+                      ^------- again, after a failure, with --restarts
+"""
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaclass.errors import LaunchError
+from megaclass.launch.gang import Gang, GangSettings, Outcome
+from megaclass.launch.hosts import Host, hosts_from_batch_system, hosts_from_file, hosts_from_option
+from megaclass.launch.inbox import SignalInbox, open_standard_streams
+from megaclass.launch.options import RunOptions, parse_options
+from megaclass.launch.output import RankOutput, Screen
+from megaclass.launch.plan import describe_plan, passed_on, place_ranks
+from megaclass.launch.ssh import SshSettings, agent_command
+
+_FILES_PER_HOST = 8
+_FILES_PER_RANK = 2
+_SCREEN_S = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Exit code of the run: 0, or that of the first rank that failed; 255 for a lost host, 2 for what cannot start."""
+    open_standard_streams()
+    options = parse_options(arguments)
+    for remark in options.remarks:
+        print(f"megaclass run: {remark}", file=sys.stderr)
+    hosts, num_processes = _hosts(options)
+    settings = _settings(options)
+    placements = place_ranks(hosts, num_processes)
+    if options.is_dry_run:
+        starts = [agent_command(placement.host, settings.ssh) for placement in placements]
+        print(
+            describe_plan(
+                placements,
+                starts,
+                command=settings.command,
+                workdir=settings.workdir,
+                given=settings.given,
+                passed=settings.passed,
+            )
+        )
+        return 0
+    _allow_files(_FILES_PER_HOST * len(placements) + _FILES_PER_RANK * num_processes)
+    return _run_with_restarts(options, settings, hosts, num_processes)
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenVoice:
+    """The driver's own sentences, between the lines of the ranks and never inside one."""
+
+    screen: Screen
+    is_verbose: bool
+
+    def say(self, text: str) -> None:
+        self.screen.put("stderr", f"megaclass: {text}\n".encode(errors="surrogateescape"))
+
+    def detail(self, text: str) -> None:
+        if self.is_verbose:
+            self.say(text)
+
+
+def _run_with_restarts(options: RunOptions, settings: GangSettings, hosts: list[Host], num_processes: int) -> int:
+    # By number: where they were closed, Python has no objects for them.
+    screen = Screen({"stdout": 1, "stderr": 2})
+    voice = ScreenVoice(screen, options.is_verbose)
+    output = _output(options, screen, voice)
+    outcome = Outcome(exit_code=0)
+    with SignalInbox(_SIGNALS) as inbox:
+        try:
+            for restart in range(options.restarts + 1):
+                if restart:
+                    voice.say(f"restart {restart} of {options.restarts}: {num_processes} ranks on {_listed(hosts)}.")
+                placements = place_ranks(hosts, num_processes)
+                gang = Gang(
+                    placements,
+                    settings,
+                    restart=restart,
+                    restarts_left=options.restarts - restart,
+                    output=output,
+                    screen=screen,
+                    voice=voice,
+                    inbox=inbox,
+                )
+                outcome = gang.run()
+                if outcome.exit_code == 0 or not outcome.may_restart or restart == options.restarts:
+                    break
+                hosts, num_processes = _for_the_next_start(options, hosts, num_processes, outcome)
+                if not hosts:
+                    voice.say(
+                        f"no restart: without {', '.join(outcome.failed_hosts)} too few slots are left for --min-np."
+                    )
+                    break
+        finally:
+            output.close()
+            # Somebody who interrupts does not want to wait for a pager either.
+            screen.close(None if outcome.may_restart else _SCREEN_S)
+    return outcome.exit_code
+
+
+def _for_the_next_start(
+    options: RunOptions, hosts: list[Host], num_processes: int, outcome: Outcome
+) -> tuple[list[Host], int]:
+    """The hosts to go on with and how many processes; no hosts when they do not suffice."""
+    if not options.excludes_failed_hosts:
+        return hosts, num_processes
+    left = [host for host in hosts if host.name not in outcome.failed_hosts]
+    num_slots = sum(host.slots for host in left)
+    is_enough = num_slots >= (options.min_processes or num_processes)
+    return (left, min(num_processes, num_slots)) if is_enough else ([], 0)
+
+
+def _hosts(options: RunOptions) -> tuple[list[Host], int]:
+    """The hosts, and how many processes on them."""
+    if options.hosts is not None:
+        hosts = hosts_from_option(options.hosts)
+    elif options.hostfile is not None:
+        hosts = hosts_from_file(options.hostfile)
+    elif (found := hosts_from_batch_system(os.environ)) is not None:
+        hosts, what = found
+        print(f"megaclass run: detected {what}", file=sys.stderr)
+    elif options.num_processes is not None:
+        hosts = [Host(name="localhost", slots=options.num_processes, is_local=True)]
+    else:
+        raise LaunchError("How many processes? Give -np N, or hosts with their slots: -H gpu-1:8,gpu-2:8.")
+    num_processes = options.num_processes or sum(host.slots for host in hosts)
+    if options.min_processes is not None and options.min_processes > num_processes:
+        raise LaunchError(f"--min-np {options.min_processes} is more than the {num_processes} processes to start with.")
+    return hosts, num_processes
+
+
+def _settings(options: RunOptions) -> GangSettings:
+    return GangSettings(
+        command=options.command,
+        workdir=options.workdir,
+        ssh=SshSettings(
+            port=options.ssh_port,
+            identity_file=options.ssh_identity_file,
+            extra=options.ssh_args,
+            remote_prefix=options.remote_prefix,
+            python=options.python,
+            heartbeat_s=options.heartbeat_s,
+        ),
+        given=dict(options.given_env),
+        passed=passed_on(),
+        interfaces=options.interfaces,
+        master_port=options.master_port,
+        start_timeout_s=options.start_timeout_s,
+        heartbeat_s=options.heartbeat_s,
+        grace_s=options.grace_s,
+        hang_timeout_s=options.hang_timeout_s,
+        allows_mixed_versions=options.allows_mixed_versions,
+    )
+
+
+def _output(options: RunOptions, screen: Screen, voice: ScreenVoice) -> RankOutput:
+    wants_colour = "NO_COLOR" not in os.environ
+    return RankOutput(
+        screen,
+        colours={"stdout": wants_colour and os.isatty(1), "stderr": wants_colour and os.isatty(2)},
+        with_timestamp=options.with_timestamp,
+        folder=options.output_dir,
+        say=voice.say,
+    )
+
+
+def _allow_files(num_wanted: int) -> None:
+    """Three pipes a host and two files a rank: a thousand hosts need more than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_wanted + 256
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise LaunchError(f"This many hosts and ranks need {wanted} open files; the limit is {hard} (`ulimit -Hn`).")
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _listed(hosts: Sequence[Host]) -> str:
+    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -1,0 +1,287 @@
+"""The command line of `megaclass run`: horovodrun's spellings. Standard library only."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megaclass.errors import LaunchError
+from megaclass.launch.versions import megaclass_version
+
+_NO_MEANING = {
+    "--gloo": "there is one controller, and it is neither gloo nor MPI",
+    "--mpi": "no MPI is needed",
+    "--jsrun": "hosts are started by ssh",
+    "--mpi-args": "no MPI is needed",
+    "--tcp": "no MPI is needed",
+    "--binding-args": "no MPI is needed",
+    "--mpi-threads-disable": "no MPI is needed",
+    "--no-mpi-threads-disable": "no MPI is needed",
+    "--disable-cache": "nothing is cached",
+    "--config-file": "its settings tune Horovod's own engine; nothing of it is read",
+    "--cycle-time-ms": "there is no cycle",
+    "--cache-capacity": "there is no response cache",
+    "--hierarchical-allreduce": "NCCL and gloo choose by themselves",
+    "--no-hierarchical-allreduce": "NCCL and gloo choose by themselves",
+    "--hierarchical-allgather": "NCCL and gloo choose by themselves",
+    "--no-hierarchical-allgather": "NCCL and gloo choose by themselves",
+    "--torus-allreduce": "NCCL and gloo choose by themselves",
+    "--no-torus-allreduce": "NCCL and gloo choose by themselves",
+    "--autotune": "nothing is left to tune",
+    "--no-autotune": "nothing is left to tune",
+    "--num-nccl-streams": "torch decides",
+    "--thread-affinity": "there is no background thread to pin",
+}
+_TAKES_A_VALUE = {
+    *("--mpi-args", "--binding-args", "--config-file", "--cycle-time-ms", "--cache-capacity", "--num-nccl-streams"),
+    "--thread-affinity",
+}
+_HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "shims"
+# Left to the training program, by the variable in which horovodrun hands it over.
+_HANDED_OVER = {
+    "--log-level": "HOROVOD_LOG_LEVEL",
+    "--fusion-threshold-mb": "HOROVOD_FUSION_THRESHOLD",
+    "--timeline-filename": "HOROVOD_TIMELINE",
+    "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What `megaclass run` was asked for."""
+
+    command: tuple[str, ...]
+    num_processes: int | None
+    min_processes: int | None
+    hosts: str | None
+    hostfile: Path | None
+    ssh_port: int | None
+    ssh_identity_file: Path | None
+    ssh_args: tuple[str, ...]
+    python: str
+    workdir: str
+    remote_prefix: str
+    given_env: Mapping[str, str]
+    interfaces: tuple[str, ...]
+    master_port: int
+    start_timeout_s: float
+    heartbeat_s: float
+    grace_s: float
+    hang_timeout_s: float
+    output_dir: Path | None
+    with_timestamp: bool
+    restarts: int
+    excludes_failed_hosts: bool
+    allows_mixed_versions: bool
+    is_dry_run: bool
+    is_verbose: bool
+    remarks: tuple[str, ...]
+    """One line for each option that is accepted but has no meaning now."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message[0].upper()}{message[1:]}. See `megaclass run --help`.")
+
+
+def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> RunOptions:
+    """LaunchError for what cannot be meant."""
+    parser = _parser()
+    given = parser.parse_args(list(arguments))
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command:
+        parser.error("there is no command to run: megaclass run -np 2 python train.py")
+    given_env, handed_over = _environment(given, env)
+    interfaces = given.network_interfaces or ""
+    return RunOptions(
+        command=tuple(command),
+        num_processes=given.num_proc,
+        min_processes=given.min_np,
+        hosts=given.hosts,
+        hostfile=given.hostfile,
+        ssh_port=given.ssh_port,
+        ssh_identity_file=given.ssh_identity_file,
+        ssh_args=tuple(given.ssh_arg),
+        python=given.python or sys.executable,
+        workdir=given.workdir or str(Path.cwd()),
+        remote_prefix=given.remote_prefix,
+        given_env=given_env,
+        interfaces=tuple(name for name in interfaces.split(",") if name),
+        master_port=given.master_port,
+        start_timeout_s=given.start_timeout,
+        heartbeat_s=given.heartbeat,
+        grace_s=given.grace,
+        hang_timeout_s=given.hang_timeout,
+        output_dir=given.output_filename,
+        with_timestamp=given.prefix_output_with_timestamp,
+        restarts=given.restarts,
+        excludes_failed_hosts=given.exclude_failed_hosts,
+        allows_mixed_versions=given.allow_mixed_versions,
+        is_dry_run=given.dry_run,
+        is_verbose=given.verbose,
+        remarks=(*given.remarks, *handed_over),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megaclass run",
+        usage="megaclass run -np N [-H host:slots,host:slots] [options] command …",
+        description="Starts a command N times, on this machine or many, and never leaves a process behind.",
+        epilog="Other options of horovodrun are accepted; those without a meaning now say so in one line.",
+    )
+    parser.add_argument("-v", "--version", action="version", version=f"megaclass {megaclass_version()}")
+    parser.add_argument("-n", "-np", "--num-proc", type=_at_least(1), metavar="N", help="processes in all")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
+
+    hosts = parser.add_argument_group("hosts (default: those of Slurm, PBS or LSF, else this machine)")
+    one_of = hosts.add_mutually_exclusive_group()
+    one_of.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots")
+    one_of.add_argument(
+        "-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts with their slots, lines `h1 slots=8`"
+    )
+    hosts.add_argument("-p", "--ssh-port", type=_at_least(1), metavar="PORT", help="port of the ssh servers")
+    hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
+    hosts.add_argument(
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="one more argument for ssh; repeatable"
+    )
+    hosts.add_argument("--python", metavar="PATH", help="Python with megaclass on the hosts (this one)")
+    hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (this one)")
+    hosts.add_argument("--remote-prefix", default="", metavar="TEXT", help="shell text before the agent on other hosts")
+    hosts.add_argument(
+        "--network-interface", "--network-interfaces", dest="network_interfaces", metavar="NAMES",
+        help="interfaces to talk over, with commas between (the one towards host 0)",
+    )  # fmt: skip
+    hosts.add_argument(
+        "--master-port", type=_at_least(0), default=0, metavar="PORT", help="port of rank 0 (a free one)"
+    )
+    hosts.add_argument("--allow-mixed-versions", action="store_true", help="other Python, torch or megaclass on a host")
+
+    env = parser.add_argument_group("environment")
+    env.add_argument(
+        "-x", dest="env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all ranks"
+    )
+    env.add_argument("--env-file", type=Path, metavar="FILE", help="variables for all ranks, lines NAME=VALUE")
+    env.add_argument("--horovod", action="store_true", help="`import horovod.torch` means megaclass.hvd in this job")
+
+    times = parser.add_argument_group("times in seconds, and restarts")
+    times.add_argument("--start-timeout", type=_seconds, default=30.0, metavar="S", help="for all hosts to answer (30)")
+    times.add_argument(
+        "--heartbeat", type=_seconds, default=30.0, metavar="S", help="a silent host is lost within (30)"
+    )
+    times.add_argument("--grace", type=_seconds, default=3.0, metavar="S", help="from SIGTERM to SIGKILL (3)")
+    times.add_argument(
+        "--hang-timeout",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="end a run in which no rank prints for so long (off)",
+    )
+    times.add_argument(
+        "--restarts", "--reset-limit", type=_at_least(0), default=0, metavar="N", help="starts after failures (0)"
+    )
+    times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
+    times.add_argument("--min-np", "--min-num-proc", type=_at_least(1), metavar="N", help="go on with no fewer (all)")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.<n>/{stdout,stderr}")
+    output.add_argument(
+        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", help="the time before each line"
+    )
+    output.add_argument("--verbose", action="store_true", help="say what is done")
+    output.add_argument("--dry-run", action="store_true", help="print the whole plan and end")
+
+    parser.set_defaults(remarks=[], handed_over=[])
+    for flag in _NO_MEANING:
+        parser.add_argument(flag, action=_Remark, nargs=1 if flag in _TAKES_A_VALUE else 0, help=argparse.SUPPRESS)
+    for flag in _HANDED_OVER:
+        parser.add_argument(flag, action=_HandOver, nargs=1, help=argparse.SUPPRESS)
+    return parser
+
+
+class _Remark(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        namespace.remarks = [
+            *namespace.remarks,
+            f"{self.option_strings[0]} has no meaning now: {_NO_MEANING[self.option_strings[0]]}.",
+        ]
+
+
+class _HandOver(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        namespace.handed_over = [*namespace.handed_over, (self.option_strings[0], values[0])]
+
+
+def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Variables for the ranks: horovodrun's options, then the file, then -x; and the remarks about the former."""
+    found: dict[str, str] = {}
+    remarks = []
+    for flag, value in given.handed_over:
+        name = _HANDED_OVER[flag]
+        if flag == "--fusion-threshold-mb":
+            if not re.fullmatch(r"[0-9]{1,6}", value):
+                raise LaunchError(f"--fusion-threshold-mb {value!r}: expected a whole number of MiB.")
+            value = str(int(value) << 20)
+        found[name] = value
+        remarks.append(f"{flag} has no meaning for the launcher; the ranks find it as {name}.")
+    if given.env_file is not None:
+        found |= _read_env_file(given.env_file)
+    for text in given.env:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise LaunchError(f"Cannot read -x {text!r}: expected NAME or NAME=VALUE.")
+        if equals:
+            found[name] = value
+        elif name in env:
+            found[name] = env[name]
+        else:
+            raise LaunchError(
+                f"-x {name}: there is no such variable here. Set it, or give its value with -x {name}=VALUE."
+            )
+    if given.horovod:
+        # First on the path of this job's processes only: a real Horovod is shadowed nowhere else.
+        others = found.get("PYTHONPATH", env.get("PYTHONPATH", ""))
+        found["PYTHONPATH"] = os.pathsep.join(part for part in (str(_HOROVOD_SHIMS), others) if part)
+    return found, remarks
+
+
+def _read_env_file(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    except OSError as error:
+        raise LaunchError(f"Cannot read --env-file {path}: {error.strerror}.") from error
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        # The line itself is not shown: it may hold a secret.
+        if not equals or not name.strip() or "\0" in line:
+            raise LaunchError(f"Cannot read line {number} of --env-file {path}: expected NAME=VALUE.")
+        found[name.strip()] = value
+    return found
+
+
+def _at_least(minimum: int):  # type: ignore[no-untyped-def]
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value

@@ -1,0 +1,192 @@
+"""Output of many ranks on one screen and in files: whole lines, nothing lost, memory bounded. Standard library only."""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+# A longer line is shown in pieces: no line of a rank may fill the driver's memory.
+MAX_LINE_BYTES = 1 << 20
+_MAX_WAITING_BYTES = 8 << 20
+_COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+
+
+class LineCutter:
+    """Bytes of one stream of one rank to whole lines, without their ends.
+
+    A carriage return ends a line too: every state of a progress bar becomes a line of its own, instead of overwriting
+    what another rank has printed.
+    """
+
+    def __init__(self) -> None:
+        self._partial = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._partial += data
+        # A carriage return at the very end may be half of \r\n.
+        end = max(self._partial.rfind(b"\n"), self._partial.rfind(b"\r", 0, len(self._partial) - 1)) + 1
+        if not end:
+            return self._pieces_of_a_long_line()
+        *lines, last = bytes(self._partial[:end]).replace(b"\r\n", b"\n").split(b"\n")
+        del self._partial[:end]
+        shown: list[bytes] = []
+        for line in lines:
+            shown += [state for state in line.split(b"\r") if state] or [b""]
+        shown += [state for state in last.split(b"\r") if state]
+        return [line[i : i + MAX_LINE_BYTES] for line in shown for i in range(0, len(line) or 1, MAX_LINE_BYTES)]
+
+    def rest(self) -> list[bytes]:
+        """What came after the last line end."""
+        rest = bytes(self._partial).strip(b"\r")
+        self._partial.clear()
+        return [rest] if rest else []
+
+    def _pieces_of_a_long_line(self) -> list[bytes]:
+        pieces = []
+        while len(self._partial) > MAX_LINE_BYTES:
+            pieces.append(bytes(self._partial[:MAX_LINE_BYTES]))
+            del self._partial[:MAX_LINE_BYTES]
+        return pieces
+
+
+class Screen:
+    """The driver's stdout and stderr, written by a thread: a reader that pauses (a pager, Ctrl-S) must not stop the heart.
+
+    `is_full` asks the caller to hold back; `fault` is set when a stream cannot be written any more.
+    """
+
+    def __init__(self, fds: dict[str, int]) -> None:
+        self.fault: OSError | None = None
+        self._fds = fds
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._write_all, name="screen", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_bytes > _MAX_WAITING_BYTES
+
+    def put(self, stream: str, data: bytes) -> None:
+        with self._changed:
+            self._waiting.append((self._fds[stream], data))
+            self._num_bytes += len(data)
+            self._changed.notify()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits until everything is written, or for so long."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_closing:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                fd, data = self._waiting.popleft()
+            self._write(fd, data)
+            with self._changed:
+                self._num_bytes -= len(data)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        if self.fault is not None and fd == self._fds["stdout"]:
+            return
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:
+                time.sleep(0.01)  # somebody who shares the terminal has made it non-blocking
+            except OSError as error:
+                if fd == self._fds["stdout"]:
+                    self.fault = error
+                return
+
+
+class RankOutput:
+    """Lines of all ranks to the screen, in Horovod's format, and bytes to files on request.
+
+    folder: DIR/rank.<n>/{stdout,stderr} get the rank's bytes unchanged. A file that cannot be written is given up, said once.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        *,
+        colours: dict[str, bool],
+        with_timestamp: bool,
+        folder: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._screen = screen
+        self._colours = colours
+        self._with_timestamp = with_timestamp
+        self._folder = folder
+        self._say = say
+        self._cutters: dict[tuple[int, str], LineCutter] = {}
+        self._files: dict[tuple[int, str], BinaryIO | None] = {}
+
+    def put(self, rank: int, stream: str, data: bytes) -> list[bytes]:
+        """Shows the whole lines; returns them."""
+        if self._folder is not None:
+            self._store(rank, stream, data)
+        lines = self._cutters.setdefault((rank, stream), LineCutter()).feed(data)
+        self._show(rank, stream, lines)
+        return lines
+
+    def finish(self, rank: int) -> list[bytes]:
+        """Shows what the rank printed without a line end before it ended; returns it."""
+        shown = []
+        for stream in ("stdout", "stderr"):
+            if (rank, stream) in self._cutters:
+                rest = self._cutters[rank, stream].rest()
+                self._show(rank, stream, rest)
+                shown += rest
+        return shown
+
+    def where(self, rank: int) -> str:
+        """A sentence about the rank's files, if it has any."""
+        return f"\nAll it printed: {self._folder / f'rank.{rank}'}" if self._folder is not None else ""
+
+    def close(self) -> None:
+        for file in self._files.values():
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+        self._files.clear()
+
+    def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._with_timestamp else ""
+        prefix = f"{stamp}[{rank}]<{stream}>:"
+        if self._colours[stream]:
+            prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
+        start = prefix.encode()
+        self._screen.put(stream, b"".join(start + line + b"\n" for line in lines))
+
+    def _store(self, rank: int, stream: str, data: bytes) -> None:
+        assert self._folder is not None
+        path = self._folder / f"rank.{rank}" / stream
+        try:
+            if (rank, stream) not in self._files:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files[rank, stream] = path.open("ab", buffering=0)
+            file = self._files[rank, stream]
+            if file is not None:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) or 0 :]
+        except OSError as error:
+            self._files[rank, stream] = None
+            self._say(f"cannot write {path}: {error.strerror}; the run goes on without this file.")

@@ -1,0 +1,136 @@
+"""Ranks onto hosts, and what every rank finds in its environment. Standard library only."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megaclass.errors import LaunchError
+from megaclass.launch.hosts import Host
+from megaclass.world import World, environment_of
+
+STARTER = "megaclass run"
+
+# What a rank on another host gets from the driver's environment; the rest is that host's own.
+PASSED_ON_PREFIXES = (
+    *("MEGACLASS_", "HOROVOD_", "TORCH", "PYTORCH_", "TRITON_", "NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "UCX_", "FI_"),
+    *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "LC_", "HF_", "WANDB_", "MLFLOW_"),
+)
+PASSED_ON_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LANGUAGE", "TZ")
+# Which GPUs a host offers is its own affair, and which of them a rank takes that of its local rank.
+_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """A host and its ranks."""
+
+    host: Host
+    worlds: tuple[World, ...]
+
+    def ranks(self) -> str:
+        first, last = self.worlds[0].rank, self.worlds[-1].rank
+        return f"rank {first}" if first == last else f"ranks {first}-{last}"
+
+
+def place_ranks(hosts: Sequence[Host], num_processes: int) -> list[Placement]:
+    """Fills one host after the other, as Horovod does; LaunchError when there are too few slots."""
+    num_slots = sum(host.slots for host in hosts)
+    if num_processes > num_slots:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise LaunchError(
+            f"-np {num_processes} asks for more processes than there are slots: {num_slots} on {listed}. "
+            f"Lower -np, or raise the slots of a host."
+        )
+    counts: list[int] = []
+    for host in hosts:
+        counts.append(min(host.slots, num_processes - sum(counts)))
+    used = [(host, count) for host, count in zip(hosts, counts, strict=True) if count]
+    return [
+        Placement(
+            host=host,
+            worlds=tuple(_world(local_rank, index, [count for _, count in used]) for local_rank in range(count)),
+        )
+        for index, (host, count) in enumerate(used)
+    ]
+
+
+def _world(local_rank: int, host_index: int, counts: Sequence[int]) -> World:
+    return World(
+        rank=sum(counts[:host_index]) + local_rank,
+        size=sum(counts),
+        local_rank=local_rank,
+        local_size=counts[host_index],
+        cross_rank=sum(count > local_rank for count in counts[:host_index]),
+        cross_size=sum(count > local_rank for count in counts),
+        starter=STARTER,
+    )
+
+
+def rank_environment(world: World, *, host: str, address: str, port: int | str) -> dict[str, str]:
+    """What tells a rank its place: torchrun's names and Horovod's."""
+    placed = environment_of(replace(world, address=address))
+    return {
+        **placed,
+        "MASTER_PORT": str(port),
+        "HOROVOD_RANK": str(world.rank),
+        "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(world.local_size),
+        "HOROVOD_CROSS_RANK": str(world.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(world.cross_size),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def passed_on(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The part of the driver's environment that ranks on other hosts get."""
+    return {
+        name: value
+        for name, value in env.items()
+        if (name.startswith(PASSED_ON_PREFIXES) or name in PASSED_ON_NAMES) and name not in _NEVER_PASSED_ON
+    }
+
+
+def describe_plan(
+    placements: Sequence[Placement],
+    starts: Sequence[Sequence[str]],
+    *,
+    command: Sequence[str],
+    workdir: str,
+    given: Mapping[str, str],
+    passed: Mapping[str, str],
+) -> str:
+    """Everything `run` would do, without doing it. Values that the user passes on may be secrets: names only.
+
+    starts: the command that starts each host's agent.
+    """
+    size = placements[0].worlds[0].size
+    first = placements[0].host.name
+    on_hosts = f"{len(placements)} host{'s' if len(placements) > 1 else ''}"
+    lines = [f"{size} rank{'s' if size > 1 else ''} on {on_hosts}", f"command: {shlex.join(command)}"]
+    lines.append(f"working folder: {workdir}")
+    lines.append(f"given with -x or --env-file (values not shown): {_names(given)}")
+    if not all(placement.host.is_local for placement in placements):
+        lines.append(f"passed on to other hosts (values not shown): {_names(passed)}")
+    for placement, start in zip(placements, starts, strict=True):
+        here = " (this machine)" if placement.host.is_local else ""
+        lines += ["", f"{placement.host.name}{here}: {placement.ranks()}", f"  agent: {shlex.join(start)}"]
+        for world in placement.worlds:
+            env = rank_environment(
+                world,
+                host=placement.host.name,
+                address=f"<address of {first}>" if len(placements) > 1 else "127.0.0.1",
+                port=f"<free port of {first}>",
+            )
+            lines.append(f"  rank {world.rank}: " + " ".join(f"{name}={value}" for name, value in env.items()))
+    return "\n".join(lines)
+
+
+def _names(env: Mapping[str, str]) -> str:
+    return " ".join(sorted(env)) if env else "nothing"

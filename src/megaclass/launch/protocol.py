@@ -1,0 +1,94 @@
+"""What travels between the driver and its agents: one JSON object a line, some followed by bytes. Standard library only.
+
+A message that has `size` is followed by that many raw bytes, which carry a worker's output unchanged: no encoding is
+assumed, nothing is escaped. Everything has a cap, so that neither side can be made to fill its memory.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+Message = dict[str, Any]
+
+MAX_LINE_BYTES = 16 << 20
+"""The job line carries the environment, which Linux itself caps at a few MiB."""
+MAX_PAYLOAD_BYTES = 1 << 20
+
+
+class ProtocolError(Exception):
+    """Bytes that no driver or agent of ours would send."""
+
+
+def encode(message: Message, payload: bytes = b"") -> bytes:
+    """JSON in ASCII: lone surrogates, with which Python holds bytes that are no UTF-8, survive the trip."""
+    if payload:
+        message = {**message, "size": len(payload)}
+    return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n" + payload
+
+
+def greeting(token: str) -> bytes:
+    """The line with which an agent begins. What a login shell's start-up files print before it is skipped."""
+    return f"megaclass-agent {token}\n".encode("ascii")
+
+
+class MessageReader:
+    """Bytes as they come to whole messages.
+
+    after: the line that must come first; what precedes it is kept, capped, as `noise`.
+    """
+
+    def __init__(self, after: bytes = b"") -> None:
+        self.noise = bytearray()
+        self._after = after
+        self._buffer = bytearray()
+        self._message: Message | None = None
+
+    def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
+        """Raises ProtocolError when the bytes are no message."""
+        self._buffer += data
+        if self._after and not self._skip_noise():
+            return
+        while (whole := self._next()) is not None:
+            yield whole
+
+    def _skip_noise(self) -> bool:
+        at = self._buffer.find(self._after)
+        if at < 0:
+            # The greeting may lie across two reads: its own length, less one, must stay.
+            num_done = max(0, len(self._buffer) - len(self._after) + 1)
+            self.noise += self._buffer[:num_done][-4096:]
+            del self._buffer[:num_done], self.noise[:-4096]
+            return False
+        self.noise += self._buffer[:at]
+        del self._buffer[: at + len(self._after)]
+        self._after = b""
+        return True
+
+    def _next(self) -> tuple[Message, bytes] | None:
+        if self._message is None:
+            end = self._buffer.find(b"\n")
+            if end < 0:
+                if len(self._buffer) > MAX_LINE_BYTES:
+                    raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes")
+                return None
+            self._message = _parsed(bytes(self._buffer[:end]))
+            del self._buffer[: end + 1]
+        size = self._message.get("size", 0)
+        if len(self._buffer) < size:
+            return None
+        message, payload = self._message, bytes(self._buffer[:size])
+        del self._buffer[:size]
+        self._message = None
+        return message, payload
+
+
+def _parsed(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{line[:80]!r} is no message") from error
+    size = message.get("size", 0) if isinstance(message, dict) else None
+    if not isinstance(size, int) or not 0 <= size <= MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"{line[:80]!r} is no message")
+    assert isinstance(message, dict)
+    return message

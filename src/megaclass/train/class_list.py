@@ -1,0 +1,31 @@
+"""What the classes of the data are called, so that their centres are found again when the list has changed."""
+
+import os
+from pathlib import Path
+
+from megaclass.checkpoint.class_names import ClassList
+from megaclass.data.source import ImageSource, kind_of
+from megaclass.errors import DataError
+
+
+def class_list(path: str, source: ImageSource) -> ClassList:
+    """Names from the source itself, from its folders where each is an identity, from a classes.txt beside the data.
+
+    Where there are none, a class is called by its number.
+    """
+    place = Path(path)
+    folder = place.parent if place.is_file() else place
+    own_names = getattr(source, "class_names", None)
+    if own_names is not None:
+        classes = ClassList.of((os.fsencode(name) for name in own_names), path)
+    elif (folder / "classes.txt").is_file():
+        lines = (folder / "classes.txt").read_bytes().split(b"\n")
+        classes = ClassList.of((line.rstrip(b"\r") for line in (lines[:-1] if not lines[-1] else lines)), path)
+    elif kind_of(path) == "folders":
+        names = sorted(entry.name for entry in os.scandir(place) if entry.is_dir() and entry.name[0] != ".")
+        classes = ClassList.of(map(os.fsencode, names), path)
+    else:
+        return ClassList(source.num_classes)
+    if classes.num_classes != source.num_classes:
+        raise DataError(f"{path} names {classes.num_classes:,} classes, but its labels are of {source.num_classes:,}.")
+    return classes

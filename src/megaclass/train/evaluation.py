@@ -1,0 +1,33 @@
+"""Evaluation of what is being trained, by all ranks together: at the end, or between two steps."""
+
+import torch
+
+from megaclass.config import Config
+from megaclass.data.source import verification_files
+from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.evaluate.results import SetResult
+from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.train.build import Model
+
+
+def evaluate_model(config: Config, model: Model, image_size: int, device: torch.device) -> list[SetResult]:
+    """Collective. Every *.bin beside the data, in the published ten-fold protocol; all ranks embed a part.
+
+    A set that cannot be evaluated is noted in its result: it must not take a long run with it.
+    """
+    evaluator = Evaluator(network=model.backbone, image_size=image_size, device=device, num_threads=config.data.threads)
+    return evaluate_sets(evaluator, find_sets(verification_files(config.data.path)))
+
+
+def evaluate_between_steps(config: Config, model: Model, image_size: int, device: torch.device) -> dict[str, float]:
+    """Collective. Accuracies for a row of metrics, of the weights that would be exported now; training goes on unchanged."""
+    average_buffers_(model.backbone)
+    with model.for_evaluation():
+        return accuracies(evaluate_model(config, model, image_size, device))
+
+
+def accuracies(results: list[SetResult]) -> dict[str, float]:
+    """The accuracy of each set by name, and of the first one as `verification_accuracy`."""
+    found = {result.name: float(result.numbers["accuracy"]) for result in results if "accuracy" in result.numbers}
+    first = {"verification_accuracy": next(iter(found.values()))} if found else {}
+    return first | {f"accuracy_{name}": accuracy for name, accuracy in found.items()}

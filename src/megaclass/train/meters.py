@@ -1,0 +1,73 @@
+"""What a run says about itself between two reports."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from megaclass.data.loader import Batch
+from megaclass.errors import TrainError
+from megaclass.train.step import StepResult
+
+
+class Meter:
+    """Mean loss, speed, waiting and skipped steps; reads the device only when asked."""
+
+    def __init__(self, global_batch: int, earlier: Sequence[Mapping[str, float]], device: torch.device) -> None:
+        """earlier: rows of the run that this one continues; where no step is left, they say how it ended."""
+        self._global_batch, self._device = global_batch, device
+        self._begun = self._last = time.monotonic()
+        self._results: list[StepResult] = []
+        self._waited_s = 0.0
+        self._num_steps = 0
+        self.last_loss = earlier[-1]["loss"] if earlier else float("nan")
+        self._last_speed = earlier[-1]["images_per_second"] if earlier else 0.0
+
+    def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; the time spent waiting for them is noted."""
+        iterator = iter(source)
+        while True:
+            begun = time.monotonic()
+            batch = next(iterator, None)
+            self._waited_s += time.monotonic() - begun
+            if batch is None:
+                return
+            yield batch
+
+    def add(self, result: StepResult) -> None:
+        self._results.append(result)
+        self._num_steps += 1
+
+    def read(self) -> dict[str, float]:
+        """The host waits for the device here. Means leave out the steps that were skipped."""
+        losses = torch.stack([result.loss for result in self._results]).double().cpu()
+        is_counted = ~torch.stack([result.was_skipped for result in self._results]).cpu()
+        if is_counted.any():
+            self.last_loss = float(losses[is_counted].mean())
+        now = time.monotonic()
+        row = {
+            "loss": self.last_loss,
+            "images_per_second": len(self._results) * self._global_batch / (now - self._last),
+            "data_wait_share": self._waited_s / (now - self._last),
+            "skipped_steps": int((~is_counted).sum()),
+            "elapsed_s": now - self._begun,
+        }
+        if self._device.type == "cuda":
+            row["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        self._last, self._results, self._waited_s = now, [], 0.0
+        return row
+
+    def images_per_second(self) -> float:
+        """Over all steps since the start or the resumption, checkpoints included."""
+        if not self._num_steps:
+            return self._last_speed
+        return self._num_steps * self._global_batch / (time.monotonic() - self._begun)
+
+
+def check_finite(row: Mapping[str, float], step: int, on_nan: str, is_scaled: bool) -> None:
+    """Ends a run whose gradients are not finite, on every rank; a loss scale expects some, and lowers itself."""
+    if row["skipped_steps"] and on_nan == "stop" and not is_scaled:
+        raise TrainError(
+            f"{int(row['skipped_steps'])} of the steps before step {step} had gradients that are not finite; they were not "
+            f"applied. Lower optimizer.lr or lengthen optimizer.warmup_epochs, or go on regardless with train.on_nan=skip."
+        )

@@ -1,0 +1,60 @@
+"""Number formats of the backbone, and the loss scale that float16 needs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaclass.config import TrainConfig
+from megaclass.errors import ConfigError
+
+_FIRST_SCALE = 2.0**16
+_GROWTH_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class Precision:
+    dtype: torch.dtype
+
+    @property
+    def uses_autocast(self) -> bool:
+        return self.dtype != torch.float32
+
+
+def choose_precision(config: TrainConfig, device: torch.device) -> Precision:
+    """bf16 where a GPU has it, unless told otherwise; a CPU trains in float32."""
+    if device.type == "cpu":
+        if config.precision in ("bf16", "fp16"):
+            raise ConfigError(f"train.precision is {config.precision}, but the device is a CPU: use auto or float32.")
+        return Precision(torch.float32)
+    if config.precision == "auto":
+        return Precision(torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32)
+    return Precision({"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}[config.precision])
+
+
+class LossScale:
+    """Doubles after 2,000 good steps, halves after a bad one; lives on the device, so nothing waits for it.
+
+    All ranks hold the same value: it depends only on `found_inf`, which all ranks derive from the same gradients.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.is_dynamic = precision.dtype == torch.float16
+        first = _FIRST_SCALE if self.is_dynamic else 1.0
+        self.scale = torch.tensor(first, dtype=torch.float32, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.float32, device=device)
+
+    def follow(self, found_inf: Tensor) -> None:
+        """found_inf: 0-d bool on the device."""
+        if not self.is_dynamic:
+            return
+        self._good_steps = torch.where(found_inf, 0.0, self._good_steps + 1)
+        is_grown = self._good_steps >= _GROWTH_STEPS
+        self.scale = torch.where(found_inf, self.scale * 0.5, torch.where(is_grown, self.scale * 2, self.scale))
+        self._good_steps = torch.where(is_grown, 0.0, self._good_steps)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.scale, self._good_steps = state["scale"].to(self.scale.device), state["good_steps"].to(self.scale.device)

@@ -1,0 +1,91 @@
+"""One step: forward and backward over the parts of a batch, then one update, or none if something was not finite."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megaclass.config import Config
+from megaclass.data.loader import Batch
+from megaclass.errors import NotFiniteError
+from megaclass.train.build import Model
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device tensors: reading them makes the host wait, so the loop does that only when it reports."""
+
+    loss: Tensor
+    """Mean over the global batch, the same on every rank; NaN when the embeddings were."""
+    was_skipped: Tensor
+    """0-d bool, the same on every rank."""
+
+
+def training_step(
+    model: Model, batch: Batch, config: Config, *, lr: float, step: int, device: torch.device
+) -> StepResult:
+    """Every rank calls it with its own part of the global batch."""
+    try:
+        loss = _forward_backward(model, batch, config, step, device)
+    except NotFiniteError:
+        # Raised on every rank at once. (On a GPU nothing is raised here; a flag on the device masks the update.)
+        if config.train.on_nan == "stop":
+            raise
+        model.head.abandon_step()
+        return StepResult(torch.full((), torch.nan, device=device), torch.ones((), dtype=torch.bool, device=device))
+    return StepResult(loss, _update(model, config, lr))
+
+
+def _forward_backward(model: Model, batch: Batch, config: Config, step: int, device: torch.device) -> Tensor:
+    labels = batch.labels.to(device, non_blocking=True)
+    indices = torch.from_numpy(batch.indices).to(device, non_blocking=True)
+    model.optimizer.zero_grad()
+    num_parts = config.train.accumulate
+    if num_parts > 1:
+        # All labels first: the classes that take part, and the mean, are those of the whole step.
+        model.head.begin_step(labels)
+    losses = []
+    for part, rows in enumerate(torch.arange(len(labels)).tensor_split(num_parts)):
+        here = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
+        for dropout in model.dropouts:
+            dropout.expect(indices[here], step)
+        # Gradients travel once a step, with the last part.
+        with nullcontext() if part == num_parts - 1 else model.parallel.no_sync():
+            inputs = batch.prepared(device, here)
+            with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
+                embeddings = model.parallel(inputs)
+            loss = model.head(embeddings, labels[here])
+            (loss * model.loss_scale.scale).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def _update(model: Model, config: Config, lr: float) -> Tensor:
+    """Moves backbone and centres, or nothing; returns whether it was nothing. The same on every rank.
+
+    The backbone's gradients have been averaged over ranks, so every rank finds the same norm and the same verdict.
+    """
+    scale = model.loss_scale.scale
+    gradients = [p.grad for p in model.backbone.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) / scale
+    is_bad = ~torch.isfinite(norm) | model.head.found_inf.bool()
+    factor = 1 / scale
+    if config.optimizer.clip_norm:
+        factor = factor * (config.optimizer.clip_norm / norm.clamp_min(1e-12)).clamp_max(1.0)
+    torch._foreach_mul_(gradients, factor)
+    for group in model.optimizer.param_groups:
+        group["lr"] = lr
+    if is_bad.device.type == "cuda":
+        model.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # read by fused optimizers
+        model.optimizer.step()
+    elif not is_bad:
+        model.optimizer.step()
+    head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
+    model.head.step(lr=lr * head_factor, skip=is_bad, loss_scale=scale if model.loss_scale.is_dynamic else 1.0)
+    if is_bad.device.type == "cuda" and config.train.on_nan == "skip":
+        model.head.forgive_fault()
+    model.loss_scale.follow(is_bad)
+    if model.ema is not None:
+        model.ema.follow(is_bad)
+    return is_bad

@@ -1,0 +1,114 @@
+"""`megaclass data …` as it is typed."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaclass.cli import main
+from megaclass.data.decode import decode_image
+from megaclass.data.pairs import read_pairs
+from megaclass.data.source import open_source
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "set"
+    arguments = ["--identities", "4", "--images-per-identity", "5", "--size", "16", "--pairs", "20"]
+    assert main(["data", "synth", *arguments, "--out", str(out)]) == 0
+    return out
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["data", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def run_json(capsys, *arguments: object) -> dict:
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 0
+    return json.loads(out)
+
+
+def test_pack_says_which_source_it_chose_and_what_it_wrote(capsys, folder, tmp_path):
+    code, out, err = run(capsys, "pack", folder, "--out", tmp_path / "tar", "--format", "tar")
+    assert code == 0 and out == f"{tmp_path / 'tar'}: 20 images of 4 classes\n"
+    assert f"InsightFace RecordIO at {folder}: 20 images of 4 classes, 16 × 16" in err
+    assert "packing images 20/20" in err
+    assert run_json(capsys, "pack", tmp_path / "tar", "--out", tmp_path / "rec", "--labels", "id2")["labels_in_id2"]
+    _, out, _ = run(capsys, "pack", tmp_path / "tar", "--out", tmp_path / "rec2", "--labels", "id2")
+    assert "64-bit numbers in id2" in out
+
+
+def test_inspect_shows_counts_and_draws_pictures(capsys, folder, tmp_path):
+    code, out, _ = run(capsys, "inspect", folder, "--png", tmp_path / "png")
+    assert code == 0
+    for line in ("images            20", "classes           4, 0 of them without images", "labels            0 to 3"):
+        assert line in out
+    assert "16 × 16: 20 (of 20 looked at)" in out and "4–7          4  █" in out
+    for name in ("histogram.png", "first-images.png"):
+        with Image.open(tmp_path / "png" / name) as picture:
+            assert picture.width > 100 and len(np.unique(np.asarray(picture))) > 2
+    assert run_json(capsys, "inspect", folder)["histogram"] == {"1": 0, "2–3": 0, "4–7": 4}
+
+
+def test_verify_lists_the_bad_keys_and_repairs(capsys, folder, tmp_path):
+    assert run_json(capsys, "verify", folder)["is_sound"]
+    run_json(capsys, "pack", folder, "--out", tmp_path / "set", "--no-shuffle")
+    content = bytearray((tmp_path / "set" / "train.rec").read_bytes())
+    offset = int((tmp_path / "set" / "train.idx").read_text().splitlines()[7].split("\t")[1])
+    content[offset + 32 : offset + 40] = bytes(8)
+    (tmp_path / "set" / "train.rec").write_bytes(content)
+    code, out, err = run(capsys, "verify", tmp_path / "set")
+    assert code == 1 and "20 images, 1 bad, 0 faults" in out and "key 7, byte" in out
+    assert "checking records 25/25" in err
+    code, out, _ = run(capsys, "verify", tmp_path / "set", "--repair", tmp_path / "clean")
+    assert code == 0 and "19 sound images of 4 classes" in out
+    assert run_json(capsys, "verify", tmp_path / "clean")["num_images"] == 19
+
+
+def test_shuffle_changes_the_order_of_the_bytes_and_nothing_else(capsys, folder, tmp_path):
+    for seed in (1, 2):
+        run_json(capsys, "shuffle", folder, "--out", tmp_path / f"{seed}", "--seed", seed)
+    first, second, original = (open_source(path) for path in (tmp_path / "1", tmp_path / "2", folder))
+    assert not np.array_equal(first.offsets, second.offsets)
+    assert [first.read(index) for index in range(20)] == [original.read(index) for index in range(20)]
+    assert np.array_equal(first.labels, original.labels)
+
+
+def test_pairs_are_half_of_one_class_and_none_comes_twice(capsys, folder, tmp_path):
+    assert run_json(capsys, "pairs", folder, "--out", tmp_path / "a.bin", "--pairs", 40)["num_pairs"] == 40
+    pair_set, source = read_pairs(tmp_path / "a.bin"), open_source(folder)
+    label_of = {source.read(index): int(source.labels[index]) for index in range(20)}
+    pairs = [tuple(pair_set.images[2 * number : 2 * number + 2]) for number in range(40)]
+    assert [label_of[a] == label_of[b] for a, b in pairs] == pair_set.is_same.tolist() == [True, False] * 20
+    assert len({frozenset(pair) for pair in pairs}) == 40 and all(a != b for a, b in pairs)
+    assert decode_image(pairs[0][0], "pair").shape == (16, 16, 3)
+    code, _, err = run(capsys, "pairs", folder, "--out", tmp_path / "b.bin", "--pairs", 100)
+    assert code == 2 and "there are 40 pairs of one class (50 are needed)" in err
+
+
+def test_stage_copies_and_removes(capsys, folder, tmp_path):
+    staged = run_json(capsys, "stage", folder, "--to", tmp_path / "ram")["path"]
+    assert open_source(staged).num_images == 20
+    assert run_json(capsys, "stage", "--remove", "--to", tmp_path / "ram")["removed"] >= 3
+
+
+def test_bench_gives_images_a_second_by_stage(capsys, folder):
+    speeds = run_json(capsys, "bench", folder, "--seconds", "0.02", "--batch", "8", "--threads", "2")
+    assert len(speeds) == 6 and all(speed["images_per_second"] > 0 for speed in speeds.values())
+    code, out, _ = run(capsys, "bench", folder, "--seconds", "0.02", "--batch", "8")
+    assert code == 0 and "read + decode + collate" in out
+
+
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(capsys, tmp_path):
+    for arguments in (
+        ["inspect", tmp_path / "absent"],
+        ["pack", "synthetic:x", "--out", tmp_path / "x"],
+        ["stage", "--to", "x"],
+    ):
+        code, _, err = run(capsys, *arguments)
+        assert code == 2 and err.startswith("megaclass: ") and err.count("\n") == 1

@@ -1,0 +1,164 @@
+"""What was collected once is mapped ever after, as long as the data is what it was."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaclass.data import column_cache, record_index, record_source
+from megaclass.data.column_cache import cached_columns
+from megaclass.data.record_index import open_index, read_index
+from megaclass.data.source import open_source
+from megaclass.data.synthesize import synthesize
+from megaclass.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    synthesize(tmp_path / "set", num_identities=3, images_per_identity=4, image_size=16, num_pairs=2, num_processes=1)
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def num_built(monkeypatch):
+    """How often an index was parsed and labels were collected."""
+    counts = {"index": 0, "labels": 0}
+    parse, collect = record_index._parse, record_source._collect_labels
+
+    def counted_parse(*args):
+        counts["index"] += 1
+        return parse(*args)
+
+    def counted_collect(*args):
+        counts["labels"] += 1
+        return collect(*args)
+
+    monkeypatch.setattr(record_index, "_parse", counted_parse)
+    monkeypatch.setattr(record_source, "_collect_labels", counted_collect)
+    return counts
+
+
+def test_labels_and_index_are_collected_once_and_cached_beside_the_data(folder, num_built):
+    first, second = open_source(folder), open_source(folder)
+    assert num_built == {"index": 1, "labels": 1}
+    assert (folder / "train.idx.cache").exists() and (folder / "train.rec.labels").exists()
+    for name in ("keys", "offsets", "labels"):
+        assert np.array_equal(getattr(first, name), getattr(second, name))
+    assert second.has_header and second.read(5) == first.read(5)
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_the_arrays_are_maps_of_one_file_not_copies(folder):
+    source = open_source(folder)
+    for array in (source.keys, source.offsets, source.labels):
+        assert not array.flags.owndata and not array.flags.writeable
+
+
+@pytest.mark.parametrize("changed", ["train.idx", "train.rec", "property"])
+def test_a_cache_of_other_files_is_made_anew(folder, num_built, changed):
+    open_source(folder)
+    os.utime(folder / changed, ns=(1, 1))
+    open_source(folder)
+    assert num_built == {"index": 2 if changed == "train.idx" else 1, "labels": 2}
+
+
+def test_a_folder_that_cannot_be_written_is_cached_elsewhere(folder, num_built, monkeypatch, tmp_path):
+    build = column_cache._build
+
+    def refuse(where, *args):
+        if where == folder:
+            raise PermissionError(13, "Permission denied")
+        return build(where, *args)
+
+    monkeypatch.setattr(column_cache, "_build", refuse)
+    assert open_source(folder).num_images == open_source(folder).num_images == 12
+    assert num_built == {"index": 1, "labels": 1}
+    assert not (folder / "train.idx.cache").exists() and list((tmp_path / "home").rglob("train.rec.labels"))
+
+
+def test_where_nothing_can_be_written_the_data_is_still_read(folder, monkeypatch):
+    build = column_cache._build
+
+    def refuse(where, *args):
+        if "megaclass-" not in where.name:
+            raise PermissionError(13, "Permission denied")
+        return build(where, *args)
+
+    monkeypatch.setattr(column_cache, "_build", refuse)
+    source = open_source(folder)
+    assert source.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and len(source.read(11)) > 100
+
+
+def test_a_damaged_cache_is_made_anew_or_refused(folder, num_built):
+    open_source(folder)
+    whole = (folder / "train.rec.labels").read_bytes()
+    for damaged in (b"", b"{}", whole[:-8], b"\xff" * len(whole), whole.replace(b'"num_rows": ', b'"num_rows": 1')):
+        (folder / "train.rec.labels").write_bytes(damaged)
+        assert open_source(folder).labels.max() == 2
+    (folder / "train.rec.labels").write_bytes(whole[:4096] + b"\x7f" * (len(whole) - 4096))
+    with pytest.raises(DataError, match=r"train\.rec\.labels is damaged: remove it"):
+        open_source(folder)
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path):
+    (tmp_path / "a.idx").write_text("0\t0\nx\n")
+    with pytest.raises(DataError, match="line 2"):
+        open_index(tmp_path / "a.idx")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.idx"]
+
+
+def test_an_unordered_index_is_sorted_from_the_cache_too(tmp_path):
+    (tmp_path / "a.idx").write_text("5\t64\n0\t0\n3\t32\n")
+    for _ in range(2):
+        index = open_index(tmp_path / "a.idx")
+        assert index.keys.tolist() == [0, 3, 5] and index.offsets.tolist() == [0, 32, 64]
+        assert not index.keys.flags.owndata and (tmp_path / "a.idx.sorted.cache").exists()
+    (tmp_path / "a.idx").write_text("5\t64\n5\t0\n3\t32\n")
+    for _ in range(2):
+        with pytest.raises(DataError, match="key 5 more than once"):
+            open_index(tmp_path / "a.idx")
+
+
+def test_the_fast_parser_reads_what_python_reads(tmp_path):
+    rng = np.random.default_rng(0)
+    offsets = [int(rng.integers(0, 10 ** int(digits))) for digits in rng.integers(1, 17, 20_000)]
+    (tmp_path / "a.idx").write_text("".join(f"{key}\t{offset}\n" for key, offset in enumerate(offsets)))
+    assert read_index(tmp_path / "a.idx").offsets.tolist() == offsets
+
+
+OPEN = """
+import os, sys
+from megaclass.data import record_index
+parse = record_index._parse
+def counted(*args):
+    print("parsed", flush=True)
+    return parse(*args)
+record_index._parse = counted
+from megaclass.data.source import open_source
+print(open_source(sys.argv[1]).num_images)
+"""
+
+
+def test_of_processes_that_come_at_once_one_builds(folder):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", OPEN, str(folder)], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    said = "".join(process.communicate()[0] for process in processes)
+    assert said.count("parsed") == 1 and said.count("12") == 3
+
+
+def test_rows_come_in_blocks_of_any_size(tmp_path):
+    (tmp_path / "data").write_bytes(b"x")
+
+    def build(writer):
+        for start in range(0, 10, 3):
+            writer.append(np.arange(start, min(start + 3, 10)), -np.arange(start, min(start + 3, 10)))
+        return {"note": "yes"}
+
+    columns = cached_columns("c", [Path(tmp_path / "data")], 2, build)
+    assert columns.facts == {"note": "yes"}
+    assert columns.arrays[0].tolist() == list(range(10)) and columns.arrays[1].tolist() == [-n for n in range(10)]

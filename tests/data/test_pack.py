@@ -1,0 +1,130 @@
+"""Packing: any source into .rec or tar, in any order, whole or not at all, going on where it stopped."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaclass.data import pack as pack_module
+from megaclass.data.pack import PackOptions, pack
+from megaclass.data.record_index import read_index
+from megaclass.data.recordio import RecordReader
+from megaclass.data.source import open_source
+from megaclass.errors import DataError
+
+
+def jpeg(grey: int, size: int = 16) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (size, size), (grey, grey, grey)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def faces(tmp_path):
+    for identity, greys in {"a": [10, 20, 30], "b": [], "c": [40], "d": [50, 60, 70, 80]}.items():
+        (tmp_path / "faces" / identity).mkdir(parents=True)
+        for grey in greys:
+            (tmp_path / "faces" / identity / f"{grey}.jpg").write_bytes(jpeg(grey))
+    return open_source(tmp_path / "faces")
+
+
+def content(source) -> list[tuple[int, bytes]]:
+    return sorted((int(source.labels[index]), source.read(index)) for index in range(source.num_images))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PackOptions(),
+        PackOptions(shuffle_seed=None),
+        PackOptions(labels="id2"),
+        PackOptions(layout="tar", images_per_shard=3),
+        PackOptions(layout="tar", shuffle_seed=7),
+    ],
+    ids=["rec", "rec in order", "rec with 64-bit labels", "three shards", "one shard"],
+)
+def test_what_was_packed_is_read_back(faces, tmp_path, options):
+    assert pack(faces, tmp_path / "out", options).num_images == 8
+    packed = open_source(tmp_path / "out")
+    assert content(packed) == content(faces)
+    assert packed.num_classes == 4
+
+
+def test_a_packed_rec_has_insightfaces_layout_in_shuffled_bytes(faces, tmp_path):
+    pack(faces, tmp_path / "out")
+    assert (tmp_path / "out" / "property").read_text() == "4,16,16\n"
+    index, reader = read_index(tmp_path / "out" / "train.idx"), RecordReader(tmp_path / "out" / "train.rec")
+    records = [reader.read(int(offset)) for offset in index.offsets]
+    assert index.keys.tolist() == list(range(13))
+    assert records[0].labels == (9.0, 13.0) and not records[0].payload
+    assert [record.labels[0] for record in records[1:9]] == [0, 0, 0, 2, 3, 3, 3, 3]
+    assert [record.labels for record in records[9:]] == [(1.0, 4.0), (4.0, 4.0), (4.0, 5.0), (5.0, 9.0)]
+    assert np.any(np.diff(index.offsets[1:9]) < 0)
+    assert "InsightFace RecordIO" in open_source(tmp_path / "out").describe()
+
+
+def test_classes_beyond_float32_are_packed_as_64_bit_labels(tmp_path):
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "a.jpg").write_bytes(jpeg(1))
+    (tmp_path / "list" / "label.txt").write_text(f"a.jpg\t{2**24}\na.jpg\t{2**24 + 1}\n")
+    source = open_source(tmp_path / "list")
+    assert pack(source, tmp_path / "out").labels_in_id2
+    assert (tmp_path / "out" / "property").read_text() == f"{2**24 + 2},16,16\nlabels=id2\n"
+    assert sorted(open_source(tmp_path / "out").labels) == [2**24, 2**24 + 1]
+    with pytest.raises(DataError, match=r"exact only below 16,777,216.*--labels id2"):
+        pack(source, tmp_path / "float", PackOptions(labels="float"))
+
+
+@pytest.mark.parametrize("layout", ["rec", "tar"])
+@pytest.mark.parametrize("stops_at", [1, 3, 7])
+def test_a_run_that_was_cut_off_goes_on_to_the_same_bytes(faces, tmp_path, monkeypatch, stops_at, layout):
+    monkeypatch.setattr(pack_module, "_BLOCK_IMAGES", 1)
+    options = PackOptions(layout=layout, images_per_shard=2)
+    pack(faces, tmp_path / "whole", options)
+    wholes = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+
+    def stop(done, total):
+        if done == stops_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(faces, tmp_path / "out", options, on_progress=stop)
+    assert not (tmp_path / "out").exists()
+    half = tmp_path / ".out.partial" / "train.rec"
+    if half.exists():
+        # As a kill leaves it: in the middle of a record.
+        half.write_bytes(half.read_bytes() + wholes["train.rec"][:21])
+    resumed = pack(faces, tmp_path / "out", options)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == wholes
+    assert resumed.num_resumed > 0 or stops_at < 3
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_half_a_run_is_not_continued_with_other_data_or_options(faces, tmp_path):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(faces, tmp_path / "out", on_progress=stop)
+    with pytest.raises(DataError, match="holds what an earlier run with other data or options left"):
+        pack(faces, tmp_path / "out", PackOptions(shuffle_seed=1))
+
+
+def test_a_folder_that_holds_something_is_left_alone(faces, tmp_path):
+    pack(faces, tmp_path / "out")
+    with pytest.raises(DataError, match="is there already"):
+        pack(faces, tmp_path / "out")
+
+
+def test_images_are_resized_on_request(faces, tmp_path):
+    pack(faces, tmp_path / "out", PackOptions(image_size=24), num_threads=2)
+    packed = open_source(tmp_path / "out")
+    assert packed.image_size == (24, 24)
+    assert Image.open(io.BytesIO(packed.read(0))).size == (24, 24)
+
+
+def test_an_empty_image_is_named(faces, tmp_path):
+    (tmp_path / "faces" / "c" / "40.jpg").write_bytes(b"")
+    with pytest.raises(DataError, match=r"Cannot pack .*c/40\.jpg: it is empty"):
+        pack(faces, tmp_path / "out")

@@ -1,0 +1,241 @@
+"""The other places images come from: folders, lists, tar shards, several joined, and none at all."""
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megaclass.data.loader import BatchLoader
+from megaclass.data.source import check_source, open_source, verification_files
+from megaclass.data.synthesize import synthesize
+from megaclass.errors import DataError
+
+
+def jpeg(grey: int, size: tuple[int, int] = (20, 24), kind: str = "JPEG") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", size, (grey, grey, grey)).save(stream, kind)
+    return stream.getvalue()
+
+
+def write_identities(root: Path) -> Path:
+    for identity, greys in {"bob": [10, 20], "alice": [30], "nobody": [], "zoë": [40, 50, 60]}.items():
+        (root / identity).mkdir(parents=True)
+        for grey in greys:
+            (root / identity / f"{grey}.jpg").write_bytes(jpeg(grey))
+    (root / "bob" / "notes.txt").write_text("no image")
+    (root / ".cache").mkdir()
+    return root
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], **options) -> Path:
+    with tarfile.open(path, "w", **options) as shard:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            shard.addfile(info, io.BytesIO(content))
+    return path
+
+
+def samples(*labels: int, start: int = 0) -> list[tuple[str, bytes]]:
+    return [
+        member
+        for number, label in enumerate(labels, start=start)
+        for member in ((f"a/{number:06d}.jpg", jpeg(number)), (f"a/{number:06d}.cls", str(label).encode()))
+    ]
+
+
+def grey_of(encoded: bytes) -> int:
+    return int(np.asarray(Image.open(io.BytesIO(encoded)).convert("L"))[0, 0])
+
+
+def test_folders_are_identities_in_the_order_of_their_names(tmp_path):
+    source = open_source(write_identities(tmp_path / "faces"))
+    assert source.labels.tolist() == [0, 1, 1, 3, 3, 3]
+    assert [grey_of(source.read(index)) for index in range(6)] == [30, 10, 20, 40, 50, 60]
+    assert source.describe() == (
+        f"one folder an identity at {tmp_path / 'faces'}: 6 images of 4 classes, 20 × 24; 1 classes without images"
+    )
+
+
+def test_a_list_names_paths_and_labels(tmp_path):
+    root = write_identities(tmp_path)
+    (root / "label.txt").write_text("bob/10.jpg\t7\nalice/30.jpg\t70000000000\r\n\n")
+    source = open_source(root)
+    assert source.labels.tolist() == [7, 70000000000] and source.num_classes == 70000000001
+    assert grey_of(source.read(1)) == 30
+    assert open_source(root / "label.txt").describe().startswith("list label.txt at ")
+
+
+BAD_LISTS = {
+    "no label": "bob/10.jpg",
+    "a name for a label": "bob/10.jpg\tbob",
+    "a negative label": "bob/10.jpg\t-1",
+    "a path that climbs out": "../secret.jpg\t1",
+    "an absolute path": "/etc/passwd\t1",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LISTS.values(), ids=BAD_LISTS.keys())
+def test_a_bad_line_of_a_list_is_named(tmp_path, line):
+    (tmp_path / "label.txt").write_text(f"a.jpg\t0\n{line}\n")
+    with pytest.raises(DataError, match=r"label\.txt, line 2"):
+        open_source(tmp_path)
+
+
+def test_shards_hold_images_and_classes_side_by_side(tmp_path):
+    write_tar(tmp_path / "b.tar", samples(5, 6, start=2))
+    long_name = "very" * 40
+    write_tar(
+        tmp_path / "a.tar", [*samples(3, 4), (f"{long_name}.png", jpeg(9, kind="PNG")), (f"{long_name}.cls", b"8\n")]
+    )
+    source = open_source(tmp_path)
+    assert source.labels.tolist() == [3, 4, 8, 5, 6] and source.num_classes == 9
+    assert [grey_of(source.read(index)) for index in range(5)] == [0, 1, 9, 2, 3]
+    assert source.describe() == f"2 tar shards of (jpg, cls) at {tmp_path}: 5 images of 9 classes, 20 × 24"
+    again = open_source(tmp_path)
+    assert (tmp_path / "shards.cache").exists() and np.array_equal(again.offsets, source.offsets)
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_all_three_dialects_of_tar_are_read(tmp_path, tar_format):
+    deep = "/".join(["folder-of-some-length"] * 6)
+    path = write_tar(tmp_path / "a.tar", [(f"{deep}/x.jpg", jpeg(1)), (f"{deep}/x.cls", b"2")], format=tar_format)
+    assert open_source(path).labels.tolist() == [2]
+
+
+BAD_TARS = {
+    "climbs out": ([("../x.jpg", jpeg(1)), ("../x.cls", b"1")], r"'\.\./x\.jpg', which climbs out"),
+    "absolute": ([("/etc/x.jpg", jpeg(1)), ("/etc/x.cls", b"1")], "'/etc/x.jpg', which climbs out"),
+    "no class": ([("x.jpg", jpeg(1)), ("y.jpg", jpeg(1)), ("y.cls", b"1")], r"sample 'x' .* has no class"),
+    "no image": ([("x.cls", b"1")], "sample 'x' .* has no image"),
+    "no number": ([("x.jpg", jpeg(1)), ("x.cls", b"one")], "b'one'; expected a class"),
+    "nothing": ([], "no sample of"),
+}
+
+
+@pytest.mark.parametrize(("members", "message"), BAD_TARS.values(), ids=BAD_TARS.keys())
+def test_a_bad_shard_is_refused_by_name(tmp_path, members, message):
+    with pytest.raises(DataError, match=message):
+        open_source(write_tar(tmp_path / "a.tar", members))
+
+
+def test_a_link_in_a_shard_is_not_followed(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as shard:
+        link = tarfile.TarInfo("x.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        shard.addfile(link)
+        label = tarfile.TarInfo("x.cls")
+        label.size = 1
+        shard.addfile(label, io.BytesIO(b"1"))
+    with pytest.raises(DataError, match="has no image"):
+        open_source(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("end", [700, 1500])
+def test_a_truncated_shard_is_noticed(tmp_path, end):
+    path = write_tar(tmp_path / "a.tar", samples(1, 2, 3))
+    path.write_bytes(path.read_bytes()[:end])
+    with pytest.raises(DataError, match=r"is it truncated|has no class"):
+        open_source(path)
+
+
+def test_joined_sources_keep_their_label_ranges_apart(tmp_path):
+    faces, shard = write_identities(tmp_path / "faces"), write_tar(tmp_path / "a.tar", samples(0, 2))
+    source = open_source(f"{faces},{shard}")
+    assert source.num_classes == 4 + 3
+    assert source.labels.tolist() == [0, 1, 1, 3, 3, 3, 4, 6]
+    assert grey_of(source.read(5)) == 60 and grey_of(source.read(7)) == 1
+    assert source.name_of(7).startswith(str(shard))
+    assert "classes 0 to 3: one folder an identity" in source.describe()
+    assert "classes 4 to 6: 1 tar shards" in source.describe()
+
+
+def test_a_folder_whose_name_has_a_comma_is_one_source(tmp_path):
+    assert open_source(write_identities(tmp_path / "a,b")).num_images == 6
+
+
+def test_synthetic_labels_are_spread_over_any_number_of_classes():
+    source = open_source("synthetic:1000000000x5000@16")
+    assert (source.num_classes, source.num_images, source.image_size) == (10**9, 5000, (16, 16))
+    assert source.labels.min() == 0 and source.labels.max() >= 10**9 * 0.999
+    assert len(np.unique(source.labels // 10**8)) == 10
+    batch = next(BatchLoader(source, global_batch=8).batches())
+    assert batch.images.shape == (8, 3, 16, 16) and batch.images.float().std() > 50
+    assert np.array_equal(batch.labels.numpy(), source.labels[batch.indices])
+
+
+@pytest.mark.parametrize("text", ["synthetic:", "synthetic:0", "synthetic:ten", "synthetic:5x0", "synthetic:5x5@4"])
+def test_a_synthetic_source_that_cannot_be_is_explained(text):
+    with pytest.raises(DataError, match=r"expected synthetic:C, synthetic:CxN"):
+        open_source(text)
+
+
+def test_debug_repeats_real_images_from_memory(tmp_path):
+    synthesize(tmp_path / "set", num_identities=6, images_per_identity=50, image_size=16, num_pairs=2, num_processes=1)
+    source = open_source(f"debug:{tmp_path / 'set'}")
+    assert (source.num_images, source.num_classes) == (300, 6)
+    # Nothing is read any more: a truncated map would be an error.
+    (tmp_path / "set" / "train.rec").write_bytes(b"")
+    batch = next(BatchLoader(source, global_batch=64, mirror=False).batches())
+    assert batch.images.shape == (64, 3, 16, 16)
+    assert np.array_equal(batch.labels.numpy(), source.labels[batch.indices])
+    assert len(np.unique(source.labels)) == 6
+    assert source.describe().startswith("debug: 256 images repeated from memory, of InsightFace RecordIO")
+
+
+def test_debug_without_data_draws_its_own():
+    batch = next(BatchLoader(open_source("debug"), global_batch=16).batches())
+    assert batch.images.shape == (16, 3, 112, 112) and batch.labels.max() < 32
+
+
+def test_every_source_feeds_the_loader(tmp_path):
+    faces, shard = write_identities(tmp_path / "faces"), write_tar(tmp_path / "a.tar", samples(0, 2, 1))
+    for path in (faces, shard, f"{faces},{shard}"):
+        loader = BatchLoader(open_source(path), global_batch=3, mirror=False)
+        for batch in loader.batches():
+            for row, index in enumerate(batch.indices):
+                assert torch.all((batch.images[row].int() - grey_of(loader.source.read(int(index)))).abs() <= 2)
+
+
+def test_a_file_that_vanishes_or_hangs_is_an_error_with_its_name(tmp_path):
+    root = write_identities(tmp_path / "faces")
+    (root / "bob" / "pipe.jpg").write_bytes(b"")
+    source = open_source(root)
+    (root / "bob" / "10.jpg").unlink()
+    (root / "bob" / "pipe.jpg").unlink()
+    os.mkfifo(root / "bob" / "pipe.jpg")
+    with pytest.raises(DataError, match=r"bob/10\.jpg: No such file"):
+        source.read(1)
+    with pytest.raises(DataError, match=r"bob/pipe\.jpg: it is no file"):
+        source.read(3)
+
+
+def test_verification_sets_are_found_beside_any_source(tmp_path):
+    (tmp_path / "lfw.bin").write_bytes(b"")
+    (tmp_path / "a.tar").write_bytes(b"")
+    assert verification_files(tmp_path) == verification_files(tmp_path / "a.tar") == [tmp_path / "lfw.bin"]
+    assert verification_files(f"debug:{tmp_path}") == [tmp_path / "lfw.bin"]
+    assert verification_files("synthetic:10") == []
+
+
+def test_what_is_missing_is_said_before_anything_is_read(tmp_path):
+    check_source("synthetic:10x20")
+    check_source(write_identities(tmp_path / "faces"))
+    with pytest.raises(DataError, match="no such folder"):
+        check_source(f"{tmp_path / 'faces'},{tmp_path / 'absent'}")
+    (tmp_path / "two").mkdir()
+    for name in ("a.rec", "b.rec"):
+        (tmp_path / "two" / name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"it holds a\.rec, b\.rec and no train\.rec"):
+        check_source(tmp_path / "two")
+    (tmp_path / "two" / "b.rec").unlink()
+    with pytest.raises(DataError, match=r"a\.rec and a\.idx, a\.idx missing.* verify --repair"):
+        check_source(tmp_path / "two")
+    (tmp_path / "x.zip").write_bytes(b"")
+    with pytest.raises(DataError, match=r"expected a folder, or a \.rec, \.txt or \.tar file"):
+        check_source(tmp_path / "x.zip")

@@ -1,0 +1,88 @@
+"""What one rank finds, all ranks learn."""
+
+import torch
+import torch.distributed as dist
+
+from megaclass.distributed.agreement import on_every_rank, on_main_rank
+from megaclass.errors import AgreedError, DataError, UserError
+
+CPU = torch.device("cpu")
+
+
+def _outcome(errors):
+    """Every rank raises what the list holds for it; what came of it, by kind and text."""
+    error = errors[dist.get_rank()]
+
+    def action():
+        if error is not None:
+            raise error
+        return f"result of rank {dist.get_rank()}"
+
+    try:
+        return "fine", on_every_rank(action, CPU)
+    except (UserError, OSError) as raised:
+        return type(raised).__name__, str(raised)
+
+
+def _on_main(error):
+    def action():
+        assert dist.get_rank() == 0
+        if error is not None:
+            raise error
+
+    try:
+        on_main_rank(action, CPU)
+    except (UserError, OSError) as raised:
+        return type(raised).__name__, str(raised)
+    return "fine"
+
+
+def test_every_rank_gets_the_result_of_its_own_action(run_ranks):
+    assert run_ranks(3, _outcome, [None] * 3) == [("fine", f"result of rank {rank}") for rank in range(3)]
+
+
+def test_an_error_of_one_rank_is_raised_there_and_ends_the_others_with_its_text_and_rank(run_ranks):
+    error = DataError("the record ü is broken")
+    first, second, third = run_ranks(3, _outcome, [None, error, None])
+    assert second == ("DataError", "the record ü is broken")
+    assert first == third == ("AgreedError", "rank 1: the record ü is broken")
+
+
+def test_what_the_system_refuses_counts_too(run_ranks):
+    first, second = run_ranks(2, _outcome, [None, OSError(28, "No space left on device")])
+    assert second == ("OSError", "[Errno 28] No space left on device")
+    assert first == ("AgreedError", "rank 1: [Errno 28] No space left on device")
+
+
+def test_what_all_ranks_find_is_raised_as_such_by_one_of_them(run_ranks):
+    error = DataError("there is no data")
+    assert run_ranks(3, _outcome, [error] * 3) == [
+        ("DataError", "there is no data"),
+        ("AgreedError", "rank 0: there is no data"),
+        ("AgreedError", "rank 0: there is no data"),
+    ]
+
+
+def test_different_errors_are_each_raised_where_they_happened(run_ranks):
+    errors = [None, DataError("one"), DataError("two")]
+    assert run_ranks(3, _outcome, errors) == [
+        ("AgreedError", "rank 1: one"),
+        ("DataError", "one"),
+        ("DataError", "two"),
+    ]
+
+
+def test_an_error_without_text_or_with_much_of_it_is_not_lost(run_ranks):
+    assert run_ranks(2, _outcome, [None, DataError()])[0] == ("AgreedError", "rank 1: DataError")
+    kind, text = run_ranks(2, _outcome, [None, DataError("ü" * 10_000)])[0]
+    assert kind == "AgreedError" and text.startswith("rank 1: üüü")
+
+
+def test_the_main_rank_acts_alone_and_its_failure_is_that_of_all(run_ranks):
+    assert run_ranks(2, _on_main, None) == ["fine", "fine"]
+    assert run_ranks(2, _on_main, DataError("no")) == [("DataError", "no"), ("AgreedError", "rank 0: no")]
+
+
+def test_without_a_process_group_an_action_is_just_run():
+    assert on_every_rank(lambda: 7, CPU) == 7
+    assert issubclass(AgreedError, UserError)

@@ -1,0 +1,96 @@
+"""evaluate, report, export and embed as a user types them."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megaclass.cli import main
+
+
+@pytest.fixture
+def run(make_run):
+    return make_run()
+
+
+def test_evaluate_prints_keeps_and_fails_by_number(run, pairs_bin, tmp_path, capsys):
+    (tmp_path / "broken.bin").write_bytes(b"junk")
+    code = main(["evaluate", str(run), "--on", str(pairs_bin()), str(tmp_path / "broken.bin"), "--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert code == 2, "a set was not evaluated"
+    assert "lfw" in printed
+    assert re.search(r"TAR at FAR 1e-1  +\d+\.\d\d % \[\d+\.\d, \d+\.\d\]", printed)
+    assert "1e-5, 1e-6: not measurable" in printed
+    assert "broken           not evaluated" in printed
+    kept = json.loads((run / "evaluation.json").read_text())["sets"]
+    assert 0 <= kept["lfw"]["accuracy"] <= 1
+    assert "not a whole pickle" in kept["broken"]["error"]
+
+
+def test_several_processes_print_once_and_give_the_numbers_of_one(run, pairs_bin, tmp_path):
+    command = [sys.executable, "-m", "megaclass", "evaluate", str(run), "--on", str(pairs_bin()), "--json"]
+    numbers = []
+    for nproc in ("1", "2"):
+        done = subprocess.run(
+            [*command, "--nproc", nproc, "--device", "cpu"], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        numbers.append(json.loads(done.stdout)["lfw"])
+    one, two = numbers
+    assert two["accuracy"] == one["accuracy"]
+    assert two["tar_at_far_95"] == one["tar_at_far_95"]
+    assert two["xnorm"] == pytest.approx(one["xnorm"], rel=1e-6)
+
+
+def test_embeddings_of_folders_identify(run, tmp_path, picture, capsys):
+    for folder, takes in (("gallery", [0]), ("probes", [1, 2])):
+        for identity in range(4):
+            place = tmp_path / folder / f"person-{identity}"
+            place.mkdir(parents=True)
+            for take in takes:
+                (place / f"{take}.png").write_bytes(picture(identity, take))
+    for folder in ("gallery", "probes"):
+        out = str(tmp_path / f"{folder}.npy")
+        assert main(["embed", str(run), str(tmp_path / folder), "--out", out, "--device", "cpu"]) == 0
+    assert np.load(tmp_path / "probes.npy").shape == (8, 16)
+    assert "8 × 16" in capsys.readouterr().out
+    options = ["--probes", str(tmp_path / "probes.npy"), "--gallery", str(tmp_path / "gallery.npy"), "--device", "cpu"]
+    assert main(["evaluate", str(run), *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["probes in gallery"]["rank_k"]["1"] == 1.0
+
+
+def test_report_and_export_say_where_they_wrote(run, make_run, pairs_bin, capsys):
+    other = make_run("other")
+    main(["evaluate", str(run), "--on", str(pairs_bin()), "--device", "cpu"])
+    capsys.readouterr()
+    assert main(["report", str(run), str(other), "--out", str(run / "both.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "both.html")
+    page = (run / "both.html").read_text()
+    assert "Class centres: demo" in page
+    assert "ab12" in page, "the data's fingerprint"
+    assert main(["export", str(run), "--to", "safetensors"]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "export" / "safetensors")
+    assert (run / "export" / "safetensors" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "RUN"], "Nothing to evaluate on"),
+        (["evaluate", "RUN", "--gallery", "g"], "need --probes"),
+        (["evaluate", "RUN", "--on", "lfw.bin", "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
+        (["evaluate", "RUN", "--on", "nowhere.bin.gz"], "Cannot evaluate on nowhere.bin.gz"),
+        (["evaluate", "nowhere.onnx", "--on", "lfw.bin"], "There is no model at nowhere.onnx"),
+        (["report", "nowhere"], "nowhere is no run folder"),
+        (["export", "nowhere.pth", "--to", "onnx"], "say where to export it with --out"),
+        (["embed", "RUN", "nowhere", "--out", "e.npy"], "there is no such folder"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_and_exit_code_2(run, capsys, arguments, message):
+    assert main([str(run) if one == "RUN" else one for one in arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err

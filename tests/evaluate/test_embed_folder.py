@@ -1,0 +1,133 @@
+"""embeddings.npy of a folder: right, the same on any number of ranks, and never done twice."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megaclass.errors import DataError
+from megaclass.evaluate import embed_folder as module
+from megaclass.evaluate.embed_folder import embed_folder
+from megaclass.evaluate.models import LoadedModel, load
+
+_NUM_IMAGES = 11
+
+
+@pytest.fixture
+def folder(tmp_path, picture):
+    for number in range(_NUM_IMAGES):
+        path = tmp_path / "images" / f"person-{number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number))
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def model(make_run) -> LoadedModel:
+    return load(make_run())
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 4)
+
+
+def _embed_on_this_rank(run: str, folder: str, out: str) -> int:
+    module._CHUNK = 4
+    return embed_folder(load(run), Path(folder), Path(out))
+
+
+def test_rows_are_those_of_the_model_in_the_order_of_the_list(tmp_path, folder, model):
+    done: list[int] = []
+    out = tmp_path / "embeddings.npy"
+    assert embed_folder(model, folder, out, on_progress=done.append) == _NUM_IMAGES
+    names = out.with_suffix(".txt").read_text().splitlines()
+    assert names == sorted(names)
+    np.testing.assert_allclose(np.load(out), model.embed([folder / name for name in names]), atol=1e-6)
+    assert done == [4, 8, 11]
+    assert not list(tmp_path.glob(".embeddings*")), "nothing unfinished is left"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4], ids=["two", "more ranks than chunks"])
+def test_any_number_of_ranks_writes_the_same(run_ranks, tmp_path, folder, make_run, num_ranks):
+    run = make_run("one")
+    _embed_on_this_rank(str(run), str(folder), str(tmp_path / "one.npy"))
+    counts = run_ranks(num_ranks, _embed_on_this_rank, str(run), str(folder), str(tmp_path / "many.npy"))
+    assert counts == [_NUM_IMAGES] * num_ranks
+    np.testing.assert_array_equal(np.load(tmp_path / "many.npy"), np.load(tmp_path / "one.npy"))
+
+
+class StoppedError(Exception):
+    pass
+
+
+def _interrupt(model, folder, out):
+    def stop(done: int) -> None:
+        if done >= 8:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        embed_folder(model, folder, out, on_progress=stop)
+
+
+def _counting(model: LoadedModel) -> list[int]:
+    batches: list[int] = []
+    model.network.register_forward_pre_hook(lambda _, inputs: batches.append(len(inputs[0])))
+    return batches
+
+
+def test_what_was_done_before_an_interruption_is_not_done_again(tmp_path, folder, model, capsys):
+    out = tmp_path / "embeddings.npy"
+    _interrupt(model, folder, out)
+    assert not out.exists()
+    batches = _counting(model)
+    embed_folder(model, folder, out)
+    assert batches == [3, 3], "both flips of the last chunk alone"
+    assert "going on with 2 chunk(s)" in capsys.readouterr().err
+    fresh = tmp_path / "fresh.npy"
+    embed_folder(model, folder, fresh)
+    np.testing.assert_array_equal(np.load(out), np.load(fresh))
+
+
+@pytest.mark.parametrize("change", ["model", "images"])
+def test_chunks_of_another_model_or_folder_are_not_used(tmp_path, folder, model, picture, change):
+    out = tmp_path / "embeddings.npy"
+    _interrupt(model, folder, out)
+    if change == "model":
+        with torch.no_grad():
+            model.network.fc.weight += 1
+    else:
+        (folder / "person-0" / "more.png").write_bytes(picture(99))
+    batches = _counting(model)
+    embed_folder(model, folder, out)
+    assert sum(batches) == 2 * (_NUM_IMAGES + (change == "images"))
+
+
+def test_an_image_that_does_not_decode_is_named_and_the_rest_is_kept(tmp_path, folder, model):
+    out = tmp_path / "embeddings.npy"
+    broken = folder / "person-2" / "8.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"no image".ljust(len(whole)))
+    with pytest.raises(DataError, match=r"Cannot decode .*person-2/8\.png"):
+        embed_folder(model, folder, out)
+    assert not out.exists()
+    broken.write_bytes(whole)
+    batches = _counting(model)
+    embed_folder(model, folder, out)
+    assert sum(batches) == 2 * 3
+
+
+def test_what_cannot_be_embedded_is_refused(tmp_path, folder, model, picture):
+    with pytest.raises(DataError, match=r"written as \.npy"):
+        embed_folder(model, folder, tmp_path / "embeddings.csv")
+    with pytest.raises(DataError, match="there is no such folder"):
+        embed_folder(model, tmp_path / "nowhere", tmp_path / "e.npy")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with pytest.raises(DataError, match="holds no images"):
+        embed_folder(model, folder, tmp_path / "e.npy")
+    (folder / "a.png").write_bytes(picture(0, 0, 48))
+    with pytest.raises(DataError, match=r"a\.png has 48 × 48 pixels, the model takes 32 × 32"):
+        embed_folder(model, folder, tmp_path / "e.npy")

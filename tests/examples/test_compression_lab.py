@@ -1,0 +1,36 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "compression_lab.py"
+
+
+def test_the_laboratory_fills_its_table_in_one_run():
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), "--drawn", "384", "--epochs", "1"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    pattern = r"^\| ([^|]+) \| (\d) \| ([\d.]+) \| ([\d,]+) \| ([\d.–]+) \| ([\d.]+)% \|$"
+    rows = re.findall(pattern, run.stdout, flags=re.MULTILINE)
+    assert [(what, size) for what, size, *_ in rows] == [
+        ("serial", "1"),
+        ("data parallel", "2"),
+        ("data parallel", "4"),
+        ("16 bits (bf16)", "2"),
+        ("16 bits (bf16)", "4"),
+        ("8 bits (fp8)", "2"),
+        ("8 bits (fp8)", "4"),
+        ("8 bits (int8)", "2"),
+        ("8 bits (int8)", "4"),
+    ]
+    for what, _, _, sent, share, _ in rows:
+        if "bits" in what:
+            assert float(share) <= (0.52 if "16" in what else 0.27), rows
+        assert (int(sent.replace(",", "")) > 0) == (what != "serial")

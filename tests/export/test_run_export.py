@@ -1,0 +1,121 @@
+"""What `megaclass export` publishes: whole folders that give the checkpoint's embeddings, or nothing."""
+
+import json
+
+import pytest
+import torch
+
+from megaclass.backbones import build_backbone
+from megaclass.errors import ExportError
+from megaclass.evaluate.centres import read_run_centres
+from megaclass.evaluate.models import load
+from megaclass.evaluate.results import SetResult, write_results
+from megaclass.export import run_export
+from megaclass.export.centres_file import load_centres
+from megaclass.export.publish import published_folder
+from megaclass.export.run_export import export_model
+
+
+def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_path):
+    run = make_run()
+    numbers = {"accuracy": 0.9983, "accuracy_std": 0.0021}
+    write_results(run, {}, [SetResult(name="lfw", kind="pairs", path="lfw.bin", numbers=numbers)])
+    out = export_model(run, "safetensors", tmp_path / "out", licence="CC-BY-4.0")
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "centres.safetensors",
+        "config.json",
+        "model.safetensors",
+    ]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["backbone"], config["embedding_dim"], config["image_size"]) == ("mbf", 16, 32)
+    card = (out / "README.md").read_text()
+    for part in (
+        "CC-BY-4.0",
+        "| lfw | 10 folds, both flips | 99.83 % ± 0.21 |",
+        "1,234 images",
+        "ab12cd",
+        "megaclass.load",
+    ):
+        assert part in card
+    model = load(out / "model.safetensors")
+    assert (model.backbone, model.embedding_dim, model.image_size) == ("mbf", 16, 32)
+    centres = load_centres(out / "centres.safetensors")
+    assert list(centres) == ["anna", "bert", "zoë"]
+    assert torch.equal(centres["zoë"][0], read_run_centres(run).in_memory().weight_RD[2])
+
+
+def test_insightface_gets_the_state_dict_it_loads(make_run, tmp_path):
+    run = make_run("iresnet18")
+    out = export_model(run, "insightface", tmp_path / "out")
+    state = torch.load(out / "backbone.pth", weights_only=True)
+    build_backbone("iresnet18", embedding_dim=16, image_size=32).load_state_dict(state, strict=True)
+    assert "layer1.0.downsample.0.weight" in state
+    assert 'get_model("r18", num_features=16)' in (out / "README.md").read_text()
+
+
+def test_an_export_can_be_exported_again_in_another_form(make_run, tmp_path):
+    first = export_model(make_run(), "safetensors", tmp_path / "first")
+    second = export_model(first / "model.safetensors", "insightface", tmp_path / "second")
+    one, two = load(first / "model.safetensors").network, load(second / "backbone.pth").network
+    assert all(torch.equal(two.state_dict()[name], tensor) for name, tensor in one.state_dict().items())
+
+
+def _spoilt_save(monkeypatch):
+    """Stands for a disk or a library that writes something else than it was given."""
+    save = torch.save
+
+    def spoil(state, file):
+        save({name: tensor * 1.01 if tensor.ndim == 4 else tensor for name, tensor in state.items()}, file)
+
+    monkeypatch.setattr(run_export.torch, "save", spoil)
+
+
+def test_an_export_that_gives_other_embeddings_is_refused_and_leaves_nothing(make_run, tmp_path, monkeypatch):
+    run, out = make_run(), tmp_path / "out"
+    before = sorted(path.name for path in tmp_path.iterdir())
+    _spoilt_save(monkeypatch)
+    with pytest.raises(ExportError, match=r"Not written: .*out/backbone\.pth\. .* differ from the backbone's"):
+        export_model(run, "insightface", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_failed_export_leaves_the_one_of_before(make_run, tmp_path, monkeypatch):
+    run, out = make_run(), tmp_path / "out"
+    export_model(run, "insightface", out)
+    content = (out / "backbone.pth").read_bytes()
+    _spoilt_save(monkeypatch)
+    with pytest.raises(ExportError):
+        export_model(run, "insightface", out)
+    assert (out / "backbone.pth").read_bytes() == content
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+def test_an_export_replaces_the_one_of_before_as_a_whole(make_run, tmp_path):
+    run, out = make_run(), tmp_path / "out"
+    export_model(run, "insightface", out)
+    export_model(run, "safetensors", out)
+    assert not (out / "backbone.pth").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+def test_a_backbone_insightface_does_not_have_is_refused(make_run, tmp_path):
+    with pytest.raises(ExportError, match="InsightFace has no backbone 'slim'"):
+        export_model(make_run("slim"), "insightface", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_whose_filling_fails_never_appears(tmp_path):
+    with pytest.raises(RuntimeError, match="inside"), published_folder(tmp_path / "out") as unfinished:
+        (unfinished / "half").write_text("half")
+        raise RuntimeError("inside")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ExportError, match="a file stands there"), published_folder(tmp_path / "out"):
+        pass
+
+
+def test_what_holds_no_centres_is_named(tmp_path):
+    (tmp_path / "centres.safetensors").write_bytes(b"junk")
+    with pytest.raises(ExportError, match=r"Cannot read .*centres\.safetensors as class centres"):
+        load_centres(tmp_path / "centres.safetensors")

@@ -1,0 +1,122 @@
+"""Every kernel on a GPU against the float64 reference on the CPU. Run by hand: python tests/head/gpu_check.py
+
+Prints relative errors of loss, embedding gradient and moved centres, and ends with status 1 where one is too large, where
+a step made the host wait, or where a fault got through.
+"""
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaclass import AdaFace, ArcFace, CosFace, CurricularFace, PartialFC, RowAdagrad, RowAdamW, RowSGD, UserError
+
+WIDTH, NUM_CLASSES, BATCH, NUM_STEPS = 512, 3000, 192, 3
+CASES: dict[str, dict[str, Any]] = {
+    "arcface": {},
+    "sampled": {"sample_rate": 0.3},
+    "sampled, corrected": {"sample_rate": 0.3, "correct_sampling": True},
+    "positives only": {"sample_rate": 0.0},
+    "adamw": {"optimizer": RowAdamW(), "sample_rate": 0.3},
+    "adagrad, clipped": {"optimizer": RowAdagrad(weight_decay=1e-3, clip_row_norm=0.01)},
+    "nesterov, recompute": {"optimizer": RowSGD(nesterov=True, clip_value=1e-3), "stored_bytes": 0},
+    "sub-centres": {"num_subcentres": 3, "sample_rate": 0.3},
+    "filtered": {"filter_above": 0.05},
+    "curricular": {"margin": CurricularFace()},
+    "adaface": {"margin": AdaFace(), "sample_rate": 0.3},
+    "cosface, scale 100": {"margin": CosFace(scale=100.0)},
+}
+# Relative; the products of bfloat16 numbers, and their exponentials kept as such, are good for 2e-3.
+LIMITS = {torch.float32: (1e-5, 1e-4, 1e-4), torch.float16: (1e-4, 1e-2, 2e-2), torch.bfloat16: (3e-4, 2e-2, 2e-2)}
+
+
+def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    result = []
+    for _ in range(NUM_STEPS):
+        labels_B = torch.randint(NUM_CLASSES, (BATCH,), generator=generator)
+        labels_B[1] = labels_B[0]
+        result.append((torch.randn(BATCH, WIDTH, generator=generator).to(dtype), labels_B))
+    return result
+
+
+def train(device: str, dtype: torch.dtype, waits: bool, **options: Any) -> list[Tensor]:
+    head = PartialFC(WIDTH, NUM_CLASSES, seed=3, max_batch=BATCH + 8, device=device, **{"margin": ArcFace(), **options})
+    before = head.centres(torch.arange(NUM_CLASSES)).double().cpu()
+    outcome: list[Tensor] = []
+    for x, y in batches(dtype):
+        leaf = x.to(device, torch.float64 if head.store.work_dtype == torch.float64 else dtype).requires_grad_()
+        y = y.to(device)
+        torch.cuda.set_sync_debug_mode("default" if waits else "error")
+        loss = head(leaf, y)
+        loss.backward()
+        head.step(lr=1e-4 if isinstance(head.optimizer, RowAdamW) else 1.0)
+        torch.cuda.set_sync_debug_mode("default")
+        assert leaf.grad is not None
+        outcome += [loss.detach().double().cpu(), leaf.grad.double().cpu()]
+    head.check()
+    return [*outcome, head.centres(torch.arange(NUM_CLASSES)).double().cpu() - before]
+
+
+def compare(name: str, kernel: str, dtype: torch.dtype, options: dict[str, Any], truth: list[Tensor]) -> bool:
+    for waits in (True, False):  # the first run compiles, and may wait
+        ours = train("cuda", dtype, waits, kernel=kernel, **options)
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
+    worst = max(errors[:-1:2]), max(errors[1:-1:2]), errors[-1]
+    limits = list(LIMITS[dtype])
+    if isinstance(options.get("optimizer"), RowAdamW):
+        limits[2] = 0.1  # its first steps are the gradient's signs, which rounding flips where it is near 0
+    is_good = all(error <= limit for error, limit in zip(worst, limits, strict=True))
+    numbers = "  ".join(f"{error:.1e}" for error in worst)
+    print(f"{'ok ' if is_good else 'BAD'} {kernel:12} {str(dtype)[6:]:9} {name:22} {numbers}", flush=True)
+    return is_good
+
+
+def check_skip_and_faults(kernel: str) -> bool:
+    head = PartialFC(WIDTH, NUM_CLASSES, max_batch=BATCH, device="cuda", kernel=kernel, sample_rate=0.3)
+    (x, y), (x2, y2), _ = ((x.cuda(), y.cuda()) for x, y in batches(torch.bfloat16))
+    before = {name: tensor.clone() for name, tensor in head.rows().items()}
+
+    def is_unmoved() -> bool:
+        return all(torch.equal(before[name], tensor) for name, tensor in head.rows().items())
+
+    for skip in (True, torch.tensor(True, device="cuda"), torch.tensor(1.0, device="cuda")):
+        head(x.clone().requires_grad_(), y).backward()
+        head.step(lr=0.1, skip=skip)
+    is_good = is_unmoved()
+    y2[5] = NUM_CLASSES
+    head(x2.clone().requires_grad_(), y2).backward()
+    head.step(lr=0.1)
+    head(x.clone().requires_grad_(), y).backward()  # a good batch after the bad one: the fault still holds
+    head.step(lr=0.1)
+    is_good &= is_unmoved() and bool(head.found_inf)
+    try:
+        head.check()
+        is_good = False
+    except UserError as error:
+        is_good &= f"Label {NUM_CLASSES} at position 5" in str(error)
+    head(x.clone().requires_grad_(), y).backward()
+    head.step(lr=0.1)
+    is_good &= not is_unmoved()
+    print(f"{'ok ' if is_good else 'BAD'} {kernel:12} skipped and faulty steps move nothing", flush=True)
+    return is_good
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    print("relative errors: loss, embedding gradient, movement of the centres")
+    results = []
+    for name, options in CASES.items():
+        for dtype in LIMITS:
+            if dtype != torch.bfloat16 and name not in ("arcface", "sampled", "sub-centres", "curricular"):
+                continue
+            truth = train("cpu", dtype, True, kernel="reference", **{**options, "storage": "float64"})
+            results += [compare(name, kernel, dtype, options, truth) for kernel in ("chunked", "triton_fused")]
+    results += [check_skip_and_faults(kernel) for kernel in ("chunked", "triton_fused")]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The Triton programs compiled for GPUs that are not here: they fit the chip and spill no registers."""
+
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from megaclass.head.kernels import triton_programs, triton_rows  # noqa: E402
+from megaclass.head.kernels.triton_fused import Tiles, tiles_for  # noqa: E402
+
+# Bytes of shared memory a block may use; registers a multiprocessor has.
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+REGISTERS = 65536
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "fp32"},
+        {"has_weights": True, "has_filter": True, "is_curricular": True},
+        {"num_subcentres": 3},
+    ],
+    ids=["plain", "float32", "laden", "sub-centres"],
+)
+def test_exponentials_fit_every_supported_gpu(capability: int, options: dict[str, Any]):
+    options = {"has_weights": False, "dtype": "bf16", **options}
+    major_minor = divmod(capability, 10)
+    is_plain = not any(options.get(name) for name in ("has_weights", "has_filter", "is_curricular"))
+    tiles = tiles_for(major_minor, DTYPES[options["dtype"]], options.get("num_subcentres", 1), is_plain=is_plain)
+    usage = exponentials_usage(capability, tiles, **options)
+    assert usage.spilled_bytes == 0
+    assert usage.shared_bytes * tiles.programs_per_sm <= SHARED_BYTES[capability]
+    assert usage.registers * tiles.warps * 32 * tiles.programs_per_sm <= REGISTERS
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize(("storage", "kind"), [("fp32", "sgd"), ("bf16", "adamw"), ("bf16", "adagrad")])
+def test_the_update_of_the_centres_is_light(capability: int, storage: str, kind: str):
+    usage = update_usage(capability, storage=storage, kind=kind)
+    assert usage.spilled_bytes == 0
+    assert usage.registers <= 128
+
+
+@dataclass(frozen=True)
+class Usage:
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def compile_for(
+    capability: int, program: Any, types: dict[str, str], constants: dict[str, Any], **options: int
+) -> Usage:
+    names = program.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    # As at a real launch: tensors begin at multiples of 16 bytes, and so do their rows.
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name == "plane"]
+    source = ASTSource(
+        program,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Usage(*_resources(kernel.asm["cubin"]), kernel.metadata.shared)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    fields = dict(part.split(":") for part in text.split() if part.count(":") == 1 and part.split(":")[1].isdigit())
+    # What does not fit the registers goes to the stack frame.
+    return int(fields["REG"]), int(fields["STACK"]) + int(fields.get("LOCAL", 0))
+
+
+def exponentials_usage(
+    capability: int, tiles: Tiles, *, dtype: str = "bf16", num_subcentres: int = 1, is_curricular: bool = False,
+    has_weights: bool = True, has_filter: bool = False, width: int = 512,
+) -> Usage:  # fmt: skip
+    exp_dtype, by_descriptor = "bf16" if dtype == "fp16" else dtype, capability >= 90
+
+    def operand(kind: str, height: int, width: int) -> str:
+        return f"tensordesc<{kind}[{height}, {width}]>" if by_descriptor else f"*{kind}"
+
+    types = {
+        "images": operand(dtype, tiles.images, tiles.width),
+        "centres": operand(dtype, tiles.classes, tiles.width),
+        "exps": operand(exp_dtype, tiles.images, tiles.classes // tiles.parts),
+        "masses": "*fp32", "won": "*i32", "target_slots": "*i64", "class_weights": "*fp32", "num_drawn": "*i32",
+        "has_direction": "*i1",
+        "borders": "*fp32", "hardness": "*fp32", "first_slot": "i32", "num_slots": "i32", "num_images": "i32",
+        "plane": "i32", "scale_log2": "fp32", "shift_log2": "fp32", "filter_above": "fp32",
+    }  # fmt: skip
+    constants = {
+        "WIDTH": width, "M": num_subcentres, "HAS_FILTER": has_filter,
+        "IS_CURRICULAR": is_curricular, "BLOCK_G": tiles.images, "BLOCK_S": tiles.classes, "BLOCK_D": tiles.width,
+        "SPLITS": 16, "FLATTEN": tiles.flatten, "PARTS": tiles.parts, "BY_DESCRIPTOR": by_descriptor,
+    }  # fmt: skip
+    for name, is_used in (
+        ("won", num_subcentres > 1),
+        ("has_direction", num_subcentres > 1),
+        ("class_weights", has_weights),
+        ("borders", is_curricular),
+        ("hardness", is_curricular),
+    ):
+        if not is_used:
+            constants[name] = None
+    return compile_for(
+        capability, triton_programs.exponentials, types, constants, num_warps=tiles.warps, num_stages=tiles.stages
+    )
+
+
+def update_usage(capability: int, *, storage: str = "fp32", kind: str = "sgd") -> Usage:
+    types = {
+        "weight": f"*{storage}", "state_1": f"*{storage}", "state_2": f"*{storage}", "counts": "*i32", "grad": "*bf16",
+        "classes": "*i64", "pull_heads": "*i32", "pull_links": "*i32", "pull_images": "*fp32", "pull_weights": "*fp32",
+        "sticky": "*i64", "skip": "*i1", "lr": "fp32", "loss_scale": "fp32", "key_state": "i64", "first_row": "i32",
+        "num_rows": "i32",
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1, "KIND": kind,
+        "WEIGHT_DECAY": 5e-4, "CLIP_VALUE": 1.0, "CLIP_ROW_NORM": 1.0, "BETA_1": 0.9, "BETA_2": 0.999,
+        "LOG2_BETA_1": -0.152, "LOG2_BETA_2": -0.00144, "EPS": 1e-8, "LR_IS_TENSOR": False,
+        "LOSS_SCALE_IS_TENSOR": False, "BLOCK_R": 2, "BLOCK_D": 512,
+    }  # fmt: skip
+    return compile_for(capability, triton_rows.update_rows, types, constants, num_warps=4)

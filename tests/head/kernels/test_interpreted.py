@@ -1,0 +1,363 @@
+"""`triton_fused` and the programs around it, run by Triton's interpreter on the CPU, against the float64 reference.
+
+The interpreter must be asked for before Triton is imported, so these tests run in a pytest of their own, which the one
+test outside it starts.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def interpreted(test: Any) -> Any:
+    """Collected by the interpreter's own pytest only."""
+    return test if IS_INTERPRETED else None
+
+
+def outside(test: Any) -> Any:
+    return None if IS_INTERPRETED else test
+
+
+@outside
+@pytest.mark.parametrize("share", ["margin", "ranks", "not margin and not ranks"])
+def test_everything_below_holds_in_tritons_interpreter(share):
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0", "-k", share]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+WIDTH = 24
+
+
+@pytest.fixture(autouse=True)
+def tiny_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiles and chunks so small that tiny problems have several of each; every other test with descriptors."""
+    if IS_INTERPRETED:
+        from megaclass.head.kernels import triton_fused
+
+        tiles = triton_fused.Tiles(16, 32, 16, warps=4, stages=2, parts=2)
+        monkeypatch.setattr(triton_fused, "FLOAT32_TILES", tiles)
+        monkeypatch.setattr(triton_fused, "SUBCENTRE_TILES", triton_fused.Tiles(16, 32, 16, warps=4, stages=2))
+        monkeypatch.setattr(triton_fused, "tiles_for", _tiny(triton_fused, tiles))
+        monkeypatch.setattr(triton_fused, "_CHUNK_BYTES", 1 << 12)
+        monkeypatch.setattr(triton_fused, "_GRADIENT_BYTES", 1 << 14)
+        capability = (9, 0) if len(request.node.name) % 2 else (8, 0)
+        monkeypatch.setattr(triton_fused, "_device_facts", lambda device: (capability, 3))
+    yield
+
+
+def _tiny(triton_fused: Any, tiles: Any) -> Any:
+    def tiles_for(capability: Any, dtype: Any, num_subcentres: int, *, is_plain: bool) -> Any:
+        return tiles if num_subcentres == 1 else triton_fused.SUBCENTRE_TILES
+
+    return tiles_for
+
+
+def batches(num_steps: int, num_classes: int, size: int = 9) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    result = []
+    for _ in range(num_steps):
+        y = torch.randint(num_classes, (size,), generator=generator)
+        y[1] = y[0]  # two images of one class pull the same row
+        result.append((torch.randn(size, WIDTH, dtype=torch.float64, generator=generator), y))
+    return result
+
+
+def new_head(kernel: str, num_classes: int = 100, **options: Any) -> Any:
+    from megaclass import ArcFace, PartialFC, RowSGD
+
+    storage = "float64" if kernel == "reference" else options.pop("storage", "float32")
+    defaults = {"margin": ArcFace(scale=16, margin=0.4), "optimizer": RowSGD(weight_decay=5e-4), "max_batch": 11}
+    return PartialFC(WIDTH, num_classes, kernel=kernel, storage=storage, seed=3, **{**defaults, **options})
+
+
+def train(head: Any, dtype: torch.dtype, num_steps: int = 3) -> list[Tensor]:
+    """Losses, embedding gradients, and at last the centres."""
+    outcome = []
+    for x, y in batches(num_steps, head.num_classes):
+        leaf = x.to(dtype).requires_grad_()
+        loss = head(leaf, y)
+        loss.backward()
+        head.step(lr=0.05)
+        outcome += [loss.detach().double(), leaf.grad.double()]
+    return [*outcome, head.centres(torch.arange(head.num_classes)).double()]
+
+
+def assert_close(ours: list[Tensor], truth: list[Tensor], limit: float) -> None:
+    for a, b in zip(ours, truth, strict=True):
+        assert (a - b).norm() <= limit * b.norm()
+
+
+def _margins() -> dict[str, Any]:
+    import megaclass as m
+
+    class TargetOnly(m.Margin):
+        """A user's own: touches only the target."""
+
+        scale = 16.0
+
+        def target_logits(self, targets: Any) -> Tensor:
+            return self.scale * (targets.cosines_G - 0.1 * targets.cosines_G**2)
+
+    return {
+        "arcface": m.ArcFace(scale=16),
+        "straight-through": m.ArcFace(scale=16, gradient="straight-through"),
+        "wide angle": m.ArcFace(scale=16, margin=1.5),
+        "cosface": m.CosFace(scale=16),
+        "softmax": m.NormalisedSoftmax(scale=16),
+        "combined": m.CombinedMargin(scale=16, angle=0.3, cosine=0.2),
+        "adaface": m.AdaFace(scale=16),
+        "magface": m.MagFace(scale=16),
+        "curricular": m.CurricularFace(scale=16),
+        "curricular, shifted": m.CurricularFace(scale=64),
+        "elastic": m.ElasticFace(scale=16),
+        "shifted": m.CosFace(scale=100),
+        "user's own": TargetOnly(),
+    }
+
+
+MARGINS = [
+    "arcface", "straight-through", "wide angle", "cosface", "softmax", "combined", "adaface", "magface", "curricular",
+    "curricular, shifted", "elastic", "shifted", "user's own",
+]  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("name", MARGINS)
+def test_every_margin_trains_as_the_reference_does(name):
+    options = {"margin": _margins()[name], "sample_rate": 0.5}
+    truth = train(new_head("reference", **options), torch.float64)
+    assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name",
+    ["all classes", "a third", "positives only", "corrected", "filtered", "sub-centres", "recompute", "some stored"],
+)
+def test_every_option_trains_as_the_reference_does(name):
+    options: dict[str, Any] = {
+        "all classes": {},
+        "a third": {"sample_rate": 0.3},
+        "positives only": {"sample_rate": 0.0},
+        "corrected": {"sample_rate": 0.3, "correct_sampling": True},
+        "filtered": {"filter_above": 0.1, "sample_rate": 0.5},
+        "sub-centres": {"num_subcentres": 3, "sample_rate": 0.5},
+        "recompute": {"stored_bytes": 0},
+        "some stored": {"stored_bytes": 9000},
+    }[name]
+    truth = train(new_head("reference", **options), torch.float64)
+    assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["plain sgd", "nesterov, clipped", "adamw", "adagrad, clipped rows"])
+def test_every_optimizer_moves_the_rows_as_the_reference_does(name):
+    from megaclass import RowAdagrad, RowAdamW, RowSGD
+
+    optimizer = {
+        "plain sgd": RowSGD(momentum=0.0),
+        "nesterov, clipped": RowSGD(nesterov=True, clip_value=0.1, weight_decay=1e-3),
+        "adamw": RowAdamW(),
+        "adagrad, clipped rows": RowAdagrad(weight_decay=1e-3, clip_row_norm=0.2),
+    }[name]
+    options = {"optimizer": optimizer, "sample_rate": 0.3, "num_subcentres": 2}
+    reference, fused = new_head("reference", **options), new_head("triton_fused", **options)
+    untouched = fused.rows()["weight"].clone()
+    truth = train(reference, torch.float64)
+    assert_close(train(fused, torch.float32), truth, 3e-5)
+    still = (reference.rows()["weight"] == new_head("reference", **options).rows()["weight"]).all(1)
+    assert still.any() and torch.equal(fused.rows()["weight"][still], untouched[still])
+
+
+@interpreted
+def test_float16_embeddings_lose_what_float16_loses():
+    truth = train(new_head("reference"), torch.float64)
+    assert_close(train(new_head("triton_fused"), torch.float16), truth, 2e-2)
+
+
+@interpreted
+@pytest.mark.parametrize("storage", ["bf16"])
+def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
+    heads = [new_head(kernel, storage=storage, sample_rate=0.5) for kernel in ("chunked", "triton_fused")]
+    for head in heads:
+        train(head, torch.float32, num_steps=1)
+    for name in ("weight", "momentum"):
+        plain, fused = (head.rows()[name].float() for head in heads)
+        # The same bits decide; only where the last digit of the float32 result differs can the rounding.
+        assert (plain != fused).float().mean() < 0.01
+        torch.testing.assert_close(fused, plain, rtol=2**-7, atol=1e-6)
+
+
+@interpreted
+def test_drawn_classes_are_those_of_plain_pytorch():
+    from megaclass.head.kernels import fused_rows
+    from megaclass.head.sampling import sample_classes
+    from megaclass.head.shards import ClassRange
+
+    labels = torch.tensor([5, 9_999, 30_000, -1, 12_345, 12_345])
+    for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500)):
+        truth = sample_classes(labels, 5, 10_000, rate, seed=7, step=3)
+        classes, weights, num_drawn, overflowed = fused_rows.draw(
+            labels, ClassRange(5, 10_005), rate, 7, 3, capacity, 10.0
+        )
+        count = len(truth.classes_S)
+        assert int(num_drawn) == count and not overflowed
+        assert torch.equal(classes[:count], truth.classes_S) and (classes[count:] == 10_000).all()
+        assert weights is not None and (weights[count:] == 0).all()
+        assert torch.equal(weights[:count], torch.where(truth.is_positive_S, 1.0, 10.0))
+    assert fused_rows.draw(labels, ClassRange(5, 10_005), 0.1, 7, 3, 500, 1.0)[3] == 1
+
+
+@interpreted
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_accumulated_parts_give_what_one_big_batch_gives(rate):
+    outcomes = []
+    for num_parts in (1, 3):
+        head = new_head("triton_fused", sample_rate=rate)
+        x, y = batches(1, 100)[0]
+        x = x.float().requires_grad_()
+        head.begin_step(y)
+        for part_x, part_y in zip(x.tensor_split(num_parts), y.tensor_split(num_parts), strict=True):
+            head(part_x, part_y).backward()
+        head.step(lr=0.05)
+        outcomes.append([x.grad.double(), head.rows()["weight"].double()])
+    assert_close(outcomes[1], outcomes[0], 3e-6)
+
+
+def _train_on_ranks(kernel: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor], Tensor]:
+    import torch.distributed as dist
+
+    head = new_head(kernel, 13, **options)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    edges = [round(9 * (r / size) ** 1.3) for r in range(size + 1)]  # uneven
+    losses, grads = [], []
+    for x, y in batches(3, 13):
+        leaf = x[edges[rank] : edges[rank + 1]].to(head.store.work_dtype).requires_grad_()
+        loss = head(leaf, y[edges[rank] : edges[rank + 1]])
+        loss.backward()
+        head.step(lr=0.05)
+        losses.append(loss.item())
+        grads.append(leaf.grad.double() / size)
+    return losses, grads, head.centres(torch.arange(13)).double()
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["all classes", "half", "curricular, sizes unknown", "sub-centres"])
+def test_the_same_model_on_any_number_of_ranks(run_ranks, name):
+    from megaclass import CurricularFace
+
+    options: dict[str, Any] = {
+        "all classes": {},
+        "half": {"sample_rate": 0.5},
+        "curricular, sizes unknown": {"margin": CurricularFace(scale=16), "max_batch": None, "sample_rate": 0.5},
+        "sub-centres": {"num_subcentres": 2},
+    }[name]
+    ((losses, grads, centres),) = run_ranks(1, _train_on_ranks, "reference", options)
+    for size in (1, 3):
+        outcomes = run_ranks(size, _train_on_ranks, "triton_fused", options)
+        for other_losses, _, other_centres in outcomes:
+            assert other_losses == pytest.approx(losses, rel=1e-5)
+            assert_close([other_centres], [centres], 1e-5)
+        whole = [torch.cat([grads[step] for _, grads, _ in outcomes]) for step in range(3)]
+        assert_close(whole, grads, 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("bad", ["label", "nan", "infinite"])
+def test_a_faulty_batch_moves_nothing_and_is_named(bad):
+    from megaclass import UserError
+
+    head = new_head("triton_fused", sample_rate=0.5)
+    before = {name: tensor.clone() for name, tensor in head.rows().items()}
+    x, y = batches(1, 100)[0]
+    expected = "Label 100 at position 4 of the batch of rank 0"
+    if bad == "label":
+        y[4] = 100
+    else:
+        x[2:4, 1] = math.nan if bad == "nan" else math.inf
+        expected = "2 embedding.s. of the global batch are NaN or infinite, the first at position 2 of rank 0"
+    # On a CPU a fault is raised at once, as in the plain kernels.
+    with pytest.raises(UserError, match=expected):
+        head(x.float().requires_grad_(), y)
+    assert all(torch.equal(before[name], tensor) for name, tensor in head.rows().items())
+
+
+@interpreted
+@pytest.mark.parametrize("skip", [True, torch.tensor(True), torch.tensor(1.0)])
+def test_a_skipped_step_moves_nothing(skip):
+    head = new_head("triton_fused", sample_rate=0.5)
+    before = {name: tensor.clone() for name, tensor in head.rows().items()}
+    x, y = batches(1, 100)[0]
+    head(x.float().requires_grad_(), y).backward()
+    head.step(lr=0.1, skip=skip)
+    assert all(torch.equal(before[name], tensor) for name, tensor in head.rows().items())
+
+
+@interpreted
+def test_scaled_losses_tensor_rates_and_frozen_embeddings():
+    x, y = batches(1, 100)[0]
+    rows = []
+    for scale, lr, frozen in ((1.0, 0.1, False), (1024.0, torch.tensor(0.1), True), (torch.tensor(8.0), 0.1, False)):
+        head = new_head("triton_fused")
+        (head(x.float().requires_grad_(not frozen), y) * scale).backward()
+        head.step(lr=lr, loss_scale=scale)
+        rows.append(head.rows()["weight"].double())
+    assert_close(rows[1:], [rows[0], rows[0]], 1e-6)
+
+
+@interpreted
+def test_evaluation_and_an_empty_batch_leave_no_trace():
+    head = new_head("triton_fused")
+    x, y = batches(1, 100)[0]
+    with torch.no_grad():
+        head(x.float(), y)
+    loss = head(x[:0].float().requires_grad_(), y[:0])
+    assert loss == 0
+    loss.backward()
+    before = head.rows()["weight"].clone()
+    head.step(lr=0.0)
+    assert torch.equal(head.rows()["weight"], before)
+
+
+@interpreted
+def test_the_fused_kernel_says_why_it_cannot_run():
+    from megaclass import CurricularFace, Margin, UserError
+
+    class Steeper(Margin):
+        """Touches the negatives in a way no kernel was told about."""
+
+        scale = 16.0
+        touches_only_target = False
+
+        def negative_logits(self, cosines_GS: Tensor, targets: Any) -> Tensor:
+            return self.scale * cosines_GS**3
+
+    with pytest.raises(UserError, match="Steeper changes the negatives"):
+        new_head("triton_fused", margin=Steeper())
+    with pytest.raises(UserError, match="logits up to 128"):
+        new_head("triton_fused", margin=CurricularFace(scale=100))
+    with pytest.raises(UserError, match="storage is 'float64'"):
+        new_head("triton_fused", storage="float64")
+
+
+@outside
+def test_without_a_gpu_the_fused_kernel_is_refused_by_name_and_left_out_by_auto():
+    from megaclass import UserError
+    from megaclass.head.kernels import chunked
+
+    with pytest.raises(UserError, match="needs a CUDA GPU, and the head is on cpu"):
+        new_head("triton_fused")
+    assert new_head("auto").kernel is chunked

@@ -1,0 +1,245 @@
+"""init, shutdown, init; who is there; what others set up before; idle cost; run(); modules named horovod."""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.conftest import free_port
+from tests.hvd.jobs import error_of, in_job, outputs_of, start_script
+
+import megaclass.hvd as hvd
+from megaclass.errors import LaunchError
+
+_AGAIN = """
+import torch, megaclass.hvd as hvd
+for generation in range(5):
+    hvd.init()
+    hvd.init()
+    assert hvd.is_initialized()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+print("rank", hvd.rank() if hvd.is_initialized() else "-")
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_process_may_leave_and_come_back(size):
+    for code, out, err in outputs_of(start_script(_AGAIN, size, free_port())):
+        assert code == 0, err
+        assert out == "rank -\n"
+
+
+def test_a_plain_python_process_is_a_world_of_one():
+    script = (
+        "import torch, megaclass.hvd as hvd; hvd.init(); print(hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1)))"
+    )
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HOROVOD_RANK")}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=clean, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout == "0 1 tensor([1.])\n"
+
+
+def test_nothing_is_known_before_init():
+    assert not hvd.is_initialized()
+    for ask in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.stop_timeline):
+        assert error_of(ask) == ("ValueError", "Horovod has not been initialized; use hvd.init().")
+    assert error_of(lambda: hvd.allreduce(torch.ones(1)))[0] == "HorovodInternalError"
+    assert hvd.synchronize(3) is None
+
+
+def test_build_queries_tell_of_gloo_and_no_mpi():
+    assert hvd.gloo_built() and hvd.gloo_enabled()
+    assert not any([hvd.mpi_built(), hvd.mpi_enabled(), hvd.ddl_built(), hvd.ccl_built(), hvd.rocm_built()])
+    assert hvd.cuda_built() == (torch.version.cuda is not None)
+    assert isinstance(hvd.nccl_built(), int)
+    assert error_of(hvd.mpi_threads_supported)[0] == "ValueError"
+    assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
+
+
+def _topology(rank: int, size: int) -> tuple[int, ...]:
+    hvd.shutdown()
+    os.environ["HOROVOD_HOSTNAME"] = f"host{rank // 2}"
+    try:
+        hvd.init()
+        return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+    finally:
+        del os.environ["HOROVOD_HOSTNAME"]
+
+
+def test_local_and_cross_ranks_count_hosts(run_ranks):
+    assert run_ranks(3, in_job, _topology) == [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]
+
+
+def _beside_others(rank: int, size: int) -> None:
+    """The default group is somebody else's: it is used, and left alone."""
+    for _ in range(3):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == total.item() == size
+        hvd.shutdown()
+        assert dist.is_initialized()
+        hvd.init()
+    hvd.shutdown()
+    if rank < 2:
+        hvd.init(comm=[0, 1])
+        assert hvd.size() == 2
+        assert hvd.allreduce(torch.tensor(rank), op=hvd.Sum).item() == 1
+    else:
+        assert error_of(lambda: hvd.init(comm=[0, 1]))[0] == "ValueError"
+    hvd.shutdown()
+
+
+def test_a_default_group_of_somebody_elses_is_used_and_left_alone(run_ranks):
+    run_ranks(3, in_job, _beside_others)
+
+
+def test_an_idle_job_costs_less_than_a_hundredth_of_a_core():
+    script = """
+    import resource, time, torch, megaclass.hvd as hvd
+    hvd.init(); hvd.allreduce(torch.ones(1)); time.sleep(0.2)
+    used = lambda: sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    begun = used(); time.sleep(3); print((used() - begun) / 3)
+    """
+    for code, out, err in outputs_of(start_script(textwrap.dedent(script), 2, free_port())):
+        assert code == 0, err
+        assert float(out) < 0.01
+
+
+def test_when_one_rank_ends_the_operations_of_the_others_fail():
+    script = """
+    import torch, megaclass.hvd as hvd
+    hvd.init()
+    if hvd.rank():
+        try:
+            hvd.allreduce(torch.ones(1))
+        except hvd.HorovodInternalError as error:
+            print("Horovod has been shut down" in str(error))
+    """
+    (_, _, _), (code, out, err) = outputs_of(start_script(textwrap.dedent(script), 2, free_port()))
+    assert (code, out) == (0, "True\n"), err
+
+
+def test_a_rank_that_crashes_is_named_at_once():
+    script = """
+    import os, time, torch, megaclass.hvd as hvd
+    hvd.init()
+    if hvd.rank() == 1:
+        os._exit(7)
+    begun = time.monotonic()
+    try:
+        hvd.allreduce(torch.ones(1))
+    except hvd.HorovodInternalError as error:
+        print("Rank 1 (" in str(error), time.monotonic() - begun < 5)
+    """
+    results = outputs_of(start_script(textwrap.dedent(script), 3, free_port()))
+    assert [(code, out) for code, out, _ in results] == [(0, "True True\n"), (7, ""), (0, "True True\n")], results
+
+
+def _sum_of_ranks(offset: int, *, factor: int = 1) -> tuple[int, int]:
+    hvd.init()
+    return hvd.rank(), int(hvd.allreduce(torch.tensor(hvd.rank() + offset), op=hvd.Sum)) * factor
+
+
+def _fails_on_rank_1() -> None:
+    hvd.init()
+    if hvd.rank() == 1:
+        raise ValueError("no such thing")
+    hvd.barrier()
+
+
+def test_run_gives_the_results_by_rank(monkeypatch):
+    # Spawned processes import this module by its name.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
+    assert hvd.run(_sum_of_ranks, (10,), {"factor": 2}, num_proc=2, hosts="localhost:2") == [(0, 42), (1, 42)]
+    with pytest.raises(RuntimeError, match="no such thing"):
+        hvd.run(_fails_on_rank_1, num_proc=2)
+    with pytest.raises(LaunchError, match="this machine only"):
+        hvd.run(_fails_on_rank_1, num_proc=2, hosts="far-away:2")
+
+
+_UNCHANGED = """
+import horovod
+import horovod.torch as hvd
+from horovod.torch import mpi_ops, compression
+from horovod.torch.mpi_ops import is_homogeneous, handle_average_backwards_compatibility
+from horovod.common.util import env, split_list, num_rank_is_power_2
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.runner.util.threads import in_thread
+from horovod.runner import run as run_again
+from horovod.run import run as run_too
+import horovod.runner.launch
+import torch, os
+hvd.init()
+assert hvd.rank() == int(os.environ["HOROVOD_RANK"]) and hvd.size() == int(os.environ["HOROVOD_SIZE"])
+assert horovod.run is run_again or callable(horovod.run)
+model = torch.nn.Linear(4, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+model(torch.ones(3, 4) * hvd.rank()).sum().backward()
+optimizer.step()
+weights = hvd.allgather(model.weight.detach()[None].contiguous())
+assert torch.equal(weights[0], weights[-1]) and is_homogeneous()
+print(horovod.__version__, issubclass(HorovodInternalError, RuntimeError))
+"""
+
+
+def test_a_script_that_imports_horovod_runs_unchanged_where_the_launcher_says_so():
+    path = os.pathsep.join([hvd.shims_folder(), os.environ.get("PYTHONPATH", "")])
+    for code, out, err in outputs_of(start_script(_UNCHANGED, 2, free_port(), PYTHONPATH=path)):
+        assert (code, out) == (0, "0.28.1 True\n"), err
+    elsewhere = subprocess.run([sys.executable, "-c", "import horovod"], capture_output=True, text=True, check=False)
+    assert "No module named 'horovod'" in elsewhere.stderr
+
+
+_HOROVOD_TORCH = """
+Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
+allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
+grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_
+alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter
+grouped_reducescatter_async join barrier poll synchronize init shutdown is_initialized
+start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
+mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
+cuda_built rocm_built ProcessSet global_process_set add_process_set remove_process_set Average Sum
+Adasum Min Max Product HorovodInternalError DistributedOptimizer SyncBatchNorm
+"""
+
+
+def test_every_public_name_of_horovod_torch_is_there():
+    names = _HOROVOD_TORCH.split()
+    assert len(names) == 66
+    assert not [name for name in names if not hasattr(hvd, name)]
+
+
+def _open_files(rank: int, size: int) -> list[int]:
+    counts = []
+    for _ in range(8):
+        hvd.allreduce(torch.ones(1))
+        hvd.shutdown()
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        hvd.init()
+    return counts
+
+
+def test_coming_and_going_leaves_no_file_open(run_ranks):
+    for counts in run_ranks(2, in_job, _open_files):
+        # Connections of the generation before may still be closing.
+        assert min(counts[5:]) <= max(counts[1:4]), counts
+
+
+def test_asking_for_the_folder_of_shims_loads_no_torch():
+    script = (
+        "import sys; from megaclass.hvd import shims_folder; print(shims_folder()); assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (Path(run.stdout.strip()) / "horovod" / "torch" / "__init__.py").is_file()

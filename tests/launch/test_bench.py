@@ -1,0 +1,130 @@
+"""`megaclass bench allreduce`: the table of all_reduce_perf, for four operations, every result checked."""
+
+import json
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaclass.distributed import bench
+from megaclass.distributed.bench import OPERATIONS, BenchSettings, bus_factor, measure, parse_bytes
+from megaclass.errors import ConfigError, LaunchError
+from megaclass.world import World
+
+
+def measured(operation):
+    settings = BenchSettings(max_bytes=4096, factor=8, iterations=3)
+    return [*measure(settings, operation, "gloo", torch.device("cpu"), None)]
+
+
+def measured_with_a_bad_wire(operation):
+    """Rank 1 gets one wrong element out of every collective that carries values."""
+    names = {"all_gather": "_all_gather", "reduce_scatter": "_reduce_scatter"}
+    owner, name = (bench, names[operation]) if operation in names else (dist, operation)
+    working = getattr(owner, name)
+
+    def with_a_flaw(tensor, *others, **options):
+        working(tensor, *others, **options)
+        if dist.get_rank() == 1 and tensor.dtype == torch.float32:
+            tensor[-1] += 1
+
+    setattr(owner, name, with_a_flaw)
+    try:
+        return [row.num_wrong for row in measured(operation)]
+    finally:
+        setattr(owner, name, working)
+
+
+def started_with(min_bytes_by_rank):
+    settings = BenchSettings(min_bytes=min_bytes_by_rank[dist.get_rank()])
+    try:
+        bench._check_same_settings(settings, World(rank=dist.get_rank(), size=2))
+    except LaunchError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", [1, 2, 3], ids=["one rank", "two", "three"])
+def test_every_rank_sees_the_same_table_and_no_wrong_value(run_ranks, operation, size):
+    first, *others = run_ranks(size, measured, operation)
+    assert all(rows == first for rows in others)
+    assert all(row.num_wrong == 0 and row.time_us > 0 and row.ranks == size for row in first)
+    for row, nominal in zip(first, (8, 64, 512, 4096), strict=True):
+        # What cannot be split evenly is rounded to whole elements on every rank.
+        assert abs(row.bytes - nominal) < 4 * size or row.bytes == 4 * size
+        assert row.bus_gbps == pytest.approx(row.algorithm_gbps * bus_factor(operation, size))
+        assert row.algorithm_gbps == pytest.approx(row.bytes / row.time_us / 1000)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_wrong_element_on_one_rank_is_counted(run_ranks, operation):
+    for num_wrong in run_ranks(2, measured_with_a_bad_wire, operation):
+        assert num_wrong == [1, 1, 1, 1]
+
+
+def test_the_bus_carries_what_nccl_tests_say():
+    assert [bus_factor(name, 4) for name in OPERATIONS] == [1.5, 0.75, 0.75, 1.0]
+
+
+def test_ranks_with_different_options_are_refused_before_anything_travels(run_ranks):
+    for message in run_ranks(2, started_with, [8, 16]):
+        assert "Ranks were started with different options: rank 0 has" in message and "min_bytes=16" in message
+
+
+def test_the_default_sizes_are_those_of_all_reduce_perf():
+    sizes = [*BenchSettings().sizes()]
+    assert (sizes[0], sizes[1], sizes[-1], len(sizes)) == (8, 16, 256 << 20, 26)
+
+
+@pytest.mark.parametrize(("text", "size"), [("8", 8), ("64K", 65536), ("256M", 1 << 28), ("1g", 1 << 30)])
+def test_sizes_are_read_as_all_reduce_perf_reads_them(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "M", "-8", "8.5", "1e3", "8T", "٣"])
+def test_what_is_no_size_is_shown(text):
+    with pytest.raises(ConfigError, match="expected bytes, or for example 64K"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min_bytes": 16, "max_bytes": 8}, "go from 16 to 8 bytes"),
+        ({"factor": 1}, "-f is 1"),
+        ({"iterations": 0}, "at least one repetition"),
+        ({"operations": ("all_reduce", "allgather")}, "Unknown operation 'allgather': expected all_reduce, all_gather"),
+        ({"backend": "mpi"}, "Unknown backend 'mpi': expected auto, gloo, nccl"),
+    ],
+)
+def test_options_out_of_range_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        BenchSettings(**change)
+
+
+def test_nccl_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LaunchError, match=r"asked for nccl, but torch .* sees no GPU: take gloo"):
+        bench.run_bench(BenchSettings(backend="nccl"), World(), is_json=False)
+
+
+def test_under_megaclass_run_on_two_hosts_rank_0_prints_the_table(bed):
+    sizes = ("-b", "8", "-e", "64K", "-f", "8192", "-n", "3")
+    done = bed("-H", "h1:1,h2:1", sys.executable, "-m", "megaclass", "bench", "allreduce", *sizes)
+    assert done.code == 0, done.story()
+    lines = [line.removeprefix("[0]<stdout>:") for line in done.out.splitlines()]
+    assert [line for line in lines if line.endswith("hosts")] == [
+        f"# {operation}, gloo, 2 ranks on 2 hosts" for operation in OPERATIONS
+    ]
+    assert "#       size        count    type   redop  root       time    algbw    busbw  #wrong" in lines
+    first = next(line for line in lines if line.startswith("      "))
+    assert first.split()[:5] == ["8", "2", "float", "sum", "-1"] and first.split()[-1] == "0"
+    assert "# Wrong values      : 0 OK" in lines
+
+
+def test_json_is_one_list_of_rows(capfd):
+    assert bench.run_bench(BenchSettings(max_bytes=8, backend="gloo"), World(), is_json=True) == 0
+    rows = json.loads(capfd.readouterr().out)
+    assert [row["operation"] for row in rows] == [*OPERATIONS]
+    assert rows[0].keys() == set(bench.Row.__dataclass_fields__)

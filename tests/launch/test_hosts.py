@@ -1,0 +1,139 @@
+"""Which hosts, with how many slots; what cannot be meant is refused, and the refusal says which part of which string."""
+
+import socket
+
+import pytest
+
+from megaclass.errors import LaunchError
+from megaclass.launch.hosts import (
+    Host,
+    hosts_from_batch_system,
+    hosts_from_file,
+    hosts_from_option,
+    is_this_machine,
+    slurm_hosts,
+)
+
+TEN_KB = "x" * 10_000
+
+
+def refusal(function, *arguments):
+    with pytest.raises(LaunchError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+def test_hosts_and_slots_are_read_as_horovodrun_reads_them():
+    assert hosts_from_option("gpu-1:8,10.0.0.7:4,node_3.lan:1") == [
+        Host(name="gpu-1", slots=8),
+        Host(name="10.0.0.7", slots=4),
+        Host(name="node_3.lan", slots=1),
+    ]
+
+
+def test_a_login_and_an_ipv6_address_may_be_given():
+    assert hosts_from_option("me@gpu-1:8,[fd00::1]:2") == [
+        Host(name="me@gpu-1", slots=8),
+        Host(name="[fd00::1]", slots=2),
+    ]
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname()])
+def test_this_machine_is_known_by_its_names(name):
+    assert is_this_machine(name)
+    assert not is_this_machine(f"somebody@{name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "''"),
+        (":2", "':2'"),
+        ("a", "'a'"),
+        ("a:2,,b:1", "''"),
+        ("a:2;b:1", "'a:2;b:1'"),
+        ("a;rm:2", "'a;rm:2'"),
+        ("a b:2", "'a b:2'"),
+        ("a\n:2", r"'a\n:2'"),
+        ("hôte:2", "'hôte:2'"),
+        ("fd00::1:2", "'fd00::1:2'"),
+        ("-oProxyCommand=touch /tmp/owned:2", "'-oProxyCommand=touch /tmp/owned:2'"),
+        ("--:1", "'--:1'"),
+        ("a@-oProxyCommand=x:2", "'a@-oProxyCommand=x:2'"),
+        ("$(id):2", "'$(id):2'"),
+        (f"{TEN_KB}:2", "… (10002 characters)"),
+    ],
+)
+def test_what_is_no_host_name_is_refused_and_never_reaches_ssh(text, part):
+    message = refusal(hosts_from_option, text)
+    assert message.startswith("Cannot read host ") and part in message and "in --hosts" in message
+    assert "expected <name>:<slots>" in message and len(message) < 400
+
+
+@pytest.mark.parametrize("slots", ["", "0", "-1", "1e3", "2.5", "two", "99999", "²", "١", " 2"])
+def test_what_is_no_number_of_slots_is_refused(slots):
+    message = refusal(hosts_from_option, f"b:1,a:{slots}")
+    assert f"Cannot read the slots {slots!r} of 'a:{slots}' in --hosts 'b:1,a:{slots}'" in message
+
+
+@pytest.mark.parametrize("text", ["a:1,b:1,a:2", "a:1,A:2", "localhost:1,127.0.0.1:2"])
+def test_a_host_that_stands_twice_is_refused(text):
+    assert "stands twice" in refusal(hosts_from_option, text) and "write it once" in refusal(hosts_from_option, text)
+
+
+def test_a_host_file_has_a_host_a_line(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# the new ones\ngpu-1 slots=8\n\ngpu-2   slots = 4  # half of it\n")
+    assert hosts_from_file(file) == [Host(name="gpu-1", slots=8), Host(name="gpu-2", slots=4)]
+
+
+@pytest.mark.parametrize(
+    "line", ["gpu-2", "gpu-2 slots=0", "gpu-2 slots=x", "-oX=y slots=2", "gpu-2 8", "gpu-1 slots=8"]
+)
+def test_a_line_of_a_host_file_that_cannot_be_read_is_named(tmp_path, line):
+    file = tmp_path / "hosts"
+    file.write_text(f"gpu-1 slots=8\n{line}\n")
+    assert str(file) in refusal(hosts_from_file, file)
+    if line != "gpu-1 slots=8":
+        assert f"line 2 of {file}" in refusal(hosts_from_file, file)
+
+
+def test_a_host_file_that_is_missing_or_empty_is_named(tmp_path):
+    assert "No such file" in refusal(hosts_from_file, tmp_path / "none")
+    (tmp_path / "empty").write_text("# nobody\n")
+    assert "names no host" in refusal(hosts_from_file, tmp_path / "empty")
+
+
+def test_slurms_short_form_is_unfolded():
+    assert slurm_hosts("gpu[07-09,12],login") == ["gpu07", "gpu08", "gpu09", "gpu12", "login"]
+    assert slurm_hosts("rack[1-2]-[4,5]") == ["rack1-4", "rack1-5", "rack2-4", "rack2-5"]
+    assert "'x' in Slurm's node list 'gpu[x]'" in refusal(slurm_hosts, "gpu[x]")
+
+
+def test_inside_slurm_the_hosts_of_the_job_are_used_and_named():
+    env = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[1-3]", "SLURM_TASKS_PER_NODE": "8(x2),4"}
+    hosts, what = hosts_from_batch_system(env)
+    assert [(host.name, host.slots) for host in hosts] == [("gpu1", 8), ("gpu2", 8), ("gpu3", 4)]
+    assert what == "Slurm job 77: gpu1:8, gpu2:8, gpu3:4"
+    assert "disagree" in refusal(hosts_from_batch_system, {**env, "SLURM_TASKS_PER_NODE": "8"})
+
+
+@pytest.mark.parametrize(("variable", "system"), [("PBS_NODEFILE", "PBS"), ("LSB_DJOB_HOSTFILE", "LSF")])
+def test_a_host_file_of_pbs_or_lsf_has_a_line_a_slot(tmp_path, variable, system):
+    file = tmp_path / "nodes"
+    file.write_text("gpu-1\ngpu-1\ngpu-2\n")
+    hosts, what = hosts_from_batch_system({variable: str(file)})
+    assert [(host.name, host.slots) for host in hosts] == [("gpu-1", 2), ("gpu-2", 1)]
+    assert what.startswith(f"{system} job ? ({variable}={file})")
+    file.write_text("gpu-1\n-oProxyCommand=x\n")
+    assert "is no host name" in refusal(hosts_from_batch_system, {variable: str(file)})
+
+
+def test_lsfs_short_list_is_read():
+    hosts, _ = hosts_from_batch_system({"LSB_MCPU_HOSTS": "gpu-1 4 gpu-2 2"})
+    assert [(host.name, host.slots) for host in hosts] == [("gpu-1", 4), ("gpu-2", 2)]
+    assert "LSB_MCPU_HOSTS" in refusal(hosts_from_batch_system, {"LSB_MCPU_HOSTS": "gpu-1 4 gpu-2"})
+
+
+def test_outside_of_batch_systems_there_are_no_hosts():
+    assert hosts_from_batch_system({"PATH": "/bin"}) is None

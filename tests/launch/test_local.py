@@ -1,0 +1,220 @@
+"""Processes of one job on this machine: started, watched, never left behind. Real processes throughout."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megaclass.errors import LaunchError
+from megaclass.launch.local import default_threads, run_local
+
+# Each rank writes its pid first, so that a test can see whether it is still there.
+_PREAMBLE = """
+import os, signal, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+folder = Path(sys.argv[1])
+def say(name, text):
+    (folder / f".{name}").write_text(str(text))
+    (folder / f".{name}").rename(folder / name)
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+"""
+_HELLO = 'say(f"pid{rank}", os.getpid())\n'
+
+
+@pytest.fixture
+def program(tmp_path):
+    """program(body): the command that runs `body` as a rank."""
+
+    def command(body):
+        script = tmp_path / "rank.py"
+        script.write_text(_PREAMBLE + body)
+        return [sys.executable, "-S", str(script), str(tmp_path)]
+
+    return command
+
+
+@pytest.fixture
+def parent(tmp_path, program):
+    """parent(body, size): a process of its own that calls run_local; whatever happens, all are gone after the test."""
+    started = []
+
+    def start(body, size):
+        code = (
+            f"import sys; from megaclass.launch.local import run_local; sys.exit(run_local({program(body)!r}, {size}))"
+        )
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for pid in pids(tmp_path):
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("pid*"))]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+def test_every_rank_finds_its_place_in_the_environment(program, tmp_path):
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MEGACLASS_STARTER"]
+    body = f'say(f"out{{rank}}", [os.environ[name] for name in {names}] + [os.environ["MASTER_PORT"]])'
+    assert run_local(program(body), 3) == 0
+    worlds = [eval((tmp_path / f"out{rank}").read_text()) for rank in range(3)]
+    assert [world[:-1] for world in worlds] == [[str(r), "3", str(r), "3", "127.0.0.1", "megaclass"] for r in range(3)]
+    assert len({world[-1] for world in worlds}) == 1
+
+
+def test_it_ends_with_0_when_all_ranks_do_however_long_one_takes(program, tmp_path):
+    assert run_local(program(_HELLO + "time.sleep(0.5 * rank)"), 3) == 0
+    assert len(pids(tmp_path)) == 3
+
+
+def test_the_exit_code_is_that_of_the_first_rank_that_failed_and_its_name_is_told(program, tmp_path, capfd):
+    body = _HELLO + "wait_for('pid0'); wait_for('pid2')\nif rank == 1: sys.exit(7)\ntime.sleep(600)"
+    assert run_local(program(body), 3) == 7
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+    err = capfd.readouterr().err
+    assert f"megaclass: rank 1 on {os.uname().nodename} (pid {pids(tmp_path)[1]}) ended with exit code 7" in err
+    assert "the other 2 are being stopped" in err
+
+
+def test_those_that_fail_because_of_another_are_not_taken_for_the_cause(program, capfd):
+    """Rank 0 fails as soon as it sees rank 1 gone, as peers of a killed rank do."""
+    body = """
+say(f"pid{rank}", os.getpid())
+if rank == 1:
+    wait_for("ready0")
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for("pid1")
+other = int((folder / "pid1").read_text())
+say("ready0", "")
+while "Z" not in Path(f"/proc/{other}/stat").read_text().split()[2]:
+    pass
+os._exit(1)
+"""
+    assert run_local(program(body), 2) == 128 + signal.SIGKILL
+    assert "megaclass: rank 1 on" in capfd.readouterr().err
+
+
+def test_a_rank_killed_by_a_signal_ends_the_others_within_seconds(program, tmp_path, capfd):
+    body = _HELLO + "wait_for('pid0')\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
+    begun = time.monotonic()
+    assert run_local(program(body), 2) == 128 + signal.SIGKILL
+    assert time.monotonic() - begun < 30
+    assert "ended with signal SIGKILL" in capfd.readouterr().err
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(program, tmp_path):
+    body = f"""
+signal.signal(signal.SIGTERM, lambda *_: say("heard", ""))
+{_HELLO}
+if rank == 1:
+    wait_for("pid0")
+    sys.exit(3)
+while True:
+    time.sleep(600)
+"""
+    begun = time.monotonic()
+    assert run_local(program(body), 2) == 3
+    assert 2.0 < time.monotonic() - begun < 60
+    assert (tmp_path / "heard").exists()
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_rank_may_tidy_up_when_another_failed(program, tmp_path):
+    body = f"""
+signal.signal(signal.SIGTERM, lambda *_: (say("tidy", ""), sys.exit(0)))
+{_HELLO}
+if rank == 1:
+    wait_for("pid0")
+    sys.exit(3)
+time.sleep(600)
+"""
+    assert run_local(program(body), 2) == 3
+    assert (tmp_path / "tidy").exists()
+
+
+@pytest.mark.parametrize("moment", ["at work", "at start"])
+def test_no_rank_outlives_a_parent_that_is_killed(parent, tmp_path, moment):
+    process = parent("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _HELLO + "time.sleep(600)", 3)
+    wait_until(lambda: len(pids(tmp_path)) >= (3 if moment == "at work" else 1))
+    process.kill()
+    process.wait()
+    time.sleep(0.3 if moment == "at start" else 0)  # one that was being started may still write its pid
+    wait_until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)))
+
+
+def test_sigterm_to_the_parent_reaches_the_ranks(parent, tmp_path):
+    body = (
+        'signal.signal(signal.SIGTERM, lambda *_: (say(f"tidy{rank}", ""), sys.exit(0)))\n' + _HELLO + "time.sleep(600)"
+    )
+    process = parent(body, 2)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.glob("tidy*")} == {"tidy0", "tidy1"}
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_ctrl_c_ends_everything(parent, tmp_path):
+    process = parent(_HELLO + "time.sleep(600)", 2)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_command_that_does_not_exist_is_named():
+    with pytest.raises(LaunchError, match="Cannot start rank 0 with '/no/such/program': No such file or directory"):
+        run_local(["/no/such/program"], 2)
+
+
+def test_the_handler_of_sigterm_is_put_back(program):
+    before = signal.getsignal(signal.SIGTERM)
+    run_local(program(""), 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_waiting_costs_no_cpu(program):
+    """Also while one rank is done and another still works."""
+    before = os.times()
+    assert run_local(program("time.sleep(1.5 * rank)"), 2) == 0
+    after = os.times()
+    assert (after.user - before.user) + (after.system - before.system) < 0.5
+
+
+@pytest.mark.parametrize("given", [None, "5"])
+def test_cores_are_shared_out_as_threads_unless_the_user_says_how_many(program, tmp_path, given):
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env |= {"OMP_NUM_THREADS": given} if given else {}
+    assert run_local(program('say(f"out{rank}", os.environ["OMP_NUM_THREADS"])'), 2, env) == 0
+    expected = given or str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == [expected] * 2
+    assert default_threads(10_000) == 1

@@ -1,0 +1,302 @@
+"""`megaclass run` on this machine: the same agent, the same ends, without ssh."""
+
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SLEEP = "print('up', flush=True)\ntime.sleep(600)"
+
+
+# ---- the start ----
+
+
+def test_the_driver_and_the_agent_import_no_torch_and_start_within_a_second(run):
+    begun = time.monotonic()
+    done = run("-np", "2", "true", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert done.code == 0
+    assert time.monotonic() - begun < 5  # a loaded machine; benchmarks/launch.md has the figure
+    modules = re.findall(r"import time:.*\| +(\S+)$", done.err, re.MULTILINE)
+    assert "megaclass.launch.gang" in modules
+    assert not [name for name in modules if name.split(".")[0] in ("torch", "numpy")]
+    agent = subprocess.run(
+        [sys.executable, "-c", "import sys, megaclass.launch.agent; sys.exit('torch' in sys.modules)"], timeout=60
+    )
+    assert agent.returncode == 0
+
+
+def test_ranks_find_each_other(run, tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "total = torch.ones(1); dist.all_reduce(total); print(total.item()); dist.destroy_process_group()\n"
+    )
+    done = run("-np", "2", "python", str(program))
+    assert sorted(done.out.splitlines()) == ["[0]<stdout>:2.0", "[1]<stdout>:2.0"], done.story()
+
+
+def test_cuda_visible_devices_is_left_as_it_is(run, script):
+    body = "print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    assert run("-np", "1", *script(body), env={"CUDA_VISIBLE_DEVICES": "2,3"}).out == "[0]<stdout>:2,3\n"
+
+
+def test_an_environment_longer_than_a_pipe_arrives(run, script, tmp_path):
+    file = tmp_path / "env"
+    file.write_text("".join(f"BIG{i}={'x' * 100_000}\n" for i in range(6)))
+    done = run("-np", "2", "--env-file", str(file), *script("print(sum(len(os.environ[f'BIG{i}']) for i in range(6)))"))
+    assert done.out.count("]<stdout>:600000\n") == 2, done.story()
+
+
+def test_the_given_variables_win_and_the_place_of_a_rank_wins_over_them(run, script):
+    body = "print(os.environ['OMP_NUM_THREADS'], os.environ['RANK'], os.environ['A'])"
+    done = run("-np", "1", "-x", "OMP_NUM_THREADS=7", "-x", "RANK=9", "-x", "A", *script(body), env={"A": "x"})
+    assert done.out == "[0]<stdout>:7 0 x\n"
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(run, script, tmp_path):
+    done = run("-np", "3", "-H", "localhost:1,h2:2", "--dry-run", *script(f"open({str(tmp_path / 'ran')!r}, 'w')"))
+    assert done.code == 0 and done.out.startswith("3 ranks on 2 hosts\n") and "h2: ranks 1-2\n" in done.out
+    assert not (tmp_path / "ran").exists()
+
+
+def test_options_without_a_meaning_say_so_in_one_line(run):
+    done = run("-np", "1", "--mpi", "true")
+    assert (done.code, done.err) == (0, "megaclass run: --mpi has no meaning now: no MPI is needed.\n")
+
+
+def test_a_batch_systems_hosts_are_detected_and_named(run, script, tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("localhost\nlocalhost\n")
+    done = run(*script("print(rank)"), env={"PBS_NODEFILE": str(nodes), "PBS_JOBID": "12"})
+    assert f"megaclass run: detected PBS job 12 (PBS_NODEFILE={nodes}): localhost:2\n" in done.err
+    assert sorted(done.out.splitlines()) == ["[0]<stdout>:0", "[1]<stdout>:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-np", "2", "no-such-command"], "localhost: There is no command 'no-such-command' on the PATH "),
+        (["-np", "2", "./no-such-script"], "localhost: There is no command './no-such-script' in "),
+        (["true"], "How many processes?"),
+        (["-np", "3", "-H", "localhost:2", "true"], "-np 3 asks for more processes than there are slots: 2"),
+        (["-np", "2", "-H", "-oProxyCommand=touch owned:2", "true"], "-oProxyCommand=touch owned:2"),
+        (["-np", "2", "--min-np", "3", "true"], "--min-np 3 is more than the 2 processes to start with"),
+        (["-np", "2", "--python", "/no/python", "true"], "Cannot start '/no/python' for localhost: No such file"),
+    ],
+)
+def test_what_cannot_start_is_refused_without_a_traceback(run, arguments, says):
+    done = run(*arguments)
+    assert done.code == 2 and says in done.err and "Traceback" not in done.err, done.story()
+
+
+def test_a_file_that_cannot_be_executed_is_named(run, tmp_path):
+    file = tmp_path / "data.bin"
+    file.write_bytes(b"\0\1\2")
+    done = run("-np", "2", str(file))
+    assert done.code == 2 and f"Cannot start rank 0 with {str(file)!r}: Permission denied." in done.err
+
+
+def test_closed_standard_streams_do_not_matter(run, script, tmp_path):
+    command = shlex.join(run.command("-np", "2", *script(f"open({str(tmp_path)!r} + f'/{{rank}}', 'w')")))
+    assert subprocess.run(["bash", "-c", f"{command} <&- >&- 2>&-"], env=run.env, timeout=60).returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("[01]")) == ["0", "1"]
+
+
+# ---- the end ----
+
+
+@pytest.mark.parametrize("code", [1, 3, 75, 255])
+def test_the_exit_code_is_that_of_the_first_rank_that_failed(run, script, code):
+    done = run("-np", "3", *script(f"if rank == 1: sys.exit({code})\ntime.sleep(600)"))
+    assert done.code == code
+    assert re.search(rf"megaclass: rank 1 on localhost \(pid \d+\) ended with exit code {code}; the other 2", done.err)
+
+
+def test_the_last_thing_said_is_who_failed_first_and_where_its_output_is(run, script, tmp_path):
+    done = run("-np", "2", "--output-filename", str(tmp_path), *script("if rank: 1 / 0\ntime.sleep(600)"))
+    *_, before, last = done.err.strip().splitlines()
+    assert before.strip() == "ZeroDivisionError: division by zero" and last == f"All it printed: {tmp_path}/rank.1"
+
+
+def test_those_that_fail_because_of_another_are_not_taken_for_the_cause(run, script, tmp_path):
+    body = f"""
+file = {str(tmp_path / "pid")!r}
+if rank == 1:
+    open(file, "w").write(str(os.getpid()))
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists(file) or not open(file).read():
+    time.sleep(0.01)
+while " Z " not in open(f"/proc/{{open(file).read()}}/stat").read():
+    pass
+os._exit(1)
+"""
+    done = run("-np", "2", *script(body))
+    assert done.code == 137 and "rank 1 on localhost" in done.err
+
+
+def test_a_rank_may_tidy_up_when_another_failed_and_is_killed_when_it_takes_too_long(run, script):
+    body = """
+def leave(*_):
+    print("tidied", flush=True)
+    time.sleep(600 if rank == 2 else 0)
+    os._exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("up", flush=True)
+time.sleep(1)
+if rank == 0:
+    sys.exit(5)
+time.sleep(600)
+"""
+    begun = time.monotonic()
+    done = run("-np", "3", "--grace", "1.5", *script(body))
+    assert done.code == 5 and done.out.count("tidied") == 2
+    assert 2.4 < time.monotonic() - begun < 15
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_driver_is_passed_on(run, script, number):
+    started = run.start("-np", "2", *script(SLEEP))
+    started.says("up", times=2)
+    started.send(number)
+    assert started.wait() == 128 + number
+    run.seconds_until_nothing_is_left(timeout_s=5)
+
+
+def test_a_notice_of_preemption_is_passed_on_and_ends_nothing_by_itself(run, script):
+    body = """
+signal.signal(signal.SIGUSR1, lambda *_: print("noticed", flush=True))
+print("up", flush=True)
+time.sleep(2)
+print("done", flush=True)
+"""
+    started = run.start("-np", "2", *script(body))
+    started.says("up", times=2)
+    started.send(signal.SIGUSR1)
+    assert started.wait() == 0 and started.out.count("noticed") == 2 and started.out.count("done") == 2
+
+
+def test_everything_is_gone_soon_after_the_driver_is_killed(run, script):
+    started = run.start("-np", "2", "bash", "-c", "echo up; (setsid sleep 600 &) ; sleep 601; echo never")
+    started.says("up", times=2)
+    started.send(signal.SIGKILL)
+    run.seconds_until_nothing_is_left(timeout_s=5)
+
+
+def test_everything_is_gone_soon_after_all_that_names_megaclass_is_killed(run, script):
+    started = run.start("-np", "2", "bash", "-c", "echo up; (setsid sleep 600 &) ; sleep 601; echo never")
+    started.says("up", times=2)
+    for pid in run.processes():
+        if b"megaclass" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    run.seconds_until_nothing_is_left(timeout_s=5)
+
+
+def test_a_killed_sweeper_is_replaced(run):
+    started = run.start("-np", "1", "--heartbeat", "5", "bash", "-c", "echo up; sleep 600; echo never")
+    started.says("up")
+
+    def sweepers():
+        return [pid for pid in run.processes() if b"-I\0-S\0-\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    [first] = sweepers()
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not sweepers() or sweepers() == [first]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started.send(signal.SIGTERM)
+    assert started.wait() == 143
+
+
+@pytest.mark.parametrize(
+    "daemon",
+    ["{} &", "(setsid {} &);", "(env -i setsid {} &);"],
+    ids=["in the background", "in a session of its own", "without the run's id"],
+)
+def test_what_the_ranks_leave_behind_is_ended_with_them_and_named(run, daemon):
+    sleeper = f"sleep 600.{int.from_bytes(os.urandom(4))}"
+    done = run("-np", "2", "bash", "-c", f"{daemon.format(sleeper)} sleep 0.3; exit 0")
+    assert done.code == 0
+    assert "megaclass: ending what the ranks on localhost left behind: sleep, sleep" in done.err
+    assert subprocess.run(["pgrep", "-f", sleeper], capture_output=True).returncode == 1, "a sleeper is left"
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_ranks_once_and_through_the_driver_only(run, script):
+    body = """
+def heard(*_):
+    print("heard", flush=True)
+    time.sleep(0.5)
+    sys.exit(0)
+signal.signal(signal.SIGINT, heard)
+print("up", flush=True)
+while True:
+    time.sleep(600)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = run.command("-np", "2", *script(body))
+        os.execvpe(command[0], command, {**run.env, "TERM": "xterm"})
+    text = b""
+
+    def read_until(done):
+        nonlocal text
+        deadline = time.monotonic() + 30
+        while not done():
+            assert time.monotonic() < deadline, text
+            if select.select([terminal], [], [], 0.1)[0]:
+                try:
+                    text += os.read(terminal, 65536)
+                except OSError:
+                    return
+
+    read_until(lambda: text.count(b"up") == 2)
+    os.write(terminal, b"\x03")
+    read_until(lambda: False)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert text.count(b"heard") == 2 and b"Ctrl-C: SIGINT to 2 rank(s)" in text
+    assert b"\x1b[36m[0]<stdout>:\x1b[0mup" in text, "colour when a terminal"
+
+
+def test_the_ranks_of_a_nested_run_are_those_of_the_inner_one(run, script):
+    inner = run.command("-np", "2", *script("print(rank, os.environ['WORLD_SIZE'])"))
+    done = run("-np", "1", *inner)
+    assert sorted(done.out.splitlines()) == ["[0]<stdout>:[0]<stdout>:0 2", "[0]<stdout>:[1]<stdout>:1 2"]
+
+
+# ---- restarts ----
+
+
+def test_a_restart_starts_all_ranks_again_with_a_new_port_and_a_new_run_id(run, script):
+    body = """
+import json
+names = ("MEGACLASS_RESTART", "MASTER_PORT", "MEGACLASS_RUN_ID")
+print(json.dumps([os.environ[name] for name in names]), flush=True)
+time.sleep(0.3)
+if rank == 1 and os.environ["MEGACLASS_RESTART"] != "2":
+    sys.exit(3)
+"""
+    done = run("-np", "2", "--restarts", "5", *script(body))
+    assert done.code == 0, done.story()
+    starts = {tuple(json.loads(line.partition(":")[2])) for line in done.out.splitlines()}
+    assert len(done.out.splitlines()) == 6 and len(starts) == 3
+    assert {start[0] for start in starts} == {"0", "1", "2"} and len({start[2] for start in starts}) == 3
+    assert "megaclass: restart 1 of 5: 2 ranks on localhost:2." in done.err and "restart 3" not in done.err
+
+
+def test_restarts_end_with_the_last_failure_and_an_interrupt_is_none(run, script):
+    done = run("-np", "2", "--restarts", "2", *script("print('up', flush=True)\ntime.sleep(0.2)\nsys.exit(6)"))
+    assert done.code == 6 and done.err.count("megaclass: restart") == 2
+    started = run.start("-np", "2", "--restarts", "2", *script(SLEEP))
+    started.says("up", times=2)
+    started.send(signal.SIGINT)
+    assert started.wait() == 130 and "megaclass: restart" not in started.err

@@ -1,0 +1,118 @@
+"""horovodrun's spellings, and what cannot be meant."""
+
+from pathlib import Path
+
+import pytest
+
+from megaclass.errors import LaunchError
+from megaclass.launch.options import parse_options
+
+
+def refusal(*arguments, env=None):
+    with pytest.raises(LaunchError) as caught:
+        parse_options(arguments, env or {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spelling", ["-np", "-n", "--num-proc", "--num-pro"])
+def test_the_number_of_processes_has_horovodruns_spellings(spelling):
+    assert parse_options([spelling, "16", "python", "train.py"]).num_processes == 16
+
+
+def test_a_horovodrun_command_line_is_understood_as_it_is():
+    text = (
+        "-np 4 -H h1:2,h2:2 -p 2222 -i /key --start-timeout 600 --network-interfaces eth0,ib0 --output-filename logs "
+        "--prefix-output-with-timestamp --verbose --gloo --log-level INFO bash config.sh -np 7 --verbose"
+    )
+    options = parse_options(text.split())
+    assert options.command == ("bash", "config.sh", "-np", "7", "--verbose")
+    assert (options.num_processes, options.hosts, options.ssh_port) == (4, "h1:2,h2:2", 2222)
+    assert (options.ssh_identity_file, options.start_timeout_s) == (Path("/key"), 600.0)
+    assert (options.interfaces, options.output_dir) == (("eth0", "ib0"), Path("logs"))
+    assert options.with_timestamp and options.is_verbose
+    assert options.given_env == {"HOROVOD_LOG_LEVEL": "INFO"}
+
+
+@pytest.mark.parametrize("spelling", ["-hostfile", "--hostfile"])
+def test_a_host_file_has_horovodruns_spellings(spelling):
+    assert parse_options([spelling, "hosts.txt", "true"]).hostfile == Path("hosts.txt")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gloo"],
+        ["--mpi"],
+        ["--config-file", "c.yaml"],
+        ["--log-level", "DEBUG"],
+        ["--cycle-time-ms", "1"],
+        ["--autotune"],
+        ["--mpi-args=--map-by socket"],
+        ["--fusion-threshold-mb", "64"],
+        ["--timeline-filename", "t.json"],
+        ["--disable-cache"],
+    ],
+)
+def test_what_has_no_meaning_now_is_accepted_with_one_line(flags):
+    options = parse_options(["-np", "2", *flags, "true"])
+    assert options.command == ("true",)
+    [remark] = options.remarks
+    assert remark.startswith(flags[0].split("=")[0]) and "no meaning" in remark and "\n" not in remark
+
+
+def test_the_fusion_threshold_is_handed_over_in_bytes():
+    assert parse_options(["--fusion-threshold-mb", "64", "true"]).given_env == {"HOROVOD_FUSION_THRESHOLD": "67108864"}
+
+
+def test_variables_come_from_the_file_from_here_and_from_the_command_line(tmp_path):
+    file = tmp_path / "env"
+    file.write_text("# keys\nA=from file\n\nB= spaces and = signs \nC=1\n")
+    arguments = ["--env-file", str(file), "-x", 'A=it\'s "quoted"\nü', "-x", "HERE", "-x", "EMPTY=", "true"]
+    assert parse_options(arguments, {"HERE": "x y"}).given_env == {
+        "A": 'it\'s "quoted"\nü',
+        "B": " spaces and = signs ",
+        "C": "1",
+        "HERE": "x y",
+        "EMPTY": "",
+    }
+
+
+def test_two_dashes_before_the_command_are_not_part_of_it():
+    assert parse_options(["-np", "2", "--", "--odd-name", "--"]).command == ("--odd-name", "--")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-np", "2"], "There is no command to run"),
+        (["-np", "0", "true"], "'0' is not a whole number of 1 or more"),
+        (["-np", "2.5", "true"], "'2.5' is not a whole number"),
+        (["-np", "two", "true"], "'two' is not a whole number"),
+        (["-np", "-1", "true"], "-np"),
+        (["--heartbeat", "0", "true"], "'0' is not a number of seconds above 0"),
+        (["--grace", "nan", "true"], "'nan' is not a number of seconds"),
+        (["-H", "a:1", "--hostfile", "f", "true"], "not allowed with argument"),
+        (["-x", "=1", "true"], "Cannot read -x '=1'"),
+        (["-x", "NOT_SET", "true"], "-x NOT_SET: there is no such variable here"),
+        (["--env-file", "/no/such/file", "true"], "Cannot read --env-file /no/such/file: No such file"),
+        (["--no-such-option", "true"], "--no-such-option"),
+        (["--fusion-threshold-mb", "x", "true"], "expected a whole number of MiB"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments, says):
+    assert says in refusal(*arguments)
+
+
+def test_a_line_of_an_env_file_that_cannot_be_read_is_named_but_not_shown(tmp_path):
+    file = tmp_path / "env"
+    file.write_text("A=1\nsecret\n")
+    message = refusal("--env-file", str(file), "true")
+    assert f"line 2 of --env-file {file}" in message and "secret" not in message
+
+
+def test_horovod_puts_the_shims_first_on_the_path_of_this_job_only():
+    options = parse_options(["-np", "1", "--horovod", "-x", "PYTHONPATH=/mine", "true"])
+    shims, mine = options.given_env["PYTHONPATH"].split(":")
+    assert (Path(shims) / "horovod" / "torch").is_dir()
+    assert mine == "/mine"
+    assert "PYTHONPATH" not in parse_options(["-np", "1", "true"]).given_env

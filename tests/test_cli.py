@@ -1,0 +1,124 @@
+"""The command line: what it prints, how it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megaclass
+from megaclass.cli import main
+from megaclass.config import load_config
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "recipes" / "demo.toml"
+
+
+def run(*arguments, cwd=None):
+    command = [sys.executable, "-m", "megaclass", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+
+
+@pytest.fixture
+def outcome(capsys):
+    """outcome(*arguments): exit code, standard output, standard error."""
+
+    def call(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as ended:  # argparse's way to end
+            code = ended.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_the_version_is_told():
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"megaclass {megaclass.__version__}\n")
+
+
+def test_a_user_s_mistake_ends_with_2_and_one_line_before_any_process_starts(tmp_path):
+    """In a process of its own, with two processes asked for: none of them speaks."""
+    done = run("train", str(DEMO), "train.nproc=2", "head.sample_rat=0.1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "megaclass: command line: unknown setting head.sample_rat; did you mean head.sample_rate?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes/no.toml"], "megaclass: There is no configuration file recipes/no.toml. That folder has: demo.toml"),
+        ([DEMO, "train.epochs=two"], "megaclass: command line: train.epochs is 'two'; expected a number\n"),
+        ([DEMO, "head.sample_rate=7"], "megaclass: head.sample_rate is 7.0; it must be in [0, 1]: 1.0 = all classes"),
+        ([DEMO, "epochs=2"], "megaclass: Cannot read the argument 'epochs=2': expected section.key=value"),
+        (
+            [DEMO, "--resume", "some/path"],
+            "megaclass: Cannot read the argument 'some/path': expected section.key=value",
+        ),
+    ],
+)
+def test_bad_settings_are_told_in_one_line_with_exit_2(outcome, monkeypatch, arguments, message):
+    monkeypatch.chdir(ROOT)
+    code, out, err = outcome("train", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(message) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["trane"], ["train"], ["train", DEMO, "--unknown"], ["data"]])
+def test_what_argparse_refuses_ends_with_2_and_shows_the_usage(outcome, arguments):
+    code, _, err = outcome(*arguments)
+    assert code == 2 and err.startswith("usage: megaclass")
+
+
+def test_show_config_prints_toml_that_is_the_same_run(outcome, tmp_path):
+    code, out, err = outcome("train", DEMO, "train.epochs=2", "--show-config")
+    assert (code, err) == (0, "")
+    shown = tmp_path / "shown.toml"
+    shown.write_text(out, encoding="utf-8")
+    assert load_config(shown) == load_config(DEMO, ["train.epochs=2"])
+
+
+def test_options_and_settings_may_stand_in_any_order(outcome):
+    expected = outcome("train", DEMO, "train.epochs=2", "train.seed=3", "--show-config")
+    assert outcome("train", "--show-config", DEMO, "train.epochs=2", "train.seed=3") == expected
+    assert outcome("train", DEMO, "--show-config", "train.epochs=2", "train.seed=3") == expected
+    assert outcome("train", DEMO, "train.epochs=2", "--resume", "train.seed=3", "--show-config") == expected
+
+
+def test_synth_draws_the_files_users_have_and_leaves_them_the_second_time(outcome, tmp_path):
+    arguments = ["data", "synth", "--identities", 3, "--images-per-identity", 2, "--size", 32, "--pairs", 20]
+    code, out, _ = outcome(*arguments, "--out", tmp_path / "faces")
+    assert (code, out) == (0, f"{tmp_path / 'faces'}: drawn\n")
+    assert {path.name for path in (tmp_path / "faces").iterdir()} >= {"train.rec", "train.idx", "property"}
+    assert (
+        outcome(*arguments, "--out", tmp_path / "faces")[1] == f"{tmp_path / 'faces'}: already there, left as it is\n"
+    )
+
+
+@pytest.mark.parametrize(("option", "value"), [("--identities", 0), ("--size", 1), ("--seed", -1), ("--pairs", 0)])
+def test_synth_refuses_what_it_cannot_draw(outcome, tmp_path, option, value):
+    given = {"--identities": 3, "--images-per-identity": 2, "--size": 32, "--pairs": 20, "--out": tmp_path / "faces"}
+    given[option] = value
+    code, _, err = outcome("data", "synth", *(str(part) for pair in given.items() for part in pair))
+    assert code == 2 and "it must lie in" in err and str(value) in err
+    assert not (tmp_path / "faces").exists()
+
+
+def test_settings_are_checked_and_shown_without_paying_for_torch():
+    code = f"""
+import sys
+from megaclass.cli import main
+assert main(["train", {str(DEMO)!r}, "--show-config"]) == 0
+assert main(["train", {str(DEMO)!r}, "train.epochs=-1"]) == 2
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'megaclass' has no attribute 'PartialFD'"):
+        _ = megaclass.PartialFD
+    assert all(getattr(megaclass, name) is not None for name in megaclass.__all__)

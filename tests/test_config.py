@@ -1,0 +1,253 @@
+"""Settings: what is accepted, what is refused and in which words, and the way back to TOML."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import megaclass
+from megaclass.config import (
+    Config,
+    DataConfig,
+    HeadConfig,
+    OptimizerConfig,
+    SynthConfig,
+    TrainConfig,
+    describe_settings,
+    load_config,
+    to_toml,
+)
+from megaclass.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+SECTIONS = {section.name: section.type for section in dataclasses.fields(Config)}
+MINIMAL = '[data]\npath = "faces"\n[train]\nrun_dir = "run"\n'
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text=MINIMAL):
+        path = tmp_path / "recipe.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def settings():
+    for section_name, section in SECTIONS.items():
+        for field in dataclasses.fields(section):
+            yield section_name, field.name
+
+
+def test_what_is_not_given_has_its_default(recipe):
+    assert load_config(recipe()) == Config(data=DataConfig(path="faces"), train=TrainConfig(run_dir="run"))
+
+
+def test_arguments_win_over_the_file_and_the_last_one_wins(recipe):
+    path = recipe(MINIMAL + "epochs = 7\n[head]\nsample_rate = 0.5\n")
+    assert load_config(path).train.epochs == 7.0
+    config = load_config(path, ["train.epochs=2", "head.sample_rate=0.1", "train.epochs=3e0", "export.onnx=false"])
+    assert (config.train.epochs, config.head.sample_rate, config.export.onnx) == (3.0, 0.1, False)
+
+
+def test_a_whole_number_is_a_number_but_not_the_reverse(recipe):
+    assert load_config(recipe(), ["optimizer.lr=1"]).optimizer.lr == 1.0
+    assert "a whole number" in refusal(recipe(), "train.global_batch=1.5")
+    assert "a whole number" in refusal(recipe(), "train.global_batch=true")
+
+
+@pytest.mark.parametrize(
+    "text", ["2024", "007", "1e3", "true", "2024-01-01", "runs/a b", "a=b", "a#b", "[1]", "ü", "'"]
+)
+def test_text_stays_the_text_that_was_typed(recipe, text):
+    assert load_config(recipe(), [f"train.run_dir={text}"]).train.run_dir == text
+
+
+def test_quotes_around_text_are_those_of_toml(recipe):
+    assert load_config(recipe(), ['train.run_dir="a\\tb"']).train.run_dir == "a\tb"
+    assert load_config(recipe(), ["train.run_dir='a\\tb'"]).train.run_dir == "a\\tb"
+
+
+def test_a_rate_may_be_a_schedule(recipe):
+    config = load_config(recipe(), ["head.sample_rate=[[0, 0.1], [8000, 1]]"])
+    assert config.head.sample_rate == ((0, 0.1), (8000, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=2", "command line: unknown setting train.epoch; did you mean train.epochs?"),
+        ("trian.epochs=2", "command line: unknown setting trian; did you mean train?"),
+        ("train.sample_rate=0.1", "command line: unknown setting train.sample_rate; did you mean head.sample_rate?"),
+        ("export.zzz=1", "command line: unknown setting export.zzz; known: export.onnx."),
+        ("train.epochs=two", "command line: train.epochs is 'two'; expected a number"),
+        ("train.epochs=", "command line: train.epochs is ''; expected a number"),
+        ("train.epochs=2\n[head]", "command line: train.epochs is '2\\n[head]'; expected a number"),
+        ("data.mirror=1", "command line: data.mirror is '1'; expected true or false"),
+        ("head.margin=arcfac", "command line: head.margin is 'arcfac'; expected one of softmax, arcface, cosface, combined, "
+         "adaface, magface, curricularface, elasticface; did you mean arcface?"),
+        ("head.kernel=chunk", "command line: head.kernel is 'chunk'; expected one of auto, triton_fused, chunked, reference; "
+         "did you mean chunked?"),
+        ("head.sample_rate=[[0, 0.1, 3]]", "command line: head.sample_rate is '[[0, 0.1, 3]]'; "
+         "expected a number or a list like [[0, 0.1], [8000, 1.0]]"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_or_a_wrong_type_is_one_line_with_the_nearest_name(recipe, override, message):
+    assert refusal(recipe(), override) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("epoch = 2", "unknown setting train.epoch; did you mean train.epochs?"),
+        ("epochs = 'two'", "train.epochs is 'two'; expected a number"),
+        ("[heads]\nscale = 1", "unknown setting heads; did you mean head?"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_told_with_the_file(recipe, line, message):
+    path = recipe(MINIMAL + line)
+    assert refusal(path) == f"{path}: {message}"
+
+
+def test_a_setting_at_the_top_of_the_file_is_shown_its_section(recipe):
+    path = recipe("epochs = 2\n" + MINIMAL)
+    assert refusal(path) == f"{path}: unknown setting epochs; did you mean train.epochs?"
+
+
+def test_a_section_that_is_a_value_is_refused(recipe):
+    path = recipe("head = 3\n" + MINIMAL)
+    assert refusal(path) == f"{path}: head is 3; expected a section [head]."
+    assert "not a section" in refusal(path, "head.scale=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("synth.identities=-1", "synth.identities is -1; it must be 0 or more."),
+        ("synth.size=8", "synth.size is 8; it must be in [16, 512]."),
+        ("synth.pairs=19", "synth.pairs is 19; it must be at least 20: ten folds of two."),
+        ("data.path=", "data.path is ; it must be a folder."),
+        ("data.threads=0", "data.threads is 0; it must be in [1, 256]."),
+        ("backbone.embedding_dim=1", "backbone.embedding_dim is 1; it must be in [2, 65536]."),
+        ("head.scale=0", "head.scale is 0.0; it must be in (0, 300]."),
+        ("head.sample_rate=1.1", "head.sample_rate is 1.1; it must be in [0, 1]: 1.0 = all classes, 0 = positives only."),
+        ("head.sample_rate=[[0, 0.1], [9, 2]]",
+         "head.sample_rate is 2.0; it must be in [0, 1]: 1.0 = all classes, 0 = positives only."),
+        ("head.sample_rate=[]", "head.sample_rate is []; it must be a list of steps that rise from 0."),
+        ("head.sample_rate=[[5, 0.1]]", "head.sample_rate is [[5, 0.1]]; it must be a list of steps that rise from 0."),
+        ("head.momentum=1", "head.momentum is 1.0; it must be in [0, 1)."),
+        ("head.filter_above=0", "head.filter_above is 0.0; it must be a cosine in (0, 1]."),
+        ("optimizer.lr=0", "optimizer.lr is 0.0; it must be above 0."),
+        ("optimizer.clip_norm=-1", "optimizer.clip_norm is -1.0; it must be 0 or more."),
+        ("train.epochs=-1", "train.epochs is -1.0; it must be above 0."),
+        ("train.nproc=0", "train.nproc is 0; it must be in [1, 1024]."),
+        ("train.seed=9223372036854775808", "train.seed is 9223372036854775808; it must be in [0, 2^63)."),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_its_range_is_refused_with_the_range(recipe, override, message):
+    assert refusal(recipe(), override) == message
+
+
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1" + 400 * "0"])
+def test_numbers_that_are_not_finite_are_refused(recipe, number):
+    assert "train.epochs is" in refusal(recipe(), f"train.epochs={number}")
+    assert "optimizer.weight_decay is" in refusal(recipe(), f"optimizer.weight_decay={number}")
+
+
+@pytest.mark.parametrize("argument", ["epochs=2", "train.epochs", "=2", ".epochs=2", "train.=2", "", "train"])
+def test_an_argument_that_is_no_setting_is_shown_the_form(recipe, argument):
+    expected = "expected section.key=value, for example train.epochs=2."
+    assert refusal(recipe(), argument) == f"Cannot read the argument {argument!r}: {expected}"
+
+
+def test_a_setting_without_default_must_be_given(recipe):
+    path = recipe('[data]\npath = "faces"\n')
+    assert refusal(path) == f"{path}: train.run_dir is not set and has no default; add it or give train.run_dir=…"
+    assert load_config(path, ["train.run_dir=run"]).train.run_dir == "run"
+
+
+def test_a_file_that_does_not_exist_is_named_with_its_neighbours(recipe, tmp_path):
+    recipe()
+    missing = tmp_path / "recipes.toml"
+    assert refusal(missing) == f"There is no configuration file {missing}. That folder has: recipe.toml."
+    lost = tmp_path / "nowhere" / "recipe.toml"
+    assert refusal(lost) == f"There is no configuration file {lost}."
+
+
+def test_a_file_that_does_not_parse_is_told_by_line_and_column(recipe):
+    path = recipe('[data]\npath = "faces"\n[train]\nepochs = = 2\n')
+    assert refusal(path) == f"{path} is not valid TOML: Invalid value (at line 4, column 10)."
+
+
+def test_a_folder_or_bytes_that_are_no_text_are_refused(tmp_path):
+    assert refusal(tmp_path).startswith(f"Cannot read the configuration file {tmp_path}: ")
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b'[data]\npath = "\xe4"\n')
+    assert refusal(path).startswith(f"Cannot read the configuration file {path}: ")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_is_read_and_comes_back_from_its_own_toml(path, recipe):
+    config = load_config(path)
+    assert load_config(recipe(to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(data=DataConfig(path="\"quotes\" and 'others'"), train=TrainConfig(run_dir="C:\\runs\\new")),
+        Config(data=DataConfig(path="Gesichter/中/🙂/é"), train=TrainConfig(run_dir="a\tb\nc\r\x00\x7f\x1b")),
+        Config(
+            data=DataConfig(path="[x]", mirror=False, threads=3),
+            train=TrainConfig(run_dir="#", epochs=1e-5, seed=2**63 - 1),
+            head=HeadConfig(sample_rate=((0, 0.1), (10**7, 1.0)), margin_size=0.0, filter_above=0.4),
+            optimizer=OptimizerConfig(lr=1e22, head_lr=1 / 3, clip_norm=0.0, power=0.0),
+            synth=SynthConfig(identities=10**12),
+        ),
+    ],
+    ids=["quotes and backslashes", "unicode and control characters", "numbers and a schedule"],
+)
+def test_toml_brings_back_the_same_settings(config, recipe):
+    assert load_config(recipe(to_toml(config))) == config
+
+
+def test_no_setting_has_a_default_that_toml_cannot_replace_by_unset():
+    """TOML has no null: a setting that may be unset must be unset by default, or it could not be written down."""
+    for section in SECTIONS.values():
+        for field in dataclasses.fields(section):
+            may_be_unset = "None" in str(field.type)
+            assert not may_be_unset or field.default is None, f"{section.__name__}.{field.name}"
+
+
+def test_every_setting_is_described_with_type_default_and_meaning():
+    described = {name: rest for name, *rest in describe_settings()}
+    assert list(described) == [f"{section}.{key}" for section, key in settings()]
+    assert described["train.run_dir"] == [
+        "str",
+        "required",
+        "Folder of the run: config, metrics, checkpoints, report, model.",
+    ]
+    assert all(meaning.endswith(".") for _, _, meaning in described.values())
+
+
+@pytest.mark.parametrize(("section", "key"), list(settings()), ids=map(".".join, settings()))
+def test_every_setting_is_read_somewhere(section, key):
+    package = Path(megaclass.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "config.py"]
+    assert any(re.search(rf"\b(config|settings|{section})\.{key}\b", text) for text in sources)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        HeadConfig().scale = 1.0  # type: ignore[misc]

@@ -1,0 +1,88 @@
+"""SIGTERM and SIGUSR1: the run saves, leaves with 75, and goes on with --resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TINY = [
+    "synth.identities=12",
+    "synth.images_per_identity=8",
+    "synth.size=32",
+    "synth.pairs=40",
+    "backbone.embedding_dim=16",
+    "train.global_batch=16",
+    "train.report_steps=2",
+    "train.checkpoint_epochs=1000",
+    "export.onnx=false",
+]
+RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    places = [f"data.path={folder / 'data'}", f"train.run_dir={folder / 'run'}"]
+    return [sys.executable, "-m", "megaclass", "train", str(RECIPE), *TINY, *places, *more]
+
+
+def wait_for_rows(folder: Path, process: subprocess.Popen[str]) -> None:
+    metrics = folder / "run" / "metrics.jsonl"
+    for _ in range(1200):
+        if metrics.exists() and metrics.read_text().count("\n") >= 2:
+            return
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.05)
+    pytest.fail("no metrics appeared")
+
+
+def rank_pids(parent: int) -> dict[int, int]:
+    """RANK -> pid of the processes of this job that are ranks, wherever in the tree they are."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            variables = dict(part.split(b"=", 1) for part in environment if b"=" in part)
+            if variables.get(b"MEGACLASS_TEST_JOB") == str(parent).encode() and b"RANK" in variables:
+                found[int(variables[b"RANK"])] = int(entry.name)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_one_process_saves_and_leaves_with_75_and_resumes(tmp_path, number):
+    run = command(tmp_path, "train.nproc=1", "train.epochs=300")
+    process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
+    wait_for_rows(tmp_path, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "--resume goes on" in errors
+    (saved,) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    step = int(saved.name.removeprefix("step-"))
+    assert step > 0
+    epochs = f"train.epochs={(step + 2) / 6}"
+    resumed = subprocess.run([*command(tmp_path, "train.nproc=1", epochs), "--resume"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"step {step}" in resumed.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 2
+
+
+def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path):
+    job = str(os.getpid())
+    process = subprocess.Popen(
+        command(tmp_path, "train.nproc=2", "train.epochs=300"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MEGACLASS_TEST_JOB": job},
+    )
+    wait_for_rows(tmp_path, process)
+    os.kill(rank_pids(int(job))[1], signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1

@@ -1,0 +1,271 @@
+"""One training step through the public parts: accumulation, loss scale, running mean, what is not finite."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaclass.backbones import BACKBONES
+from megaclass.config import Config, load_config_values
+from megaclass.data.loader import Batch
+from megaclass.errors import ConfigError, NotFiniteError
+from megaclass.train.build import Model, build_model
+from megaclass.train.meters import Meter, check_finite
+from megaclass.train.precision import LossScale, Precision
+from megaclass.train.step import training_step
+from megaclass.world import World
+
+CPU = torch.device("cpu")
+
+
+class TinySource:
+    num_images, num_classes, image_size = 64, 12, (16, 16)
+
+
+class TinyNet(nn.Module):
+    """With batch norm, dropout and a place for NaN to come from."""
+
+    def __init__(self, embedding_dim: int, image_size: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, 4)
+        self.norm = nn.BatchNorm2d(4)
+        self.dropout = nn.Dropout(0.0)
+        self.fc = nn.Linear(4 * 16, embedding_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(torch.flatten(self.dropout(self.norm(self.conv(x)).relu()), 1))
+        return result
+
+
+def settings(**changes: object) -> Config:
+    tables: dict[str, dict[str, object]] = {
+        "data": {"path": "unused"},
+        "backbone": {"name": f"{__name__}:TinyNet", "embedding_dim": 8},
+        "head": {"scale": 16.0, "margin_size": 0.2, "sample_rate": 0.5},
+        "train": {"run_dir": "unused", "global_batch": 11},
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        tables.setdefault(section, {})[key] = value
+    return load_config_values(tables, where="test")
+
+
+def global_batch(step: int, size: int = 11) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return Batch(
+        images=torch.randint(0, 256, (size, 3, 16, 16), generator=generator, dtype=torch.uint8),
+        labels=torch.randint(12, (size,), generator=generator),
+        indices=np.arange(step * size, (step + 1) * size),
+        epoch=0,
+        step=step,
+    )
+
+
+def my_batch(step: int, parts: list[int]) -> Batch:
+    batch = global_batch(step)
+    here = slice(sum(parts[: dist.get_rank()]), sum(parts[: dist.get_rank() + 1]))
+    return replace(batch, images=batch.images[here], labels=batch.labels[here], indices=batch.indices[here])
+
+
+def new_model(config: Config) -> Model:
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=0, local_size=1)
+    BACKBONES["tiny"] = TinyNet  # importable in the ranks, where this module is a file of the tests
+    config = replace(config, backbone=replace(config.backbone, name="tiny"))
+    model = build_model(config, TinySource(), world, CPU)
+    model.parallel.train()
+    return model
+
+
+def _train(config: Config, parts: list[int]) -> tuple[list[float], dict[str, Tensor]]:
+    model = new_model(config)
+    losses = [
+        training_step(model, my_batch(step, parts), config, lr=0.05, step=step, device=CPU).loss.item()
+        for step in range(5)
+    ]
+    state = {name: tensor.clone() for name, tensor in model.shared_state().items()}
+    return losses, state | {"centres": model.head.centres(torch.arange(12))}
+
+
+@pytest.mark.parametrize("parts", [[6, 5], [4, 3, 4], [3, 3, 2, 3]], ids=str)
+def test_with_synchronised_batch_norm_the_whole_run_is_the_same_on_any_number_of_ranks(run_ranks, parts):
+    config = settings(backbone__batch_norm="sync", backbone__dropout=0.3, train__ema=0.9, head__margin="curricularface")
+    ((losses, state),) = run_ranks(1, _train, config, [11])
+    for other_losses, other_state in run_ranks(len(parts), _train, config, parts):
+        assert other_losses == pytest.approx(losses, rel=2e-5)
+        assert set(other_state) == set(state)
+        for name, tensor in state.items():
+            torch.testing.assert_close(other_state[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_accumulated_parts_give_the_step_of_the_whole_batch(run_ranks):
+    # Without batch norm, whose statistics are those of a part: frozen in evaluation mode here.
+    whole = run_ranks(2, _train_without_norm, settings(), [6, 5])
+    parts = run_ranks(2, _train_without_norm, settings(train__accumulate=3), [6, 5])
+    for (losses, state), (other_losses, other_state) in zip(whole, parts, strict=True):
+        assert other_losses == pytest.approx(losses, rel=1e-5)
+        for name, tensor in state.items():
+            torch.testing.assert_close(other_state[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _train_without_norm(config: Config, parts: list[int]) -> tuple[list[float], dict[str, Tensor]]:
+    model = new_model(config)
+    model.backbone.get_submodule("norm").eval()
+    losses = [
+        training_step(model, my_batch(step, parts), config, lr=0.05, step=step, device=CPU).loss.item()
+        for step in range(4)
+    ]
+    return losses, {name: tensor.clone() for name, tensor in model.backbone.state_dict().items()}
+
+
+def _poisoned(config: Config) -> tuple[str, bool, int, bool]:
+    """One rank's weights make NaN embeddings in step 1; steps 0 and 2 are fine."""
+    model = new_model(config)
+    training_step(model, my_batch(0, [6, 5]), config, lr=0.05, step=0, device=CPU)
+    before = {name: tensor.clone() for name, tensor in model.shared_state().items()}
+    clean = model.backbone.get_parameter("fc.weight").detach().clone()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.backbone.get_parameter("fc.weight").fill_(math.nan)
+    try:
+        result = training_step(model, my_batch(1, [6, 5]), config, lr=0.05, step=1, device=CPU)
+    except NotFiniteError as error:
+        return str(error), True, model.head.step_count, False
+    with torch.no_grad():
+        model.backbone.get_parameter("fc.weight").copy_(clean)
+    after = model.shared_state()
+    moved = [name for name in before if "norm" not in name and not torch.equal(before[name], after[name])]
+    last = training_step(model, my_batch(2, [6, 5]), config, lr=0.05, step=2, device=CPU)
+    return "", bool(result.was_skipped) and not moved, model.head.step_count, bool(last.loss.isfinite())
+
+
+def test_nan_on_one_rank_stops_all_of_them_and_names_it(run_ranks):
+    for message, _, _, _ in run_ranks(2, _poisoned, settings()):
+        assert "5 embedding(s)" in message
+        assert "position 0 of rank 1" in message
+
+
+def test_nan_on_one_rank_is_skipped_by_all_when_asked(run_ranks):
+    assert run_ranks(2, _poisoned, settings(train__on_nan="skip")) == [("", True, 3, True)] * 2
+
+
+def _infinite_gradient(config: Config) -> tuple[bool, bool]:
+    model = new_model(config)
+    model.backbone.get_parameter("conv.bias").register_hook(lambda grad: grad * math.inf)
+    before = {name: tensor.clone() for name, tensor in model.shared_state().items()}
+    result = training_step(model, my_batch(0, [6, 5]), config, lr=0.05, step=0, device=CPU)
+    after = model.shared_state()
+    moved = [name for name in before if "norm" not in name and not torch.equal(before[name], after[name])]
+    return bool(result.was_skipped), not moved
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(run_ranks):
+    assert run_ranks(2, _infinite_gradient, settings(train__ema=0.5)) == [(True, True)] * 2
+
+
+def test_skipped_steps_end_the_run_unless_they_are_expected():
+    row = {"skipped_steps": 2.0}
+    with pytest.raises(Exception, match=r"2 of the steps before step 40.*train\.on_nan=skip"):
+        check_finite(row, 40, "stop", is_scaled=False)
+    check_finite(row, 40, "skip", is_scaled=False)
+    check_finite(row, 40, "stop", is_scaled=True)
+
+
+def test_the_loss_scale_halves_after_a_bad_step_and_doubles_after_two_thousand_good_ones():
+    scale = LossScale(Precision(torch.float16), CPU)
+    first = scale.scale.item()
+    scale.follow(torch.tensor(True))
+    assert scale.scale.item() == first / 2
+    for _ in range(1999):
+        scale.follow(torch.tensor(False))
+    assert scale.scale.item() == first / 2
+    scale.follow(torch.tensor(False))
+    assert scale.scale.item() == first
+
+
+def test_without_float16_there_is_no_loss_scale():
+    scale = LossScale(Precision(torch.bfloat16), CPU)
+    scale.follow(torch.tensor(True))
+    assert scale.scale.item() == 1
+
+
+def _running_mean() -> tuple[float, float]:
+    config = settings(train__ema=0.75)
+    model = new_model(config)
+    bias = model.backbone.get_parameter("fc.bias")
+    expected = bias.detach().clone()
+    for step in range(3):
+        training_step(model, my_batch(step, [11]), config, lr=0.05, step=step, device=CPU)
+        expected = 0.75 * expected + 0.25 * bias.detach()
+    own = bias.detach().clone()
+    with model.for_evaluation() as backbone:
+        inside = (backbone.get_parameter("fc.bias") - expected).abs().max().item()
+    return inside, (bias - own).abs().max().item()
+
+
+def test_evaluation_sees_the_running_mean_and_training_its_own_weights_again(run_ranks):
+    ((inside, outside),) = run_ranks(1, _running_mean)
+    assert inside < 1e-7
+    assert outside == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backbone__freeze": ["layer9"]}, "no parameter of .* begins so"),
+        ({"train__precision": "bf16"}, "the device is a CPU"),
+        ({"backbone__checkpoint_activations": True}, "only known for the iresnets"),
+        ({"backbone__name": "no.such.module:Net"}, "expected package.module:Class"),
+    ],
+)
+def test_settings_that_this_backbone_or_device_cannot_follow_are_refused(run_ranks, changes, message):
+    ((error,),) = [run_ranks(1, _build_error, settings(**changes), "name" not in str(changes))]
+    assert error is not None
+    import re
+
+    assert re.search(message, error)
+
+
+def _build_error(config: Config, is_tiny: bool) -> str | None:
+    try:
+        if is_tiny:
+            new_model(config)
+        else:
+            build_model(config, TinySource(), World(), CPU)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _frozen() -> list[str]:
+    config = settings(backbone__freeze=["conv", "norm"])
+    model = new_model(config)
+    before = {name: p.detach().clone() for name, p in model.backbone.named_parameters()}
+    training_step(model, my_batch(0, [11]), config, lr=0.05, step=0, device=CPU)
+    return [name for name, p in model.backbone.named_parameters() if not torch.equal(p, before[name])]
+
+
+def test_frozen_parameters_do_not_move(run_ranks):
+    assert run_ranks(1, _frozen) == [["fc.weight", "fc.bias"]]
+
+
+def test_the_meter_leaves_skipped_steps_out_of_the_mean():
+    from megaclass.train.step import StepResult
+
+    meter = Meter(12, [], CPU)
+    for loss, skipped in ((1.0, False), (math.nan, True), (3.0, False)):
+        meter.add(StepResult(torch.tensor(loss), torch.tensor(skipped)))
+    row = meter.read()
+    assert row["loss"] == 2.0
+    assert row["skipped_steps"] == 1
+
+
+def test_gradients_that_travel_in_eight_bits_train_nearly_alike(run_ranks):
+    plain = run_ranks(2, _train, settings(), [6, 5])
+    narrow = run_ranks(2, _train, settings(train__compression="fp8"), [6, 5])
+    assert narrow[0][0] == narrow[1][0]
+    assert narrow[0][0] != plain[0][0]
+    assert narrow[0][0] == pytest.approx(plain[0][0], rel=0.02)

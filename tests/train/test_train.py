@@ -1,0 +1,458 @@
+"""`megaclass train`, in processes of its own, on a tiny set: what a run leaves, what it survives, what it refuses."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaclass.cli import main
+
+RECIPE = """
+[synth]
+identities = 20
+images_per_identity = 8
+size = 32
+pairs = 40
+[data]
+path = "{data}"
+[backbone]
+name = "slim"
+embedding_dim = 16
+[head]
+margin = "cosface"
+margin_size = 0.1
+scale = 16.0
+sample_rate = 0.5
+[optimizer]
+warmup_epochs = 0.5
+power = 1.0
+[train]
+run_dir = "{run_dir}"
+epochs = 8
+global_batch = 32
+report_steps = 1
+[export]
+onnx = false
+"""
+NUM_STEPS = 40
+STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+ENV = {name: value for name, value in os.environ.items() if name not in STARTERS} | {"OMP_NUM_THREADS": "1"}
+MEGACLASS = [sys.executable, "-m", "megaclass"]
+SUMMARY_KEYS = {
+    "verification_accuracy",
+    "pixel_baseline_accuracy",
+    "histogram_baseline_accuracy",
+    "images_per_second",
+    "world_size",
+    "num_classes",
+    "steps",
+    "final_loss",
+}
+
+
+@dataclass
+class Setting:
+    """A folder with drawn data and a recipe for it."""
+
+    folder: Path
+    data: Path
+    recipe: Path
+
+    def train(self, *arguments, command=MEGACLASS, env=ENV, timeout_s=240):
+        full = [*command, "train", str(self.recipe), *arguments]
+        return subprocess.run(full, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@dataclass
+class Run:
+    """A run that ended well."""
+
+    path: Path
+    stdout: str
+    stderr: str
+
+    @property
+    def summary(self):
+        return json.loads((self.path / "summary.json").read_text())
+
+    @property
+    def losses(self):
+        return losses_of(self.path)
+
+
+def rows_of(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1] if (run_dir / "metrics.jsonl").exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def losses_of(run_dir):
+    return {row["step"]: row["loss"] for row in rows_of(run_dir)}
+
+
+def in_order(text, *patterns):
+    return re.search(".*".join(patterns), text, flags=re.DOTALL) is not None
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    data = folder / "data"
+    options = ["--identities", "20", "--images-per-identity", "8", "--size", "32", "--pairs", "40"]
+    assert main(["data", "synth", *options, "--out", str(data)]) == 0
+    shutil.copy(data / "verification.bin", data / "lfw.bin")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE.format(data=data, run_dir=folder / "run"))
+    return Setting(folder, data, recipe)
+
+
+@pytest.fixture(scope="module")
+def alone(setting):
+    """One process, never stopped."""
+    done = setting.train("export.onnx=true")
+    assert done.returncode == 0, done.stderr
+    return Run(setting.folder / "run", done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def pair(setting):
+    """Two processes on a terminal 80 columns wide; standard error is that terminal."""
+    run_dir = setting.folder / "pair"
+    primary, secondary = pty.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={run_dir}", "train.nproc=2"]
+    process = subprocess.Popen(
+        command, env=ENV | {"TERM": "xterm"}, stdout=subprocess.PIPE, stderr=secondary, text=True
+    )
+    os.close(secondary)
+    seen = b""
+    try:
+        while chunk := os.read(primary, 65536):
+            seen += chunk
+    except OSError:  # what Linux says when the last writer has left
+        pass
+    finally:
+        os.close(primary)
+    stdout, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, seen.decode()
+    return Run(run_dir, stdout, seen.decode())
+
+
+# --- what a run leaves ---
+
+
+def test_a_run_leaves_settings_curve_numbers_report_models_and_checkpoints(alone):
+    names = {path.name for path in alone.path.iterdir() if not path.name.startswith(".")}
+    assert names >= {
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "model.safetensors",
+        "model.onnx",
+        "checkpoints",
+    }
+    assert {path.name for path in (alone.path / "checkpoints").iterdir()} == {"step-000000035", "step-000000040"}
+
+
+def test_the_summary_has_the_numbers(alone):
+    summary = alone.summary
+    assert summary.keys() >= SUMMARY_KEYS
+    assert (summary["world_size"], summary["num_classes"], summary["steps"]) == (1, 20, NUM_STEPS)
+    assert summary["final_loss"] == alone.losses[NUM_STEPS]
+    assert summary["images_per_second"] > 0
+    for name in ("verification_accuracy", "pixel_baseline_accuracy", "histogram_baseline_accuracy"):
+        assert 0.4 <= summary[name] <= 1.0
+
+
+def test_every_verification_set_beside_the_data_is_evaluated(alone):
+    sets = alone.summary["verification"]
+    assert sets.keys() == {"lfw", "verification"}
+    assert sets["lfw"]["accuracy"] == sets["verification"]["accuracy"] == alone.summary["verification_accuracy"]
+
+
+def test_the_curve_has_a_row_a_report_and_the_loss_falls(alone):
+    rows = rows_of(alone.path)
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert all(row.keys() >= {"step", "epoch", "learning_rate", "loss", "images_per_second"} for row in rows)
+    losses = [row["loss"] for row in rows]
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    rates = [row["learning_rate"] for row in rows]
+    assert rates[0] < rates[1] == max(rates) and rates[1:] == sorted(rates[1:], reverse=True)
+
+
+def test_the_settings_that_are_kept_are_those_that_are_shown(alone, setting, capsys):
+    assert main(["train", str(setting.recipe), "export.onnx=true", "--show-config"]) == 0
+    assert (alone.path / "config.toml").read_text() == capsys.readouterr().out
+
+
+def test_the_exported_models_give_embeddings(alone):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from safetensors.torch import load_file
+
+    session = onnxruntime.InferenceSession(str(alone.path / "model.onnx"), providers=["CPUExecutionProvider"])
+    images = np.random.default_rng(0).uniform(-1, 1, (3, 3, 32, 32)).astype(np.float32)
+    (embeddings,) = session.run(None, {session.get_inputs()[0].name: images})
+    assert embeddings.shape == (3, 16) and np.isfinite(embeddings).all()
+    assert load_file(alone.path / "model.safetensors")["fc.weight"].shape == (16, 128 * 2 * 2)
+
+
+def test_the_end_says_where_everything_is_and_what_to_do_next(alone):
+    for name in ("report.html", "model.safetensors", "model.onnx", "summary.json", "metrics.jsonl", "config.toml"):
+        assert name in alone.stdout
+    assert str(alone.path) in alone.stdout and "Next: " in alone.stdout
+
+
+def test_without_a_terminal_progress_is_plain_lines(alone):
+    assert re.search(r"^training 40/40, 0 s left, .*loss \d.*images/s", alone.stderr, flags=re.MULTILINE)
+    assert "\x1b" not in alone.stderr and "\r" not in alone.stderr
+
+
+def test_on_a_terminal_a_bar_shows_loss_speed_and_time_left(pair):
+    lines = [line for line in re.split(r"[\r\n]+", pair.stderr) if "training" in line]
+    assert any(
+        in_order(line, "training", "━", r"\d+/40", r"\d+:\d\d", r"loss", r"\d\.\d", r"images/s") for line in lines
+    )
+
+
+def test_every_rank_says_which_device_it_uses(pair):
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} of 2 on \S+: cpu \(1 thread\), gloo", pair.stderr)
+
+
+def test_two_processes_train_as_well_as_one(alone, pair):
+    assert pair.summary["world_size"] == 2
+    assert pair.losses.keys() == alone.losses.keys()
+    # The same images and centres; only the batch statistics are each rank's own.
+    assert abs(pair.losses[1] - alone.losses[1]) < 1.0
+    assert pair.losses[NUM_STEPS] < 0.7 * pair.losses[1]
+
+
+def test_under_torchrun_the_same_recipe_gives_the_same_losses(setting, pair):
+    run_dir = setting.folder / "torchrun"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "megaclass"]
+    done = setting.train(f"train.run_dir={run_dir}", command=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert losses_of(run_dir) == pair.losses
+    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
+
+
+# --- stopped and resumed ---
+
+
+@dataclass
+class Stopped:
+    run_dir: Path
+    last_step: int
+    second_job: tuple[int, str]
+
+
+@pytest.fixture(scope="module")
+def stopped(setting, tmp_path_factory):
+    """A run killed with SIGKILL mid-way; before that, while it stood still, a second job tried the same folder."""
+    run_dir = setting.folder / "stopped"
+    arguments = ["train", str(setting.recipe), f"train.run_dir={run_dir}"]
+    process = subprocess.Popen([*MEGACLASS, *arguments], env=ENV, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while len(rows_of(run_dir)) < 13:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGSTOP)
+        second = subprocess.run(
+            [*MEGACLASS, *arguments, "--overwrite"], env=ENV, capture_output=True, text=True, timeout=120, check=False
+        )
+    finally:
+        process.kill()
+        process.wait()
+    return Stopped(run_dir, rows_of(run_dir)[-1]["step"], (second.returncode, second.stderr))
+
+
+def copy_of(stopped, name):
+    target = stopped.run_dir.with_name(name)
+    shutil.copytree(stopped.run_dir, target)
+    return target
+
+
+def test_a_second_job_in_the_folder_of_a_running_one_is_refused_and_touches_nothing(stopped):
+    code, err = stopped.second_job
+    assert code == 2
+    assert f"megaclass: Another job is running in {stopped.run_dir}: choose another train.run_dir." in err
+    assert len(rows_of(stopped.run_dir)) >= 13
+
+
+def test_a_run_killed_midway_and_resumed_ends_bit_for_bit_like_one_never_stopped(setting, stopped, alone):
+    run_dir = copy_of(stopped, "resumed")
+    assert stopped.last_step < NUM_STEPS and not (run_dir / "summary.json").exists()
+    done = setting.train(f"train.run_dir={run_dir}", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"megaclass: resuming from \S*/checkpoints/step-\d+, step \d+", done.stderr)
+    assert losses_of(run_dir) == alone.losses
+    names = ("model.safetensors", "checkpoints/step-000000040/shared.safetensors")
+    assert all((run_dir / name).read_bytes() == (alone.path / name).read_bytes() for name in names)
+
+
+def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goes_on_and_ends(setting, stopped, alone):
+    run_dir = copy_of(stopped, "resumed-by-two")
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-*"))
+    assert len(checkpoints) == 2
+    damaged = next(checkpoints[-1].glob("head-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    first_step = int(checkpoints[0].name.removeprefix("step-"))
+    done = setting.train("--resume", f"train.run_dir={run_dir}", "train.nproc=2")
+    assert done.returncode == 0, done.stderr
+    assert f"megaclass: passed over a checkpoint: {damaged} has" in done.stderr
+    assert f"resuming from {checkpoints[0]}, step {first_step}\n" in done.stderr
+    losses = losses_of(run_dir)
+    assert list(losses) == list(range(1, NUM_STEPS + 1))
+    assert [losses[step] for step in range(1, first_step + 1)] == list(alone.losses.values())[:first_step]
+    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
+
+
+def test_resuming_a_finished_run_writes_its_numbers_again(setting, alone):
+    run_dir = setting.folder / "finished"
+    shutil.copytree(alone.path, run_dir)
+    for name in ("summary.json", "report.html", "model.safetensors"):
+        (run_dir / name).unlink()
+    done = setting.train(f"train.run_dir={run_dir}", "--resume=auto")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["final_loss"] == alone.summary["final_loss"]
+    assert summary["verification_accuracy"] == alone.summary["verification_accuracy"]
+    assert summary["images_per_second"] > 0
+    assert losses_of(run_dir) == alone.losses
+
+
+# --- refused ---
+
+
+@pytest.fixture
+def refused(setting, capfd):
+    """refused(*arguments): standard error of a command that ends with 2."""
+
+    def run(*arguments):
+        assert main(["train", str(setting.recipe), *arguments]) == 2
+        err = capfd.readouterr().err
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+def snapshot(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(refused, alone, nproc):
+    before = snapshot(alone.path)
+    assert f"The run folder {alone.path} already holds a run: continue it with --resume" in refused(
+        f"train.nproc={nproc}"
+    )
+    assert snapshot(alone.path) == before
+
+
+def test_overwrite_removes_the_run_and_nothing_else(setting, alone):
+    run_dir = setting.folder / "overwritten"
+    shutil.copytree(alone.path, run_dir)
+    (run_dir / "notes.txt").write_text("mine")
+    begun_ns = time.time_ns()
+    done = setting.train("--overwrite", f"train.run_dir={run_dir}", "train.epochs=0.2")
+    assert done.returncode == 0, done.stderr
+    assert list(losses_of(run_dir)) == [1]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000000001"]
+    left = [path.name for path in run_dir.iterdir() if path.stat().st_mtime_ns < begun_ns]
+    assert sorted(left) == [".lock", "notes.txt"]
+
+
+def test_resume_and_overwrite_exclude_each_other(refused):
+    assert "--resume and --overwrite exclude each other" in refused("--resume", "--overwrite")
+
+
+def test_resuming_with_other_settings_is_refused_with_the_difference(refused, alone):
+    before = snapshot(alone.path)
+    err = refused("--resume", "head.scale=20.0", "train.seed=1")
+    newest = alone.path / "checkpoints" / "step-000000040"
+    assert f"{newest} belongs to another run: head.scale was 16.0, is 20.0; train.seed was 0, is 1." in err
+    assert snapshot(alone.path) == before
+
+
+def test_resuming_where_there_is_nothing_is_refused(refused, tmp_path):
+    assert f"There is no whole checkpoint in {tmp_path}/run/checkpoints" in refused(
+        f"train.run_dir={tmp_path}/run", "--resume"
+    )
+
+
+def test_resuming_from_a_path_that_is_no_checkpoint_is_refused(refused, tmp_path):
+    err = refused(f"train.run_dir={tmp_path}/run", f"--resume={tmp_path}")
+    assert f"megaclass: {tmp_path}/manifest.json is missing: the folder is no checkpoint" in err
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_data_folder_without_records_says_what_was_looked_for_and_what_was_found(refused, tmp_path, nproc):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.lst").write_text("")
+    err = refused("synth.identities=0", f"data.path={data}", f"train.run_dir={tmp_path}/run", f"train.nproc={nproc}")
+    assert err.startswith(f"megaclass: Cannot open the data at {data}: looked for train.rec and train.idx")
+    assert err.endswith("missing; found train.lst.\n") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_of_other_arguments_are_not_overwritten(refused, setting, tmp_path):
+    before = snapshot(setting.data)
+    assert str(setting.data) in refused("synth.identities=21", f"train.run_dir={tmp_path}/run")
+    assert snapshot(setting.data) == before
+
+
+def test_labels_beyond_the_number_of_classes_end_the_command_once_and_clearly(setting, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(setting.data, data)
+    (data / "property").write_text("5,32,32")
+    done = setting.train("synth.identities=0", f"data.path={data}", f"train.run_dir={tmp_path}/run", "train.nproc=2")
+    assert done.returncode == 2
+    assert done.stderr.count("has label 5, but") == 1
+    assert f"{data}/property says num_classes = 5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting_text", "message"),
+    [
+        ("train.run_dir={file}", "The run folder {file} is a file"),
+        ("train.run_dir={file}/run", "Cannot write to the run folder {file}/run: Not a directory"),
+        ("train.global_batch=161", "A global batch of 161 images is more than the 160 there are"),
+        ("backbone.name=slimm", "backbone.name is 'slimm', which is not known; did you mean slim?"),
+        ("head.margin=magface", "head.margin_size is 0.1, but the margin magface has no single size."),
+        ("train.device=cuda", "was asked for device 'cuda', but torch"),
+    ],
+)
+def test_what_only_the_start_can_find_is_told_without_a_traceback(refused, tmp_path, setting_text, message):
+    file = tmp_path / "file"
+    file.write_text("")
+    err = refused(f"train.run_dir={tmp_path}/run", setting_text.format(file=file))
+    assert message.format(file=file) in err
+
+
+def test_a_rank_that_dies_at_start_ends_the_command_at_once_and_is_named(setting, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    begun = time.monotonic()
+    done = setting.train(f"train.run_dir={tmp_path}/run", "train.nproc=2", env=ENV | {"PYTHONPATH": path})
+    assert time.monotonic() - begun < 60
+    assert done.returncode == 128 + signal.SIGKILL
+    assert re.search(r"megaclass: rank 1 on \S+ \(pid \d+\) ended with signal SIGKILL; the other 1 ", done.stderr)
