@@ -13,7 +13,8 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass train recipes/demo.toml --overwrite
 
 test: $(VENV)/.dev-installed system-packages
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --ignore=tests/launch --ignore=tests/hvd
+	$(BIN)/python -m pytest -m "not soak" tests/launch tests/hvd
 
 soak: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m soak --timeout=3600

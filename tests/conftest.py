@@ -37,15 +37,17 @@ def free_port() -> int:
 def _rank_main(calls: Connection, stacks: str) -> None:
     import torch
 
-    from megaclass.distributed.process_group import process_group
+    from megaclass.distributed import process_group as groups
 
+    # These processes stay, so nothing needs to be let go of before they end.
+    groups._GLOO_LETS_GO_S = 0.0
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         while True:
             world, pickled_call = calls.recv()
             try:
-                with process_group(world, device="cpu", timeout_s=60):
+                with groups.process_group(world, device="cpu", timeout_s=60):
                     function, args = pickle.loads(pickled_call)
                     # Plain pickle: multiprocessing's own would send tensors as shared memory that dies with the rank.
                     calls.send_bytes(pickle.dumps((True, function(*args))))

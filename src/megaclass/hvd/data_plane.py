@@ -205,7 +205,7 @@ class DataPlane:
 
     def _reduce_one(self, given: Tensor, out: Tensor, request: Request) -> None:
         is_large = given.numel() * given.element_size() > 2 * _CHUNK_BYTES
-        if self._swaps(request) and given.numel():
+        if self._swaps(request) and given.numel() and not (is_large and out is given):
             self._swap(given, out, request)
         elif not is_large or given.dtype is torch.int16 or given.is_cuda:
             if out is not given:
@@ -302,7 +302,7 @@ class DataPlane:
         return remainder
 
     def _scaled_reduce_(self, tensor: Tensor, request: Request) -> None:
-        if self._swaps(request) and tensor.numel():
+        if self._swaps(request) and 0 < tensor.numel() * tensor.element_size() <= 2 * _CHUNK_BYTES:
             self._swap(tensor, tensor, request)
             return
         scale_(tensor, request.prescale)

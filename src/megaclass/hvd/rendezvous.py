@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.rendezvous import interface_names, meeting_point
 from megaclass.errors import LaunchError
 from megaclass.hvd.links import Link, Reception, connect
 from megaclass.hvd.settings import Settings
@@ -59,6 +60,9 @@ class Meeter:
         timeout = timedelta(seconds=settings.start_timeout_s)
         world = _world()
         owns_default_group = not dist.is_initialized()
+        if owns_default_group:
+            world = meeting_point(world)
+            os.environ.update(interface_names(world))
         here = world.rank if owns_default_group else dist.get_rank()
         members = (
             sorted(set(ranks)) if ranks else list(range(world.size if owns_default_group else dist.get_world_size()))

@@ -23,8 +23,6 @@ _NO_MEANING = {
     "--no-mpi-threads-disable": "no MPI is needed",
     "--disable-cache": "nothing is cached",
     "--config-file": "its settings tune Horovod's own engine; nothing of it is read",
-    "--cycle-time-ms": "there is no cycle",
-    "--cache-capacity": "there is no response cache",
     "--hierarchical-allreduce": "NCCL and gloo choose by themselves",
     "--no-hierarchical-allreduce": "NCCL and gloo choose by themselves",
     "--hierarchical-allgather": "NCCL and gloo choose by themselves",
@@ -37,7 +35,7 @@ _NO_MEANING = {
     "--thread-affinity": "there is no background thread to pin",
 }
 _TAKES_A_VALUE = {
-    *("--mpi-args", "--binding-args", "--config-file", "--cycle-time-ms", "--cache-capacity", "--num-nccl-streams"),
+    *("--mpi-args", "--binding-args", "--config-file", "--num-nccl-streams"),
     "--thread-affinity",
 }
 _HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "shims"
@@ -46,6 +44,8 @@ _HANDED_OVER = {
     "--log-level": "HOROVOD_LOG_LEVEL",
     "--fusion-threshold-mb": "HOROVOD_FUSION_THRESHOLD",
     "--timeline-filename": "HOROVOD_TIMELINE",
+    "--cycle-time-ms": "HOROVOD_CYCLE_TIME",
+    "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
