@@ -108,7 +108,7 @@ def _write_chunk(path: Path, rows_ND: NDArray[np.float32]) -> None:
 def _join(parts: Path, folder: Path, paths: list[Path], out: Path, embedding_dim: int) -> None:
     """One file that appears whole; a chunk is in memory at a time."""
     unfinished = parts / "joined.npy"
-    joined = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+    joined = np.lib.format.open_memmap(  # type: ignore[no-untyped-call, unused-ignore]
         unfinished, mode="w+", dtype=np.float32, shape=(len(paths), embedding_dim)
     )
     for chunk, start in enumerate(range(0, len(paths), _CHUNK)):

@@ -132,7 +132,7 @@ def _object_name(process_set: ProcessSet) -> str:
 def _dumps(obj: Any) -> bytes:
     """Between ranks of one job. With cloudpickle, as Horovod does, where it is installed: it knows lambdas."""
     try:
-        import cloudpickle  # type: ignore[import-not-found,unused-ignore]
+        import cloudpickle
     except ImportError:
         try:
             return pickle.dumps(obj)

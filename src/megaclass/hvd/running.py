@@ -85,7 +85,7 @@ def _hosts(hosts: str | None, hostfile: str | None) -> list[str]:
 def _pickled(call: Any) -> bytes | None:
     """By cloudpickle where it is installed: it knows lambdas and functions of the main script by value."""
     try:
-        import cloudpickle  # type: ignore[import-not-found,unused-ignore]
+        import cloudpickle
     except ImportError:
         return None
     pickled: bytes = cloudpickle.dumps(call)
