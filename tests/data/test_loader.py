@@ -179,7 +179,8 @@ def test_workers_die_with_their_parent_because_they_live_in_it(source):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         num_threads = len(list(Path(f"/proc/{process.pid}/task").iterdir()))
         process.kill()
-    assert children == "" and num_threads >= 4
+    # Itself and its workers; libraries may have threads of their own.
+    assert children == "" and num_threads >= 2
 
 
 @pytest.mark.parametrize(

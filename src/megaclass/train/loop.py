@@ -97,8 +97,10 @@ def describe_row(row: dict[str, float]) -> str:
         f"loss {row['loss']:.3f}",
         f"{row['images_per_second']:,.0f} images/s",
         f"lr {row['learning_rate']:.3g}",
-        f"waiting for data {row['data_wait_share']:.0%}",
     ]
+    # Said when it matters: all of it fits a terminal of 80 columns otherwise.
+    if row["data_wait_share"] >= 0.05:
+        parts.append(f"waiting for data {row['data_wait_share']:.0%}")
     if "gpu_memory_gib" in row:
         parts.append(f"{row['gpu_memory_gib']:.1f} GiB")
     return "  ".join(parts)

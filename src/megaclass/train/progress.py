@@ -23,15 +23,17 @@ def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
     except ImportError:
         yield _Lines(title, total, start)
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+        # On a narrow terminal the end of the detail goes, not its beginning to another line.
+        TextColumn("{task.fields[detail]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(title, total=total, completed=start, detail="")
