@@ -108,7 +108,7 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
     beginning = Beginning(resume=options.resume, overwrite=options.overwrite, matches_classes=options.match_classes)
     code = start_training(config, given[1:], beginning)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A rank is done. gloo's threads, which DDP keeps alive, now and then abort while the interpreter takes itself apart.
+        # A rank is done; ranks have aborted now and then while the interpreter took itself apart (docs/decisions.md).
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

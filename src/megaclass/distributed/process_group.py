@@ -53,8 +53,8 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
     finally:
         dist.destroy_process_group()
         if backend == "gloo":
-            # A gloo thread lets go of its last tensors a moment after the caller has gone on; if the interpreter is taken
-            # apart in that moment, the process aborts.
+            # Ranks have aborted at exit now and then; the suspicion is a gloo thread that lets go of its last tensors while
+            # the interpreter is taken apart.
             time.sleep(_GLOO_LETS_GO_S)
 
 
