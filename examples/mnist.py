@@ -4,7 +4,7 @@
     megaclass run -np 2 -H localhost:2 python examples/mnist.py               two, started from outside
     python examples/mnist.py --num-proc 2                                     two, started by the script itself
     … --data-dir DIR                                                          MNIST as IDX files, gzipped or not
-    … --data-dir DIR --download                                               fetched first, checksums compared
+    … --data-dir DIR --download [--mirror URL]                                fetched first, checksums compared
 
 Without --data-dir, digits are drawn. What Horovod adds to a script for one process is marked with `Horovod:`.
 """
@@ -12,9 +12,11 @@ Without --data-dir, digits are drawn. What Horovod adds to a script for one proc
 import argparse
 import gzip
 import hashlib
+import http.client
 import struct
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -85,7 +87,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--no-cuda", action="store_true")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--download", action="store_true")
+    parser.add_argument("--download", action="store_true", help="what is not in --data-dir yet")
+    parser.add_argument("--mirror", default=MIRROR, help="where the four files are, http or file")
     parser.add_argument("--drawn", type=int, default=4000, help="training images to draw without --data-dir")
     return parser.parse_args()
 
@@ -163,7 +166,7 @@ def datasets(options: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]
     if options.download:
         # Horovod: one process a host downloads, the others wait.
         if hvd.local_rank() == 0:
-            download(options.data_dir)
+            download(options.data_dir, options.mirror)
         hvd.barrier()
     parts = []
     for name in ("train", "t10k"):
@@ -174,20 +177,30 @@ def datasets(options: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]
     return parts[0], parts[1]
 
 
-def download(folder: Path) -> None:
+def download(folder: Path, mirror: str, checksums: Mapping[str, str] = FILES) -> None:
+    """Fills the folder; a file is there whole and right, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, checksum in FILES.items():
+    for name, checksum in checksums.items():
         target = folder / name
         if target.exists():
+            check(str(target), target.read_bytes(), checksum, "remove it, or leave out --download to use it as it is")
             continue
-        with urllib.request.urlopen(MIRROR + name, timeout=60) as answer:
-            data = answer.read()
-        found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        if found != checksum:
-            raise SystemExit(f"{MIRROR}{name} has the MD5 {found}, not {checksum}: nothing was kept.")
+        url = f"{mirror.rstrip('/')}/{name}"
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                data = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise SystemExit(f"Cannot download {url}: {error}. Give another --mirror, or put {name} there.") from error
+        check(url, data, checksum, "nothing was kept; give another --mirror")
         partial = target.with_suffix(".partial")
         partial.write_bytes(data)
         partial.rename(target)
+
+
+def check(source: str, data: bytes, checksum: str, advice: str) -> None:
+    found = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if found != checksum:
+        raise SystemExit(f"{source} has the MD5 {found}, not {checksum}: {advice}.")
 
 
 def read_idx(folder: Path, name: str) -> Tensor:

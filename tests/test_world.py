@@ -168,6 +168,10 @@ def test_a_variable_that_torchrun_would_have_set_is_missed_by_name(name):
     assert refusal(without(TORCHRUN, name)).startswith(f"The environment is that of torchrun, but {name} is not set.")
 
 
+def test_what_is_left_over_of_a_starter_comes_with_the_line_that_takes_it_away():
+    assert "type `unset RANK LOCAL_RANK` if what is there is left over" in refusal({"RANK": "0", "LOCAL_RANK": "0"})
+
+
 @pytest.mark.parametrize(
     ("env", "name"),
     [(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), (SLURM, "SLURM_LOCALID")],

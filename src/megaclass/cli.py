@@ -104,10 +104,11 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         print(to_toml(config), end="")
         return 0
     from megaclass.train.start import Beginning, start_training
+    from megaclass.world import world_from_environment
 
     beginning = Beginning(resume=options.resume, overwrite=options.overwrite, matches_classes=options.match_classes)
     code = start_training(config, given[1:], beginning)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_from_environment().size > 1:
         # A rank is done; ranks have aborted now and then while the interpreter took itself apart (docs/decisions.md).
         sys.stdout.flush()
         sys.stderr.flush()

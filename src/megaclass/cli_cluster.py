@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from megaclass.cli_data import add_bench_step
+from megaclass.launch.options import at_least, seconds
 
 
 def add_cluster_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,14 +20,14 @@ def add_cluster_commands(commands: "argparse._SubParsersAction[argparse.Argument
     where = check.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots (this machine)")
     where.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts, lines `h1 slots=8`")
-    check.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of the ssh servers")
+    check.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
     check.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
     check.add_argument("--ssh-arg", action="append", default=[], metavar="ARG", help="one more argument for ssh")
     check.add_argument("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (this one)")
     check.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (this one)")
     check.add_argument("--network-interface", metavar="NAME", help="interface to talk over (the one towards host 0)")
-    check.add_argument("--master-port", type=int, default=0, metavar="PORT", help="port of rank 0 (a free one)")
-    check.add_argument("--start-timeout", type=float, default=30.0, metavar="S", help="for a host to answer (30)")
+    check.add_argument("--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (a free one)")
+    check.add_argument("--start-timeout", type=seconds, default=30.0, metavar="S", help="for a host to answer (30)")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
 
@@ -57,16 +58,11 @@ def add_cluster_commands(commands: "argparse._SubParsersAction[argparse.Argument
 
 
 def _check(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.launch.check import CheckSettings, check, default_host
-    from megaclass.launch.hosts import hosts_from_file, hosts_from_option
+    from megaclass.launch.check import CheckSettings, check
+    from megaclass.launch.hosts import given_hosts
     from megaclass.launch.ssh import SshSettings
 
-    if options.hosts is not None:
-        hosts = hosts_from_option(options.hosts)
-    elif options.hostfile is not None:
-        hosts = hosts_from_file(options.hostfile)
-    else:
-        hosts = [default_host()]
+    hosts = given_hosts(options.hosts, options.hostfile)
     workdir = options.workdir or str(Path.cwd())
     ssh = SshSettings(
         port=options.ssh_port,

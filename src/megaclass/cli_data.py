@@ -1,11 +1,11 @@
 """`megaclass data …`: make, pack, look at, check and measure data sets."""
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -260,20 +260,11 @@ def _open(path: str) -> Any:
     return source
 
 
-@contextlib.contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
     """A bar that appears with the first report, which says how much there is to do."""
-    from megaclass.train.progress import Bar, progress_bar
+    from megaclass.train.progress import bar_on_demand
 
-    with contextlib.ExitStack() as held:
-        bars: list[Bar] = []
-
-        def on_progress(done: int, total: int) -> None:
-            if not bars:
-                bars.append(held.enter_context(progress_bar(title, total)))
-            bars[0].advance_to(done)
-
-        yield on_progress
+    return bar_on_demand(title)
 
 
 def _num_cores() -> int:

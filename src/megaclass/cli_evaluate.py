@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,12 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
             resize=options.resize,
             with_faiss=options.faiss,
         )
-        results = evaluate_sets(evaluator, sets, print_result if world.is_main and not options.json else None)
+        results: list[SetResult] = []
+        for one in sets:
+            with _bar(f"evaluating {one.name}", world) as on_progress:
+                results += evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
+            if world.is_main and not options.json:
+                print_result(results[-1])
         if world.is_main:
             out = options.out or (options.model if options.model.is_dir() else None)
             if out is not None:
@@ -173,12 +179,9 @@ def _export(options: argparse.Namespace, given: list[str]) -> int:
 
 def _embed(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
-        from megaclass.distributed.agreement import on_every_rank
         from megaclass.evaluate.embed_folder import embed_folder
-        from megaclass.evaluate.images import find_images
 
-        num_found = on_every_rank(lambda: len(find_images(options.folder)), model.device)
-        with _bar("embedding", world, num_found) as advance:
+        with _bar("embedding", world) as on_progress:
             num_images = embed_folder(
                 model,
                 options.folder,
@@ -186,7 +189,7 @@ def _embed(options: argparse.Namespace, given: list[str]) -> int:
                 resize=options.resize,
                 batch_size=options.batch_size,
                 num_threads=options.threads,
-                on_progress=advance,
+                on_progress=on_progress,
             )
         if world.is_main:
             print(f"{options.out}: {num_images:,} × {model.embedding_dim}, paths in {options.out.with_suffix('.txt')}")
@@ -215,13 +218,8 @@ def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[Loa
         return run(on_every_rank(lambda: load(options.model, device=device), device), world)
 
 
-@contextmanager
-def _bar(title: str, world: "World", total: int) -> Iterator[Callable[[int], None] | None]:
+def _bar(title: str, world: "World") -> "AbstractContextManager[Callable[[int, int], None] | None]":
     """What moves the one bar, on rank 0; the others draw nothing."""
-    if not world.is_main:
-        yield None
-        return
-    from megaclass.train.progress import progress_bar
+    from megaclass.train.progress import bar_on_demand
 
-    with progress_bar(title, total) as bar:
-        yield lambda done: bar.advance_to(done)
+    return bar_on_demand(title) if world.is_main else nullcontext()

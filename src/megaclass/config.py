@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from megaclass.errors import ConfigError
 
 T = TypeVar("T")
+CLASS_MEANS = "class_means"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +214,7 @@ class TrainConfig:
     on_nan: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is not finite does, on all ranks in the same step."""
     compile: bool = False
-    """torch.compile the backbone; where that fails it says why and goes on without."""
+    """torch.compile the backbone: faster for ViT, not for iresnet; where that fails it says why and goes on without."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
     """Width in which the backbone's gradients travel; what rounding loses is added in the next step."""
     tensorboard: bool = False
@@ -233,7 +234,7 @@ class TrainConfig:
     init_backbone: str | None = None
     """Weights to begin with: a .safetensors file, a run folder or checkpoint, InsightFace's .pth or .pt, MXNet's .params."""
     init_centres: str | None = None
-    """Centres to begin with: a checkpoint or run folder, or a folder of checkpoint_gpu_N.pt or N_centers.param."""
+    """Centres to begin with: a checkpoint, a run folder, a folder of checkpoint_gpu_N.pt or N_centers.param; class_means."""
 
     def __post_init__(self) -> None:
         _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
@@ -249,6 +250,9 @@ class TrainConfig:
         _require("train.evaluate_epochs", self.evaluate_epochs, self.evaluate_epochs >= 0, "0 or more")
         _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
         _require("train.keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1")
+        has_means = self.init_centres != CLASS_MEANS or self.init_backbone is not None
+        needed = "a path where train.init_backbone is unset: class means are those of the initial backbone's embeddings"
+        _require("train.init_centres", self.init_centres, has_means, needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from megaclass.errors import LaunchError
 
 # Ports below the range from which Linux hands out ephemeral ones, so that a derived port is seldom taken.
 _DERIVED_PORTS = range(20_000, 32_000)
+_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +161,11 @@ def _number(env: Mapping[str, str], name: str, starter: str, default: int | None
     if text is None:
         if default is not None:
             return default
+        left_over = " ".join(name for name in _TORCHRUN_NAMES if name in env)
+        unset = f"type `unset {left_over}` if what is there is left over, " if left_over else ""
         raise LaunchError(
             f"The environment is that of {starter}, but {name} is not set. "
-            f"Set {name}, or start with `megaclass run -np N …`, which sets all of them."
+            f"Set {name}, {unset}or start with `megaclass run -np N …`, which sets all of them."
         )
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise LaunchError(f"{name}={text!r} in the environment of {starter}: expected a whole number of 0 or more.")

@@ -53,7 +53,20 @@ def test_the_difference_is_told_in_words_and_is_empty_for_equal_lists():
     assert describe_difference(listed("a", "b"), listed("a", "b")) == ""
     assert describe_difference(ClassList(4), ClassList(4)) == ""
     difference = describe_difference(listed("a", "b", "c", "d", "e", "f"), listed("f", "x"))
-    assert difference == "6 classes were saved, the data has 2; 1 new (x); 5 gone (a, b, c, …); 1 under another number"
+    assert difference == (
+        "6 classes were saved, the data has 2; 1 new (x); 5 gone (a, b, c, …); 1 under another number. "
+        "--match-classes keeps the centres of those with the same name"
+    )
+
+
+def test_where_there_are_no_names_it_is_said_that_numbers_are_matched():
+    assert describe_difference(ClassList(3), ClassList(4)) == (
+        "3 classes were saved, the data has 4; 1 new (3). --match-classes keeps the centres of those with the same number; "
+        "names would come from a file classes.txt beside the data"
+    )
+    assert "called by name, those of the data by number. A file classes.txt" in describe_difference(
+        listed("a", "b"), ClassList(2)
+    )
 
 
 def test_the_table_says_how_many_of_each():

@@ -38,6 +38,7 @@ def test_several_processes_print_once_and_give_the_numbers_of_one(run, pairs_bin
             [*command, "--nproc", nproc, "--device", "cpu"], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
+        assert len(re.findall(r"^evaluating lfw (\d+)/\1, 0 s left$", done.stderr, re.MULTILINE)) == 1, "one bar"
         numbers.append(json.loads(done.stdout)["lfw"])
     one, two = numbers
     assert two["accuracy"] == one["accuracy"]
@@ -60,6 +61,17 @@ def test_embeddings_of_folders_identify(run, tmp_path, picture, capsys):
     options = ["--probes", str(tmp_path / "probes.npy"), "--gallery", str(tmp_path / "gallery.npy"), "--device", "cpu"]
     assert main(["evaluate", str(run), *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["probes in gallery"]["rank_k"]["1"] == 1.0
+
+
+def test_probes_and_gallery_are_counted_by_a_bar_each(run, tmp_path, picture, capsys):
+    for folder, num_people in (("gallery", 4), ("probes", 3)):
+        for person in range(num_people):
+            (tmp_path / folder / f"person-{person}").mkdir(parents=True)
+            (tmp_path / folder / f"person-{person}" / "0.png").write_bytes(picture(person, 0))
+    paths = ["--probes", str(tmp_path / "probes"), "--gallery", str(tmp_path / "gallery")]
+    assert main(["evaluate", str(run), *paths, "--device", "cpu", "--json"]) == 0
+    told = capsys.readouterr().err
+    assert told.index("evaluating probes in gallery 3/3") < told.index("evaluating probes in gallery 4/4")
 
 
 def test_report_and_export_say_where_they_wrote(run, make_run, pairs_bin, capsys):

@@ -167,11 +167,16 @@ def test_threads_that_decode_change_nothing():
     np.testing.assert_array_equal(four.sums_ND, one.sums_ND)
 
 
-def test_progress_counts_this_ranks_images():
-    done: list[int] = []
+def _progress_on_this_rank() -> list[tuple[int, int]]:
+    reports: list[tuple[int, int]] = []
     images = PairImages(pair_set=_pair_set(5), image_size=_SIZE)
-    embed_images(TinyBackbone(), images, device=_CPU, batch_size=4, on_progress=done.append)
-    assert done == [4, 8, 10]
+    embed_images(TinyBackbone(), images, device=_CPU, batch_size=4, on_progress=lambda *report: reports.append(report))
+    return reports
+
+
+def test_progress_counts_the_images_of_all_ranks(run_ranks):
+    assert _progress_on_this_rank() == [(4, 10), (8, 10), (10, 10)]
+    assert run_ranks(2, _progress_on_this_rank) == [[(8, 10), (10, 10)]] * 2
 
 
 def test_a_set_without_images_is_refused():

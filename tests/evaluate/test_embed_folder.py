@@ -40,13 +40,13 @@ def _embed_on_this_rank(run: str, folder: str, out: str) -> int:
 
 
 def test_rows_are_those_of_the_model_in_the_order_of_the_list(tmp_path, folder, model):
-    done: list[int] = []
+    done: list[tuple[int, int]] = []
     out = tmp_path / "embeddings.npy"
-    assert embed_folder(model, folder, out, on_progress=done.append) == _NUM_IMAGES
+    assert embed_folder(model, folder, out, on_progress=lambda *report: done.append(report)) == _NUM_IMAGES
     names = out.with_suffix(".txt").read_text().splitlines()
     assert names == sorted(names)
     np.testing.assert_allclose(np.load(out), model.embed([folder / name for name in names]), atol=1e-6)
-    assert done == [4, 8, 11]
+    assert done == [(4, 11), (8, 11), (11, 11)]
     assert not list(tmp_path.glob(".embeddings*")), "nothing unfinished is left"
 
 
@@ -64,7 +64,7 @@ class StoppedError(Exception):
 
 
 def _interrupt(model, folder, out):
-    def stop(done: int) -> None:
+    def stop(done: int, total: int) -> None:
         if done >= 8:
             raise StoppedError
 

@@ -7,9 +7,10 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "examples" / "compression_lab.py"
 
 
-def test_the_laboratory_fills_its_table_in_one_run():
+def test_the_laboratory_fills_its_table_in_one_run(tmp_path):
+    out = tmp_path / "lab.md"
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--drawn", "384", "--epochs", "1"],
+        [sys.executable, str(SCRIPT), "--drawn", "384", "--epochs", "1", "--seeds", "2", "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -17,7 +18,7 @@ def test_the_laboratory_fills_its_table_in_one_run():
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    pattern = r"^\| ([^|]+) \| (\d) \| ([\d.]+) \| ([\d,]+) \| ([\d.–]+) \| ([\d.]+)% \|$"
+    pattern = r"^\| ([^|]+) \| (\d) \| ([\d.]+) \| ([\d,]+) \| ([\d.–]+) \| ([\d.]+)% \| ([^|]+) \|$"
     rows = re.findall(pattern, run.stdout, flags=re.MULTILINE)
     assert [(what, size) for what, size, *_ in rows] == [
         ("serial", "1"),
@@ -30,7 +31,9 @@ def test_the_laboratory_fills_its_table_in_one_run():
         ("8 bits (int8)", "2"),
         ("8 bits (int8)", "4"),
     ]
-    for what, _, _, sent, share, _ in rows:
+    assert out.read_text() == run.stdout
+    for what, _, _, sent, share, _, difference in rows:
+        assert bool(re.fullmatch(r"[+-][\d.]+ ± [\d.]+", difference)) == ("bits" in what)
         if "bits" in what:
             assert float(share) <= (0.52 if "16" in what else 0.27), rows
         assert (int(sent.replace(",", "")) > 0) == (what != "serial")

@@ -1,6 +1,7 @@
 """Ways to run a job of several ranks in the tests of hvd."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import megaclass.hvd as hvd
-from megaclass.hvd.running import horovod_variables
-from megaclass.world import World, environment_of
+from megaclass.launch.plan import rank_environment
+from megaclass.world import World
 
 
 @contextmanager
@@ -46,7 +47,8 @@ def start_script(script: str, size: int, port: int, **variables: str) -> list[su
     processes = []
     for rank in range(size):
         world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=port)
-        env = {**os.environ, **environment_of(world), **horovod_variables(world), "OMP_NUM_THREADS": "1", **variables}
+        placed = rank_environment(world, host=socket.gethostname(), address="127.0.0.1", port=port)
+        env = {**os.environ, **placed, "OMP_NUM_THREADS": "1", **variables}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", script], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -30,7 +30,7 @@ def _all_collectives(rank: int, size: int) -> None:
             # Whole numbers wrap around as the dtype does.
             assert torch.equal(reduced, expected.long().to(dtype)), (dtype, op)
         mean = everybody.mean(0)
-        mean = mean if dtype.is_floating_point else mean.floor()
+        mean = mean if dtype.is_floating_point else mean.trunc()
         torch.testing.assert_close(hvd.allreduce(mine), mean.to(dtype))
         assert torch.equal(mine, _of(rank, dtype))  # the input is left alone
         in_place = mine.clone()
@@ -97,7 +97,9 @@ def _scaling(rank: int, size: int) -> None:
     assert torch.equal(
         hvd.allreduce(whole, op=hvd.Sum, postscale_factor=0.3), (whole.double() * size * 0.3).to(torch.int64)
     )
-    assert torch.equal(hvd.allreduce(torch.tensor([-3]) * (rank == 0)), torch.tensor([-3]).floor_divide(size))
+    assert torch.equal(
+        hvd.allreduce(torch.tensor([-3]) * (rank == 0)), torch.tensor([-3]).div(size, rounding_mode="trunc")
+    )
     half = torch.tensor([1.5, 3.0], dtype=torch.float16)
     scaled = hvd.allreduce(half, op=hvd.Sum, prescale_factor=0.1)
     torch.testing.assert_close(scaled, (half.float() * 0.1).half() * size)

@@ -1,4 +1,4 @@
-"""init, shutdown, init; who is there; what others set up before; idle cost; run(); modules named horovod."""
+"""init, shutdown, init; who is there; what others set up before; idle cost; modules named horovod."""
 
 import gc
 import os
@@ -14,7 +14,6 @@ from tests.conftest import free_port
 from tests.hvd.jobs import error_of, in_job, outputs_of, start_script
 
 import megaclass.hvd as hvd
-from megaclass.errors import LaunchError
 
 _AGAIN = """
 import torch, megaclass.hvd as hvd
@@ -141,28 +140,6 @@ def test_a_rank_that_crashes_is_named_at_once():
     """
     results = outputs_of(start_script(textwrap.dedent(script), 3, free_port()))
     assert [(code, out) for code, out, _ in results] == [(0, "True True\n"), (7, ""), (0, "True True\n")], results
-
-
-def _sum_of_ranks(offset: int, *, factor: int = 1) -> tuple[int, int]:
-    hvd.init()
-    return hvd.rank(), int(hvd.allreduce(torch.tensor(hvd.rank() + offset), op=hvd.Sum)) * factor
-
-
-def _fails_on_rank_1() -> None:
-    hvd.init()
-    if hvd.rank() == 1:
-        raise ValueError("no such thing")
-    hvd.barrier()
-
-
-def test_run_gives_the_results_by_rank(monkeypatch):
-    # Spawned processes import this module by its name.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
-    assert hvd.run(_sum_of_ranks, (10,), {"factor": 2}, num_proc=2, hosts="localhost:2") == [(0, 42), (1, 42)]
-    with pytest.raises(RuntimeError, match="no such thing"):
-        hvd.run(_fails_on_rank_1, num_proc=2)
-    with pytest.raises(LaunchError, match="this machine only"):
-        hvd.run(_fails_on_rank_1, num_proc=2, hosts="far-away:2")
 
 
 _UNCHANGED = """

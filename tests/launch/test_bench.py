@@ -105,8 +105,28 @@ def test_options_out_of_range_are_refused(change, message):
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LaunchError, match=r"asked for nccl, but torch .* sees no GPU: take gloo"):
+    with pytest.raises(LaunchError, match=r"asked for nccl, but torch .* sees no GPU: take --backend gloo"):
         bench.run_bench(BenchSettings(backend="nccl"), World(), is_json=False)
+
+
+def test_two_ranks_on_one_gpu_are_refused_under_nccl_and_talk_through_gloo_otherwise(monkeypatch, capfd):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    world = World(rank=0, size=2, local_size=2, port=1)
+    with pytest.raises(
+        LaunchError, match=r"asked for nccl, but torch .* sees 1 GPU\(s\) for 2 ranks: take --backend gloo"
+    ):
+        bench.run_bench(BenchSettings(backend="nccl"), world, is_json=False)
+    chosen = []
+
+    def process_group(world, *, device):
+        chosen.append(device)
+        raise LaunchError("far enough")
+
+    monkeypatch.setattr(bench, "process_group", process_group)
+    with pytest.raises(LaunchError, match="far enough"):
+        bench.run_bench(BenchSettings(), world, is_json=False)
+    assert chosen == ["cpu"]
 
 
 def test_under_megaclass_run_on_two_hosts_rank_0_prints_the_table(bed):

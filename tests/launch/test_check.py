@@ -2,16 +2,20 @@
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import megaclass
 from megaclass.cli import main
-from megaclass.launch.check_facts import clock_finding, difference_findings, host_findings
+from megaclass.launch.check_facts import clock_finding, default_slots, difference_findings, host_findings
 from megaclass.launch.check_findings import Report, State, bad, good
 from megaclass.launch.check_host import code_digest
 
@@ -25,6 +29,7 @@ TORCH = {
     "is_usable": True,
     "gpus": [GPU, GPU],
 }
+UNUSABLE = {**TORCH, "gpus": [], "is_usable": False, "why_unusable": "driver too old"}
 ON_CPU = {**TORCH, "cuda": None, "nccl": None, "is_usable": False, "gpus": [], "version": "2.13.0+cpu"}
 FACTS = {
     "hostname": "gpu-1",
@@ -61,6 +66,16 @@ def test_a_host_with_two_gpus_and_two_slots_has_nothing_to_mend():
     assert finding("GPU 1").found == "NVIDIA H200, a product in 25 µs, 130.0 of 140.0 GiB free"
 
 
+def test_a_driver_that_runs_a_newer_cuda_all_the_same_is_not_doubted():
+    assert finding("driver", driver_cuda="11.4").state is State.GOOD
+
+
+def test_where_nobody_says_how_many_slots_each_usable_gpu_gets_one():
+    assert default_slots({**FACTS, "num_gpus_present": 8}) == 2
+    assert default_slots({**FACTS, "torch": {**TORCH, "gpus": [GPU]}}) == 1
+    assert default_slots({**FACTS, "torch": ON_CPU}) == default_slots({**FACTS, "torch": None}) == 2
+
+
 def test_a_host_without_a_gpu_trains_on_its_cpus():
     found = host_findings({**FACTS, "torch": ON_CPU, "driver": None, "driver_cuda": None, "num_gpus_present": 0}, 2)
     assert Report(findings={"h": found}).would_start
@@ -74,17 +89,21 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
         ("torch", {"torch": None}, "not installed", "pip install torch"),
         ("torch", {"torch": {"fault": "ImportError: libcudart.so.12"}}, "libcudart", "--force-reinstall torch"),
         ("torch", {"torch": {**TORCH, "version": "2.4.1"}}, "2.4.1", 'pip install "torch>=2.11"'),
-        ("driver", {"driver_cuda": "11.4", "driver": "470.1"}, "torch is built for 12.6", "torch build for CUDA 11"),
+        (
+            "driver",
+            {"driver_cuda": "11.4", "driver": "470.1", "torch": UNUSABLE},
+            "torch is built for 12.6",
+            "torch build for CUDA 11",
+        ),
         ("driver", {"torch": ON_CPU, "driver": None, "driver_cuda": None}, "2 NVIDIA GPU(s) on the bus", "nvidia-smi"),
         ("GPUs", {"torch": ON_CPU}, "2 present, none usable", "is a CPU build"),
-        ("GPUs", {"torch": {**TORCH, "gpus": [], "is_usable": False}}, "none usable", "compare nvidia-smi"),
-        (
-            "GPUs",
-            {"torch": {**TORCH, "gpus": [], "is_usable": False}, "visible_devices": ""},
-            "none usable",
-            "unset CUDA_VISIBLE_DEVICES",
-        ),
+        ("GPUs", {"torch": ON_CPU, "visible_devices": "0"}, "2 present, none usable", "is a CPU build"),
+        ("GPUs", {"torch": UNUSABLE}, "none usable: driver too old", "compare nvidia-smi"),
+        ("GPUs", {"torch": UNUSABLE, "visible_devices": ""}, "none usable", "unset CUDA_VISIBLE_DEVICES"),
+        ("GPUs", {"torch": {"fault": "ImportError"}}, "none usable", "Mend torch first"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "ECC"}]}}, "A: ECC", "nvidia-smi --gpu-reset"),
+        ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "CUDA out of memory"}]}}, "A", "shows who"),
+        ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "no kernel image"}]}}, "A", "get_arch_list"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{**GPU, "is_right": False}]}}, "computes wrongly", "dmesg"),
         ("NCCL", {"torch": {**TORCH, "nccl": None}}, "not in this torch", "torch build for CUDA"),
         ("gloo", {"torch": {**TORCH, "gloo": False}}, "not in this torch", "--force-reinstall torch"),
@@ -121,17 +140,36 @@ def test_hosts_that_differ_are_set_against_each_other():
     versions = {**FACTS["versions"], "torch": "2.12.0"}
     other = {**FACTS, "code": "ffffffffffffffff", "config": "b" * 64, "versions": versions}
     hosts = {"h1": {**FACTS, "config": "a" * 64}, "h2": other}
-    found = {f.what: f.found for f in difference_findings(hosts, "tiny.toml") if f.state is State.BAD}
-    assert found == {
+    findings = [f for f in difference_findings(hosts, "tiny.toml", "/job", "/env/python") if f.state is State.BAD]
+    assert {f.what: f.found for f in findings} == {
         "same versions": "torch is 2.13.0 on h1; 2.12.0 on h2",
         "same code": "megaclass is 0123456789ab on h1; ffffffffffff on h2",
         "same config": "tiny.toml is aaaaaaaaaaaa on h1; bbbbbbbbbbbb on h2",
     }
+    assert [f.advice for f in findings if f.what != "same code"] == [
+        "Type on h2: /env/python -m pip install torch==2.13.0",
+        "Type on h1: scp /job/tiny.toml h2:/job/tiny.toml",
+    ]
+
+
+def test_the_versions_to_install_are_those_of_a_host_that_has_them():
+    versions = {**FACTS["versions"], "Python": "3.11", "torch": "not installed"}
+    hosts = {"h1": {**FACTS, "versions": versions}, "h2": FACTS, "h3": FACTS}
+    python, torch = (f.advice for f in difference_findings(hosts, None, "/job", "python") if f.state is State.BAD)
+    assert python == "Install Python 3.11 with torch and megaclass on h2, h3, and name it with --python."
+    assert torch == "Type on h1: python -m pip install torch==2.13.0"
 
 
 def test_a_config_that_is_missing_on_a_host_comes_with_the_line_that_copies_it():
-    [*_, one] = difference_findings({"h1": {**FACTS, "config": "a" * 64}, "h2": FACTS}, "tiny.toml")
-    assert (one.state, one.advice) == (State.BAD, "Copy it: scp tiny.toml h2:tiny.toml")
+    hosts = {"h1": FACTS, "h2": {**FACTS, "config": "a" * 64}, "h3": FACTS}
+    [*_, one] = difference_findings(hosts, "tiny.toml", "/job", "python")
+    assert (one.state, one.found) == (State.BAD, "tiny.toml is not on h1, h3")
+    assert one.advice == "Type on h2: scp /job/tiny.toml h1:/job/tiny.toml && scp /job/tiny.toml h3:/job/tiny.toml"
+
+
+def test_a_config_that_is_nowhere_is_a_question_of_the_path():
+    [*_, one] = difference_findings({"h1": FACTS, "h2": FACTS}, "tiny.toml", "/job", "python")
+    assert (one.found, one.advice) == ("tiny.toml is not on h1, h2", "Check the path: looked for /job/tiny.toml")
 
 
 def test_a_clock_is_doubted_only_beyond_what_the_question_itself_took():
@@ -152,7 +190,8 @@ def test_the_code_is_another_after_any_change(tmp_path):
 
 
 def test_the_table_has_an_advice_line_under_each_problem():
-    report = Report(findings={"h1 (2 slots)": [good("ssh", "fine")], "h2": [bad("shared memory", "none", "Do it.")]})
+    findings = {"h1": [good("ssh", "fine")], "h2": [bad("shared memory", "none", "Do it.")]}
+    report = Report(findings=findings, titles={"h1": "h1 (2 slots)"})
     assert (
         report.table()
         == """
@@ -170,8 +209,15 @@ Training would not start: 1 problem, marked [!]."""
 # ---- for real ----
 
 
-def run(command, timeout_s=120):
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+def run(command, timeout_s=120, **more):
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, **more)
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -187,9 +233,11 @@ def mounted(bed, host, source, target):
 def check(bed):
     """check(arguments…) on h1 of the bed."""
 
-    def on_h1(*arguments, config="ssh_config"):
+    def on_h1(*arguments, config="ssh_config", env=None):
         ssh = ("--ssh-arg=-F", f"--ssh-arg={bed.folder / config}")
-        return run(bed.inside("h1", sys.executable, "-m", "megaclass", "check", *ssh, *arguments))
+        command = bed.inside("h1", sys.executable, "-m", "megaclass", "check", *ssh, *arguments)
+        whole = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
+        return run(command, env=whole)
 
     return on_h1
 
@@ -225,9 +273,11 @@ def test_two_hosts_that_work_are_shown_in_json_and_end_with_0(check):
         "route",
         "ports",
     ):
-        assert states["h2 (1 slot)", what] in ("good", "doubtful"), what
+        assert states["h2", what] in ("good", "doubtful"), what
     for what in ("same versions", "same code", "all-reduce"):
         assert states["together", what] == "good"
+    assert answer["facts"]["h2"]["hostname"] == "h2" and answer["facts"]["h2"]["torch"]["gloo"] is True
+    assert [row["num_wrong"] for row in answer["all_reduce"]] == [0, 0]
 
 
 def test_hosts_that_work_and_hosts_that_do_not_stand_in_one_table(bed, check, tmp_path):
@@ -241,10 +291,108 @@ def test_hosts_that_work_and_hosts_that_do_not_stand_in_one_table(bed, check, tm
     assert "[!]" not in parts["h1 (this machine, 1 slot)"] and "[X] torch" in parts["h1 (this machine, 1 slot)"]
     assert "[!] Python" in parts["h2 (1 slot)"] and f"no Python at {sys.executable}" in parts["h2 (1 slot)"]
     assert "with --python" in parts["h2 (1 slot)"]
-    assert f"Type: ssh-copy-id -F {bed.folder}/strange_config h3\n" in parts["h3 (1 slot)"] + "\n"
+    assert "[X] ssh" in parts["h2 (1 slot)"], "it is Python that is missing"
+    line = f"Type: ssh-copy-id -F {bed.folder}/strange_config -i {bed.folder}/stranger h3\n"
+    assert line in parts["h3 (1 slot)"] + "\n"
     assert "[!] name" in parts["h77 (1 slot)"] and "/etc/hosts" in parts["h77 (1 slot)"]
     assert "[!] ssh            there is no route to it" in parts["10.123.0.99 (1 slot)"]
-    assert "[?] all-reduce" in parts["together"] and "Training would not start: 5 problems" in done.stdout
+    assert "`ping -c 3 10.123.0.99`" in parts["10.123.0.99 (1 slot)"]
+    assert "[?] all-reduce" in parts["together"] and "Training would not start: 4 problems" in done.stdout
+
+
+def test_who_has_no_key_yet_is_told_to_make_one(bed, check, tmp_path):
+    text = (bed.folder / "ssh_config").read_text().replace(f"{bed.folder}/id", f"{tmp_path}/absent")
+    (bed.folder / "keyless_config").write_text(text)
+    done = check("-H", "h1:1,h2:1", config="keyless_config", env={"SSH_AUTH_SOCK": None})
+    assert done.returncode == 1
+    line = f"Type: ssh-keygen -t ed25519 && ssh-copy-id -F {bed.folder}/keyless_config h2\n"
+    assert line in done.stdout, done.stdout
+
+
+def test_a_host_key_that_nobody_has_confirmed_comes_with_the_login_to_type(bed, check):
+    text = (bed.folder / "ssh_config").read_text().replace("/known_hosts", "/nothing_known")
+    (bed.folder / "unknown_config").write_text(text)
+    done = check("-H", "h2:1", config="unknown_config")
+    assert done.returncode == 1 and "its host key is not known\n" in done.stdout
+    assert f"Log in once with `ssh -F {bed.folder}/unknown_config h2` and compare the key." in done.stdout
+
+
+def test_a_clock_that_is_wrong_is_shown_but_does_not_stop_the_start(bed, check):
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+    if library is None:
+        pytest.skip("a wrong clock on one host needs libfaketime: apt-get install faketime")
+    text = (bed.folder / "h2" / "sshd_config").read_text().replace("Port 22", "Port 2200")
+    # Whoever logs in there lives 90 s in the past.
+    text = text.replace("SetEnv ", f"SetEnv LD_PRELOAD={library} FAKETIME=-90 ")
+    config = bed.folder / "late_sshd_config"
+    config.write_text(text)
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen(bed.inside("h2", "/usr/sbin/sshd", "-D", "-f", str(config)), **quiet)
+    try:
+        wait_until(lambda: run(bed.inside("h2", "ss", "-Hltn", "sport = :2200")).stdout, what="the second sshd")
+        done = check("-H", "h1:1,h2:1", "-p", "2200", "--json")
+    finally:
+        for pid in bed.pids_of("h2", str(config)):
+            os.kill(pid, signal.SIGKILL)
+        server.wait()
+    assert done.returncode == 0, done.stdout
+    [clock] = [one for one in json.loads(done.stdout)["findings"] if one["what"] == "clock"]
+    assert (clock["where"], clock["state"]) == ("h2", "doubtful")
+    assert -91 < float(clock["found"].split()[0]) < -89 and "timedatectl set-ntp true" in clock["advice"]
+
+
+def test_little_disk_and_little_shared_memory_on_a_host_are_found(bed, check, tmp_path):
+    for folder, size in ((tmp_path, "80m"), ("/dev/shm", "500m")):
+        run(bed.inside("h2", "mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder))).check_returncode()
+    try:
+        done = check("-H", "h1:1,h2:1", "--workdir", str(tmp_path))
+    finally:
+        for folder in (tmp_path, "/dev/shm"):
+            run(bed.inside("h2", "umount", str(folder))).check_returncode()
+    one, two, *_ = done.stdout.split("\n\n")
+    assert done.returncode == 1 and "[!]" not in one
+    assert f"[!] free disk      0.1 GiB at {tmp_path}\n" in two and f"du -xsh {tmp_path}/* | sort -h" in two
+    assert "[?] shared memory  0.49 GiB free in /dev/shm" in two and "remount,size=8G /dev/shm" in two
+
+
+def test_another_torch_and_another_recipe_are_set_against_each_other(bed, check, tmp_path):
+    version = Path(torch.__file__).with_name("version.py")
+    (tmp_path / "version.py").write_text(version.read_text().replace(torch.__version__, "2.11.7"))
+    (tmp_path / "recipe.toml").write_text("one")
+    (tmp_path / "other.toml").write_text("two")
+    with (
+        mounted(bed, "h2", tmp_path / "version.py", version),
+        mounted(bed, "h2", tmp_path / "other.toml", tmp_path / "recipe.toml"),
+    ):
+        done = check("-H", "h1:1,h2:1", str(tmp_path / "recipe.toml"))
+    together = done.stdout.split("\n\n")[2]
+    assert done.returncode == 1
+    assert f"[!] same versions  torch is {torch.__version__} on h1; 2.11.7 on h2\n" in together
+    assert f"Type on h2: {sys.executable} -m pip install torch=={torch.__version__.partition('+')[0]}\n" in together
+    assert f"Type on h1: scp {tmp_path}/recipe.toml h2:{tmp_path}/recipe.toml\n" in together
+
+
+def test_a_python_that_says_nothing_here_is_not_blamed_on_ssh(capsys, tmp_path):
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    assert main(["check", "--python", str(slow), "--start-timeout", "0.5"]) == 1
+    table = capsys.readouterr().out
+    assert table.startswith("localhost (this machine)\n") and "[!] Python      it did not report in time\n" in table
+    assert f"Type: {slow} -m megaclass --version" in table
+
+
+@pytest.mark.parametrize("option", [["--start-timeout", "-1"], ["-p", "0"], ["--master-port", "x"]])
+def test_numbers_that_make_no_sense_are_refused(capsys, option):
+    with pytest.raises(SystemExit) as left:
+        main(["check", *option])
+    assert left.value.code == 2 and option[1] in capsys.readouterr().err
+
+
+def test_without_ssh_here_no_host_is_asked(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["check", "-H", "h77:1"]) == 2
+    assert "There is no ssh here to reach h77 with: sudo apt install openssh-client" in capsys.readouterr().err
 
 
 def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp_path):

@@ -26,6 +26,7 @@ def wait_for(name):
         time.sleep(0.01)
 """
 _HELLO = 'say(f"pid{rank}", os.getpid())\n'
+FOR_EVER = "while True: time.sleep(600)"
 
 
 @pytest.fixture
@@ -171,16 +172,48 @@ def test_no_rank_outlives_a_parent_that_is_killed(parent, tmp_path, moment):
     wait_until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)))
 
 
-def test_sigterm_to_the_parent_reaches_the_ranks(parent, tmp_path):
-    body = (
-        'signal.signal(signal.SIGTERM, lambda *_: (say(f"tidy{rank}", ""), sys.exit(0)))\n' + _HELLO + "time.sleep(600)"
-    )
+@pytest.mark.parametrize("code", [75, 0])
+def test_sigterm_to_the_parent_reaches_the_ranks_who_take_their_time_and_say_how_it_ended(parent, tmp_path, code):
+    """Longer than the grace: a save is not cut short."""
+    body = f"""
+def save(*_):
+    time.sleep(4 + rank)
+    say(f"saved{{rank}}", "")
+    os._exit({code})
+signal.signal(signal.SIGTERM, save)
+{_HELLO}
+time.sleep(600)
+"""
     process = parent(body, 2)
     wait_until(lambda: len(pids(tmp_path)) == 2)
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
-    assert {path.name for path in tmp_path.glob("tidy*")} == {"tidy0", "tidy1"}
+    assert process.wait(60) == code
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
     assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_second_sigterm_does_not_wait_for_the_ranks(parent, tmp_path):
+    process = parent('signal.signal(signal.SIGTERM, lambda *_: say("heard", ""))\n' + _HELLO + FOR_EVER, 2)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    process.terminate()
+    wait_until(lambda: (tmp_path / "heard").exists())
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_ranks_that_do_not_know_sigterm_end_at_once(parent, tmp_path):
+    process = parent(_HELLO + FOR_EVER, 2)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_rank_that_fails_while_others_save_is_what_the_job_ended_with(program, tmp_path, capfd):
+    body = _HELLO + "wait_for('pid0'); wait_for('pid1')\nif rank == 1: time.sleep(1)\nsys.exit(75 if rank == 0 else 9)"
+    assert run_local(program(body), 2) == 9
+    assert "rank 1" in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_everything(parent, tmp_path):

@@ -116,3 +116,17 @@ def test_horovod_puts_the_shims_first_on_the_path_of_this_job_only():
     assert (Path(shims) / "horovod" / "torch").is_dir()
     assert mine == "/mine"
     assert "PYTHONPATH" not in parse_options(["-np", "1", "true"]).given_env
+
+
+def test_the_help_names_the_launchers_and_the_table_of_what_is_there(capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--launcher NAME who starts the processes: ssh" in text and "local, mpi, slurm, ray" in text
+    assert "-cb, --check-build print which frameworks, controllers and operations are there" in text
+
+
+def test_what_stands_behind_the_command_is_the_commands_own():
+    options = parse_options(["-np", "1", "--launcher=mpi", "python", "a.py", "--launcher", "x", "--check-build"])
+    assert (options.launcher, options.checks_build) == ("mpi", False)
+    assert options.command == ("python", "a.py", "--launcher", "x", "--check-build")

@@ -5,8 +5,10 @@ that no process but the ssh servers is there on any host.
 """
 
 import os
+import pty
 import random
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -158,13 +160,13 @@ def test_a_key_that_is_refused(bed, script):
     config = config_with(bed, f"{bed.folder}/id\n", f"{bed.folder}/stranger\n")
     err = refused(bed, *HOSTS, *script(SLEEP), config=config)
     assert "megaclass: h2: it refuses our key" in err and "megaclass: h3: it refuses our key" in err
-    assert "ssh-copy-id h2" in err and "Permission denied" in err
+    assert f"copy it with `ssh-copy-id -F {config} h2`" in err and "Permission denied" in err
 
 
 def test_a_host_whose_key_is_not_known(bed, script):
     config = config_with(bed, "known_hosts", "no_known_hosts")
     err = refused(bed, *HOSTS, *script(SLEEP), config=config)
-    assert "megaclass: h2: its host key is not known: log in once with `ssh h2`" in err
+    assert "megaclass: h2: its host key is not known: log in once with `ssh -F " in err
 
 
 def test_a_host_whose_key_has_changed(bed, script):
@@ -188,7 +190,7 @@ def test_a_host_that_is_down(bed, script):
     finally:
         bed.start_in_background("start", "h3")
         bed.do("mend", "h3")
-    assert re.search(r"megaclass: h3: (there is no route to it|it does not answer): is it up", err), err
+    assert re.search(r"megaclass: h3: (there is no route to it|it does not answer): see whether it is up", err), err
     assert "megaclass: h2" not in err
 
 
@@ -198,7 +200,7 @@ def test_a_host_that_swallows_packets(bed, script):
         err = refused(bed, *HOSTS, "--ssh-arg=-oConnectTimeout=2", *script(SLEEP))
     finally:
         bed.do("unblackhole", "h2")
-    assert re.search(r"megaclass: h2: (there is no route to it|it does not answer): is it up", err), err
+    assert re.search(r"megaclass: h2: (there is no route to it|it does not answer): see whether it is up", err), err
 
 
 def test_a_port_without_an_ssh_server(bed, script):
@@ -468,6 +470,33 @@ while True:
     run.send(signal.SIGINT)
     gone_in_time(bed, record_property, "the third Ctrl-C")
     assert run.wait() == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_driver_that_is_told_to_end_takes_all_hosts_with_it(bed, script, number):
+    run = bed.start("-H", "h1:1,h2:1,h3:1", *script(SLEEP))
+    run.says("up", times=3)
+    run.send(number)
+    assert run.wait(20) == 128 + number
+    assert f"{number.name}: ending the ranks." in run.err
+    bed.seconds_until_nothing_is_left(timeout_s=5)
+
+
+def test_a_terminal_that_is_closed_takes_all_hosts_with_it(bed, script):
+    ssh = ("--ssh-arg=-F", f"--ssh-arg={bed.folder / 'ssh_config'}")
+    ranks = ("-H", "h1:1,h2:1,h3:1", *script(SLEEP))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = bed.inside("h1", sys.executable, "-m", "megaclass", "run", *ssh, *ranks)
+        os.execvpe(command[0], command, {**os.environ, "OMP_NUM_THREADS": "1"})
+    text = b""
+    while text.count(b"up") < 3:
+        assert select.select([terminal], [], [], 40)[0], text
+        text += os.read(terminal, 65536)
+    assert len([line for line in bed.processes().values() if "worker.py" in line]) >= 3
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    bed.seconds_until_nothing_is_left(timeout_s=10)
 
 
 def test_ctrl_c_while_hosts_are_being_connected_to(bed, script):

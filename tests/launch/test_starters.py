@@ -182,6 +182,10 @@ def test_mpirun_on_several_hosts_needs_no_address(mpirun_on_hosts, adder):
     ], done.stderr
 
 
+def test_mpirun_trains_on_two_hosts(mpirun_on_hosts, recipe, tmp_path):
+    assert_trained(mpirun_on_hosts("-x", "PATH", "-H", "h1:1,h2:1", "megaclass", "train", recipe), tmp_path, 2)
+
+
 def test_mpirun_needs_no_rank_on_the_host_where_it_is_typed(mpirun_on_hosts, meeter):
     done = mpirun_on_hosts("-H", "h2:1,h3:1", *meeter)
     first, second = sorted(done.stdout.splitlines())
@@ -285,16 +289,50 @@ def slurm(bed, slurm_of_the_module):
     return slurm_of_the_module
 
 
-def test_the_batch_script_hands_recipe_and_settings_to_every_task(slurm, recipe, tmp_path):
+@pytest.fixture
+def sbatch(slurm, recipe, tmp_path):
+    """Submits deploy/slurm.sbatch with the recipe; its output goes to tmp_path/log."""
     script = Path(__file__).parents[2] / "deploy" / "slurm.sbatch"
     # The nodes of the bed have no GPUs and few cores.
     text = re.sub(r"#SBATCH --(gpus-per-node|cpus-per-task|time).*", "", script.read_text())
     (tmp_path / "batch").write_text(text)
-    sizes = ("-N2", "--ntasks-per-node=2", "-t5", f"--output={tmp_path}/log")
-    done = slurm.run(
-        "sbatch", "--wait", *sizes, str(tmp_path / "batch"), "--show-config", "train.seed=31", RECIPE=recipe
-    )
-    assert done.returncode == 0 and (tmp_path / "log").read_text().count("seed = 31\n") == 4, done.stderr
+    where = ("-N2", "-t9", f"--chdir={tmp_path}", f"--output={tmp_path}/log")
+
+    def submit(*options, settings):
+        done = slurm.run("sbatch", "--parsable", *where, *options, str(tmp_path / "batch"), *settings, RECIPE=recipe)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return submit
+
+
+def test_the_batch_script_hands_recipe_and_settings_to_every_task(sbatch, tmp_path):
+    sbatch("--wait", "--ntasks-per-node=2", settings=("--show-config", "train.seed=31"))
+    assert (tmp_path / "log").read_text().count("seed = 31\n") == 4
+
+
+def test_a_batch_job_that_is_asked_to_stop_saves_and_is_queued_again(slurm, sbatch, tmp_path):
+    job = sbatch("--ntasks-per-node=1", settings=("train.epochs=500",))
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, f"{shown()}\n{(tmp_path / 'log').read_text()[-3000:]}"
+            time.sleep(0.3)
+
+    def shown():
+        return slurm.run("scontrol", "show", "job", job).stdout
+
+    try:
+        wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").is_file())
+        slurm.run("scancel", "--signal=TERM", job)
+        wait_for(lambda: "Restarts=1 " in shown() and "JobState=PENDING" in shown())
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        wait_for(lambda: "megaclass: resuming from " in (tmp_path / "log").read_text())
+    finally:
+        slurm.run("scancel", job)
+        wait_for(lambda: "JobState=CANCELLED" in shown())
+    assert "asked to stop; saved at step " in (tmp_path / "log").read_text()
 
 
 def test_srun_trains_on_two_nodes(slurm, recipe, tmp_path):
@@ -338,11 +376,27 @@ def test_mpirun_gets_the_hosts_and_the_names_of_the_variables_but_not_their_valu
 
 def test_srun_gets_the_tasks_and_ends_all_when_one_fails(capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    plan = shown_plan(capsys, "--launcher=slurm", "-H", "h77:2,h78:2", "python", "a.py")
+    interface = ("--network-interface", "eth7")
+    plan = shown_plan(capsys, "--launcher=slurm", *interface, "-H", "h77:2,h78:2", "python", "a.py")
     # fmt: off
-    assert plan == ["srun", "--ntasks=4", "--nodelist=h77,h78", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1",
-                    "--label", "--chdir=/job", "--export=ALL", "python", "a.py"]
+    assert plan == ["srun", "--ntasks=4", "--nodelist=h77,h78", "--nodes=2", "--ntasks-per-node=2", "--export=ALL",
+                    "--kill-on-bad-exit=1", "--label", "--chdir=/job", "python", "a.py"]
     # fmt: on
+
+
+def test_unequal_slots_become_a_task_list_and_processes_fill_the_first_hosts(capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    plan = shown_plan(capsys, "--launcher=slurm", "-H", "h77:1,h78:2", "true")
+    assert plan[1:5] == ["--ntasks=3", "--nodelist=h77,h78,h78", "--nodes=2", "--distribution=arbitrary"]
+    assert plan[5] == "--export=ALL,MASTER_ADDR=h77"
+    plan = shown_plan(capsys, "--launcher=slurm", "-np", "2", "-H", "h77:1,h78:2", "true")
+    assert plan[1:5] == ["--ntasks=2", "--nodelist=h77,h78", "--nodes=2", "--ntasks-per-node=1"]
+
+
+def test_ray_is_not_asked_for_a_plan(capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    plan = " ".join(shown_plan(capsys, "--launcher=ray", "-np", "2", "python", "a b.py"))
+    assert plan.startswith("2 ranks, packed onto as few nodes as possible") and "command: python 'a b.py'" in plan
 
 
 def test_mpirun_starts_the_job_on_both_hosts(bed, meeter):
@@ -360,6 +414,16 @@ def test_srun_starts_the_job_and_asks_for_the_nodes_itself(slurm, meeter):
     assert len(lines) == 2 and all(line.startswith(f"rank {r} goes to h1:") for r, line in enumerate(lines))
 
 
+@pytest.mark.parametrize("hosts", ["h1:1,h2:2", "h2:2,h1:1"])
+def test_srun_fills_hosts_of_unequal_slots_and_rank_0_is_on_the_first(slurm, adder, hosts):
+    body = 'echo $SLURM_PROCID on $(hostname); exec "$0" "$@"'
+    done = slurm.run(*_RUN, "--launcher", "slurm", "-H", hosts, "bash", "-c", body, *adder)
+    assert done.returncode == 0 and done.stdout.count(": sum 6\n") == 3, done.stderr
+    places = sorted(line.partition(": ")[2] for line in done.stdout.splitlines() if " on " in line)
+    in_order = [host.partition(":")[0] for host in hosts.split(",") for _ in range(int(host[-1]))]
+    assert places == [f"{rank} on {host}" for rank, host in enumerate(in_order)]
+
+
 def test_more_processes_than_slurm_granted_tasks_are_refused(slurm):
     done = slurm.run("salloc", "-t5", "-N2", "-n2", *_RUN, "--launcher", "slurm", "-np", "4", "true")
     assert done.returncode == 2
@@ -370,11 +434,18 @@ def test_more_processes_than_slurm_granted_tasks_are_refused(slurm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--launcher", "pbs", "-np", "2", "true"], "--launcher 'pbs': expected one of ssh, local, mpi, slurm, ray."),
-        (["--launcher"], "--launcher '': expected one of"),
+        (["--launcher", "pbs", "-np", "2", "true"], "--launcher: 'pbs' is none of ssh, local, mpi, slurm, ray."),
+        (["--launcher"], "--launcher: expected one argument."),
         (["--launcher", "local", "-H", "h77:1", "true"], "but h77 is another machine: leave -H out."),
         (["--launcher", "mpi", "true"], "How many processes? Give -np N"),
-        (["--launcher", "slurm", "-H", "h77:1,h78:2", "true"], "the same number of slots on every host"),
+        (["--launcher", "local", "true"], "How many processes? Give -np N"),
+        (["--launcher", "mpi", "-np", "2", "--restarts", "1", "true"], "--launcher mpi cannot do --restarts: leave"),
+        (["--launcher", "slurm", "-np", "2", "--output-filename", "o", "true"], "cannot do --output-filename"),
+        (
+            ["--launcher", "ray", "-np", "2", "--min-np", "1", "--hang-timeout", "9", "true"],
+            "--min-np and --hang-timeout",
+        ),
+        (["--launcher", "mpi", "-np", "2", "--workdir", "/absent", "true"], "Cannot work in /absent: No such file"),
         (["--launcher", "ray", "-H", "h77:1", "true"], "Ray chooses the hosts; leave -H and --hostfile out"),
     ],
 )

@@ -1,8 +1,12 @@
 """The files in deploy/: valid against the schemas of whoever reads them, and about things that exist."""
 
 import importlib
+import os
 import re
+import shlex
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +87,119 @@ def test_shell_texts_can_be_parsed(tmp_path):
     scripts = [sky["setup"], sky["run"], job["spec"]["template"]["spec"]["containers"][0]["command"][-1]]
     for script in [*scripts, (_DEPLOY / "slurm.sbatch").read_text()]:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+# ---- SkyPilot ----
+
+# Of its reference of the task's fields (docs.skypilot.co, "SkyPilot YAML"): those we use, and the type of each.
+_SKYPILOT_FIELDS = {
+    "name": str,
+    "num_nodes": int,
+    "resources": dict,
+    "workdir": str,
+    "file_mounts": dict,
+    "volumes": dict,
+    "setup": str,
+    "run": str,
+}
+_SKYPILOT_RESOURCES = {"infra", "accelerators", "cpus", "memory", "disk_size", "disk_tier", "use_spot", "image_id"}
+_SKYPILOT_MODES = {"MOUNT", "COPY", "MOUNT_CACHED"}
+_SKYPILOT_VARIABLES = {
+    *("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"),
+    *("SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID"),
+}
+
+
+def test_the_skypilot_task_has_fields_modes_and_variables_that_skypilot_knows():
+    [task] = documents("skypilot.yaml")
+    assert {name: type(value) for name, value in task.items()} == _SKYPILOT_FIELDS
+    assert task["resources"].keys() <= _SKYPILOT_RESOURCES
+    assert re.fullmatch(r"[A-Z0-9]+:[1-9][0-9]*", task["resources"]["accelerators"])
+    for path, mount in task["file_mounts"].items():
+        assert path.startswith("/") and mount.keys() == {"source", "mode"} and mount["mode"] in _SKYPILOT_MODES
+    assert set(re.findall(r"SKYPILOT_[A-Z_]+", task["setup"] + task["run"])) <= _SKYPILOT_VARIABLES
+
+
+def test_the_run_folder_of_the_skypilot_task_is_a_volume_and_no_bucket():
+    [task] = documents("skypilot.yaml")
+    [run_dir] = re.findall(r"train\.run_dir=(/[a-z]+)/", task["run"])
+    [data] = re.findall(r"data\.path=(/[a-z]+)/", task["run"])
+    assert run_dir in task["volumes"] and data in task["file_mounts"]
+
+
+def test_skypilot_itself_reads_the_task():
+    sky = module("sky", "skypilot")
+    task = sky.Task.from_yaml(str(_DEPLOY / "skypilot.yaml"))
+    assert task.num_nodes == 2
+
+
+# ---- what stands in them is run ----
+
+_RECIPE = """
+[synth]
+identities = 20
+images_per_identity = 8
+size = 32
+pairs = 40
+[backbone]
+name = "slim"
+embedding_dim = 16
+[train]
+epochs = 1
+global_batch = 32
+[export]
+onnx = false
+"""
+
+
+def indexed_job(node, nodes):
+    [container] = documents("indexed-job.yaml")[1]["spec"]["template"]["spec"]["containers"]
+    env = {one["name"]: one["value"] for one in container["env"]} | {"JOB_COMPLETION_INDEX": str(node)}
+    return shlex.join(container["command"]), env
+
+
+def kubeflow(node, nodes):
+    """The trainer tells torchrun by variables what stands in the job."""
+    trainer = documents("kubeflow-trainjob.yaml")[1]["spec"]["trainer"]
+    env = {one["name"]: one["value"] for one in trainer["env"]}
+    env |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": "1"}
+    env |= {"PET_MASTER_ADDR": nodes[0], "PET_MASTER_PORT": "29500"}
+    return shlex.join([*trainer["command"], *trainer["args"]]), env
+
+
+def skypilot(node, nodes):
+    env = {"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "\n".join(nodes)}
+    env |= {"SKYPILOT_NUM_NODES": str(len(nodes)), "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
+    return documents("skypilot.yaml")[0]["run"], env
+
+
+@pytest.mark.parametrize("recipe", [indexed_job, kubeflow, skypilot], ids=lambda recipe: recipe.__name__)
+def test_the_command_of_each_recipe_trains_on_two_hosts(bed, tmp_path, recipe):
+    (tmp_path / "tiny.toml").write_text(_RECIPE)
+    names = tmp_path / "hosts"
+    names.write_text((bed.folder / "hosts").read_text() + "10.123.0.1 megaclass-0.megaclass\n")
+    nodes = ["10.123.0.1", "10.123.0.2"]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MEGACLASS_", "PET_", "RANK"))}
+    plain |= {"PATH": f"{Path(sys.executable).parent}:{plain['PATH']}", "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"log-{node}" for node in range(2)]
+    processes = []
+    for node, log in enumerate(logs):
+        text, env = recipe(node, nodes)
+        # What a test has less of: GPUs, and the data of the recipe.
+        text = re.sub(r"--nproc-per-node=8", "--nproc-per-node=1", text)
+        text = text.replace("recipes/ms1mv3-r50-arcface.toml", f"{tmp_path}/tiny.toml")
+        text = text.replace("/data/ms1mv3", f"{tmp_path}/data").replace("/runs/ms1mv3-r50", f"{tmp_path}/run")
+        shell = ["unshare", "--mount", "bash", "-c", f"mount --bind {names} /etc/hosts\n{text}"]
+        with log.open("wb") as out:
+            command = bed.inside(f"h{node + 1}", *shell)
+            processes.append(
+                subprocess.Popen(
+                    command, env=plain | env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                )
+            )
+    deadline = time.monotonic() + 200
+    codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+    story = "\n".join(log.read_text()[-3000:] for log in logs)
+    assert codes == [0, 0], story
+    assert "rank 0 of 2 on h1: " in story and "rank 1 of 2 on h2: " in story
+    assert (tmp_path / "run" / "summary.json").is_file(), story

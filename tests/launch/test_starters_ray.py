@@ -168,6 +168,21 @@ def test_ctrl_c_reaches_the_ranks_which_may_save_and_leave(cluster):
     assert (process.returncode, out.count("saved\n")) == (130, 2), err
 
 
+def test_after_a_failure_all_ranks_are_started_again(cluster):
+    body = "echo start $MEGACLASS_RESTART at $MASTER_PORT; if [ $RANK = 1 ] && [ $MEGACLASS_RESTART != 2 ]; then exit 3; fi"
+    done = cluster.run("-np", "2", "--restarts", "5", "bash", "-c", f"{body}; sleep 0.5", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    lines = {line.partition(":")[2] for line in done.stdout.splitlines()}
+    assert sorted(line.split(" at ")[0] for line in lines) == ["start 0", "start 1", "start 2"]
+    assert "megaclass: restart 1 of 5: 2 ranks." in done.stderr and "restart 3" not in done.stderr
+
+
+def test_what_must_be_mended_first_is_not_started_again(cluster):
+    done = cluster.run("-np", "2", "--restarts", "5", "bash", "-c", "exit 2")
+    assert done.returncode == 2 and "restart 1" not in done.stderr
+    assert "exit code 2 says that something must be mended first: no restart." in done.stderr
+
+
 def test_more_processes_than_the_cluster_has_room_for_are_refused(cluster):
     done = cluster.run("-np", "9", "true")
     assert done.returncode == 2

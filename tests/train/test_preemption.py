@@ -1,7 +1,8 @@
-"""SIGTERM and SIGUSR1: the run saves, leaves with 75, and goes on with --resume."""
+"""Signals to a run: SIGTERM and SIGUSR1 save, leave with 75, and it goes on with --resume; a crash leaves its stack."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from megaclass.checkpoint.manifest import check_files, read_manifest
 
 TINY = [
     "synth.identities=12",
@@ -73,6 +76,22 @@ def test_one_process_saves_and_leaves_with_75_and_resumes(tmp_path, number):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 2
 
 
+def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path):
+    job = str(os.getpid())
+    process = subprocess.Popen(
+        command(tmp_path, "train.nproc=2", "train.epochs=300"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MEGACLASS_TEST_JOB": job},
+    )
+    wait_for_rows(tmp_path, process)
+    os.kill(rank_pids(int(job))[1], signal.SIGSEGV)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGSEGV, errors
+    assert "Segmentation fault" in errors and "train/loop.py" in errors
+    assert "megaclass: rank 1 on" in errors and "ended with signal SIGSEGV" in errors
+
+
 def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path):
     job = str(os.getpid())
     process = subprocess.Popen(
@@ -86,3 +105,19 @@ def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer_than_any_grace(tmp_path):
+    train = command(tmp_path, "train.nproc=2", "train.epochs=300")
+    # Every fsync takes 2 s, as on a busy network disk. -D: this process is the command, the tracer its grandchild.
+    slow = ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "--seccomp-bpf", "-e", "trace=fsync"]
+    slow += ["-e", "inject=fsync:delay_enter=2s"]
+    process = subprocess.Popen([*slow, *train], stderr=subprocess.PIPE, text=True)
+    wait_for_rows(tmp_path, process)
+    process.terminate()
+    _, errors = process.communicate(timeout=110)
+    assert process.returncode == 75, errors
+    assert "--resume goes on" in errors and "ended with" not in errors
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    check_files(saved, read_manifest(saved))

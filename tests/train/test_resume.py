@@ -2,10 +2,10 @@
 
 import contextlib
 import io
-import json
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -68,9 +68,7 @@ def _train(values, beginning=None):
 
 
 def losses_of(run_dir):
-    path = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {row["step"]: row["loss"] for row in rows}
+    return {row["step"]: row["loss"] for row in run_folder.RunFolder(run_dir).read_metrics()}
 
 
 def checkpoint_at(run_dir, step):
@@ -248,6 +246,27 @@ def test_a_run_folder_that_another_host_does_not_see_is_refused_with_the_reason(
     assert not list((folders[0] / "run").glob(".seen-*"))
 
 
+def _train_until_rank_0_may_write_no_more(values, num_bytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        return _train(values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(("num_bytes", "name"), [(100, "config.toml"), (2500, "metrics.jsonl")])
+def test_a_disk_that_takes_no_more_of_the_metrics_ends_all_ranks_with_the_reason(
+    run_ranks, data, tmp_path, num_bytes, name
+):
+    values = settings(data, tmp_path / "run", train__checkpoint_epochs=1000)
+    open_records(data / "train.rec")  # so that its caches are there already
+    for losses, _, error in run_ranks(2, _train_until_rank_0_may_write_no_more, values, num_bytes):
+        assert f"Cannot write {tmp_path / 'run' / name}: File too large." in error
+        assert len(losses) < NUM_STEPS
+
+
 # --- changed lists of classes ---
 
 
@@ -345,6 +364,17 @@ def test_names_that_have_nothing_in_common_with_the_saved_ones_are_refused(run_r
     beginning = Beginning(resume=str(newest(named.run_dir)), matches_classes=True)
     for _, _, error in run_ranks(2, _train, values, beginning):
         assert "None of the 20 classes of the data is among the 20 of" in error
+
+
+def test_classes_without_names_are_matched_by_number_and_that_is_said(run_ranks, by_four, tmp_path):
+    fewer = renumbered(by_four.data, tmp_path / "data", list(range(NUM_CLASSES - 2)))
+    values = settings(fewer, tmp_path / "run", train__epochs=1.5)
+    begun = str(checkpoint_at(by_four.run_dir, MIDDLE))
+    assert (
+        "keeps the centres of those with the same number" in run_ranks(1, _train, values, Beginning(resume=begun))[0][2]
+    )
+    _, said, error = run_ranks(2, _train, values, Beginning(resume=begun, matches_classes=True))[0]
+    assert not error and "classes matched by number with" in said
 
 
 def test_a_list_of_names_that_does_not_fit_the_data_is_refused(run_ranks, data, tmp_path):

@@ -13,10 +13,11 @@ from megaclass.backbones import BACKBONES
 from megaclass.config import Config, load_config_values
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
+from megaclass.head.measures import HeadMeasures
 from megaclass.train.build import Model, build_model
 from megaclass.train.meters import Meter, check_finite
 from megaclass.train.precision import LossScale, Precision
-from megaclass.train.step import training_step
+from megaclass.train.step import StepResult, training_step
 from megaclass.world import World
 
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def _poisoned(config: Config) -> tuple[str, bool, int, bool]:
 def test_nan_on_one_rank_stops_all_of_them_and_names_it(run_ranks):
     for message, _, _, _ in run_ranks(2, _poisoned, settings()):
         assert "5 embedding(s)" in message
-        assert "position 0 of rank 1" in message
+        assert "position 0 of rank 1" in message and "in step 1, counted from 0" in message
 
 
 def test_nan_on_one_rank_is_skipped_by_all_when_asked(run_ranks):
@@ -253,14 +254,49 @@ def test_frozen_parameters_do_not_move(run_ranks):
 
 
 def test_the_meter_leaves_skipped_steps_out_of_the_mean():
-    from megaclass.train.step import StepResult
-
     meter = Meter(12, [], CPU)
     for loss, skipped in ((1.0, False), (math.nan, True), (3.0, False)):
         meter.add(StepResult(torch.tensor(loss), torch.tensor(skipped)))
     row = meter.read()
     assert row["loss"] == 2.0
     assert row["skipped_steps"] == 1
+
+
+def test_the_meter_tells_the_measures_of_the_last_step_unless_that_was_skipped():
+    measures = HeadMeasures(*torch.tensor([0.25, 3.0, 0.5], dtype=torch.float64))
+    meter = Meter(12, [], CPU)
+    for skipped in (False, True):
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(skipped), measures))
+        row = meter.read()
+        told = [row.get(name) for name in ("target_cosine", "head_gradient_norm", "sampled_share")]
+        assert told == ([None] * 3 if skipped else [0.25, 3.0, 0.5])
+
+
+def _rows(config: Config, parts: list[int]) -> list[list[float]]:
+    model, meter = new_model(config), Meter(11, [], CPU)
+    model.backbone.get_submodule("norm").eval()  # its statistics would be those of a part of the batch
+    rows = []
+    for step in range(3):
+        batch = my_batch(step, parts)
+        meter.add(training_step(model, batch, config, lr=0.01, step=step, device=CPU, is_measured=True))
+        row = meter.read()
+        rows.append([row[name] for name in ("target_cosine", "head_gradient_norm", "sampled_share")])
+    return rows
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_the_measures_of_a_step_are_the_same_on_any_number_of_ranks_and_parts(run_ranks, rate):
+    config = settings(head__sample_rate=rate)
+    (truth,) = run_ranks(1, _rows, config, [11])
+    assert all(math.isfinite(number) and number != 0 for row in truth for number in row)
+    for parts in ([6, 5], [4, 3, 4], [3, 3, 2, 3]):
+        for accumulate in (1, 2):
+            for rows in run_ranks(
+                len(parts), _rows, settings(head__sample_rate=rate, train__accumulate=accumulate), parts
+            ):
+                for row, true in zip(rows, truth, strict=True):
+                    assert row == pytest.approx(true, rel=1e-4, abs=1e-5)
 
 
 def test_gradients_that_travel_in_eight_bits_train_nearly_alike(run_ranks):

@@ -187,6 +187,9 @@ def test_the_curve_has_a_row_a_report_and_the_loss_falls(alone):
     rows = rows_of(alone.path)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert all(row.keys() >= {"step", "epoch", "learning_rate", "loss", "images_per_second"} for row in rows)
+    assert all(-1 < row["target_cosine"] < 1 and row["head_gradient_norm"] > 0 for row in rows)
+    # Half of the negatives, and whoever is in the batch.
+    assert all(0.5 < row["sampled_share"] <= 1 for row in rows)
     losses = [row["loss"] for row in rows]
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
     rates = [row["learning_rate"] for row in rows]
@@ -336,6 +339,22 @@ def test_resuming_a_finished_run_writes_its_numbers_again(setting, alone):
 
 
 # --- refused ---
+
+
+@pytest.mark.parametrize("name", ["report.html", "model.safetensors"])
+def test_a_finished_run_whose_results_cannot_be_written_says_so_and_writes_them_when_resumed(
+    setting, alone, tmp_path, name
+):
+    run_dir = Path(shutil.copytree(alone.path, tmp_path / "run"))
+    (run_dir / name).unlink()
+    (run_dir / name).mkdir()
+    arguments = (f"train.run_dir={run_dir}", "train.nproc=1", "--resume")
+    ended = setting.train(*arguments)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert f"All {NUM_STEPS} steps are done and saved, but model and report could not be written" in ended.stderr
+    (run_dir / name).rmdir()
+    assert setting.train(*arguments).returncode == 0
+    assert (run_dir / name).is_file()
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megaclass.backbones.norm import norm_act, norm_and_input
+
 _WIDTHS = (64, 128, 256, 512)
 _BN_EPS = 1e-5
 
@@ -27,10 +29,15 @@ class IBasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.conv1(self.bn1(x))
-        out = self.conv2(self.prelu(self.bn2(out)))
-        result: Tensor = self.bn3(out) + self.downsample(x)
-        return result
+        y, x = norm_and_input(self.bn1, x)
+        y = norm_act(self.bn2, self.conv1(y), slope=self.prelu.weight)
+        return norm_act(self.bn3, self.conv2(y), skip=self._shortcut(x))
+
+    def _shortcut(self, x: Tensor) -> Tensor:
+        if isinstance(self.downsample, nn.Sequential):
+            conv, norm = self.downsample
+            return norm_act(norm, conv(x))
+        return x
 
 
 class IResNet(nn.Module):
@@ -57,10 +64,10 @@ class IResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, D)."""
-        x = self.prelu(self.bn1(self.conv1(x)))
+        x = norm_act(self.bn1, self.conv1(x), slope=self.prelu.weight)
         for stage in range(1, 5):
             x = self.get_submodule(f"layer{stage}")(x)
-        x = self.fc(torch.flatten(self.dropout(self.bn2(x)), 1))
+        x = self.fc(torch.flatten(self.dropout(norm_act(self.bn2, x)), 1))
         embeddings: Tensor = self.features(x)
         return embeddings
 

@@ -36,6 +36,10 @@ class ClassList:
                 )
         return ClassList(len(listed), b"\n".join(listed) + b"\n" if listed else b"")
 
+    @property
+    def kind_of_name(self) -> str:
+        return "name" if self.text else "number"
+
     def names(self) -> Iterator[bytes]:
         if not self.text:
             return (b"%d" % number for number in range(self.num_classes))
@@ -97,9 +101,15 @@ def describe_match(num_same: int, num_renumbered: int, num_new: int, num_saved: 
 
 
 def describe_difference(saved: ClassList, current: ClassList) -> str:
-    """In words, for refusing: empty when the lists are the same."""
+    """In words, for refusing, with what --match-classes would do: empty when the lists are the same."""
     if saved == current:
         return ""
+    if saved.kind_of_name != current.kind_of_name:
+        return (
+            f"the saved ones are called by {saved.kind_of_name}, those of the data by {current.kind_of_name}. "
+            f"A file classes.txt beside the data, line i for class i, names them: a copy of the checkpoint's, if they are "
+            f"the same"
+        )
     known, now = set(saved.names()), set(current.names())
     parts = [f"{saved.num_classes:,} classes were saved, the data has {current.num_classes:,}"]
     for kind, names, others in (("new", current, known), ("gone", saved, now)):
@@ -110,4 +120,7 @@ def describe_difference(saved: ClassList, current: ClassList) -> str:
     match = match_classes(saved, current, 0, current.num_classes)
     if match.num_renumbered:
         parts.append(f"{match.num_renumbered:,} under another number")
-    return "; ".join(parts)
+    keeps = f"--match-classes keeps the centres of those with the same {current.kind_of_name}"
+    if not current.text:
+        keeps += "; names would come from a file classes.txt beside the data"
+    return f"{'; '.join(parts)}. {keeps}"

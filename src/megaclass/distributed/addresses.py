@@ -12,7 +12,7 @@ _SIOCGIFADDR = 0x8915
 
 def own_addresses() -> list[str]:
     """Addresses of this host that others may reach, IPv4 first."""
-    addresses = [address for held in _interfaces().values() for address in held]
+    addresses = [address for held in interfaces().values() for address in held]
     usable = [
         a for a in addresses if not (ipaddress.ip_address(a).is_loopback or ipaddress.ip_address(a).is_link_local)
     ]
@@ -43,10 +43,11 @@ def is_own(address: str) -> bool:
 
 def interface_holding(address: str) -> str | None:
     """Name of the interface of this host that has the address."""
-    return next((name for name, addresses in _interfaces().items() if address in addresses), None)
+    return next((name for name, addresses in interfaces().items() if address in addresses), None)
 
 
-def _interfaces() -> dict[str, list[str]]:
+def interfaces() -> dict[str, list[str]]:
+    """Name of each interface that has an address, with its addresses, IPv4 first."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

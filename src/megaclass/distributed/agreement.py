@@ -28,7 +28,10 @@ def on_every_rank(action: Callable[[], T], device: torch.device, group: dist.Pro
     text = b"" if error is None else (str(error) or type(error).__name__).encode(errors="replace")[:_TEXT_BYTES]
     block = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     block[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    texts_W = [bytes(row.tolist()).rstrip(b"\0") for row in gather_blocks(block.to(device), group).cpu()]
+    blocks_W = gather_blocks(block.to(device), group).cpu()
+    if not blocks_W.any():
+        return result
+    texts_W = [bytes(row.tolist()).rstrip(b"\0") for row in blocks_W]
     if error is not None and texts_W.index(text) == group_rank(group):
         raise error
     for rank, failed in enumerate(texts_W):

@@ -38,7 +38,7 @@ class BenchSettings:
     """Fewer when they would take longer than this."""
     operations: tuple[str, ...] = OPERATIONS
     backend: str = "auto"
-    """auto: gloo, and nccl too where every rank has a GPU."""
+    """auto: gloo, and nccl too where every rank has a GPU of its own."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_bytes <= self.max_bytes:
@@ -93,9 +93,14 @@ def parse_bytes(text: str) -> int:
 
 def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
     """Exit code: 0, or 1 when a result was wrong. Rank 0 prints."""
-    has_gpu = torch.cuda.is_available() and settings.backend != "gloo"
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # NCCL refuses two ranks on one GPU.
+    has_gpu = world.local_size <= num_gpus and settings.backend != "gloo"
     if settings.backend == "nccl" and not has_gpu:
-        raise LaunchError(f"{world.name()} was asked for nccl, but torch {torch.__version__} sees no GPU: take gloo.")
+        seen = f"sees {num_gpus} GPU(s) for {world.local_size} ranks" if num_gpus else "sees no GPU"
+        raise LaunchError(
+            f"{world.name()} was asked for nccl, but torch {torch.__version__} {seen}: take --backend gloo."
+        )
     rows: list[Row] = []
     with process_group(world, device="cuda" if has_gpu else "cpu") as device:
         _check_same_settings(settings, world)

@@ -31,7 +31,7 @@ def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> World:
         return world
     if world.starter == "Open MPI" and world.local_size < world.size:
         world = _told_by_mpirun(world, env)
-    elif world.starter == "Slurm" and "MASTER_ADDR" not in env:
+    elif world.starter == "Slurm":
         world = replace(world, address=_slurm_address(world.address, env))
     for name in _INTERFACE_NAMES:
         _check_interfaces(env.get(name, ""), name)

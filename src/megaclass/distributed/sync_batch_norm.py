@@ -28,12 +28,13 @@ class SyncBatchNorm(nn.modules.batchnorm._NormBase):
             )
         y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, self.group)  # type: ignore[no-untyped-call]
         if self.track_running_stats:
-            self._follow(mean, variance, count)
+            self.follow(mean, variance, count)
         result: Tensor = y
         return result
 
     @torch.no_grad()
-    def _follow(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def follow(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Moves the running statistics towards those of a batch of `count` values a channel, over all ranks."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
@@ -62,6 +63,21 @@ def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
     return module
 
 
+def moments_over_ranks(
+    mean: Tensor, variance: Tensor, count: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From each rank's own moments (C,) of its `count` values a channel: mean, biased variance and count of all, float64.
+
+    Sums of x and of x² are formed here, in float64: a rank's own mean and variance are exact in float32 where x² is not.
+    """
+    mean, variance = mean.double(), variance.double()
+    sums = torch.cat([count * mean, count * (variance + mean * mean), mean.new_full((1,), count)])
+    sum_over_ranks_(sums, group)
+    total = sums[-1].clamp_min(1)
+    mean, square = (sums[:-1] / total).chunk(2)
+    return mean, (square - mean * mean).clamp_min(0), total
+
+
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -70,16 +86,10 @@ class _Normalise(torch.autograd.Function):
         dims = [0, *range(2, x.ndim)]
         values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         own_count = x.numel() // x.shape[1]
-        sums = x.new_zeros(2 * x.shape[1] + 1, dtype=torch.float64)
-        if own_count:
-            variance, mean = torch.var_mean(values, dims, correction=0)
-            # Sums of x and of x² from each rank's own mean and variance: those are exact in float32 where x² is not.
-            mean, variance = mean.double(), variance.double()
-            sums = torch.cat([own_count * mean, own_count * (variance + mean * mean), sums.new_tensor([own_count])])
-        sum_over_ranks_(sums, group)
-        count = sums[-1].clamp_min(1)
-        mean, square = (sums[:-1] / count).chunk(2)
-        variance = (square - mean * mean).clamp_min(0)
+        own_variance, own_mean = (
+            torch.var_mean(values, dims, correction=0) if own_count else values.new_zeros(2, x.shape[1]).unbind()
+        )
+        mean, variance, count = moments_over_ranks(own_mean, own_variance, own_count, group)
         inverse = torch.rsqrt(variance + eps).to(values.dtype)
         shape = [1, -1, *[1] * (x.ndim - 2)]
         unit = (values - mean.to(values.dtype).view(shape)) * inverse.view(shape)

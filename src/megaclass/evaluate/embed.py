@@ -18,7 +18,8 @@ from megaclass.distributed.collectives import gather_blocks, group_rank, group_s
 from megaclass.errors import DataError
 from megaclass.evaluate.images import Images, PairImages
 
-OnProgress = Callable[[int], None]
+OnProgress = Callable[[int, int], None]
+"""Images done, and in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,7 +56,14 @@ def embed_images(
 
     Traffic: one all-gather of 4 KiB a rank (did all go well?), one of ceil(N / W) x (D + 1) floats a rank.
     """
-    part = part_of_rank(len(images), group_rank(group), group_size(group))
+    num_ranks = group_size(group)
+    part = part_of_rank(len(images), group_rank(group), num_ranks)
+
+    def report(done: int, _: int) -> None:
+        if on_progress is not None:
+            # The other ranks are about as far.
+            on_progress(min(len(images), done * num_ranks), len(images))
+
     rows = on_every_rank(
         lambda: embed_part(
             network,
@@ -64,7 +72,7 @@ def embed_images(
             device=device,
             batch_size=batch_size,
             num_threads=num_threads,
-            on_progress=on_progress,
+            on_progress=report,
         ),
         device,
         group,
@@ -140,7 +148,7 @@ def embed_part(
             rows[done : done + len(indices)] = embedded
             done += len(indices)
             if on_progress is not None:
-                on_progress(done)
+                on_progress(done, len(part))
     assert rows is not None
     return rows
 

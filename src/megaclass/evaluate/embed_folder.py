@@ -40,7 +40,7 @@ def embed_folder(
 ) -> int:
     """Collective. Writes `out`, float32 (N, D), normalised, and beside it a .txt with the N paths; returns N.
 
-    The folder and `out` must be visible to all ranks. on_progress gets the number of images that are done.
+    The folder and `out` must be visible to all ranks. on_progress gets the number of images that are done, and of all.
     """
     device, rank, num_ranks = model.device, group_rank(group), group_size(group)
     if out.suffix != ".npy":
@@ -62,7 +62,7 @@ def embed_folder(
                 _write_chunk(path, torch.nn.functional.normalize(rows[:, :-1]).cpu().numpy())
             if on_progress is not None:
                 # The other ranks are about as far.
-                on_progress(min(len(paths), done * num_ranks * _CHUNK))
+                on_progress(min(len(paths), done * num_ranks * _CHUNK), len(paths))
 
     on_every_rank(embed_own, device, group)
     on_main_rank(lambda: _join(parts, folder, paths, out, model.embedding_dim), device, group)

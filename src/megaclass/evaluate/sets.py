@@ -79,9 +79,7 @@ def find_sets(paths: Sequence[Path]) -> list[EvaluationSet]:
     return _with_distinct_names(found)
 
 
-def evaluate_sets(
-    evaluator: Evaluator, sets: Sequence[EvaluationSet], on_set: Callable[[SetResult], None] | None = None
-) -> list[SetResult]:
+def evaluate_sets(evaluator: Evaluator, sets: Sequence[EvaluationSet]) -> list[SetResult]:
     """Collective. One result a set; what a user can mend is noted in the result and ends nothing but the set."""
     results = []
     for one in sets:
@@ -90,8 +88,6 @@ def evaluate_sets(
         except (UserError, OSError) as error:  # what ranks agree on; see on_every_rank
             result = SetResult(name=one.name, kind=_KINDS[one.kind], path=str(one.path), error=str(error))
         results.append(result)
-        if on_set is not None:
-            on_set(result)
     return results
 
 

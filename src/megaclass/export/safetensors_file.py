@@ -16,12 +16,16 @@ def save_model(path: Path, backbone: nn.Module, *, metadata: Mapping[str, str]) 
 
     The same weights and metadata give the same bytes.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # Tied weights share memory, which the format refuses: each name gets its own copy.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in backbone.state_dict().items()}
     with published_file(path) as unfinished:
-        save_file(tensors, unfinished, metadata=dict(metadata))
+        try:
+            save_file(tensors, unfinished, metadata=dict(metadata))
+        except SafetensorError as error:
+            raise ExportError(f"Cannot write {path}: {error}.") from error
         _sort_metadata(unfinished)
         read_back = load_state(unfinished)
         for name, tensor in tensors.items():

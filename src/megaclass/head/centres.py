@@ -76,6 +76,20 @@ class Centres(nn.Module):
                 there = slice(*((c - first_class) * self.num_subcentres for c in (start, stop)))
                 own[name][here].copy_(source[there])
 
+    def start_at_(self, directions_KD: Tensor) -> Tensor:
+        """The first centre of each class points there, as long as a random one is; where that is zero it stays as it was.
+
+        directions_KD: float32, overwritten. Returns how many classes were given one, 0-d.
+        """
+        lengths_K = torch.linalg.vector_norm(directions_KD, dim=1)
+        is_given_K = lengths_K > 0
+        length = _INITIAL_DEVIATION * directions_KD.shape[1] ** 0.5
+        first_KD = self.weight_RD.unflatten(0, (-1, self.num_subcentres))[:, 0]
+        directions_KD.mul_((length / lengths_K.where(is_given_K, torch.inf))[:, None])
+        first_KD.copy_(directions_KD.where(is_given_K[:, None], first_KD.to(directions_KD.dtype)))
+        num_given: Tensor = is_given_K.sum()
+        return num_given
+
     def cosines_to(self, unit_MD: Tensor) -> Tensor:
         """(K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
         best = []
@@ -85,11 +99,18 @@ class Centres(nn.Module):
         return torch.cat(best)
 
     def update_(
-        self, rows: slice | Tensor, grad_unit_RD: Tensor, mask_R: Tensor | None, lr: float | Tensor, step: int
+        self,
+        rows: slice | Tensor,
+        grad_unit_RD: Tensor,
+        mask_R: Tensor | None,
+        lr: float | Tensor,
+        step: int,
+        squares: list[Tensor] | None = None,
     ) -> None:
         """Moves these rows by the gradient of their unit vectors; rows where mask_R is False stay as they are.
 
         rows: unless a slice, row 0 of the list may stand in again for entries that mask_R leaves out (padding).
+        squares: where given, the sum of squares of the rows' gradient is added to the list, 0-d float64.
         """
         in_place = isinstance(rows, slice) and mask_R is None and self.weight_RD.dtype == self.work_dtype
         stored = {name: take_rows(tensor, rows) for name, tensor in self.rows().items()}
@@ -99,6 +120,9 @@ class Centres(nn.Module):
         # Through the normalisation: only what is orthogonal to the centre changes its direction.
         along_R = (unit_RD * grad_unit_RD).sum(1, keepdim=True)
         grad_RD = grad_unit_RD.sub_(unit_RD.mul_(along_R)).mul_(inverse_R[:, None])
+        if squares is not None:
+            # Rows that mask_R leaves out have no gradient: padding, and sub-centres that no image is closest to.
+            squares.append(torch.linalg.vector_norm(grad_RD, dim=1).double().square().sum())
         self.optimizer.update_(weight_RD, moved, self.optimizer.clip_(grad_RD), lr)
         if in_place:
             return

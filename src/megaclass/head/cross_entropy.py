@@ -51,6 +51,8 @@ class LossPart:
     unit_GD: Tensor
     norms_G: Tensor
     own: TargetRows
+    cosines_G: Tensor
+    """With the own class, over all ranks; 0 for padding."""
     settled: Settled
     counts_W: Tensor
     """Images each rank brought."""
@@ -109,6 +111,7 @@ def loss_part(
         unit_GD=unit_GD,
         norms_G=norms_G,
         own=own,
+        cosines_G=cosines_G,
         settled=settle(mass_G, cosines_G, num_overflowed),
         counts_W=counts_W,
         num_overflowed=num_overflowed,

@@ -16,13 +16,14 @@ from megaclass.head.exchange import GlobalBatch
 LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW = 1, 2, 3, 4
 # Steps between a fault and the host's look at it, on a GPU. The copy is long done by then, so nothing waits.
 _LAG = 8
+_NUM_WORDS = 6
 
 
 def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int) -> Tensor:
-    """(5,) int64: kind (0 = none), rank, position in that rank's batch, value, how many."""
+    """(6,) int64: kind (0 = none), rank, position in that rank's batch, value, how many, step."""
     bad_label_G = batch.is_image_G & ((batch.labels_G < 0) | (batch.labels_G >= num_classes))
     not_finite_G = batch.is_image_G & ~torch.isfinite(norms_G)
-    none = torch.zeros(5, dtype=torch.int64, device=norms_G.device)
+    none = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
     if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any()):
         fault = none  # the usual case, told early where looking is free
     else:
@@ -30,16 +31,15 @@ def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int) -> Tensor:
         fault = _first(bad_label_G, LABEL, batch, fault)
     out_of_step_W = batch.steps_W != batch.steps_W[0]
     first = out_of_step_W.to(torch.int64).argmax()
-    values = torch.stack(
-        [first * 0 + OUT_OF_STEP, first, batch.steps_W.take(first), batch.steps_W[0], out_of_step_W.sum()]
-    )
+    step = batch.steps_W[0]
+    values = torch.stack([first * 0 + OUT_OF_STEP, first, batch.steps_W.take(first), step, out_of_step_W.sum(), step])
     return torch.where(out_of_step_W.any(), values, fault)
 
 
 def overflow_fault(fault: Tensor, num_overflowed: Tensor) -> Tensor:
     """Adds the ranks whose draw of classes did not fit its capacity, unless something else is wrong already."""
     zero = torch.zeros_like(fault[0])
-    values = torch.stack([zero + OVERFLOW, zero, zero, zero, num_overflowed.to(torch.int64)])
+    values = torch.stack([zero + OVERFLOW, zero, zero, zero, num_overflowed.to(torch.int64), zero])
     return torch.where((fault[0] == 0) & (num_overflowed > 0), values, fault)
 
 
@@ -47,7 +47,7 @@ class FaultWatch:
     """Keeps the first fault until the host has seen it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.sticky = torch.zeros(5, dtype=torch.int64, device=device)
+        self.sticky = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
         self._copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def note(self, fault: Tensor) -> None:
@@ -58,7 +58,7 @@ class FaultWatch:
         if self.sticky.device.type == "cpu":
             self._raise(self.sticky, num_classes)
             return
-        copy = torch.empty(5, dtype=torch.int64, pin_memory=True)
+        copy = torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True)
         copy.copy_(self.sticky, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -77,12 +77,12 @@ class FaultWatch:
         self._copies.clear()
 
     def _raise(self, fault: Tensor, num_classes: int) -> None:
-        kind, rank, position, value, count = fault.tolist()
+        kind, rank, position, value, count, step = fault.tolist()
         if not kind:
             return
         self.clear()
         error = NotFiniteError if kind == NOT_FINITE else HeadError
-        raise error(_text(kind, rank, position, value, count, num_classes))
+        raise error(_text(kind, rank, position, value, count, step, num_classes))
 
 
 def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor) -> Tensor:
@@ -96,21 +96,24 @@ def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor) -> T
             place % batch.max_batch,
             batch.labels_G.take(place),
             bad_G.sum(),
+            batch.steps_W[0],
         ]
     )
     return torch.where(bad_G.any(), values, otherwise)
 
 
-def _text(kind: int, rank: int, position: int, value: int, count: int, num_classes: int) -> str:
+def _text(kind: int, rank: int, position: int, value: int, count: int, step: int, num_classes: int) -> str:
     if kind == LABEL:
         return (
             f"Label {value} at position {position} of the batch of rank {rank} is outside [0, {num_classes}) "
-            f"({count} such label(s) in the global batch). Nothing was updated. Check num_classes against the data."
+            f"({count} such label(s) in the global batch of step {step}, counted from 0). Nothing was updated. "
+            f"Check num_classes against the data."
         )
     if kind == NOT_FINITE:
         return (
             f"{count} embedding(s) of the global batch are NaN or infinite, the first at position {position} of rank {rank} "
-            f"(label {value}). Nothing was updated. Lower the learning rate or the loss scale, or look at that image."
+            f"(label {value}) in step {step}, counted from 0. Nothing was updated. Lower the learning rate or the loss "
+            f"scale, or look at that image."
         )
     if kind == OUT_OF_STEP:
         return (

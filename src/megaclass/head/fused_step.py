@@ -76,7 +76,9 @@ class FusedStep:
             dtype=dtype,
         )
 
-    def update_(self, parts: list[LossPart], chunks: Iterable[CentreGradient], move: Move) -> None:
+    def update_(
+        self, parts: list[LossPart], chunks: Iterable[CentreGradient], move: Move, squares: list[Tensor] | None
+    ) -> None:
         """Consumes the centres' gradient chunk by chunk, the images' pulls on their own centres added."""
         problem, num_subcentres = parts[0].problem, self._store.num_subcentres
         slots, rows, images, weights = (
@@ -91,4 +93,4 @@ class FusedStep:
         num_rows = problem.num_classes * num_subcentres
         pulls = fused_rows.link_pulls(slots, rows, images, weights, num_rows, num_subcentres)
         for chunk in chunks:
-            fused_rows.update_(self._store, problem.classes_S, chunk, pulls, move)
+            fused_rows.update_(self._store, problem.classes_S, chunk, pulls, move, squares)

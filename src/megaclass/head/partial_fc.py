@@ -7,6 +7,7 @@ Traffic of a step over W ranks, G = W * max_batch rows in all, embeddings of D n
                (two of 8 * G and 8 * (G + 1) where the margin's negatives depend on the target)
     backward   reduce-scatter   4 * G * D bytes: gradient of the unit embeddings
     step       none: each rank holds every image's softmax over its own classes
+               (an all-reduce of 16 bytes where it is measured)
 
 Without `max_batch` the sizes are exchanged first: 8 bytes a rank, and the host waits for them.
 """
@@ -38,6 +39,7 @@ from megaclass.head.faults import FaultWatch, find_fault, overflow_fault
 from megaclass.head.kernels import choose_kernel, is_fused
 from megaclass.head.kernels.problem import CentreGradient, Problem, rows_of_classes, unit_rows
 from megaclass.head.margins import ArcFace, Margin, Targets
+from megaclass.head.measures import HeadMeasures, measure
 from megaclass.head.row_optimizers import Move, RowOptimizer, RowSGD
 from megaclass.head.sampling import SampleRate, rate_schedule, sample_capacity, sample_classes
 from megaclass.head.shards import class_range
@@ -193,23 +195,36 @@ class PartialFC(nn.Module):
             self._planned = self._plan(batch.labels_G, batch.counts_W)
 
     @torch.no_grad()
-    def step(self, lr: float | Tensor, *, skip: bool | Tensor = False, loss_scale: float | Tensor = 1.0) -> None:
+    def step(
+        self,
+        lr: float | Tensor,
+        *,
+        skip: bool | Tensor = False,
+        loss_scale: float | Tensor = 1.0,
+        is_measured: bool = False,
+    ) -> HeadMeasures | None:
         """Forms the centres' gradient, moves the rows that took part, advances the step counter. Sends nothing.
 
         skip: a flag, on the host or on the device, that leaves everything as it was. It must be the same on all ranks.
         loss_scale: what the loss was multiplied by before backward.
+        is_measured: returns what the step was like, for which 16 bytes travel; None where skip was seen from the host,
+            without meaning where it masked the update on the device. The same on all ranks.
         """
         if not self._parts:
             raise HeadError("step() was called without a forward and a backward before it.")
         # Only a flag that is on the host can be looked at; on a GPU one that is on the device masks the update there.
         if isinstance(skip, Tensor) and self._never_waits:
-            self._move(lr, skip.to(self.device), loss_scale)
+            squares = self._move(lr, skip.to(self.device), loss_scale, is_measured)
         elif not skip:
-            self._move(lr, None, loss_scale)
+            squares = self._move(lr, None, loss_scale, is_measured)
+        else:
+            squares = None
+        measures = None if squares is None else self._measure(squares)
         for _, part in self._parts:
             part.problem.stored.clear()  # the loss may be kept a while; its exponentials are large
         self.step_count += 1
         self._planned, self._parts = None, []
+        return measures
 
     @property
     def device(self) -> torch.device:
@@ -506,7 +521,11 @@ class PartialFC(nn.Module):
         grad_BD += grad_norms(part, image_weight_G, self.rank)
         return (grad_BD * factor).to(dtype)
 
-    def _move(self, lr: float | Tensor, skip: Tensor | None, loss_scale: float | Tensor) -> None:
+    def _move(
+        self, lr: float | Tensor, skip: Tensor | None, loss_scale: float | Tensor, is_measured: bool
+    ) -> list[Tensor] | None:
+        """Where it is measured: sums of squares of the centres' gradient, chunk by chunk."""
+        squares: list[Tensor] | None = [] if is_measured else None
         parts = [part for _, part in self._parts]
         statistics = [part.statistics for part in parts if part.statistics is not None]
         is_fused = self._fused is not None and self._fused.can_update
@@ -517,7 +536,7 @@ class PartialFC(nn.Module):
         chunks = self.kernel.grad_centres([p.problem for p in parts], [p.negative_coefficients_G for p in parts])
         if self._fused is not None and is_fused:
             move = Move(lr=lr, loss_scale=loss_scale, sticky=self._faults.sticky, skip=skip, step=self.step_count)
-            self._fused.update_(parts, chunks, move)
+            self._fused.update_(parts, chunks, move, squares)
         else:
             for chunk in chunks:
                 won_R = self._add_targets_(chunk, parts)
@@ -525,11 +544,26 @@ class PartialFC(nn.Module):
                 mask_R = self._mask(chunk, won_R, is_skipped)
                 is_scaled = isinstance(loss_scale, Tensor) or loss_scale != 1
                 grad_RD = chunk.grad_RD / loss_scale if is_scaled else chunk.grad_RD
-                self.store.update_(rows, grad_RD, mask_R, lr, self.step_count)
+                self.store.update_(rows, grad_RD, mask_R, lr, self.step_count, squares)
         if statistics:
             state = self._margin_state()
             for name, new in self.margin.next_state(state, torch.stack(statistics).sum(0)).items():
                 state[name].copy_(new if is_skipped is None else torch.where(is_skipped, state[name], new))
+        return squares
+
+    def _measure(self, squares: list[Tensor]) -> HeadMeasures:
+        plan, num_local = self._parts[0][0], len(self.classes)
+        num_sampled = torch.full_like(plan.num_images, num_local)
+        if plan.classes_S is not None:
+            num_sampled = (plan.classes_S < num_local).sum()
+        return measure(
+            [part for _, part in self._parts],
+            squares,
+            num_images=plan.num_images,
+            num_sampled=num_sampled,
+            num_classes=self.num_classes,
+            group=self.group,
+        )
 
     def _add_targets_(self, chunk: CentreGradient, parts: list[LossPart]) -> Tensor | None:
         """Adds the images' pull on their own centres; returns which rows took part where not all did."""

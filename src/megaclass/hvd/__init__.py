@@ -1,9 +1,10 @@
 """Horovod's API over torch.distributed: `import megaclass.hvd as hvd` in place of `import horovod.torch as hvd`.
 
 basics          init, shutdown, who is there
-mpi_ops         the collective operations
+mpi_ops         the collective operations: reducing, moving, scattering
 optimizer       DistributedOptimizer
 functions       objects, parameters, optimizer states
+running         run(): a function on every rank, through the launcher
 controller      how ranks agree on what to do next (read this, then coordinator)
 data_plane      how it is done
 

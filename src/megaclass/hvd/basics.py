@@ -38,17 +38,24 @@ class Job:
     handles: dict[int, Operation] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def next_number(self) -> int:
-        """Numbers operations; automatic names are made of it, so that all ranks must call in the same order."""
+    def next_handle(self) -> int:
         with self.lock:
             self.num_operations += 1
             return self.num_operations
 
-    def restart_numbers(self) -> None:
+    def next_name(self, process_set: int | None) -> str:
+        """Automatic names count the unnamed operations of one process set: its ranks must call in the same order,
+        whatever they run in other sets."""
+        number = self._count("unnamed", process_set)
+        return f"noname.{self.num_joins}.{number}" if self.num_joins else f"noname.{number}"
+
+    def restart_names(self) -> None:
         """After a join, before which ranks with more data have run more operations: automatic names agree again."""
         with self.lock:
             self.num_joins += 1
-            self.num_operations = self.num_joins * 10**9
+            for what, process_set in list(self.counts):
+                if what == "unnamed":
+                    del self.counts[what, process_set]
 
     def next_barrier(self, process_set: int | None) -> int:
         """Barriers of one process set meet in the order they are called, whatever other operations are open."""
@@ -118,7 +125,7 @@ class _Basics:
         data_plane.sets[0] = SetGroups(everybody, meeting.group, gpu)
         data_plane.change_sets = lambda request: _change_sets(job, request)
         global_process_set.ranks = list(everybody)
-        duplicate = _make_sets(job, wanted)
+        wrong = _make_sets(job, wanted)
         job.controller = Controller(
             meeting.rank,
             meeting.hosts,
@@ -128,10 +135,10 @@ class _Basics:
             data_plane,
             meeting.links,
         )
-        if duplicate:
+        if wrong:
             self._job = job
             self._leave()
-            raise ValueError(duplicate)
+            raise ValueError(wrong)
         return job
 
     def shutdown(self) -> None:
@@ -277,8 +284,8 @@ class _Basics:
             raise ValueError(
                 f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after Horovod initialization."
             )
-        if kind == "add_process_set" and any(not 0 <= rank < job.meeting.size for rank in numbers):
-            raise ValueError(f"Process set {list(numbers)}: ranks must lie in [0, {job.meeting.size}).")
+        if kind == "add_process_set" and (wrong := _wrong_ranks(numbers, job.meeting.size)):
+            raise ValueError(wrong)
         # The name is the same for all sets, so that ranks that want different ones meet, and are told.
         operation = Operation(Request(kind, "process sets", splits=numbers, repeats=False))
         job.controller.submit(operation, is_urgent=True)
@@ -288,18 +295,28 @@ class _Basics:
 
 
 def _make_sets(job: Job, wanted: list[ProcessSet]) -> str:
-    """The process sets given to init(); the text of an error if two are the same."""
-    duplicate = ""
+    """The process sets given to init(); the text of an error if two are the same or one has ranks that are not there."""
+    error = ""
     for place, process_set in enumerate(wanted):
         assert process_set.ranks is not None
-        number = _add_set(job, tuple(process_set.ranks))
+        wrong = _wrong_ranks(process_set.ranks, job.meeting.size)
+        number = -1 if wrong else _add_set(job, tuple(process_set.ranks))
         process_set.process_set_id = number if number >= 0 else None
-        if number < 0 and not duplicate:
-            duplicate = (
+        if number < 0 and not error:
+            error = wrong or (
                 f"Horovod could not be initialized because process_sets entry number {place} is a duplicate: "
                 f"{process_set}"
             )
-    return duplicate
+    return error
+
+
+def _wrong_ranks(ranks: Sequence[int], size: int) -> str:
+    """The text of an error; empty if these ranks can be a process set."""
+    if any(not 0 <= rank < size for rank in ranks):
+        return f"Process set {list(ranks)}: ranks must lie in [0, {size})."
+    if len(set(ranks)) < len(ranks):
+        return f"Process set {list(ranks)}: each rank may stand there once."
+    return ""
 
 
 def _change_sets(job: Job, request: Request) -> int:

@@ -15,6 +15,8 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,6 +110,7 @@ class Controller:
         self._queue: list[Operation] = []
         self._queued_since = self._queued_last = 0.0
         self._is_urgent = False
+        self._num_together = 0
         self._in_flight: dict[Key, Operation] = {}
         self._join: Operation | None = None
         self._wants_join = False
@@ -156,8 +159,28 @@ class Controller:
             self._queue.append(operation)
             self._is_urgent |= is_urgent
             # An urgent one needs nobody: its caller drives, or finds a driver to wake.
-            if len(self._queue) == 1 and not is_urgent:
-                self._poke(self._wake_waiting if self._has_waiting_driver else self._wake_thread)
+            if len(self._queue) == 1 and not is_urgent and not self._num_together:
+                self._wake_driver()
+
+    @contextmanager
+    def together(self, *, is_awaited: bool) -> Iterator[None]:
+        """What is submitted within is announced when it ends, without waiting for more.
+
+        `is_awaited`: the caller waits for it next and announces it; nobody else is woken.
+        """
+        with self._lock:
+            self._num_together += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_together -= 1
+                self._is_urgent |= bool(self._queue)
+                if self._queue and not is_awaited:
+                    self._wake_driver()
+
+    def _wake_driver(self) -> None:
+        self._poke(self._wake_waiting if self._has_waiting_driver else self._wake_thread)
 
     def submit_join(self, operation: Operation) -> None:
         with self._lock:

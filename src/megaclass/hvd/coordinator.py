@@ -6,6 +6,7 @@ sides. Small allreduces that are ready together become one response.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from megaclass.hvd.settings import Settings
 CROSSED_S = 0.5
 
 # A larger tensor gains nothing by travelling with others: copying it in and out costs more than a latency.
-_FUSED_TENSOR_BYTES = 1024 * 1024
+FUSED_TENSOR_BYTES = 1024 * 1024
 
 _REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _NOT_WITH_JOIN = ("allgather", "broadcast", "alltoall", "reducescatter")
@@ -36,6 +37,17 @@ class _Pending:
     num_warnings: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Cycle:
+    """What a rank announced in one message."""
+
+    digest: bytes
+    requests: list[Request]
+    since: float
+    payload: bytes
+    """The tensors themselves, if they are small."""
+
+
 class Coordinator:
     """Fed with announcements, asked for responses."""
 
@@ -47,8 +59,8 @@ class Coordinator:
         self._table: dict[Key, _Pending] = {}
         self._ready: list[Response] = []
         self._joined: list[int] = []
-        # Whole cycles that came in as one hash, and what was answered when all ranks sent it the last time.
-        self._held: dict[int, tuple[bytes, list[Request], float, bytes]] = {}
+        # Whole cycles that came in as one hash, by rank, and what was answered when all ranks sent it the last time.
+        self._held: list[deque[_Cycle]] = [deque() for _ in hosts]
         self._answers: dict[bytes, Answer] = {}
 
     @property
@@ -63,26 +75,29 @@ class Coordinator:
         While nothing else is open, a cycle is kept as its hash until all ranks have sent theirs: if the hashes are
         equal and were answered before, the same answer is given without a look at the single operations.
         """
-        if self._table or self._joined or rank in self._held or any(request.process_set for request in requests):
+        if self._table or self._joined or any(request.process_set for request in requests):
             self.open_held()
             self._open(rank, requests, now)
             return self._take()
-        self._held[rank] = (digest, requests, now, payload)
-        if len(self._held) < self.size:
+        self._held[rank].append(_Cycle(digest, requests, now, payload))
+        if not all(self._held):
             return None
-        is_same = all(held[0] == digest for held in self._held.values())
-        payloads = [self._held[place][3] for place in range(self.size)] if is_same else []
-        answer = self._answers.get(digest) if is_same else None
-        if answer is not None:
-            self._held.clear()
-        else:
+        # A rank may be several cycles ahead; the first ones of all ranks belong together.
+        if any(cycles[0].digest != digest for cycles in self._held):
             self.open_held()
+            return self._take()
+        firsts = [cycles.popleft() for cycles in self._held]
+        answer = self._answers.get(digest)
+        if answer is None:
+            for place, cycle in enumerate(firsts):
+                self._open(place, cycle.requests, cycle.since)
             answer = self._take()
-            if answer is not None and answer.repeats and is_same and not self._table:
+            if answer is not None and answer.repeats and not self._table:
                 self._remember(digest, answer)
         if answer is not None:
+            payloads = [cycle.payload for cycle in firsts]
             is_one = len(answer.responses) == 1 and not answer.responses[0].error
-            answer.payloads = payloads if is_one and payloads and all(payloads) else []
+            answer.payloads = payloads if is_one and all(payloads) else []
         return answer
 
     def _remember(self, digest: bytes, answer: Answer) -> None:
@@ -104,9 +119,10 @@ class Coordinator:
 
     def open_held(self) -> None:
         """Looks at the operations of the cycles that came as hashes, one by one."""
-        held, self._held = self._held, {}
-        for rank, (_, requests, since, _) in held.items():
-            self._open(rank, requests, since)
+        for rank, cycles in enumerate(self._held):
+            while cycles:
+                cycle = cycles.popleft()
+                self._open(rank, cycle.requests, cycle.since)
 
     def _open(self, rank: int, requests: Iterable[Request], now: float) -> None:
         for request in requests:
@@ -178,7 +194,7 @@ class Coordinator:
     def next_check(self) -> float | None:
         """When to call `check`; None while nothing waits."""
         times = [self._next_look(pending) for pending in self._table.values()]
-        times += [since + CROSSED_S for _, _, since, _ in self._held.values()]
+        times += [cycles[0].since + CROSSED_S for cycles in self._held if cycles]
         return min(times, default=None)
 
     def _next_look(self, pending: _Pending) -> float:
@@ -359,7 +375,7 @@ def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] 
     if first.is_grouped and not settings.fuse_groups:
         return None
     # Compressed tensors are copied to be encoded anyway.
-    if num_bytes(first) > _FUSED_TENSOR_BYTES and not first.wire:
+    if num_bytes(first) > FUSED_TENSOR_BYTES and not first.wire:
         return None
     return (
         first.process_set,

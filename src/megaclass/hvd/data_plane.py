@@ -126,8 +126,6 @@ class DataPlane:
         is_plain = request.kind == "allreduce" and request.device == "cpu" and not request.wire
         if not is_plain or len(operation.inputs) != 1 or operation.outputs[0] is operation.inputs[0]:
             return
-        if self._swaps(request):
-            return  # needs no copy
         if operation.inputs[0].numel() * operation.inputs[0].element_size() <= 2 * _CHUNK_BYTES:
             operation.outputs[0].copy_(operation.inputs[0])
             operation.is_prepared = True
@@ -205,12 +203,12 @@ class DataPlane:
 
     def _reduce_one(self, given: Tensor, out: Tensor, request: Request) -> None:
         is_large = given.numel() * given.element_size() > 2 * _CHUNK_BYTES
-        if self._swaps(request) and given.numel() and not (is_large and out is given):
-            self._swap(given, out, request)
-        elif not is_large or given.dtype is torch.int16 or given.is_cuda:
+        if not is_large or given.dtype is torch.int16 or given.is_cuda:
             if out is not given:
                 out.copy_(given)
             self._scaled_reduce_(out, request)
+        elif out is not given and len(self.sets[request.process_set].ranks) == 2:
+            self._swap(given, out, request)
         else:
             self._reduce_in_parts(given, out, request)
 
@@ -229,22 +227,17 @@ class DataPlane:
             work.wait()
             self._scale_back_(part, request)
 
-    def _swaps(self, request: Request) -> bool:
-        return request.device == "cpu" and len(self.sets[request.process_set].ranks) == 2
-
     def _swap(self, given: Tensor, out: Tensor, request: Request) -> None:
-        """Two ranks send each other all they have and add: as many bytes as a ring sends, in half of its rounds."""
+        """Two ranks send each other all they have and add, each where its result goes: nothing is copied before.
+
+        As many bytes as a ring sends. For less than a few megabytes, or in place, the ring takes less of a core.
+        """
         group = self._group(request)
         partner = 1 - dist.get_rank(group)
         if request.prescale != 1.0:
-            given = scale_(out if out is given else given.clone(), request.prescale)
+            given = scale_(given.clone(), request.prescale)
         count = _CHUNK_BYTES // given.element_size()
         mine, results = given.view(-1).split(count), out.view(-1).split(count)
-        # In place, what comes must lie elsewhere until it is added; else it lies where the result goes.
-        spare = self._buffer(_WINDOW * mine[0].numel(), given.dtype, given.device, "received").split(mine[0].numel())
-        theirs = [
-            spare[place % _WINDOW][: part.numel()] if out is given else part for place, part in enumerate(results)
-        ]
         works: list[tuple[Any, Any]] = []
         for place in range(len(mine) + _WINDOW):
             # A few parts under way at a time: more get into each other's way, fewer leave the line idle.
@@ -252,28 +245,36 @@ class DataPlane:
             if done >= 0:
                 for work in works[done]:
                     work.wait()
-                _SMALL_OPS[request.op](results[done], theirs[done] if out is given else mine[done])
+                _SMALL_OPS[request.op](results[done], mine[done])
                 self._scale_back_(results[done], request)
             if place < len(mine):
-                receiving = dist.irecv(_bytes(theirs[place]), group=group, group_src=partner, tag=place)
+                receiving = dist.irecv(_bytes(results[place]), group=group, group_src=partner, tag=place)
                 works.append((receiving, dist.isend(_bytes(mine[place]), group=group, group_dst=partner, tag=place)))
 
     def _reduce_together(
         self, inputs: list[Tensor], outputs: list[Tensor], names: list[tuple[int, str, int]], response: Response
     ) -> None:
-        """Through one buffer: one latency for all of them."""
+        """Through one buffer: one latency for all of them. One by itself needs none, but for another dtype to be sent in."""
         request = response.requests[0]
         shown = [one.full_name for one in response.requests] if self._timeline.is_active else []
         counts = [tensor.numel() for tensor in inputs]
         dtype = torch.float32 if request.wire and inputs[0].is_floating_point() else inputs[0].dtype
+        is_alone = len(inputs) == 1 and dtype is inputs[0].dtype
         with self._timeline.phase(shown, "MEMCPY_IN_FUSION_BUFFER"):
-            buffer = self._buffer(sum(counts), dtype, inputs[0].device)
-            torch.cat([tensor.reshape(-1) for tensor in inputs], out=buffer)
+            if is_alone:
+                buffer = outputs[0].view(-1)
+                if outputs[0] is not inputs[0]:
+                    outputs[0].copy_(inputs[0])
+            else:
+                buffer = self._buffer(sum(counts), dtype, inputs[0].device)
+                torch.cat([tensor.reshape(-1) for tensor in inputs], out=buffer)
         with self._timeline.phase(shown, "GLOO_ALLREDUCE" if request.device == "cpu" else "NCCL_ALLREDUCE"):
             if request.wire and inputs[0].is_floating_point():
                 self._reduce_compressed_(buffer, request, names, counts)
             else:
                 self._scaled_reduce_(buffer, request)
+        if is_alone:
+            return
         with self._timeline.phase(shown, "MEMCPY_OUT_FUSION_BUFFER"):
             for out, part in zip(outputs, buffer.split(counts), strict=True):
                 out.copy_(part.view(out.shape))
@@ -283,14 +284,17 @@ class DataPlane:
     ) -> None:
         groups = self.sets[request.process_set]
         scale_(buffer, request.prescale)
+        kept: list[Tensor] = []
         remainder = None
         if request.keeps_error:
             kept = [self._remainder(name, count, buffer.device) for name, count in zip(names, counts, strict=True)]
-            remainder = torch.cat(kept)
+            remainder = kept[0]
+        if len(kept) > 1:
+            remainder = torch.cat(kept, out=self._buffer(sum(counts), torch.float32, buffer.device, "remainders"))
         divisor = float(len(groups.ranks)) if request.op == Average else 1.0
         group = self._group(request)
         compressed_all_reduce_(buffer, WIRE_FORMATS[request.wire], group, divisor=divisor, remainder_N=remainder)
-        if remainder is not None:
+        if remainder is not None and len(kept) > 1:
             for old, new in zip(kept, remainder.split(counts), strict=True):
                 old.copy_(new)
         scale_(buffer, request.postscale)
@@ -302,9 +306,6 @@ class DataPlane:
         return remainder
 
     def _scaled_reduce_(self, tensor: Tensor, request: Request) -> None:
-        if self._swaps(request) and 0 < tensor.numel() * tensor.element_size() <= 2 * _CHUNK_BYTES:
-            self._swap(tensor, tensor, request)
-            return
         scale_(tensor, request.prescale)
         self._reduce_(tensor, request)
         self._scale_back_(tensor, request)
@@ -482,8 +483,11 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
 
 def divide_(tensor: Tensor, size: int) -> Tensor:
     if tensor.is_floating_point():
-        return tensor.div_(size)
-    return tensor.div_(size, rounding_mode="floor")
+        # The same bits, in less time.
+        is_power_of_two = size & (size - 1) == 0
+        return tensor.mul_(1 / size) if is_power_of_two else tensor.div_(size)
+    # Horovod averages whole numbers by a factor in float64, and cuts off.
+    return tensor.div_(size, rounding_mode="trunc")
 
 
 def _gather_even(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:

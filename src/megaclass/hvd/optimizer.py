@@ -15,17 +15,18 @@ from torch import Tensor
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.compression import Compression, wire_of
 from megaclass.hvd.functions import broadcast_object
+from megaclass.hvd.gradient_batches import GradientBatches
 from megaclass.hvd.mpi_ops import (
     Adasum,
     Average,
     Sum,
     allreduce_async_,
-    compressed_allreduce_async_,
     grouped_allreduce_async_,
     sparse_allreduce_async,
     synchronize,
 )
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+from megaclass.hvd.reducing import compressed_allreduce_async_
 
 _TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -125,6 +126,7 @@ class _DistributedOptimizer(_Distributed):
         self._groups = _checked_groups(groups)
         self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
         self._num_ready: dict[tuple[Tensor, ...], int] = {}
+        self._batches = GradientBatches(_basics.job().settings.fusion_threshold)
         if process_set.included() and _basics.size() > 1:
             if self._groups is not None:
                 self._form_groups()
@@ -156,6 +158,7 @@ class _DistributedOptimizer(_Distributed):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._handles = {}
+        self._batches.end_step()
         self._synchronized = False
         self._should_synchronize = True
         self.set_backward_passes_per_step(self.backward_passes_per_step)
@@ -167,7 +170,14 @@ class _DistributedOptimizer(_Distributed):
 
     def _submit(self, parameter: Tensor) -> None:
         if self._groups is None:
-            self._handles[parameter] = self._reduce(parameter)
+            self._handles[parameter] = _Reduction()
+            is_planned = parameter in self._batches
+            ready = self._batches.arrive(parameter)
+            if is_planned:
+                self._submit_together(ready, is_awaited=False)
+            else:
+                # Nobody knows yet what comes next: it waits a cycle for company.
+                self._handles[parameter] = self._reduce(parameter)
             return
         group = self._group_of[parameter]
         self._num_ready[group] += 1
@@ -178,6 +188,12 @@ class _DistributedOptimizer(_Distributed):
         for member in group:
             self._handles.pop(member, None)
         self._handles[group] = self._reduce_group(group)
+
+    def _submit_together(self, parameters: list[Tensor], *, is_awaited: bool) -> None:
+        if parameters:
+            with _basics.job().controller.together(is_awaited=is_awaited):
+                for parameter in parameters:
+                    self._handles[parameter] = self._reduce(parameter)
 
     def _reduce(self, parameter: Tensor) -> _Reduction:
         if parameter.grad is None:
@@ -237,6 +253,7 @@ class _DistributedOptimizer(_Distributed):
         for group in self._num_ready:
             self._num_ready[group] = 0
         self._handles.clear()
+        self._batches.end_step()
         self._synchronized = True
 
     def _submit_missing(self) -> None:
@@ -246,10 +263,13 @@ class _DistributedOptimizer(_Distributed):
             if reduction.handle is not None:
                 sent.update(key if isinstance(key, tuple) else (key,))
         # In the order of the groups: all ranks submit what is missing in the same order.
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._requires_update and parameter not in sent:
-                    self._handles[parameter] = self._reduce(parameter)
+        missing = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter in self._requires_update and parameter not in sent
+        ]
+        self._submit_together(missing, is_awaited=True)
 
     def _store(self, parameter: Tensor, reduced: Tensor) -> None:
         self._allreduce_delay[parameter] = self.backward_passes_per_step

@@ -1,23 +1,35 @@
-"""run(): a function in several processes of this machine, and its results by rank."""
+"""run(): a function on every rank of a job, on this machine or many, and its results by rank.
 
-import multiprocessing
+The ranks are started by `megaclass run`. Each connects back here, gets the pickled function and sends its result; the
+connection is also its lifeline. Unpickling runs code: both sides prove by HMAC that they know a key, which travels with
+the ranks' environment and never on a command line.
+"""
+
+import multiprocessing.spawn
 import os
 import pickle
-import signal
-import socket
+import re
+import secrets
+import subprocess
 import sys
-import traceback
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
 from typing import Any
 
+from megaclass.distributed.addresses import interfaces, own_addresses, source_towards
 from megaclass.errors import LaunchError
 from megaclass.hvd.exceptions import SHUT_DOWN
-from megaclass.world import World, environment_of
+from megaclass.launch.hosts import Host, given_hosts
+from megaclass.launch.plan import place_ranks
 
-_GRACE_S = 3.0
-_CAUSE_S = 1.0
+FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
+"""Addresses, port and key of the process that called run(), for the ranks."""
+_GRACE_S = 10.0
+_BACKLOG = 512
 
 
 def run(
@@ -49,150 +61,173 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Runs `func(*args, **kwargs)` in `num_proc` processes of this machine; the results, by rank.
+    """Runs `func(*args, **kwargs)` in `num_proc` processes, on `hosts` or this machine; the results, by rank.
 
-    Other hosts, and elastic jobs, are `megaclass run`'s; the arguments for ssh and MPI have nothing to do here.
+    RuntimeError when a rank fails, with its traceback; the others are ended. The arguments for elastic jobs are refused,
+    those for MPI have no meaning.
     """
+    if network_interface:
+        _deprecated("network_interface", "network_interfaces")
+        network_interfaces = network_interface.split(",")
     if np is not None:
-        warnings.warn("np is deprecated, use num_proc instead", DeprecationWarning, stacklevel=2)
+        _deprecated("np", "num_proc")
         num_proc = np
-    if min_num_proc or max_num_proc or min_np or max_np or host_discovery_script:
-        raise LaunchError(
-            "run() starts a fixed number of processes: give num_proc only; for elastic jobs use megaclass run."
-        )
+    if min_np is not None:
+        _deprecated("min_np", "min_num_proc")
+    if max_np is not None:
+        _deprecated("max_np", "max_num_proc")
+    if hosts is not None and hostfile is not None:
+        raise ValueError("Argument hosts and hostfile only allow one provided.")
+    if use_gloo and use_mpi:
+        raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
     if use_mpi:
-        raise LaunchError("run(use_mpi=True): there is no MPI here; leave it out.")
+        raise ValueError("MPI support has not been built: there is no MPI here. Leave use_mpi out.")
+    if host_discovery_script is not None or min_num_proc is not None or min_np is not None:
+        raise LaunchError("run() starts a fixed number of processes: leave min_num_proc and host_discovery_script out.")
+    machines = _machines(num_proc, hosts, hostfile)
+    wanted = list(network_interfaces or ())
+    options = [
+        *("--num-proc", str(num_proc), "-H", ",".join(f"{host.name}:{host.slots}" for host in machines)),
+        *(("--start-timeout", str(start_timeout)) if start_timeout else ()),
+        *(("--ssh-port", str(ssh_port)) if ssh_port else ()),
+        *(("--ssh-identity-file", str(ssh_identity_file)) if ssh_identity_file else ()),
+        *(("--output-filename", str(output_filename)) if output_filename else ()),
+        *(("--network-interfaces", ",".join(wanted)) if wanted else ()),
+        *(("--verbose",) if verbose else ()),
+    ]
+    call = pickled_call(func, tuple(args), kwargs or {})
+    others = [host.name for host in machines if not host.is_local]
+    return _Job(call, num_proc, others, wanted, executable or sys.executable).results(options, start_timeout)
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
+
+
+def _machines(num_proc: int, hosts: str | None, hostfile: str | None) -> list[Host]:
+    """Hosts with enough slots; ValueError, as from Horovod, when they cannot be read or do not suffice."""
     if num_proc < 1:
-        raise LaunchError(f"run(num_proc={num_proc}): it must be at least 1.")
-    for host in _hosts(hosts, hostfile):
-        if host not in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
-            raise LaunchError(
-                f"run() starts processes on this machine only, not on {host!r}: use megaclass run -H {hosts}."
-            )
-    call = _pickled((func, tuple(args), kwargs or {}))
-    return _results(call, func if call is None else None, tuple(args), kwargs or {}, num_proc, start_timeout)
+        raise ValueError(f"run(num_proc={num_proc}): it must be at least 1.")
+    try:
+        found = given_hosts(hosts, Path(hostfile) if hostfile is not None else None)
+        machines = found or [Host(name="localhost", slots=num_proc, is_local=True)]
+        place_ranks(machines, num_proc)
+    except LaunchError as error:
+        raise ValueError(str(error)) from error
+    return machines
 
 
-def _hosts(hosts: str | None, hostfile: str | None) -> list[str]:
-    if hosts:
-        return [part.rpartition(":")[0] or part for part in hosts.split(",")]
-    if hostfile:
-        with open(hostfile, encoding="utf-8") as file:  # noqa: PTH123 (a name the user gave, opened once)
-            return [line.split()[0] for line in file if line.strip() and not line.startswith("#")]
-    return []
-
-
-def _pickled(call: Any) -> bytes | None:
-    """By cloudpickle where it is installed: it knows lambdas and functions of the main script by value."""
+def pickled_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """By cloudpickle where it is installed: it knows lambdas, and functions of the main script by value. Without it the
+    ranks import the main script, as multiprocessing's do."""
+    prepared = multiprocessing.spawn.get_preparation_data("hvd.run")
+    place = {"sys_path": prepared["sys_path"], "sys_argv": prepared["sys_argv"]}
     try:
         import cloudpickle
     except ImportError:
-        return None
-    pickled: bytes = cloudpickle.dumps(call)
-    return pickled
+        main = {name: value for name, value in prepared.items() if name.startswith("init_main")}
+        try:
+            if getattr(func, "__module__", "") == "__main__" and not _is_importable(main):
+                raise pickle.PicklingError("the ranks cannot import what was typed in")
+            return pickle.dumps((place | main, pickle.dumps((func, args, kwargs))))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise LaunchError(
+                f"run() cannot pickle {getattr(func, '__name__', func)!r} for the ranks: {error}. "
+                f"Lambdas and functions in functions need cloudpickle: pip install 'megaclass[hvd]'."
+            ) from error
+    return pickle.dumps((place, cloudpickle.dumps((func, args, kwargs))))
 
 
-def _results(
-    call: bytes | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, start_timeout: int | None
-) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    ranks = []
-    try:
-        for rank in range(size):
-            world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="megaclass", port=port)
-            ours, theirs = context.Pipe(duplex=False)
-            variables = {**environment_of(world), **horovod_variables(world)}
-            if start_timeout:
-                variables["HOROVOD_START_TIMEOUT"] = str(start_timeout)
-            process = context.Process(
-                target=_rank_main, args=(theirs, variables, call, func, args, kwargs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
-        return _collected(ranks)
-    finally:
-        for process, _ in ranks:
-            process.terminate()
-        for process, _ in ranks:
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
+def _is_importable(main: dict[str, str]) -> bool:
+    return "init_main_from_name" in main or Path(main.get("init_main_from_path", "")).is_file()
 
 
-def _collected(ranks: list[tuple[Any, Connection]]) -> list[Any]:
-    waiting = {ours: rank for rank, (_, ours) in enumerate(ranks)}
-    results: list[Any] = [None] * len(ranks)
-    failures: list[tuple[int, str]] = []
-    while waiting:
-        # One failure makes the others fail too: they are given a moment, to tell the cause from what it caused.
-        ready = wait(list(waiting), timeout=_CAUSE_S if failures else None)
-        if not ready:
-            break
-        for ours in ready:
-            assert isinstance(ours, Connection)
-            rank = waiting.pop(ours)
+class _Job:
+    """The server that hands out the function, and the launcher that starts who asks for it."""
+
+    def __init__(self, call: bytes, size: int, others: list[str], wanted: list[str], executable: str) -> None:
+        self._call = call
+        self._size = size
+        self._executable = executable
+        self._key = secrets.token_bytes(32)
+        self._addresses = _own_addresses(others, wanted)
+        # All interfaces only where the hosts' names do not tell which one leads to them.
+        bound = self._addresses[0] if len(self._addresses) == 1 else "0.0.0.0"
+        self._listener = Listener((bound, 0), backlog=_BACKLOG)
+        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._order: list[int] = []
+        self._is_over = False
+
+    def results(self, options: list[str], start_timeout: int | None) -> list[Any]:
+        env = {**os.environ, FUNCTION_SERVER: self._where()}
+        if start_timeout:
+            env["HOROVOD_START_TIMEOUT"] = str(start_timeout)
+        task = [self._executable, "-m", "megaclass.hvd.run_task"]
+        command = [sys.executable, "-P", "-m", "megaclass", "run", *options, *task]
+        threading.Thread(target=self._serve, name="hvd.run", daemon=True).start()
+        launcher = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+        try:
+            code = launcher.wait()
+        finally:
+            self._is_over = True
+            if launcher.poll() is None:
+                launcher.terminate()
+                try:
+                    launcher.wait(_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    launcher.kill()
+                    launcher.wait()
+            self._listener.close()
+        failures = [(rank, self._answers[rank][1]) for rank in self._order if not self._answers[rank][0]]
+        if failures or code or len(self._answers) < self._size:
+            raise RuntimeError(_failed(failures, code))
+        return [self._answers[rank][1] for rank in range(self._size)]
+
+    def _where(self) -> str:
+        return " ".join([*self._addresses, str(self._listener.address[1]), self._key.hex()])
+
+    def _serve(self) -> None:
+        while not self._is_over:
             try:
-                succeeded, value = pickle.loads(ours.recv_bytes())
-            except EOFError:
-                ranks[rank][0].join(_GRACE_S)
-                succeeded, value = False, f"exit code {ranks[rank][0].exitcode}, no result"
-            if succeeded:
-                results[rank] = value
-            else:
-                failures.append((rank, value))
-    if failures:
-        failures.sort(key=lambda failure: SHUT_DOWN in failure[1])
-        raise RuntimeError(
-            f"Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
-            f"terminated. The first process to do so was:\nProcess name: {failures[0][0]}\n{failures[0][1]}"
-        )
-    return results
+                connection = self._listener.accept()
+            except OSError:
+                # Somebody who knocked and left, or close().
+                continue
+            threading.Thread(target=self._answer, args=(connection,), name="hvd.run", daemon=True).start()
+
+    def _answer(self, connection: Connection) -> None:
+        with connection:
+            try:
+                # Not by the listener: one stranger who says nothing would keep all ranks waiting.
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                connection.send_bytes(self._call)
+                rank, succeeded, value = pickle.loads(connection.recv_bytes())
+            except (AuthenticationError, EOFError, OSError):
+                return
+            self._answers[rank] = (succeeded, value)
+            self._order.append(rank)
+            connection.send_bytes(b"taken")
 
 
-def horovod_variables(world: World) -> dict[str, str]:
-    """What Horovod's own launcher gives its workers, as far as scripts read it."""
-    return {
-        "HOROVOD_RANK": str(world.rank),
-        "HOROVOD_SIZE": str(world.size),
-        "HOROVOD_LOCAL_RANK": str(world.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(world.local_size),
-        "HOROVOD_CROSS_RANK": str(world.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(world.cross_size),
-        "HOROVOD_HOSTNAME": socket.gethostname(),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-    }
+def _own_addresses(others: list[str], wanted: list[str]) -> list[str]:
+    """Where other hosts find this process: one address if their names tell which, else all of them."""
+    if not others:
+        return ["127.0.0.1"]
+    if wanted:
+        return [address for name in wanted for address in interfaces().get(name, [])][:1] or own_addresses()
+    towards = {source_towards(re.sub(r"^.*@|[\[\]]", "", name)) for name in others}
+    known = [address for address in towards if address is not None]
+    return known if len(known) == len(towards) == 1 else own_addresses()
 
 
-def _rank_main(
-    results: Connection,
-    variables: dict[str, str],
-    call: bytes | None,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(variables)
-    if "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(variables["WORLD_SIZE"])))
-    try:
-        if call is not None:
-            func, args, kwargs = pickle.loads(call)
-        answer = pickle.dumps((True, func(*args, **kwargs)))
-    except BaseException:
-        traceback.print_exc()
-        answer = pickle.dumps((False, traceback.format_exc()))
-    # Before the result is known to the parent, which then ends this process.
-    from megaclass.hvd.basics import _basics
-
-    _basics.shutdown()
-    results.send_bytes(answer)
-    results.close()
-    sys.stdout.flush()
+def _failed(failures: list[tuple[int, str]], code: int) -> str:
+    """One failure makes the others fail too: the cause goes first."""
+    text = (
+        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
+        "The first process to do so was:\n"
+    )
+    if not failures:
+        return f"{text}Process name: unknown, see the output above\nExit code: {code}\n"
+    rank, traceback = min(failures, key=lambda failure: SHUT_DOWN in failure[1])
+    return f"{text}Process name: {rank}\nExit code: {code}\n{traceback}"

@@ -67,12 +67,12 @@ def enqueue(
         _check_membership(kind, job, process_set)
     for tensor in tensors:
         check_tensor(kind, tensor)
-    handle = job.next_number()
+    handle = job.next_handle()
     # Memory, not variables: writing a result is no step of autograd's, as it is none in Horovod.
     inputs = [tensor.data for tensor in tensors]
     request = _request(
         kind,
-        name if name is not None else f"noname.{handle}",
+        name if name is not None else job.next_name(number),
         number,
         tuple([DTYPES[tensor.dtype] for tensor in inputs]),
         tuple([tuple(tensor.shape) for tensor in inputs]),
@@ -162,7 +162,7 @@ def join(device: int = -1) -> int:
     operation = Operation(Request("join", "join"))
     job.controller.submit_join(operation)
     job.controller.wait(operation)
-    job.restart_numbers()
+    job.restart_names()
     return int(operation.result)
 
 

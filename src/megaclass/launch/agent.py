@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from megaclass.distributed.addresses import interfaces
 from megaclass.errors import LaunchError
 from megaclass.launch.heartbeat import beat_interval, silence_limits
 from megaclass.launch.inbox import SignalInbox
-from megaclass.launch.network import interface_towards, interfaces, present, reserve_port
+from megaclass.launch.network import interface_towards, present, reserve_port
 from megaclass.launch.plan import rank_environment
 from megaclass.launch.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
 from megaclass.launch.supervisor import Supervisor, Worker, default_threads, find_command

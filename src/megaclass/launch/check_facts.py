@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from megaclass.launch.check_findings import Finding, absent, bad, doubtful, good
@@ -39,23 +40,37 @@ def host_findings(facts: Facts, slots: int) -> list[Finding]:
     ]
 
 
-def difference_findings(facts_by_host: Mapping[str, Facts], config: str | None) -> list[Finding]:
-    """What must be the same everywhere; on one host, the config must be there."""
+def default_slots(facts: Facts) -> int:
+    """Where nobody said how many: one a GPU that torch can use, or two on CPUs, because one rank has nobody to talk to."""
+    return len(_working_torch(facts)["gpus"]) or 2
+
+
+def difference_findings(
+    facts_by_host: Mapping[str, Facts], config: str | None, workdir: str, python: str
+) -> list[Finding]:
+    """What must be the same everywhere; on one host, the config must be there. python: the interpreter on the hosts."""
     findings: list[Finding] = []
     if len(facts_by_host) > 1:
-        findings += [*_version_findings(facts_by_host), _code(facts_by_host)]
+        findings += [*_version_findings(facts_by_host, python), _code(facts_by_host)]
     if config is not None:
-        findings.append(_config(facts_by_host, config))
+        findings.append(_config(facts_by_host, config, workdir))
     return findings
 
 
-def _version_findings(facts_by_host: Mapping[str, Facts]) -> list[Finding]:
-    found = differences({host: facts["versions"] for host, facts in facts_by_host.items()})
-    if found:
-        advice = "Install the same there: pip install the versions of the first host, into the same path."
-        return [bad("same versions", sentence, advice) for sentence in found]
-    first = next(iter(facts_by_host.values()))["versions"]
-    return [good("same versions", ", ".join(f"{name} {version}" for name, version in first.items()))]
+def _version_findings(facts_by_host: Mapping[str, Facts], python: str) -> list[Finding]:
+    """Where hosts differ, the first one that has it is taken for right."""
+    versions = {host: facts["versions"] for host, facts in facts_by_host.items()}
+    first = next(iter(versions.values()))
+    findings = []
+    for name, sentence in differences(versions).items():
+        right = next((theirs[name] for theirs in versions.values() if theirs[name][0].isdigit()), first[name])
+        others = ", ".join(host for host, theirs in versions.items() if theirs[name] != right)
+        # A label such as +cu126 is no version of a package index, but names a build; pip takes the rest.
+        line = f"Type on {others}: {python} -m pip install {name}=={right.partition('+')[0]}"
+        if name == "Python":
+            line = f"Install Python {right} with torch and megaclass on {others}, and name it with --python."
+        findings.append(bad("same versions", sentence, line))
+    return findings or [good("same versions", ", ".join(f"{name} {version}" for name, version in first.items()))]
 
 
 def _code(facts_by_host: Mapping[str, Facts]) -> Finding:
@@ -120,10 +135,12 @@ def _driver(facts: Facts) -> Finding:
         return absent("driver", "no NVIDIA GPU")
     runs = f", which runs CUDA up to {newest}" if newest else ""
     found = f"{driver or 'unknown version'}{runs}"
-    if torch["cuda"] and newest and _numbers(newest)[0] < _numbers(torch["cuda"])[0]:
+    # One that is too old by the numbers and works all the same has NVIDIA's compatibility package beside it.
+    is_needed = torch["cuda"] and not torch["is_usable"]
+    if is_needed and newest and _numbers(newest)[0] < _numbers(torch["cuda"])[0]:
         return bad(
             "driver", f"{found}; torch is built for {torch['cuda']}",
-            f"Renew the driver, or install the torch build for CUDA {_numbers(newest)[0]}.",
+            f"Renew the driver (sudo apt install nvidia-driver), or install the torch build for CUDA {_numbers(newest)[0]}.",
         )  # fmt: skip
     return good("driver", found)
 
@@ -134,21 +151,24 @@ def _gpus(facts: Facts) -> list[Finding]:
     if not torch["gpus"]:
         if not present:
             return [absent("GPUs", "none: training runs on the CPU")]
-        if hidden is not None:
-            advice = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them: unset CUDA_VISIBLE_DEVICES"
+        why = f": {torch['why_unusable']}" if torch["why_unusable"] else ""
+        if not torch["version"]:
+            advice = "Mend torch first."
         elif torch["cuda"] is None:
-            advice = f"torch {torch['version']} is a CPU build: install one with CUDA, or the GPUs sit idle."
+            advice = (
+                f"torch {torch['version']} is a CPU build, and the GPUs sit idle: install one with CUDA, "
+                f"pip install --force-reinstall torch"
+            )
+        elif hidden is not None:
+            advice = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them: unset CUDA_VISIBLE_DEVICES"
         else:
             advice = "torch cannot use them: compare nvidia-smi with python -c 'import torch; torch.cuda.init()'"
-        return [bad("GPUs", f"{present} present, none usable", advice)]
+        return [bad("GPUs", f"{present} present, none usable{why}", advice)]
     findings = []
     for index, gpu in enumerate(torch["gpus"]):
         what = f"GPU {index}"
         if "fault" in gpu:
-            advice = (
-                "A product on it failed: see nvidia-smi, and who else uses it; sudo nvidia-smi --gpu-reset resets it."
-            )
-            findings.append(bad(what, f"{gpu['name']}: {gpu['fault']}", advice))
+            findings.append(bad(what, f"{gpu['name']}: {gpu['fault']}", _advice_about_gpu(gpu["fault"])))
         elif not gpu["is_right"]:
             advice = "A product on it is wrong: take it out, and look for Xid errors in dmesg."
             findings.append(bad(what, f"{gpu['name']} computes wrongly", advice))
@@ -159,6 +179,15 @@ def _gpus(facts: Facts) -> list[Finding]:
         advice = f"CUDA_VISIBLE_DEVICES={hidden} hides the others." if hidden is not None else "See nvidia-smi -L."
         findings.append(doubtful("GPUs", f"{present} present, {len(torch['gpus'])} usable", advice))
     return findings
+
+
+def _advice_about_gpu(fault: str) -> str:
+    if "no kernel image" in fault:
+        lists = "python -c 'import torch; print(torch.cuda.get_arch_list())'"
+        return f"This torch has no code for such a GPU: install another build; what this one has: {lists}"
+    if "out of memory" in fault:
+        return "Somebody else fills its memory: nvidia-smi shows who."
+    return "A product on it failed: see nvidia-smi and dmesg (Xid errors); sudo nvidia-smi --gpu-reset resets it."
 
 
 def _nccl(facts: Facts) -> Finding:
@@ -221,21 +250,27 @@ def _shared_memory(facts: Facts) -> Finding:
     return good("shared memory", found)
 
 
-def _config(facts_by_host: Mapping[str, Facts], config: str) -> Finding:
-    groups = _groups({host: (facts["config"] or "not there")[:12] for host, facts in facts_by_host.items()})
-    if "not there" in groups:
-        hosts = groups["not there"]
-        return bad(
-            "same config", f"{config} is not on {', '.join(hosts)}", f"Copy it: scp {config} {hosts[0]}:{config}"
-        )
-    if len(groups) > 1:
-        return bad("same config", f"{config} is {_sides(groups)}", "Copy one over the others, or use a shared folder.")
-    return good("same config", f"{config} {next(iter(groups))}")
+def _config(facts_by_host: Mapping[str, Facts], config: str, workdir: str) -> Finding:
+    digests = {host: (facts["config"] or "not there")[:12] for host, facts in facts_by_host.items()}
+    groups = _groups(digests)
+    file = PurePath(workdir, config)
+    if [*groups] == ["not there"]:
+        return bad("same config", f"{config} is not on {', '.join(digests)}", f"Check the path: looked for {file}")
+    if len(groups) == 1:
+        return good("same config", f"{config} {next(iter(groups))}")
+    # The first host that has it is taken for right.
+    source = next(host for host, digest in digests.items() if digest != "not there")
+    others = [host for host, digest in digests.items() if digest != digests[source]]
+    lines = " && ".join(f"scp {file} {host}:{file}" for host in others)
+    missing = groups.get("not there")
+    found = f"{config} is not on {', '.join(missing)}" if missing else f"{config} is {_sides(groups)}"
+    return bad("same config", found, f"Type on {source}: {lines}")
 
 
 def _working_torch(facts: Facts) -> Facts:
     """What torch said; where it cannot be used, nothing works, and that is said once, under torch."""
     nothing: dict[str, Any] = {"version": "", "cuda": None, "gloo": True, "nccl": None, "is_usable": False, "gpus": []}
+    nothing["why_unusable"] = ""
     return {**nothing, **(facts["torch"] or {})}
 
 

@@ -1,8 +1,9 @@
 """What `megaclass check` found out: one line each, with what to do about it. Standard library only."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class State(StrEnum):
@@ -50,25 +51,34 @@ def bad(what: str, found: str, advice: str) -> Finding:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     findings: Mapping[str, Sequence[Finding]]
-    """By the heading they stand under: a host, or the hosts together."""
+    """By whom they are about: a host, or the hosts together."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """What stands above them in the table, where it is not the name alone."""
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What each host said about itself; empty for one that said nothing."""
+    all_reduce: Sequence[Mapping[str, Any]] = ()
+    """Rows of `megaclass bench allreduce`."""
 
     @property
     def would_start(self) -> bool:
         return not any(finding.state is State.BAD for finding in self._all())
 
     def as_json(self) -> dict[str, object]:
+        """Everything the table says, and the facts and figures behind it."""
         return {
             "would_start": self.would_start,
             "findings": [
                 {"where": where, **asdict(finding)} for where, findings in self.findings.items() for finding in findings
             ],
+            "facts": dict(self.facts),
+            "all_reduce": list(self.all_reduce),
         }
 
     def table(self) -> str:
         width = max((len(finding.what) for finding in self._all()), default=0)
         lines: list[str] = []
         for where, findings in self.findings.items():
-            lines += ["", where]
+            lines += ["", self.titles.get(where, where)]
             for finding in findings:
                 lines.append(f"    {_MARKS[finding.state]} {finding.what:<{width}}  {finding.found}".rstrip())
                 if finding.advice:

@@ -17,10 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megaclass.launch.network import interface_towards, interfaces
+from megaclass.distributed.addresses import interfaces
+from megaclass.launch.network import bound_socket, interface_towards
 from megaclass.launch.protocol import encode, greeting
 from megaclass.launch.versions import installed_versions, megaclass_version
 
@@ -28,6 +30,7 @@ Facts = dict[str, Any]
 
 _REACH_S = 4.0
 _TORCH_S = 120.0
+_MAX_CONNECTIONS = 64
 _NVIDIA = "0x10de"
 
 # Prints one JSON object. A product on each GPU shows that it computes; the time of the second one that it is awake.
@@ -41,9 +44,15 @@ facts = {
     "is_usable": torch.cuda.is_available(),
     "gpus": [],
 }
-for index in range(torch.cuda.device_count() if facts["is_usable"] else 0):
-    gpu = {"name": torch.cuda.get_device_name(index)}
+if facts["cuda"] and not facts["is_usable"]:
     try:
+        torch.cuda.init()
+    except Exception as error:
+        facts["why_unusable"] = str(error).partition("\\n")[0]
+for index in range(torch.cuda.device_count() if facts["is_usable"] else 0):
+    gpu = {"name": f"GPU {index}"}
+    try:
+        gpu["name"] = torch.cuda.get_device_name(index)
         left = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) % 7
         on_gpu = left.to(f"cuda:{index}")
         product = on_gpu @ on_gpu
@@ -111,10 +120,11 @@ def answer(question: Mapping[str, Any], listeners: list[socket.socket]) -> Facts
         case "listen":
             return _listen(int(question["port"]), listeners)
         case "reach":
-            return {
-                "towards": interface_towards(question["peers"][0][1]),
-                "faults": {name: reach(address, port) for name, address, port in question["peers"]},
-            }
+            names, addresses, ports = zip(*question["peers"], strict=True)
+            # All at once: behind a firewall each of them takes the whole time-out.
+            with ThreadPoolExecutor(min(_MAX_CONNECTIONS, len(names))) as pool:
+                faults = dict(zip(names, pool.map(reach, addresses, ports), strict=True))
+            return {"towards": interface_towards(addresses[0]), "faults": faults}
         case unknown:
             raise AssertionError(unknown)
 
@@ -137,14 +147,9 @@ def main() -> int:
 
 def _listen(port: int, listeners: list[socket.socket]) -> Facts:
     """The kernel completes connections to a listening socket by itself; nobody need accept them."""
-    listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if listener.family == socket.AF_INET6:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
-        listener.bind(("", port))
+        listener = bound_socket(port)
     except OSError as error:
-        listener.close()
         return {"port": port, "fault": error.strerror}
     listener.listen(128)
     listeners.append(listener)
@@ -170,7 +175,8 @@ def torch_facts(*, ends_with_stdin: bool = False) -> Facts | None:
         if line.startswith("megaclass-facts "):
             facts: Facts = json.loads(line.removeprefix("megaclass-facts "))
             return facts
-    last = next((line for line in reversed(err.splitlines()) if line.strip()), f"it ended with {process.returncode}")
+    how = f"it did not end within {_TORCH_S:g} s" if process.returncode == -9 else f"it ended with {process.returncode}"
+    last = next((line for line in reversed(err.splitlines()) if line.strip()), how)
     return {"fault": last.strip()}
 
 
@@ -220,7 +226,9 @@ def _driver_cuda() -> str | None:
 
 
 def _num_gpus_present() -> int:
-    """NVIDIA GPUs that the driver shows, or, without a driver, that sit on the bus."""
+    """NVIDIA GPUs that this host or container may open; without any, those that the driver shows, or that sit on the bus."""
+    if devices := [*Path("/dev").glob("nvidia[0-9]*")]:
+        return len(devices)
     driver = Path("/proc/driver/nvidia/gpus")
     if driver.is_dir():
         return len([*driver.iterdir()])

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from megaclass.errors import LaunchError
 from megaclass.launch.gang import Gang, GangSettings, Outcome
-from megaclass.launch.hosts import Host, hosts_from_batch_system, hosts_from_file, hosts_from_option
-from megaclass.launch.inbox import SignalInbox, open_standard_streams
-from megaclass.launch.options import RunOptions, parse_options
+from megaclass.launch.hosts import Host, given_hosts, hosts_from_batch_system
+from megaclass.launch.inbox import SignalInbox
+from megaclass.launch.options import RunOptions
 from megaclass.launch.output import RankOutput, Screen
 from megaclass.launch.plan import describe_plan, passed_on, place_ranks
 from megaclass.launch.ssh import SshSettings, agent_command
@@ -26,12 +26,8 @@ _SCREEN_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(options: RunOptions) -> int:
     """Exit code of the run: 0, or that of the first rank that failed; 255 for a lost host, 2 for what cannot start."""
-    open_standard_streams()
-    options = parse_options(arguments)
-    for remark in options.remarks:
-        print(f"megaclass run: {remark}", file=sys.stderr)
     hosts, num_processes = _hosts(options)
     settings = _settings(options)
     placements = place_ranks(hosts, num_processes)
@@ -119,17 +115,17 @@ def _for_the_next_start(
 
 def _hosts(options: RunOptions) -> tuple[list[Host], int]:
     """The hosts, and how many processes on them."""
-    if options.hosts is not None:
-        hosts = hosts_from_option(options.hosts)
-    elif options.hostfile is not None:
-        hosts = hosts_from_file(options.hostfile)
-    elif (found := hosts_from_batch_system(os.environ)) is not None:
+    hosts = given_hosts(options.hosts, options.hostfile)
+    is_local = options.launcher == "local"
+    if is_local and (others := [host.name for host in hosts if not host.is_local]):
+        raise LaunchError(f"--launcher local starts everything here, but {others[0]} is another machine: leave -H out.")
+    if not hosts and not is_local and (found := hosts_from_batch_system(os.environ)) is not None:
         hosts, what = found
         print(f"megaclass run: detected {what}", file=sys.stderr)
-    elif options.num_processes is not None:
+    if not hosts:
+        if options.num_processes is None:
+            raise LaunchError("How many processes? Give -np N, or hosts with their slots: -H gpu-1:8,gpu-2:8.")
         hosts = [Host(name="localhost", slots=options.num_processes, is_local=True)]
-    else:
-        raise LaunchError("How many processes? Give -np N, or hosts with their slots: -H gpu-1:8,gpu-2:8.")
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
         raise LaunchError(f"--min-np {options.min_processes} is more than the {num_processes} processes to start with.")

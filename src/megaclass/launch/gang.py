@@ -24,7 +24,7 @@ from megaclass.launch.versions import differences
 EXIT_HOST_LOST = 255
 """As ssh's own: a host or its agent was lost, no rank failed before."""
 _EXIT_NOT_STARTED = 2
-_EXIT_USER_ERROR = 2
+EXIT_USER_ERROR = 2
 """Of a rank: by convention a wrong command line, a setting, a folder that is taken. A second try meets it again."""
 _SETTLE_S = 1.0
 """After a host could not be reached, others may fail for the same reason: all are named at once."""
@@ -162,10 +162,11 @@ class Gang:
             return
         found = differences({link.name: link.hello.get("versions", {}) for link in self._links})
         if found and not self._settings.allows_mixed_versions:
-            what = "The hosts differ: " + ". ".join(found) + ". Install the same there, or add --allow-mixed-versions."
+            listed = ". ".join(found.values())
+            what = f"The hosts differ: {listed}. Install the same there, or add --allow-mixed-versions."
             self._problems.append(("", what))
         elif found:
-            self._voice.say("WARNING the hosts differ: " + ". ".join(found) + ".")
+            self._voice.say("WARNING the hosts differ: " + ". ".join(found.values()) + ".")
 
     def _fail_to_start(self) -> None:
         hosts = tuple(dict.fromkeys(host for host, _ in self._problems if host))
@@ -241,7 +242,7 @@ class Gang:
     def _miss_start(self) -> None:
         for link in self._links:
             if link.state is LinkState.STARTING and not self._problems:
-                why = why_not_started(link.placement.host, self._settings.ssh.python, None, link.said)
+                why = why_not_started(link.placement.host, self._settings.ssh, None, link.said)
                 self._problems.append((link.name, f"{why} (--start-timeout {self._settings.start_timeout_s:g} s)"))
 
     def _beat(self, now: float) -> None:
@@ -340,7 +341,7 @@ class Gang:
             continue
         code = link.wait(0.5)
         if link.state is LinkState.STARTING:
-            why = why_not_started(link.placement.host, self._settings.ssh.python, code, link.said)
+            why = why_not_started(link.placement.host, self._settings.ssh, code, link.said)
             self._problems.append((link.name, why))
             link.state = LinkState.LOST
             self._stop_listening(link)
@@ -383,7 +384,7 @@ class Gang:
             return
         self._voice.say(self._roll.headline_of(rank))
         self._verdict = self._roll.epitaph_of(rank) + self._output.where(rank)
-        may_restart = code != _EXIT_USER_ERROR
+        may_restart = code != EXIT_USER_ERROR
         if self._restarts_left and not may_restart:
             self._voice.say(f"exit code {code} says that something must be mended first: no restart.")
         outcome = Outcome(exit_code=exit_status(code), failed_hosts=(self._roll.hosts[rank],), may_restart=may_restart)

@@ -27,6 +27,13 @@ class Host:
     """This machine, which needs no ssh."""
 
 
+def given_hosts(listed: str | None, hostfile: Path | None) -> list[Host]:
+    """What -H or --hostfile name; empty when neither was given."""
+    if listed is not None:
+        return hosts_from_option(listed)
+    return hosts_from_file(hostfile) if hostfile is not None else []
+
+
 def hosts_from_option(text: str) -> list[Host]:
     """-H gpu-1:8,gpu-2:8"""
     where = f"in --hosts {_clipped(text)}"

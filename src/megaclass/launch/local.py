@@ -16,15 +16,19 @@ from megaclass.launch.plan import place_ranks, rank_environment
 from megaclass.launch.supervisor import Supervisor, default_threads
 
 GRACE_S = 3.0
+EXIT_RESUME_ME = 75
+"""Of a rank that was asked to stop, saved, and can go on from there: no failure."""
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str] = os.environ) -> int:
-    """Runs the command once a rank and waits; 0 when all ranks end with 0, else the exit code of the first that failed.
+    """Runs the command once a rank and waits; 0 when all ranks end with 0, else the exit code of the first that failed,
+    else 75 when some rank ended with it.
 
     The ranks write to this terminal themselves. A rank that fails takes the others with it: SIGTERM, and SIGKILL 3 s later.
-    Ctrl-C once is SIGINT to the ranks, twice SIGTERM, three times SIGKILL; SIGTERM and SIGUSR1 (preemption) are passed on.
-    If this process dies, the ranks are killed.
+    Ctrl-C once is SIGINT to the ranks, twice SIGTERM, three times SIGKILL. SIGTERM and SIGUSR1 (preemption) are passed on,
+    and the ranks take the time they need to save: only a second SIGTERM ends them within the 3 s. If this process dies,
+    the ranks are killed.
     """
     caught = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     with (
@@ -44,7 +48,7 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
 def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
     status: int | None = None
     num_interrupts = 0
-    is_ending = False
+    is_asked = is_ending = wants_resume = False
     while supervisor.running():
         select.select([inbox], [], [], 0.05 if is_ending else None)
         for number in inbox.taken():
@@ -54,13 +58,18 @@ def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
                 status = 128 + signal.SIGINT
             elif number == signal.SIGUSR1:
                 supervisor.send_signal(number)
+            elif number == signal.SIGTERM and not is_asked:
+                is_asked = True
+                print(f"megaclass: SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.", file=sys.stderr)
+                supervisor.send_signal(number)
             elif number == signal.SIGTERM:
                 status = 128 + signal.SIGTERM
                 supervisor.end()
                 is_ending = True
         for worker in supervisor.reap():
             assert worker.code is not None
-            if worker.code != 0 and status is None:
+            wants_resume |= worker.code == EXIT_RESUME_ME
+            if worker.code not in (0, EXIT_RESUME_ME) and status is None:
                 others = len(supervisor.running())
                 text = headline(worker.rank, socket.gethostname(), worker.pid, worker.code, others)
                 print(f"megaclass: {text}", file=sys.stderr, flush=True)
@@ -70,4 +79,4 @@ def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
         if is_ending:
             supervisor.is_clear()
     supervisor.end()
-    return status or 0
+    return status or (EXIT_RESUME_ME if wants_resume else 0)

@@ -25,7 +25,7 @@ def mpirun_command(options: RunOptions, hosts: Sequence[Host], names: Sequence[s
         *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
         "--tag-output",
         *_ssh(options),
-        *(part for interface in [",".join(options.interfaces)] if interface for part in _interface(interface)),
+        *(("--mca", "oob_tcp_if_include", ",".join(options.interfaces)) if options.interfaces else ()),
         *("--wdir", options.workdir),
         *(part for name in names for part in ("-x", name)),
         *options.command,
@@ -38,15 +38,3 @@ def _ssh(options: RunOptions) -> tuple[str, ...]:
     parts += ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
     parts += ["-i", str(options.ssh_identity_file)] if options.ssh_identity_file is not None else []
     return ("--mca", "plm_rsh_agent", shlex.join(parts))
-
-
-def _interface(names: str) -> tuple[str, ...]:
-    return (
-        "--mca",
-        "oob_tcp_if_include",
-        names,
-        "-x",
-        f"GLOO_SOCKET_IFNAME={names}",
-        "-x",
-        f"NCCL_SOCKET_IFNAME={names}",
-    )

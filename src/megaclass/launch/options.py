@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -38,6 +38,7 @@ _TAKES_A_VALUE = {
     *("--mpi-args", "--binding-args", "--config-file", "--num-nccl-streams"),
     "--thread-affinity",
 }
+LAUNCHERS = ("ssh", "local", "mpi", "slurm", "ray")
 _HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "shims"
 # Left to the training program, by the variable in which horovodrun hands it over.
 _HANDED_OVER = {
@@ -57,6 +58,10 @@ class RunOptions:
     """What `megaclass run` was asked for."""
 
     command: tuple[str, ...]
+    launcher: str
+    """One of LAUNCHERS."""
+    checks_build: bool
+    """Print the table of what is available, and nothing else."""
     num_processes: int | None
     min_processes: int | None
     hosts: str | None
@@ -95,12 +100,14 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
     parser = _parser()
     given = parser.parse_args(list(arguments))
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
-    if not command:
+    if not command and not given.check_build:
         parser.error("there is no command to run: megaclass run -np 2 python train.py")
     given_env, handed_over = _environment(given, env)
     interfaces = given.network_interfaces or ""
     return RunOptions(
         command=tuple(command),
+        launcher=given.launcher,
+        checks_build=given.check_build,
         num_processes=given.num_proc,
         min_processes=given.min_np,
         hosts=given.hosts,
@@ -137,7 +144,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Other options of horovodrun are accepted; those without a meaning now say so in one line.",
     )
     parser.add_argument("-v", "--version", action="version", version=f"megaclass {megaclass_version()}")
-    parser.add_argument("-n", "-np", "--num-proc", type=_at_least(1), metavar="N", help="processes in all")
+    parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="processes in all")
+    parser.add_argument(
+        "--launcher", type=_launcher, default="ssh", metavar="NAME",
+        help="who starts the processes: ssh (the default; none is needed on one machine), local, mpi, slurm, ray",
+    )  # fmt: skip
+    parser.add_argument(
+        "-cb", "--check-build", action="store_true", help="print which frameworks, controllers and operations are there"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
 
     hosts = parser.add_argument_group("hosts (default: those of Slurm, PBS or LSF, else this machine)")
@@ -146,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     one_of.add_argument(
         "-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts with their slots, lines `h1 slots=8`"
     )
-    hosts.add_argument("-p", "--ssh-port", type=_at_least(1), metavar="PORT", help="port of the ssh servers")
+    hosts.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
     hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
     hosts.add_argument(
         "--ssh-arg", action="append", default=[], metavar="ARG", help="one more argument for ssh; repeatable"
@@ -158,9 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         "--network-interface", "--network-interfaces", dest="network_interfaces", metavar="NAMES",
         help="interfaces to talk over, with commas between (the one towards host 0)",
     )  # fmt: skip
-    hosts.add_argument(
-        "--master-port", type=_at_least(0), default=0, metavar="PORT", help="port of rank 0 (a free one)"
-    )
+    hosts.add_argument("--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (a free one)")
     hosts.add_argument("--allow-mixed-versions", action="store_true", help="other Python, torch or megaclass on a host")
 
     env = parser.add_argument_group("environment")
@@ -171,23 +183,21 @@ def _parser() -> argparse.ArgumentParser:
     env.add_argument("--horovod", action="store_true", help="`import horovod.torch` means megaclass.hvd in this job")
 
     times = parser.add_argument_group("times in seconds, and restarts")
-    times.add_argument("--start-timeout", type=_seconds, default=30.0, metavar="S", help="for all hosts to answer (30)")
-    times.add_argument(
-        "--heartbeat", type=_seconds, default=30.0, metavar="S", help="a silent host is lost within (30)"
-    )
-    times.add_argument("--grace", type=_seconds, default=3.0, metavar="S", help="from SIGTERM to SIGKILL (3)")
+    times.add_argument("--start-timeout", type=seconds, default=30.0, metavar="S", help="for all hosts to answer (30)")
+    times.add_argument("--heartbeat", type=seconds, default=30.0, metavar="S", help="a silent host is lost within (30)")
+    times.add_argument("--grace", type=seconds, default=3.0, metavar="S", help="from SIGTERM to SIGKILL (3)")
     times.add_argument(
         "--hang-timeout",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="end a run in which no rank prints for so long (off)",
     )
     times.add_argument(
-        "--restarts", "--reset-limit", type=_at_least(0), default=0, metavar="N", help="starts after failures (0)"
+        "--restarts", "--reset-limit", type=at_least(0), default=0, metavar="N", help="starts after failures (0)"
     )
     times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
-    times.add_argument("--min-np", "--min-num-proc", type=_at_least(1), metavar="N", help="go on with no fewer (all)")
+    times.add_argument("--min-np", "--min-num-proc", type=at_least(1), metavar="N", help="go on with no fewer (all)")
 
     output = parser.add_argument_group("output")
     output.add_argument("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.<n>/{stdout,stderr}")
@@ -268,7 +278,15 @@ def _read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def _at_least(minimum: int):  # type: ignore[no-untyped-def]
+def _launcher(text: str) -> str:
+    if text not in LAUNCHERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(LAUNCHERS)}")
+    return text
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Reads an option's value: a whole number of the minimum or more."""
+
     def number(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
@@ -277,7 +295,8 @@ def _at_least(minimum: int):  # type: ignore[no-untyped-def]
     return number
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """An option's value: a number above 0."""
     try:
         value = float(text)
     except ValueError:

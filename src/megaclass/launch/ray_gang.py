@@ -4,9 +4,9 @@ import importlib
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from megaclass.errors import LaunchError
 from megaclass.launch.driver import ScreenVoice
 from megaclass.launch.epitaph import LastLines, epitaph, exit_status, headline, signal_name
+from megaclass.launch.gang import EXIT_HOST_LOST, EXIT_USER_ERROR, Outcome
 from megaclass.launch.hosts import Host
 from megaclass.launch.inbox import SignalInbox
 from megaclass.launch.options import RunOptions
@@ -22,7 +23,6 @@ from megaclass.launch.plan import passed_on, place_ranks, rank_environment
 from megaclass.launch.ray_worker import RankKeeper
 from megaclass.world import World
 
-_EXIT_LOST = 255
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -33,19 +33,46 @@ def run_on_ray(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Exit code as with ssh: 0, that of the first rank that failed, or 255 for a rank that Ray lost."""
     if hosts:
         raise LaunchError("--launcher ray: Ray chooses the hosts; leave -H and --hostfile out, and give -np N.")
+    if options.is_dry_run:
+        ranks = f"{options.num_processes} ranks" if options.num_processes else "a rank for each GPU of the cluster"
+        print(f"{ranks}, packed onto as few nodes as possible, each with a CPU, and a GPU where the cluster has any")
+        print(f"command: {shlex.join(options.command)}\nworking folder: {options.workdir}")
+        return 0
     ray = _connected_ray()
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         num_processes = options.num_processes or num_gpus
         if not num_processes:
             raise LaunchError("How many processes? Give -np N; this Ray cluster has no GPUs to count.")
-        group = _placement_group(ray, num_processes, {"CPU": 1, "GPU": 1} if num_gpus else {"CPU": 1}, options)
-        try:
-            return _RayGang(ray, group, num_processes, bool(num_gpus), options).run()
-        finally:
-            ray.util.remove_placement_group(group)
+        return _run_with_restarts(ray, num_processes, bool(num_gpus), options)
     finally:
         ray.shutdown()
+
+
+def _run_with_restarts(ray: Any, num_processes: int, has_gpus: bool, options: RunOptions) -> int:
+    screen = Screen({"stdout": 1, "stderr": 2})
+    voice = ScreenVoice(screen, options.is_verbose)
+    plain = {"stdout": False, "stderr": False}
+    output = RankOutput(
+        screen, colours=plain, with_timestamp=options.with_timestamp, folder=options.output_dir, say=voice.say
+    )
+    try:
+        for restart in range(options.restarts + 1):
+            if restart:
+                voice.say(f"restart {restart} of {options.restarts}: {num_processes} ranks.")
+            # A new one for each start: a node may have gone, and with it the bundles that lay there.
+            group = _placement_group(ray, num_processes, {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}, options)
+            try:
+                gang = _RayGang(ray, group, num_processes, has_gpus, options, restart, screen, voice, output)
+                outcome = gang.run()
+            finally:
+                ray.util.remove_placement_group(group)
+            if outcome.exit_code == 0 or not outcome.may_restart:
+                break
+        return outcome.exit_code
+    finally:
+        output.close()
+        screen.close()
 
 
 def _connected_ray() -> Any:
@@ -100,18 +127,24 @@ def _placement_group(ray: Any, num_processes: int, bundle: dict[str, int], optio
 class _RayGang:
     """All ranks of one start. They begin together and end together."""
 
-    def __init__(self, ray: Any, group: Any, num_processes: int, has_gpus: bool, options: RunOptions) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        group: Any,
+        num_processes: int,
+        has_gpus: bool,
+        options: RunOptions,
+        restart: int,
+        screen: Screen,
+        voice: ScreenVoice,
+        output: RankOutput,
+    ) -> None:
         self._ray = ray
         self._options = options
-        self._screen = Screen({"stdout": sys.stdout.fileno(), "stderr": sys.stderr.fileno()})
-        self._voice = ScreenVoice(self._screen, options.is_verbose)
-        self._output = RankOutput(
-            self._screen,
-            colours={"stdout": False, "stderr": False},
-            with_timestamp=options.with_timestamp,
-            folder=options.output_dir,
-            say=self._voice.say,
-        )
+        self._restart = restart
+        self._screen = screen
+        self._voice = voice
+        self._output = output
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         actor = ray.remote(RankKeeper)
         self._keepers = [
@@ -130,7 +163,7 @@ class _RayGang:
         self._num_interrupts = 0
         self._exit_code: int | None = None
 
-    def run(self) -> int:
+    def run(self) -> Outcome:
         with SignalInbox(_SIGNALS) as inbox:
             try:
                 self._start()
@@ -138,12 +171,16 @@ class _RayGang:
             finally:
                 for keeper in self._keepers:
                     self._ray.kill(keeper)
-                self._output.close()
-                self._screen.close()
 
     def _start(self) -> None:
         """Sorts the ranks by node, so that those of one host are neighbours, and starts them."""
-        places = self._ray.get([keeper.where.remote() for keeper in self._keepers])
+        try:
+            places = self._ray.get([keeper.where.remote() for keeper in self._keepers])
+        except self._ray.exceptions.RayError as error:
+            reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+            raise LaunchError(
+                f"A worker of Ray did not start ({reason.strip()}): megaclass must be installed on every node, as here."
+            ) from error
         nodes = list(dict.fromkeys(place["node"] for place in places))
         order = sorted(range(len(places)), key=lambda i: nodes.index(places[i]["node"]))
         self._keepers = [self._keepers[i] for i in order]
@@ -161,6 +198,7 @@ class _RayGang:
                 **passed_on(),
                 **self._options.given_env,
                 **rank_environment(world, host=place["host"], address=places[0]["address"], port=port),
+                "MEGACLASS_RESTART": str(self._restart),
             }
             if gpus := sorted({gpu for other in places if other["node"] == place["node"] for gpu in other["gpus"]}):
                 # A rank takes the GPU of its local rank among those that Ray gave to this run on its node.
@@ -174,7 +212,7 @@ class _RayGang:
                 cause = error.cause if isinstance(error.cause, LaunchError) else error
                 raise LaunchError(f"{self._hosts[world.rank]}: {cause}") from error
 
-    def _watch(self, inbox: SignalInbox) -> int:
+    def _watch(self, inbox: SignalInbox) -> Outcome:
         polls = {keeper.poll.remote(_POLL_S): rank for rank, keeper in enumerate(self._keepers)}
         while polls:
             ready, _ = self._ray.wait([*polls], timeout=_POLL_S)
@@ -187,13 +225,16 @@ class _RayGang:
             while self._screen.is_full:
                 time.sleep(0.02)
         if self._exit_code is not None:
-            return self._exit_code
+            return Outcome(exit_code=self._exit_code, may_restart=False)
         if self._first_failure is None:
-            return 0
+            return Outcome(exit_code=0)
         rank, code = self._first_failure
         last = self._last_lines[rank].shown()
         self._voice.say(epitaph(rank, self._hosts[rank], self._pids[rank], code, last) + self._output.where(rank))
-        return exit_status(code)
+        may_restart = code != EXIT_USER_ERROR
+        if self._options.restarts > self._restart and not may_restart:
+            self._voice.say(f"exit code {code} says that something must be mended first: no restart.")
+        return Outcome(exit_code=exit_status(code), may_restart=may_restart)
 
     def _hear(self, rank: int, answer: Any) -> bool:
         """Whether the rank is over."""
@@ -201,7 +242,7 @@ class _RayGang:
             output, code = self._ray.get(answer)
         except self._ray.exceptions.RayError as error:
             self._voice.say(f"rank {rank} on {self._hosts[rank]} was lost: {str(error).partition(chr(10))[0]}")
-            self._fail(rank, _EXIT_LOST)
+            self._fail(rank, EXIT_HOST_LOST)
             return True
         for stream, data in output:
             self._last_lines[rank].add(self._output.put(rank, stream, data))

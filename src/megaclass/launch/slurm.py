@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
+from megaclass.launch.plan import place_ranks
 from megaclass.world import tasks_on_slurm_nodes
 
 
@@ -19,24 +20,29 @@ def srun_command(options: RunOptions, hosts: Sequence[Host], env: Mapping[str, s
             f"-np {num_processes} asks for more than the {granted} tasks of Slurm job {env['SLURM_JOB_ID']}: "
             f"lower -np, or submit with sbatch --ntasks={num_processes}."
         )
-    slots = {host.slots for host in hosts}
-    if len(slots) > 1 and num_processes == sum(host.slots for host in hosts):
-        raise LaunchError(
-            "--launcher slurm takes the same number of slots on every host of -H: "
-            "leave -H out, and Slurm chooses, or give equal slots."
-        )
     return [
         "srun",
         f"--ntasks={num_processes or granted}",
-        *((f"--nodelist={','.join(host.name for host in hosts)}", f"--nodes={len(hosts)}") if hosts else ()),
-        *((f"--ntasks-per-node={slots.pop()}",) if len(slots) == 1 else ()),
+        *(_layout(hosts, num_processes) if hosts else ("--export=ALL",)),
         # One rank that fails must take the others with it, which would wait for it otherwise.
         "--kill-on-bad-exit=1",
         "--label",
         f"--chdir={options.workdir}",
-        "--export=ALL",
         *options.command,
     ]
+
+
+def _layout(hosts: Sequence[Host], num_processes: int) -> tuple[str, ...]:
+    """As many tasks on each host as it has slots, one host filled after the other."""
+    counts = {placed.host.name: len(placed.worlds) for placed in place_ranks(hosts, num_processes)}
+    nodes = f"--nodes={len(counts)}"
+    if len(set(counts.values())) == 1:
+        each = next(iter(counts.values()))
+        return f"--nodelist={','.join(counts)}", nodes, f"--ntasks-per-node={each}", "--export=ALL"
+    tasks = ",".join(name for name, count in counts.items() for _ in range(count))
+    # Task 0 is then on the first host of the list, which need not be the first of the step: Slurm sorts those.
+    first = next(iter(counts))
+    return f"--nodelist={tasks}", nodes, "--distribution=arbitrary", f"--export=ALL,MASTER_ADDR={first}"
 
 
 def _granted(env: Mapping[str, str]) -> int | None:

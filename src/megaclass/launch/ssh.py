@@ -11,31 +11,48 @@ from megaclass.launch.hosts import Host
 
 _CONNECT_S = 10
 
-# What ssh says when it ends with 255, and what to do about it.
+# What ssh says when it ends with 255, what that means, and what to do about it.
 _CAUSES = (
     (
         r"Could not resolve hostname",
-        "its name cannot be resolved: check the spelling, or add it to ~/.ssh/config or /etc/hosts",
+        "its name cannot be resolved",
+        "check the spelling, or add it to ~/.ssh/config or /etc/hosts",
     ),
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key is not the one in known_hosts: if that is expected, remove the old one with `ssh-keygen -R {host}`",
+        "its host key is not the one in known_hosts",
+        "if that is expected, remove the old one with `ssh-keygen -R {host}`",
     ),
     (
         r"Host key verification failed|No .* host key is known",
-        "its host key is not known: log in once with `ssh {host}` and compare the key",
+        "its host key is not known",
+        "log in once with `{login}` and compare the key",
     ),
     (
         r"Permission denied|Too many authentication failures",
-        "it refuses our key, and a password cannot be asked for: give the key with -i, or copy it with `ssh-copy-id {host}`",
+        "it refuses our key, and a password cannot be asked for",
+        "give the key with -i, or copy it with `{copy}`",
     ),
     (
         r"Connection timed out|Operation timed out|timed out during",
-        "it does not answer: is it up, and is the route open?",
+        "it does not answer",
+        "see whether it is up and a firewall lets ssh through: `ping -c 3 {host}`, then `{login}`",
     ),
-    (r"No route to host|Network is unreachable", "there is no route to it: is it up, and in this network?"),
-    (r"Connection refused", "it runs no ssh server at that port: start sshd, or give the port with -p"),
-    (r"Connection (closed|reset)|closed by remote host|Broken pipe", "the connection was cut"),
+    (
+        r"No route to host|Network is unreachable",
+        "there is no route to it",
+        "see whether it is up, and in this network: `ping -c 3 {host}`",
+    ),
+    (
+        r"Connection refused",
+        "it runs no ssh server at that port",
+        "start it there with `sudo systemctl start ssh`, or give the port with -p",
+    ),
+    (
+        r"Connection (closed|reset)|closed by remote host|Broken pipe",
+        "the connection was cut",
+        "see by whom with `{login} -v`",
+    ),
 )
 
 
@@ -51,11 +68,11 @@ class SshSettings:
     heartbeat_s: float = 30.0
 
 
-def agent_command(host: Host, settings: SshSettings) -> list[str]:
+def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.launch.agent") -> list[str]:
     """An argument list: no shell on this side. On the other side ssh always has one; nothing of the user's passes through
     it but the interpreter's path, quoted, and the prefix."""
     # -P: a file named like one of ours in the login folder must not be imported; -X utf8: the same text on all hosts.
-    agent = [settings.python, "-X", "utf8", "-P", "-m", "megaclass.launch.agent"]
+    agent = [settings.python, "-X", "utf8", "-P", "-m", module]
     if host.is_local:
         return agent
     remote = shlex.join(agent)
@@ -79,27 +96,39 @@ def agent_command(host: Host, settings: SshSettings) -> list[str]:
     ]
 
 
-def why_not_started(host: Host, python: str, code: int | None, said: str) -> str:
+def login_command(host: Host, settings: SshSettings, program: str = "ssh") -> str:
+    """What somebody would type to reach the host the same way; ssh-copy-id takes the same options."""
+    port = ("-p", str(settings.port)) if settings.port is not None else ()
+    key = ("-i", str(settings.identity_file)) if settings.identity_file is not None else ()
+    return shlex.join([program, *settings.extra, *port, *key, host.name])
+
+
+def why_not_started(host: Host, settings: SshSettings, code: int | None, said: str) -> str:
     """A sentence about an agent that ended, or said nothing, before it could report. said: its stderr."""
-    last = _last_lines(said)
+    what, advice = cause_and_advice(host, settings, code, said)
+    return f"{host.name}: {what}{f': {advice}' if advice else ''}.{_last_lines(said)}"
+
+
+def cause_and_advice(host: Host, settings: SshSettings, code: int | None, said: str) -> tuple[str, str]:
+    """Why the agent is not there, and what to do."""
+    login = login_command(host, settings)
     if not host.is_local and code == 255:
-        for pattern, cause in _CAUSES:
+        for pattern, cause, advice in _CAUSES:
             if re.search(pattern, said, re.IGNORECASE):
-                return f"{host.name}: {cause.format(host=host.name)}.{last}"
-        return f"{host.name}: ssh cannot connect.{last}"
+                copy = login_command(host, settings, "ssh-copy-id")
+                return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
+        return "ssh cannot connect", f"see why with `{login}`"
     if "No module named" in said and "megaclass" in said:
-        return (
-            f"{host.name}: {python} there has no megaclass: install it there as here, "
-            f"or name the interpreter that has it with --python.{last}"
-        )
+        there = f"{settings.python} there has no megaclass"
+        return there, "install it there as here, or name the interpreter that has it with --python"
     if code in (126, 127):
-        return (
-            f"{host.name}: there is no Python at {python}: install the same environment there, "
-            f"or give the path with --python.{last}"
-        )
+        missing = f"there is no Python at {settings.python}"
+        return missing, "install the same environment there, or give the path with --python"
+    if code is None and host.is_local:
+        return "it did not report in time", ""
     if code is None:
-        return f"{host.name}: it did not report in time: a login script that waits for input?{last}"
-    return f"{host.name}: its agent ended with {code} before it could report.{last}"
+        return "it did not report in time", f"does a login script wait for input? See with `{login}`"
+    return f"its agent ended with {code} before it could report", ""
 
 
 def _last_lines(said: str, num_lines: int = 3) -> str:

@@ -12,16 +12,16 @@ def installed_versions() -> dict[str, str]:
     return {"Python": python, "megaclass": megaclass_version(), "torch": _torch_version()}
 
 
-def differences(versions_by_host: dict[str, dict[str, str]]) -> list[str]:
-    """One sentence for each name that the hosts do not agree on."""
-    found = []
+def differences(versions_by_host: dict[str, dict[str, str]]) -> dict[str, str]:
+    """A sentence for each name that the hosts do not agree on, by the name."""
+    found = {}
     for name in next(iter(versions_by_host.values())):
         hosts_by_version: dict[str, list[str]] = {}
         for host, versions in versions_by_host.items():
             hosts_by_version.setdefault(versions.get(name, "unknown"), []).append(host)
         if len(hosts_by_version) > 1:
             sides = (f"{version} on {', '.join(hosts)}" for version, hosts in hosts_by_version.items())
-            found.append(f"{name} is {'; '.join(sides)}")
+            found[name] = f"{name} is {'; '.join(sides)}"
     return found
 
 

@@ -9,16 +9,13 @@ from megaclass.errors import DataError
 
 
 def class_list(path: str, source: ImageSource) -> ClassList:
-    """Names from the source itself, from its folders where each is an identity, from a classes.txt beside the data.
+    """Names from a classes.txt beside the data, or from its folders where each is an identity.
 
-    Where there are none, a class is called by its number.
+    Where there are none (a train.rec and its property file know numbers only), a class is called by its number.
     """
     place = Path(path)
     folder = place.parent if place.is_file() else place
-    own_names = getattr(source, "class_names", None)
-    if own_names is not None:
-        classes = ClassList.of((os.fsencode(name) for name in own_names), path)
-    elif (folder / "classes.txt").is_file():
+    if (folder / "classes.txt").is_file():
         lines = (folder / "classes.txt").read_bytes().split(b"\n")
         classes = ClassList.of((line.rstrip(b"\r") for line in (lines[:-1] if not lines[-1] else lines)), path)
     elif kind_of(path) == "folders":

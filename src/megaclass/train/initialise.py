@@ -11,24 +11,35 @@ from megaclass.checkpoint.class_names import ClassList, describe_difference, sav
 from megaclass.checkpoint.insightface import load_backbone_, read_backbone, read_centre_shards
 from megaclass.checkpoint.load import copy_matched_rows, load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import NAME, check_files, read_manifest
-from megaclass.config import TrainConfig
+from megaclass.config import CLASS_MEANS, Config
+from megaclass.data.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import CheckpointError
 from megaclass.export.safetensors_file import load_state
 from megaclass.train.build import Model
+from megaclass.train.class_means import start_at_class_means
 from megaclass.train.resume import match_on_all_ranks
 from megaclass.world import World
 
 
 def initialise(
-    config: TrainConfig, model: Model, classes: ClassList, world: World, device: torch.device, *, matches_classes: bool
+    config: Config,
+    model: Model,
+    source: ImageSource,
+    classes: ClassList,
+    world: World,
+    device: torch.device,
+    *,
+    matches_classes: bool,
 ) -> None:
     """Collective. Copies in what train.init_backbone and train.init_centres name; every rank reads the files."""
-    if config.init_backbone is not None:
-        backbone = Path(config.init_backbone)
+    if config.train.init_backbone is not None:
+        backbone = Path(config.train.init_backbone)
         on_every_rank(lambda: _load_backbone(model, backbone), device)
-    if config.init_centres is not None:
-        path = Path(config.init_centres)
+    if config.train.init_centres == CLASS_MEANS:
+        start_at_class_means(config, model, source, world, device)
+    elif config.train.init_centres is not None:
+        path = Path(config.train.init_centres)
         saved, shards = on_every_rank(lambda: _read_centres(model, path, classes, matches_classes), device)
         saved_K = np.arange(model.head.classes.start, model.head.classes.stop)
         if saved != classes:
@@ -72,10 +83,7 @@ def _read_centres(
         saved = classes if num_saved == classes.num_classes else ClassList(num_saved)
         shards = ((first, {"weight": shard}) for first, shard in centres)
     if saved != classes and not matches_classes:
-        raise CheckpointError(
-            f"The centres in {path} are of other classes: {describe_difference(saved, classes)}. "
-            f"--match-classes keeps those with the same name."
-        )
+        raise CheckpointError(f"The centres in {path} are of other classes: {describe_difference(saved, classes)}.")
     return saved, shards
 
 

@@ -8,14 +8,15 @@ A step on every rank (train/step.py):
     update      backbone by its optimizer, the centres that took part by the head; nothing where something is not finite
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.config import Config
 from megaclass.data.loader import BatchLoader
+from megaclass.distributed.agreement import on_main_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.train.build import Model
 from megaclass.train.evaluation import evaluate_between_steps
@@ -24,7 +25,7 @@ from megaclass.train.meters import Meter, check_finite
 from megaclass.train.progress import no_bar, progress_bar
 from megaclass.train.run_folder import RunFolder
 from megaclass.train.schedule import learning_rate
-from megaclass.train.sinks import open_sinks
+from megaclass.train.sinks import no_sinks, open_sinks
 from megaclass.train.step import training_step
 from megaclass.train.stop_signals import StopSignals
 from megaclass.world import World
@@ -64,23 +65,23 @@ def train(
     done, is_asked_to_stop = first_step, False
     model.parallel.train()
     bar_of = progress_bar("training", num_steps, start=first_step) if world.is_main else no_bar()
-    rows_of = open_sinks(config, run) if world.is_main else nullcontext(None)
+    rows_of = open_sinks(config, run) if world.is_main else no_sinks()
     with signals.heard(), bar_of as bar, rows_of as send_row:
         for step, batch in enumerate(meter.batches(batches), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
-            meter.add(training_step(model, batch, config, lr=lr, step=step, device=device))
             done = step + 1
+            is_evaluated = evaluate_steps > 0 and done % evaluate_steps == 0 and done < num_steps
+            is_reported = done % config.train.report_steps == 0 or done == num_steps or is_evaluated
+            meter.add(training_step(model, batch, config, lr=lr, step=step, device=device, is_measured=is_reported))
 
             detail = ""
-            is_evaluated = evaluate_steps > 0 and done % evaluate_steps == 0 and done < num_steps
             if is_evaluated:
                 accuracies = evaluate_between_steps(config, model, loader.image_size[0], device)
-            if done % config.train.report_steps == 0 or done == num_steps or is_evaluated:
+            if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
                 row |= accuracies if is_evaluated else {}
                 check_finite(row, done, config.train.on_nan, model.loss_scale.is_dynamic)
-                if send_row is not None:
-                    send_row(row)
+                on_main_rank(partial(send_row, row), device)
                 detail = describe_row(row)
                 is_asked_to_stop = done < num_steps and signals.any_rank_was_asked(device)
             bar.advance_to(done, detail)

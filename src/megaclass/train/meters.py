@@ -39,7 +39,10 @@ class Meter:
         self._num_steps += 1
 
     def read(self) -> dict[str, float]:
-        """The host waits for the device here. Means leave out the steps that were skipped."""
+        """The host waits for the device here. Means leave out the steps that were skipped.
+
+        The head's measures are those of the last step; left out where that was skipped.
+        """
         losses = torch.stack([result.loss for result in self._results]).double().cpu()
         is_counted = ~torch.stack([result.was_skipped for result in self._results]).cpu()
         if is_counted.any():
@@ -52,6 +55,13 @@ class Meter:
             "skipped_steps": int((~is_counted).sum()),
             "elapsed_s": now - self._begun,
         }
+        measures = self._results[-1].measures
+        if measures is not None and is_counted[-1]:
+            row |= {
+                "target_cosine": float(measures.target_cosine),
+                "head_gradient_norm": float(measures.gradient_norm),
+                "sampled_share": float(measures.sampled_share),
+            }
         if self._device.type == "cuda":
             row["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         self._last, self._results, self._waited_s = now, [], 0.0

@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 # Not on a terminal, a line this often: enough to see life, not enough to flood a log.
@@ -44,6 +44,25 @@ def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
                 progress.update(task, completed=done, detail=shown)
 
         yield _Rich()
+
+
+@contextmanager
+def bar_on_demand(title: str) -> Iterator[Callable[[int, int], None]]:
+    """What is yielded takes what is done and how much there is in all; a bar appears with its first call.
+
+    A call with another total begins a bar of its own: something else is being counted.
+    """
+    with ExitStack() as held:
+        bars: dict[int, Bar] = {}
+
+        def on_progress(done: int, total: int) -> None:
+            if total not in bars:
+                held.close()
+                bars.clear()
+                bars[total] = held.enter_context(progress_bar(title, total))
+            bars[total].advance_to(done)
+
+        yield on_progress
 
 
 @contextmanager

@@ -151,15 +151,15 @@ def match_on_all_ranks(
         )
     if world.is_main:
         table = describe_match(num_same, num_renumbered, num_new, saved.num_classes)
-        print(f"megaclass: classes matched by name with {where}\n{table}", file=sys.stderr, flush=True)
+        print(
+            f"megaclass: classes matched by {classes.kind_of_name} with {where}\n{table}", file=sys.stderr, flush=True
+        )
     return match
 
 
 def _check_classes(saved: ClassList, classes: ClassList, folder: Path, *, matches_classes: bool) -> None:
     if not matches_classes and (difference := describe_difference(saved, classes)):
-        raise CheckpointError(
-            f"{folder} has other classes: {difference}. --match-classes keeps the centres of those with the same name."
-        )
+        raise CheckpointError(f"{folder} has other classes: {difference}.")
 
 
 def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:

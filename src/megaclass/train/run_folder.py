@@ -122,8 +122,12 @@ class RunFolder:
         self._write("summary.json", json.dumps(summary, indent=1) + "\n")
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(row)) + "\n")
+        path = self.path / "metrics.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(row)) + "\n")
+        except OSError as error:
+            raise _cannot_write(path, error) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Whole rows; a last one cut off by a crash is left out."""
@@ -138,5 +142,14 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         unfinished = self.path / f".{name}.tmp"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(self.path / name)
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(self.path / name)
+        except OSError as error:
+            raise _cannot_write(self.path / name, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot write {path}: {error.strerror}. The checkpoints are as they were: make room, then --resume."
+    )

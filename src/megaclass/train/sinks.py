@@ -28,6 +28,12 @@ def open_sinks(config: Config, run: RunFolder) -> Iterator[Sink]:
 
 
 @contextmanager
+def no_sinks() -> Iterator[Sink]:
+    """For the ranks that do not report."""
+    yield lambda row: None
+
+
+@contextmanager
 def _tensorboard(run: RunFolder) -> Iterator[Sink]:
     try:
         from torch.utils.tensorboard import SummaryWriter

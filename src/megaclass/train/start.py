@@ -1,5 +1,6 @@
 """`megaclass train`: from settings to a finished run, as one process, as the parent of local ranks, or as one rank."""
 
+import faulthandler
 import os
 import sys
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from megaclass.data.stage import stage
 from megaclass.data.synthesize import synthesize
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.process_group import process_group
-from megaclass.errors import ConfigError, DataError
-from megaclass.launch.local import run_local
+from megaclass.errors import CheckpointError, ConfigError, DataError, ExportError, TrainError
+from megaclass.launch.local import EXIT_RESUME_ME, run_local
 from megaclass.train.build import Model, build_margin, build_model
 from megaclass.train.class_list import class_list
 from megaclass.train.finish import evaluate_run, finish_run
@@ -30,7 +31,6 @@ from megaclass.train.loop import Outcome, train
 from megaclass.train.progress import Bar, progress_bar
 from megaclass.train.resume import resume_run
 from megaclass.train.run_folder import RunFolder
-from megaclass.train.stop_signals import EXIT_RESUME_ME
 from megaclass.world import World, world_from_environment
 
 
@@ -142,6 +142,9 @@ def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoade
 
 
 def _train_as_rank(config: Config, world: World, beginning: Beginning) -> int:
+    if not faulthandler.is_enabled():
+        # A crash in native code then says where it happened, whoever started this process.
+        faulthandler.enable(file=2)
     with ExitStack() as held:
         with process_group(world, device=config.train.device) as device:
             trained = train_in_group(config, world, device, beginning, held)
@@ -157,7 +160,14 @@ def _train_as_rank(config: Config, world: World, beginning: Beginning) -> int:
             scores = evaluate_run(config, trained.model, trained.source, device)
         # The other ranks are done; what is left is one rank's work.
         if world.is_main:
-            finish_run(config, trained.run, trained.model, trained.source, world, trained.outcome, scores)
+            try:
+                finish_run(config, trained.run, trained.model, trained.source, world, trained.outcome, scores)
+            except (OSError, ExportError, CheckpointError) as error:
+                reason = str(error).rstrip(".")
+                raise TrainError(
+                    f"All {trained.outcome.num_steps} steps are done and saved, but model and report could not be written to "
+                    f"{trained.run.path}: {reason}. Mend that, then --resume."
+                ) from error
     return 0
 
 
@@ -193,13 +203,13 @@ def train_in_group(
     matches_classes = beginning.matches_classes
     first_step = 0
     if beginning.resume is None:
-        initialise(config.train, model, classes, world, device, matches_classes=matches_classes)
+        initialise(config, model, source, classes, world, device, matches_classes=matches_classes)
     else:
         first_step = resume_run(
             config, model, run, beginning.resume, classes, world, device, matches_classes=matches_classes
         )
+    on_main_rank(lambda: run.write_config(to_toml(config)), device)
     if world.is_main:
-        run.write_config(to_toml(config))
         print(source.describe(), file=sys.stderr)
     with CheckpointWriter(
         run.checkpoints,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megaclass.config import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
+from megaclass.head.measures import HeadMeasures
 from megaclass.train.build import Model
 
 
@@ -20,10 +21,19 @@ class StepResult:
     """Mean over the global batch, the same on every rank; NaN when the embeddings were."""
     was_skipped: Tensor
     """0-d bool, the same on every rank."""
+    measures: HeadMeasures | None = None
+    """Where they were asked for; without meaning where the step was skipped."""
 
 
 def training_step(
-    model: Model, batch: Batch, config: Config, *, lr: float, step: int, device: torch.device
+    model: Model,
+    batch: Batch,
+    config: Config,
+    *,
+    lr: float,
+    step: int,
+    device: torch.device,
+    is_measured: bool = False,
 ) -> StepResult:
     """Every rank calls it with its own part of the global batch."""
     try:
@@ -34,7 +44,8 @@ def training_step(
             raise
         model.head.abandon_step()
         return StepResult(torch.full((), torch.nan, device=device), torch.ones((), dtype=torch.bool, device=device))
-    return StepResult(loss, _update(model, config, lr))
+    was_skipped, measures = _update(model, config, lr, is_measured)
+    return StepResult(loss, was_skipped, measures)
 
 
 def _forward_backward(model: Model, batch: Batch, config: Config, step: int, device: torch.device) -> Tensor:
@@ -61,8 +72,8 @@ def _forward_backward(model: Model, batch: Batch, config: Config, step: int, dev
     return torch.stack(losses).sum()
 
 
-def _update(model: Model, config: Config, lr: float) -> Tensor:
-    """Moves backbone and centres, or nothing; returns whether it was nothing. The same on every rank.
+def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple[Tensor, HeadMeasures | None]:
+    """Moves backbone and centres, or nothing; returns whether it was nothing, and the head's measures. The same on every rank.
 
     The backbone's gradients have been averaged over ranks, so every rank finds the same norm and the same verdict.
     """
@@ -82,10 +93,15 @@ def _update(model: Model, config: Config, lr: float) -> Tensor:
     elif not is_bad:
         model.optimizer.step()
     head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
-    model.head.step(lr=lr * head_factor, skip=is_bad, loss_scale=scale if model.loss_scale.is_dynamic else 1.0)
+    measures = model.head.step(
+        lr=lr * head_factor,
+        skip=is_bad,
+        loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
+        is_measured=is_measured,
+    )
     if is_bad.device.type == "cuda" and config.train.on_nan == "skip":
         model.head.forgive_fault()
     model.loss_scale.follow(is_bad)
     if model.ema is not None:
         model.ema.follow(is_bad)
-    return is_bad
+    return is_bad, measures

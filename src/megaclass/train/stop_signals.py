@@ -9,8 +9,6 @@ import torch
 
 from megaclass.distributed.collectives import gather_blocks
 
-EXIT_RESUME_ME = 75
-
 
 class StopSignals:
     """Remembers that this rank was told to stop; the ranks compare notes when they report."""

@@ -1,21 +1,16 @@
 """The Triton programs compiled for GPUs that are not here: they fit the chip and spill no registers."""
 
-import subprocess
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from tests.compiled_programs import Usage, compile_for
 
-from megaclass.head.kernels import triton_programs, triton_rows  # noqa: E402
-from megaclass.head.kernels.triton_fused import Tiles, tiles_for  # noqa: E402
+from megaclass.head.kernels import triton_programs, triton_rows
+from megaclass.head.kernels.triton_fused import Tiles, tiles_for
 
 # Bytes of shared memory a block may use; registers a multiprocessor has.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -47,47 +42,11 @@ def test_exponentials_fit_every_supported_gpu(capability: int, options: dict[str
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize(("storage", "kind"), [("fp32", "sgd"), ("bf16", "adamw"), ("bf16", "adagrad")])
-def test_the_update_of_the_centres_is_light(capability: int, storage: str, kind: str):
-    usage = update_usage(capability, storage=storage, kind=kind)
+@pytest.mark.parametrize("is_measured", [False, True], ids=["", "measured"])
+def test_the_update_of_the_centres_is_light(capability: int, storage: str, kind: str, is_measured: bool):
+    usage = update_usage(capability, storage=storage, kind=kind, is_measured=is_measured)
     assert usage.spilled_bytes == 0
     assert usage.registers <= 128
-
-
-@dataclass(frozen=True)
-class Usage:
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-
-
-def compile_for(
-    capability: int, program: Any, types: dict[str, str], constants: dict[str, Any], **options: int
-) -> Usage:
-    names = program.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    # As at a real launch: tensors begin at multiples of 16 bytes, and so do their rows.
-    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name == "plane"]
-    source = ASTSource(
-        program,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Usage(*_resources(kernel.asm["cubin"]), kernel.metadata.shared)
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    fields = dict(part.split(":") for part in text.split() if part.count(":") == 1 and part.split(":")[1].isdigit())
-    # What does not fit the registers goes to the stack frame.
-    return int(fields["REG"]), int(fields["STACK"]) + int(fields.get("LOCAL", 0))
 
 
 def exponentials_usage(
@@ -127,12 +86,14 @@ def exponentials_usage(
     )
 
 
-def update_usage(capability: int, *, storage: str = "fp32", kind: str = "sgd") -> Usage:
+def update_usage(
+    capability: int, *, storage: str = "fp32", kind: str = "sgd", is_measured: bool = False
+) -> Usage:  # fmt: skip
     types = {
         "weight": f"*{storage}", "state_1": f"*{storage}", "state_2": f"*{storage}", "counts": "*i32", "grad": "*bf16",
         "classes": "*i64", "pull_heads": "*i32", "pull_links": "*i32", "pull_images": "*fp32", "pull_weights": "*fp32",
-        "sticky": "*i64", "skip": "*i1", "lr": "fp32", "loss_scale": "fp32", "key_state": "i64", "first_row": "i32",
-        "num_rows": "i32",
+        "grad_squares": "*fp32", "sticky": "*i64", "skip": "*i1", "lr": "fp32", "loss_scale": "fp32", "key_state": "i64",
+        "first_row": "i32", "num_rows": "i32",
     }  # fmt: skip
     constants: dict[str, Any] = {
         "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1, "KIND": kind,
@@ -140,4 +101,6 @@ def update_usage(capability: int, *, storage: str = "fp32", kind: str = "sgd") -
         "LOG2_BETA_1": -0.152, "LOG2_BETA_2": -0.00144, "EPS": 1e-8, "LR_IS_TENSOR": False,
         "LOSS_SCALE_IS_TENSOR": False, "BLOCK_R": 2, "BLOCK_D": 512,
     }  # fmt: skip
+    if not is_measured:
+        constants["grad_squares"] = None
     return compile_for(capability, triton_rows.update_rows, types, constants, num_warps=4)

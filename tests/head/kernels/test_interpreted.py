@@ -275,6 +275,35 @@ def test_the_same_model_on_any_number_of_ranks(run_ranks, name):
         assert_close(whole, grads, 1e-5)
 
 
+def _measure_on_ranks(kernel: str, options: dict[str, Any], num_parts: int) -> list[list[float]]:
+    import torch.distributed as dist
+
+    head = new_head(kernel, 13, **options)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outcome = []
+    for x, y in batches(2, 13):
+        leaf, mine = x.tensor_split(size)[rank].to(head.store.work_dtype).requires_grad_(), y.tensor_split(size)[rank]
+        head.begin_step(mine)
+        for part_x, part_y in zip(leaf.tensor_split(num_parts), mine.tensor_split(num_parts), strict=True):
+            (head(part_x, part_y) * 8.0).backward()
+        measures = head.step(lr=0.05, loss_scale=8.0, is_measured=True)
+        outcome.append([float(getattr(measures, name)) for name in type(measures).__slots__])
+    return outcome
+
+
+@interpreted
+@pytest.mark.parametrize("num_parts", [1, 2], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("name", ["all classes", "half", "sub-centres"])
+def test_the_same_measures_on_any_number_of_ranks(run_ranks, name, num_parts):
+    """The reference's are compared with a dense classifier in tests/head/test_measures.py."""
+    options = {"all classes": {}, "half": {"sample_rate": 0.5}, "sub-centres": {"num_subcentres": 2}}[name]
+    (truth,) = run_ranks(1, _measure_on_ranks, "reference", options, 1)
+    for size in (1, 2, 3, 4):
+        for measures in run_ranks(size, _measure_on_ranks, "triton_fused", options, num_parts):
+            for ours, true in zip(measures, truth, strict=True):
+                assert ours == pytest.approx(true, rel=1e-5)
+
+
 @interpreted
 @pytest.mark.parametrize("bad", ["label", "nan", "infinite"])
 def test_a_faulty_batch_moves_nothing_and_is_named(bad):

@@ -47,8 +47,18 @@ def can_update(optimizer: RowOptimizer) -> bool:
     return type(optimizer) in (RowSGD, RowAdamW, RowAdagrad)
 
 
-def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pulls: Pulls, move: Move) -> None:
-    """Adds the pulls to the chunk's gradient and moves its rows: one launch, every row read and written once."""
+def update_(
+    store: Centres,
+    classes_S: Tensor | None,
+    chunk: CentreGradient,
+    pulls: Pulls,
+    move: Move,
+    squares: list[Tensor] | None,
+) -> None:
+    """Adds the pulls to the chunk's gradient and moves its rows: one launch, every row read and written once.
+
+    squares: as for Centres.update_; without it another program runs, which does not form them.
+    """
     rows, optimizer = store.rows(), store.optimizer
     state = stream_state(ROUND_WEIGHTS, store.seed, move.step)
     width, num_rows = rows["weight"].shape[1], len(chunk.grad_RD)
@@ -57,7 +67,9 @@ def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pul
     block_d = triton.next_power_of_2(width)
     block_r = max(1, 1024 // block_d)
     assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
-    triton_rows.update_rows[(-(-num_rows // block_r),)](
+    num_programs = -(-num_rows // block_r)
+    squares_P = None if squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
+    triton_rows.update_rows[(num_programs,)](
         rows["weight"],
         rows.get("momentum", rows.get("mean", rows.get("square"))),
         rows.get("square"),
@@ -69,6 +81,7 @@ def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pul
         pulls.links_P,
         pulls.images_PD,
         pulls.weights_P,
+        squares_P,
         move.sticky,
         move.skip,
         move.lr if isinstance(move.lr, Tensor) else float(move.lr),
@@ -96,6 +109,8 @@ def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pul
         BLOCK_D=block_d,
         num_warps=4,
     )
+    if squares is not None and squares_P is not None:
+        squares.append(squares_P.sum(dtype=torch.float64))
 
 
 def _kind(optimizer: RowOptimizer) -> str:

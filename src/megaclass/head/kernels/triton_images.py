@@ -103,7 +103,7 @@ def find_slots(slots, classes, num_entries, num_images, STEPS: tl.constexpr, BLO
 
 @triton.jit
 def note_faults(
-    sticky,  # (5,) int64, in and out
+    sticky,  # (6,) int64, in and out
     words,
     norms,
     labels,
@@ -146,24 +146,26 @@ def note_faults(
     if tl.load(sticky) == 0:
         if num_steps > 0:
             step = tl.load(words + first_step.to(tl.int64) * words_stride + 1)
-            _store_fault(sticky, 3, first_step, step, step_0, num_steps)
+            _store_fault(sticky, 3, first_step, step, step_0, num_steps, step_0)
         elif num_labels > 0:
             label = tl.load(labels + first_label)
-            _store_fault(sticky, 1, first_label // max_batch, first_label % max_batch, label, num_labels)
+            _store_fault(sticky, 1, first_label // max_batch, first_label % max_batch, label, num_labels, step_0)
         elif num_infinite > 0:
             label = tl.load(labels + first_infinite)
-            _store_fault(sticky, 2, first_infinite // max_batch, first_infinite % max_batch, label, num_infinite)
+            place = first_infinite % max_batch
+            _store_fault(sticky, 2, first_infinite // max_batch, place, label, num_infinite, step_0)
         elif overflowed > 0:
-            _store_fault(sticky, 4, 0, 0, 0, overflowed)
+            _store_fault(sticky, 4, 0, 0, 0, overflowed, step_0)
 
 
 @triton.jit
-def _store_fault(sticky, kind, rank, position, value, count):
+def _store_fault(sticky, kind, rank, position, value, count, step):
     tl.store(sticky, kind)
     tl.store(sticky + 1, rank)
     tl.store(sticky + 2, position)
     tl.store(sticky + 3, value)
     tl.store(sticky + 4, count)
+    tl.store(sticky + 5, step)
 
 
 @triton.jit

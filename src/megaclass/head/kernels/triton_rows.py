@@ -18,6 +18,7 @@ def update_rows(
     pull_links,  # (P,) int32: 1 + the next image of the same row
     pull_images,  # (P, D) float32
     pull_weights,  # (P,) float32
+    grad_squares,  # (programs,) float32 zeros, out: sum of squares of the rows' gradient, or None
     sticky,  # a fault masks the update
     skip,  # a flag that does too, or None
     lr,  # a number, or a 0-d tensor
@@ -90,6 +91,8 @@ def update_rows(
     inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
     unit = w * inverse[:, None]
     g = (g - unit * tl.sum(unit * g, 1)[:, None]) * (inverse / loss_scale)[:, None]
+    if grad_squares is not None:
+        tl.store(grad_squares + tl.program_id(0), tl.sum(tl.sum(g * g, 1), 0))
     if CLIP_VALUE is not None:
         g = tl.minimum(tl.maximum(g, -CLIP_VALUE), CLIP_VALUE)
     if CLIP_ROW_NORM is not None:

@@ -1,6 +1,6 @@
 """`horovod`, for jobs whose launcher put this folder on PYTHONPATH: the same objects as `megaclass.hvd`."""
 
-from megaclass.hvd.running import run
+from .runner import run
 
 __version__ = "0.28.1"
 

@@ -1,7 +1,15 @@
 from megaclass.hvd import *  # noqa: F403
 from megaclass.hvd import __all__ as _names
 
+from . import compression as compression
+from . import functions as functions
+from . import mpi_ops as mpi_ops
+from . import optimizer as optimizer
+from . import sync_batch_norm as sync_batch_norm
+
 __all__ = [name for name in _names if name not in ("run", "shims_folder")]
+
+_MPI_LIB_AVAILABLE = True
 
 
 def _check_has_gpu() -> bool:

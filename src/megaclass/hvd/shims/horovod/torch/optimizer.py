@@ -1,3 +1,37 @@
-from megaclass.hvd.optimizer import DistributedOptimizer
+from megaclass.hvd.compression import Compression
+from megaclass.hvd.functions import broadcast_object
+from megaclass.hvd.horovod_util import split_list
+from megaclass.hvd.mpi_ops import (
+    Adasum,
+    Average,
+    ProcessSet,
+    Sum,
+    allreduce_async_,
+    global_process_set,
+    grouped_allreduce_async_,
+    rocm_built,
+    size,
+    sparse_allreduce_async,
+    synchronize,
+)
+from megaclass.hvd.optimizer import DistributedOptimizer, _DistributedAdasumOptimizer, _DistributedOptimizer
 
-__all__ = ["DistributedOptimizer"]
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "_DistributedAdasumOptimizer",
+    "_DistributedOptimizer",
+    "allreduce_async_",
+    "broadcast_object",
+    "global_process_set",
+    "grouped_allreduce_async_",
+    "rocm_built",
+    "size",
+    "sparse_allreduce_async",
+    "split_list",
+    "synchronize",
+]

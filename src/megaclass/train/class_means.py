@@ -1,0 +1,114 @@
+"""Centres that begin where the initial backbone sees their classes: the mean of the images' embeddings.
+
+A step on every rank: its part of the next images, decoded ahead, through the backbone; the embeddings of all ranks are
+gathered, and each rank adds up those of its own classes, in the order of the data whatever the number of ranks.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megaclass.config import Config
+from megaclass.data.decode import decode_into, normalise
+from megaclass.data.loader import BadImages
+from megaclass.data.parallel import ordered_map
+from megaclass.data.source import ImageSource, PixelSource
+from megaclass.distributed.agreement import on_every_rank
+from megaclass.distributed.collectives import gather_blocks
+from megaclass.errors import DataError
+from megaclass.evaluate.embed import evaluating
+from megaclass.head.exchange import gather_batch
+from megaclass.train.build import Model
+from megaclass.train.progress import progress_bar
+from megaclass.world import World
+
+
+def start_at_class_means(config: Config, model: Model, source: ImageSource, world: World, device: torch.device) -> None:
+    """Collective. One pass over the data, not augmented; classes without a readable image keep their random start.
+
+    With sub-centres the first of each class begins at the mean, the others as ever: equal ones would stay equal.
+    An all-gather a step, as of the head's forward: W * (16 + max_batch * (8 + D * 4)) bytes.
+    """
+    sums_KD = _sum_by_class(config, model, source, world, device)
+    is_finite_K = sums_KD.isfinite().all(1)
+
+    def check() -> None:
+        if not is_finite_K.all():
+            first = model.head.classes.start + int((~is_finite_K).nonzero()[0])
+            raise DataError(
+                f"The embeddings of class {first} by {config.train.init_backbone} are not finite: "
+                f"is train.init_backbone a trained backbone, and train.precision wide enough for it?"
+            )
+
+    on_every_rank(check, device)
+    num_started = gather_blocks(model.head.store.start_at_(sums_KD), None).sum()
+    if world.is_main:
+        print(
+            f"megaclass: {int(num_started):,} of {source.num_classes:,} centres begin at the mean of their images.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _sum_by_class(config: Config, model: Model, source: ImageSource, world: World, device: torch.device) -> Tensor:
+    """(K, D) float32: unit embeddings of this rank's classes, added up."""
+    own, width = model.head.classes, model.head.embedding_dim
+    largest = -(-config.train.global_batch // world.size)
+    # The last row is for images of other ranks' classes.
+    sums = torch.zeros((len(own) + 1, width), device=device)
+    bar_of = progress_bar("class means", source.num_images) if world.is_main else nullcontext(None)
+    done = 0
+    with evaluating(model.backbone), bar_of as bar:
+        for images_B, labels_B in _batches(config, source, world):
+            inputs = normalise(images_B.to(device)).to(memory_format=torch.channels_last)
+            with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
+                embeddings_BD = model.backbone(inputs) if len(inputs) else inputs.new_zeros((0, width))
+            unit_BD = F.normalize(embeddings_BD.float())
+            batch = gather_batch(unit_BD, labels_B.to(device), step=0, max_batch=largest, group=None)
+            local_G = batch.labels_G - own.start
+            rows_G = torch.where((local_G >= 0) & (local_G < len(own)), local_G, len(own))
+            _add_rows_(sums, rows_G, batch.embeddings_GD)
+            done = min(done + config.train.global_batch, source.num_images)
+            if bar is not None:
+                bar.advance_to(done)
+    return sums[:-1]
+
+
+def _batches(config: Config, source: ImageSource, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """(uint8 images, labels): this rank's part of every batch, in the order of the data; unreadable images left out."""
+    bad_images = BadImages(source, config.data.max_bad_fraction)
+    size = source.image_size
+
+    def load(start: int) -> tuple[Tensor, Tensor]:
+        stop = min(start + config.train.global_batch, source.num_images)
+        indices_B: NDArray[np.int64] = np.array_split(np.arange(start, stop), world.size)[world.rank]
+        if isinstance(source, PixelSource):
+            images_BHW3 = source.pixels(indices_B, size)
+        else:
+            images_BHW3 = np.empty((len(indices_B), *size, 3), dtype=np.uint8)
+            is_read_B = np.ones(len(indices_B), dtype=bool)
+            for row, index in enumerate(indices_B.tolist()):
+                try:
+                    decode_into(images_BHW3[row], source.read(index), source.name_of(index))
+                except DataError as error:
+                    bad_images.add_bad(index, error)
+                    is_read_B[row] = False
+            bad_images.add_read(len(indices_B))
+            images_BHW3, indices_B = images_BHW3[is_read_B], indices_B[is_read_B]
+        return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2), torch.from_numpy(source.labels[indices_B])
+
+    return ordered_map(load, range(0, source.num_images, config.train.global_batch), config.data.threads)
+
+
+def _add_rows_(sums: Tensor, rows_G: Tensor, values_GD: Tensor) -> None:
+    """In the same order in every run: on a GPU index_add_ would not, on a CPU index_put_."""
+    if sums.is_cuda:
+        sums.index_put_((rows_G,), values_GD, accumulate=True)
+    else:
+        sums.index_add_(0, rows_G, values_GD)

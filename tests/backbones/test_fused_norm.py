@@ -1,0 +1,163 @@
+"""The fused batch norm, run by Triton's interpreter on the CPU, against plain float64; and compiled for real GPUs.
+
+The interpreter must be asked for before Triton is imported, so its tests run in a pytest of their own.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.compiled_programs import compile_for
+
+from megaclass.backbones import norm, norm_programs
+from megaclass.backbones.fused_norm import FusedNorm
+from megaclass.backbones.iresnet import IBasicBlock
+from megaclass.distributed.sync_batch_norm import synchronise_batch_norm
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def interpreted(test: Any) -> Any:
+    """Collected by the interpreter's own pytest only."""
+    return test if IS_INTERPRETED else None
+
+
+def outside(test: Any) -> Any:
+    return None if IS_INTERPRETED else test
+
+
+@outside
+def test_everything_below_holds_in_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+@outside
+@pytest.mark.parametrize(("capability", "width"), [(80, 64), (89, 512), (90, 64), (90, 512), (100, 512)])
+@pytest.mark.parametrize("is_laden", [False, True], ids=["plain", "laden"])
+def test_the_programs_fit_every_supported_gpu(capability: int, width: int, is_laden: bool):
+    numbers = "partial mean variance inverse running_mean running_variance weight bias slope sums means"
+    images = ["x", "y", "skip", "grad_y", "grad_x", "through"]
+    types = dict.fromkeys(numbers.split(), "*fp32") | dict.fromkeys(images, "*bf16")
+    types |= {"arrivals": "*i32", "num_batches": "*i64", "num_rows": "i32", "eps": "fp32", "momentum": "fp32"}
+    absent = {} if is_laden else dict.fromkeys(("slope", "skip", "through"))
+    for program, warps in (
+        (norm_programs.image_moments, 8),
+        (norm_programs.normalise, 4),
+        (norm_programs.sum_gradients, 8),
+        (norm_programs.spread_gradients, 4),
+    ):
+        constants = {**absent, "C": width, "ROWS": 4096 // width, "K": 3 if is_laden else 2}
+        constants = {name: value for name, value in constants.items() if name in program.arg_names}
+        usage = compile_for(capability, program, types, constants, num_warps=warps)
+        # A division in float64 is a call, which may keep a register or two on the stack.
+        assert usage.spilled_bytes <= 32
+        # Two programs of eight warps share a multiprocessor's registers.
+        assert usage.registers <= 128
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor, slope: Tensor | None, skip: Tensor | None) -> Tensor:
+    dims, shape = (0, 2, 3), (1, -1, 1, 1)
+    unit = (x - x.mean(dims, keepdim=True)) / torch.sqrt(x.var(dims, keepdim=True, correction=0) + 1e-5)
+    y = unit * weight.view(shape) + bias.view(shape)
+    y = y if slope is None else torch.where(y > 0, y, y * slope.view(shape))
+    return y if skip is None else y + skip
+
+
+@interpreted
+@pytest.mark.parametrize("has_slope", [False, True], ids=["", "prelu"])
+@pytest.mark.parametrize("has_skip", [False, True], ids=["", "skip"])
+@pytest.mark.parametrize("is_used_twice", [False, True], ids=["", "through"])
+@pytest.mark.parametrize("width", [16, 512])
+def test_values_and_gradients_are_those_of_float64(has_slope, has_skip, is_used_twice, width):
+    torch.manual_seed(width)
+    # 51 rows: several tiles and a part of one. A mean of ten deviations: sums of squares alone would lose it.
+    x = (torch.randn(3, width, 17, 1) * 2 + 20).to(memory_format=torch.channels_last).requires_grad_()
+    layer = nn.BatchNorm2d(width)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    slope = torch.randn(width).requires_grad_() if has_slope else None
+    skip = torch.randn_like(x).requires_grad_() if has_skip else None
+    grad, grad_x = torch.randn_like(x), torch.randn_like(x)
+
+    y, same = FusedNorm.apply(x, layer.weight, layer.bias, slope, skip, layer)
+    ((y * grad).sum() + is_used_twice * (same * grad_x).sum()).backward()
+    leaves = [x, layer.weight, layer.bias, slope, skip]
+    exact = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
+    truth = reference(*exact)
+    ((truth * grad).sum() + is_used_twice * (exact[0] * grad_x).sum()).backward()
+
+    assert relative_error(y, truth) < 1e-6
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        if leaf is not None:
+            assert relative_error(leaf.grad, exact_leaf.grad) < 1e-5
+    moments = x.detach().double().transpose(0, 1).flatten(1)
+    assert relative_error(layer.running_mean, 0.1 * moments.mean(1)) < 1e-6
+    assert relative_error(layer.running_var, 0.9 + 0.1 * moments.var(1)) < 1e-6
+    assert layer.num_batches_tracked == 1
+
+
+@interpreted
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_block_of_an_iresnet_is_the_same_with_it(stride, monkeypatch):
+    torch.manual_seed(0)
+    block = IBasicBlock(16, 16, stride).double().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 16, 4, 4).to(memory_format=torch.channels_last)
+    fused = IBasicBlock(16, 16, stride).to(memory_format=torch.channels_last)
+    fused.load_state_dict(block.state_dict())
+    exact_x, x = x.double().requires_grad_(), x.requires_grad_()
+    truth = block(exact_x)
+    calls = []
+    monkeypatch.setattr(norm, "_is_fused", lambda layer, images: calls.append(layer) or True)
+    y = fused(x)
+    assert len(calls) == (3 if stride == 1 else 4)
+    grad = torch.randn_like(truth)
+    truth.backward(grad)
+    y.backward(grad.float())
+    assert relative_error(y, truth) < 1e-5
+    assert relative_error(x.grad, exact_x.grad) < 1e-5
+    for (name, parameter), (_, exact) in zip(fused.named_parameters(), block.named_parameters(), strict=True):
+        assert relative_error(parameter.grad, exact.grad) < 1e-5, name
+    for (name, buffer), (_, exact) in zip(fused.named_buffers(), block.named_buffers(), strict=True):
+        assert relative_error(buffer, exact) < 1e-5, name
+
+
+@interpreted
+@pytest.mark.parametrize("parts", [[5], [2, 3], [0, 4, 1]], ids=str)
+def test_over_ranks_the_statistics_are_those_of_the_whole_batch(run_ranks, parts):
+    (truth,) = run_ranks(1, _on_ranks, [5], False)
+    results = run_ranks(len(parts), _on_ranks, parts, True)
+    for place in (0, 1):
+        assert relative_error(torch.cat([result[place] for result in results]), truth[place]) < 1e-6
+    assert relative_error(sum(result[2] for result in results), truth[2]) < 1e-5
+    for result in results:
+        assert relative_error(result[3], truth[3]) < 1e-6
+
+
+def _on_ranks(parts: list[int], is_synchronised: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, gradient of the images, of weight and bias of this rank; running statistics."""
+    import torch.distributed as dist
+
+    generator = torch.Generator().manual_seed(3)
+    x, grad = torch.randn(2, sum(parts), 16, 3, 1, generator=generator).split(parts, 1)[dist.get_rank()]
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    layer: Any = nn.BatchNorm2d(16)
+    if is_synchronised:
+        layer = synchronise_batch_norm(nn.Sequential(layer))[0]
+    y, _ = FusedNorm.apply(x, layer.weight, layer.bias, None, None, layer)
+    y.backward(grad)
+    running = torch.cat([layer.running_mean, layer.running_var])
+    return y.detach(), x.grad, torch.cat([layer.weight.grad, layer.bias.grad]), running
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    return float((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30))
