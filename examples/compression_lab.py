@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--global-batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--seeds", type=int, default=5, help="runs of every row")
     parser.add_argument("--drawn", type=int, default=4000, help="training images to draw without --data-dir")
     parser.add_argument("--data-dir", type=Path)

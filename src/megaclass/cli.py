@@ -30,14 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.settings += later
     try:
         code: int = options.run(options, given)
-    except AgreedError:
-        return 2  # the rank that found it prints it
     except UserError as error:
-        print(f"megaclass: {error}", file=sys.stderr)
+        if not isinstance(error, AgreedError) or _speaks_for_its_host():
+            print(f"megaclass: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _speaks_for_its_host() -> bool:
+    """An error of another rank is printed there; where hosts keep logs of their own, the first rank of each says it, too."""
+    from megaclass.world import world_from_environment
+
+    world = world_from_environment()
+    return world.cross_size > 1 and world.local_rank == 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -155,10 +155,12 @@ def _shuffle(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.pack import pack
+    from megaclass.train.class_list import class_list
 
     source = _open(path)
+    names = class_list(path, source).text
     with _progress("packing images") as on_progress:
-        packed = pack(source, out, options, num_threads=num_threads, on_progress=on_progress)
+        packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
     text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
     if packed.num_resumed:
         text += f"; went on after {packed.num_resumed:,} that were there"
@@ -175,9 +177,12 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         found = inspect_source(source, on_progress)
     text = found.to_text()
     if options.png is not None:
-        options.png.mkdir(parents=True, exist_ok=True)
-        write_histogram(options.png / "histogram.png", found)
-        write_first_images(options.png / "first-images.png", source)
+        try:
+            options.png.mkdir(parents=True, exist_ok=True)
+            write_histogram(options.png / "histogram.png", found)
+            write_first_images(options.png / "first-images.png", source)
+        except OSError as error:
+            raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
         text += f"\n\n{options.png / 'histogram.png'}, {options.png / 'first-images.png'}"
     return 0, found.to_json(), text
 
@@ -185,6 +190,7 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.pack import PackOptions, pack
     from megaclass.data.verify import verify
+    from megaclass.train.class_list import class_list
 
     with _progress("checking records") as on_progress:
         findings, sound = verify(options.path, num_threads=options.threads, on_progress=on_progress)
@@ -200,8 +206,14 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.repair is not None:
         if sound is None:
             raise DataError(f"Nothing of {options.path} can be saved: no image of it is sound.")
+        try:
+            names = class_list(options.path, sound).text
+        except DataError as error:
+            names = b""
+            lines.append(f"  names of the classes are not carried over: {error}")
         with _progress("writing the clean copy") as on_progress:
-            packed = pack(sound, options.repair, PackOptions(shuffle_seed=None), on_progress=on_progress)
+            chosen = PackOptions(shuffle_seed=None)
+            packed = pack(sound, options.repair, chosen, class_names=names, on_progress=on_progress)
         result["repaired"] = {"out": str(options.repair), "num_images": packed.num_images}
         lines.append(f"{options.repair}: {packed.num_images:,} sound images of {sound.num_classes:,} classes")
     return 0 if findings.is_sound or options.repair is not None else 1, result, "\n".join(lines)

@@ -96,7 +96,7 @@ class BackboneConfig:
     dropout: float = 0.0
     """Share of the last feature map dropped, chosen by (seed, step, image); backbones that have such a layer."""
     freeze: tuple[str, ...] = ()
-    """Beginnings of the names of parameters that are not trained, for example ["conv1", "layer1"]."""
+    """Beginnings of the names of parameters that are not trained, such as ["conv1", "layer1"]; batch statistics go on."""
     checkpoint_activations: bool = False
     """Compute activations again in backward instead of keeping them: less memory, a third more time."""
 

@@ -6,7 +6,7 @@ class UserError(Exception):
 
 
 class AgreedError(UserError):
-    """A UserError of another rank, which prints it."""
+    """A UserError of another rank, which prints it; begins with that rank's number."""
 
 
 class ConfigError(UserError):

@@ -3,6 +3,7 @@
 The interpreter must be asked for before Triton is imported, so its tests run in a pytest of their own.
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -104,6 +105,43 @@ def test_values_and_gradients_are_those_of_float64(has_slope, has_skip, is_used_
     assert relative_error(layer.running_mean, 0.1 * moments.mean(1)) < 1e-6
     assert relative_error(layer.running_var, 0.9 + 0.1 * moments.var(1)) < 1e-6
     assert layer.num_batches_tracked == 1
+
+
+@interpreted
+def test_no_images_give_no_gradient_and_leave_the_statistics_alone():
+    layer = nn.BatchNorm2d(16)
+    x = torch.zeros(0, 16, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
+    y, _ = FusedNorm.apply(x, layer.weight, layer.bias, None, None, layer)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape and not layer.weight.grad.any() and not layer.bias.grad.any()
+    assert torch.equal(layer.running_mean, torch.zeros(16)) and torch.equal(layer.running_var, torch.ones(16))
+
+
+@interpreted
+@pytest.mark.parametrize("stride", [1, 2])
+def test_frozen_parameters_get_no_gradient_and_images_and_the_others_the_same(stride, monkeypatch):
+    """As backbone.freeze leaves them; and without any gradient, in training mode, the output is the same."""
+    monkeypatch.setattr(norm, "_is_fused", lambda layer, images: True)
+    torch.manual_seed(0)
+    block = IBasicBlock(16, 16, stride).to(memory_format=torch.channels_last)
+    frozen = copy.deepcopy(block)
+    for parameter in [*frozen.bn1.parameters(), *frozen.bn2.parameters(), *frozen.prelu.parameters()]:
+        parameter.requires_grad = False
+    x = torch.randn(2, 16, 4, 4).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected = copy.deepcopy(block)(x)
+    grads = []
+    for one in (block, frozen):
+        images = x.clone().requires_grad_(one is block)
+        y = one(images)
+        assert torch.equal(y, expected)
+        y.sum().backward()
+        grads.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    assert [name for name in grads[1] if grads[1][name] is None] == [
+        *("bn1.weight", "bn1.bias", "bn2.weight", "bn2.bias", "prelu.weight")
+    ]
+    for name, grad in grads[1].items():
+        assert grad is None or torch.equal(grad, grads[0][name]), name
 
 
 @interpreted

@@ -1,6 +1,7 @@
 """`megaclass data …` as it is typed."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from megaclass.cli import main
 from megaclass.data.decode import decode_image
 from megaclass.data.pairs import read_pairs
 from megaclass.data.source import open_source
+from megaclass.train.class_list import class_list
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,59 @@ def test_pack_says_which_source_it_chose_and_what_it_wrote(capsys, folder, tmp_p
     assert run_json(capsys, "pack", tmp_path / "tar", "--out", tmp_path / "rec", "--labels", "id2")["labels_in_id2"]
     _, out, _ = run(capsys, "pack", tmp_path / "tar", "--out", tmp_path / "rec2", "--labels", "id2")
     assert "64-bit numbers in id2" in out
+
+
+@pytest.fixture
+def people(tmp_path):
+    """Four identities; the second and the last have no image."""
+    for number, name in enumerate(["Ada", "Bob", "Zoë W", "zz"]):
+        (tmp_path / "people" / name).mkdir(parents=True)
+        for image in range(0 if number % 2 else 3):
+            Image.new("RGB", (16, 16), (60 * number, 70 * image, 0)).save(tmp_path / "people" / name / f"{image}.png")
+    return tmp_path / "people"
+
+
+ALL_NAMES = "Ada\nBob\nZoë W\nzz\n"
+
+
+def test_every_copy_of_data_carries_the_names_of_its_classes(capsys, people, tmp_path):
+    def names(path):
+        return class_list(str(path), open_source(path)).text.decode()
+
+    steps = [
+        ("pack", people, "rec"),
+        ("shuffle", tmp_path / "rec", "shuffled"),
+        ("pack", tmp_path / "shuffled", "again"),
+    ]
+    for command, path, out in steps:
+        assert run(capsys, command, path, "--out", tmp_path / out)[0] == 0
+        assert (tmp_path / out / "classes.txt").read_text() == names(tmp_path / out) == ALL_NAMES
+    assert run(capsys, "verify", tmp_path / "again", "--repair", tmp_path / "repaired")[0] == 0
+    assert names(tmp_path / "repaired") == ALL_NAMES
+    (tmp_path / "again" / "train.idx").unlink()
+    assert run(capsys, "verify", tmp_path / "again", "--repair", tmp_path / "without-index")[0] == 0
+    assert names(tmp_path / "without-index") == ALL_NAMES
+    # Shards end with their largest label.
+    assert run(capsys, "pack", people, "--format", "tar", "--out", tmp_path / "tar")[0] == 0
+    assert names(tmp_path / "tar") == "Ada\nBob\nZoë W\n"
+
+
+def test_where_classes_have_numbers_only_no_names_are_written(capsys, folder, people, tmp_path):
+    assert run(capsys, "pack", folder, "--out", tmp_path / "rec")[0] == 0
+    # Two sources joined: a name may be in both, so that classes are called by number, packed or not.
+    assert run(capsys, "pack", f"{people},{people}", "--out", tmp_path / "joined")[0] == 0
+    for path in (tmp_path / "rec", tmp_path / "joined"):
+        assert not (path / "classes.txt").exists() and not class_list(str(path), open_source(path)).text
+
+
+def test_a_list_of_names_that_does_not_fit_is_refused_by_pack_and_left_out_by_repair(capsys, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "set")
+    (tmp_path / "set" / "classes.txt").write_text("one\ntwo\n")
+    code, _, err = run(capsys, "pack", tmp_path / "set", "--out", tmp_path / "rec")
+    assert code == 2 and "names 2 classes, but its labels are of 4" in err and not (tmp_path / "rec").exists()
+    code, out, _ = run(capsys, "verify", tmp_path / "set", "--repair", tmp_path / "repaired")
+    assert code == 0 and "names of the classes are not carried over" in out and "of 4" in out
+    assert not (tmp_path / "repaired" / "classes.txt").exists()
 
 
 def test_inspect_shows_counts_and_draws_pictures(capsys, folder, tmp_path):
@@ -102,6 +157,18 @@ def test_bench_gives_images_a_second_by_stage(capsys, folder):
     assert len(speeds) == 6 and all(speed["images_per_second"] > 0 for speed in speeds.values())
     code, out, _ = run(capsys, "bench", folder, "--seconds", "0.02", "--batch", "8")
     assert code == 0 and "read + decode + collate" in out
+
+
+def test_places_that_cannot_be_written_are_named_in_one_line(capsys, folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for arguments in (
+        ["pairs", folder, "--pairs", "4", "--out", tmp_path / "absent" / "x.bin"],
+        ["pairs", folder, "--pairs", "4", "--out", tmp_path / "file" / "x.bin"],
+        ["inspect", folder, "--png", tmp_path / "file"],
+    ):
+        code, _, err = run(capsys, *arguments)
+        last = err.splitlines()[-1]
+        assert code == 2 and last.startswith("megaclass: Cannot write") and str(tmp_path) in last, err
 
 
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(capsys, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from megaclass.data import column_cache, record_index, record_source
 from megaclass.data.column_cache import cached_columns
+from megaclass.data.pack import PackOptions, pack
 from megaclass.data.record_index import open_index, read_index
 from megaclass.data.source import open_source
 from megaclass.data.synthesize import synthesize
@@ -80,17 +82,47 @@ def test_a_folder_that_cannot_be_written_is_cached_elsewhere(folder, num_built, 
     assert not (folder / "train.idx.cache").exists() and list((tmp_path / "home").rglob("train.rec.labels"))
 
 
-def test_where_nothing_can_be_written_the_data_is_still_read(folder, monkeypatch):
-    build = column_cache._build
+SHOW = """
+source = open_source(sys.argv[1])
+print(source.labels.tolist(), len(source.read(11)) > 100)
+print(source.describe())
+"""
+FULL = "import resource, sys; from megaclass.data.source import open_source\n"
+# Every write beyond a cache's first page fails, in whatever folder.
+FULL += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+STRANGER = "import os, sys; from megaclass.data.source import open_source, kind_of\n"
+STRANGER += "from megaclass.data import record_source\n"
+STRANGER += "os.environ.pop('HOME', None); os.environ.pop('XDG_CACHE_HOME', None); os.setuid(54321)\n"
 
-    def refuse(where, *args):
-        if "megaclass-" not in where.name:
-            raise PermissionError(13, "Permission denied")
-        return build(where, *args)
 
-    monkeypatch.setattr(column_cache, "_build", refuse)
-    source = open_source(folder)
-    assert source.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and len(source.read(11)) > 100
+@pytest.mark.parametrize("layout", ["rec", "tar"])
+def test_where_no_cache_has_room_the_data_is_read_and_the_reason_told(folder, tmp_path, layout):
+    pack(open_source(folder), tmp_path / "packed", PackOptions(layout=layout, shuffle_seed=None))
+    said = subprocess.check_output([sys.executable, "-c", FULL + SHOW, str(tmp_path / "packed")], text=True)
+    labels, described = said.splitlines()
+    assert labels == "[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2] True"
+    assert (
+        f"not cached, so that every process collects index and labels itself ({tmp_path / 'packed'}: File too"
+        in described
+    )
+    assert f"; {tmp_path / 'home'}" in described
+    left = [path.name for place in ("packed", "home") for path in (tmp_path / place).rglob("*") if path.is_file()]
+    assert not [name for name in left if "cache" in name or "labels" in name or "partial" in name]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_a_user_without_a_home_reads_a_folder_that_is_not_his():
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "set"
+        data.parent.chmod(0o755)
+        synthesize(data, num_identities=3, images_per_identity=4, image_size=16, num_pairs=2, num_processes=1)
+        data.chmod(0o755)
+        said = subprocess.check_output([sys.executable, "-c", STRANGER + SHOW, str(data)], text=True)
+        assert "[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2] True" in said and f"({data}: Permission denied)" in said
+
+
+def test_a_source_with_a_cache_says_nothing_of_it(folder):
+    assert "cached" not in open_source(folder).describe() + open_source(folder).describe()
 
 
 def test_a_damaged_cache_is_made_anew_or_refused(folder, num_built):

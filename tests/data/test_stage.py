@@ -8,10 +8,12 @@ import pytest
 from PIL import Image
 
 from megaclass.data import stage as stage_module
+from megaclass.data.pack import PackOptions, pack
 from megaclass.data.source import open_source
 from megaclass.data.stage import stage, unstage
 from megaclass.data.synthesize import synthesize
 from megaclass.errors import DataError
+from megaclass.train.class_list import class_list
 
 
 @pytest.fixture
@@ -80,3 +82,26 @@ def test_folders_lists_and_several_sources_are_staged_too(data, tmp_path):
     staged = stage(f"{tmp_path / 'faces'},{data / 'train.rec'}", tmp_path / "ram")
     assert open_source(staged).num_images == 14
     assert stage("synthetic:5x10@16", tmp_path / "other") == "synthetic:5x10@16"
+
+
+def test_identities_that_are_empty_or_have_gone_leave_the_labels_as_they_are(tmp_path):
+    faces = tmp_path / "faces"
+    for identity in ("a", "b", "c", "d"):
+        (faces / identity).mkdir(parents=True)
+        if identity != "b":
+            Image.new("RGB", (16, 16)).save(faces / identity / "1.png")
+    staged = stage(str(faces), tmp_path / "ram")
+    assert open_source(staged).labels.tolist() == [0, 2, 3]
+    shutil.rmtree(faces / "a")
+    assert (
+        open_source(stage(str(faces), tmp_path / "ram")).labels.tolist() == open_source(faces).labels.tolist() == [1, 2]
+    )
+    assert open_source(staged).num_classes == 3
+
+
+@pytest.mark.parametrize("name", ["rec", "tar"])
+def test_the_names_of_classes_come_along(data, tmp_path, name):
+    pack(open_source(data), tmp_path / "named", PackOptions(layout=name), class_names=b"x\ny\nz\n")
+    staged = stage(str(tmp_path / "named"), tmp_path / "ram")
+    assert (tmp_path / "ram" / "0" / "classes.txt").read_bytes() == b"x\ny\nz\n"
+    assert class_list(staged, open_source(staged)).text == b"x\ny\nz\n"

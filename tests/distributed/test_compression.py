@@ -8,12 +8,10 @@ from torch import Tensor, nn
 from megaclass.distributed.compression import WIRE_FORMATS, compressed_all_reduce_, compression_hook
 from megaclass.distributed.data_parallel import data_parallel
 
-BLOCK = 128
 
-
-def _blocks() -> Tensor:
+def _blocks(wire: str) -> Tensor:
     """Blocks of many sizes of number, each with a few large and many small ones."""
-    numbers = torch.randn(600, BLOCK, generator=torch.Generator().manual_seed(0)) ** 3
+    numbers = torch.randn(600, WIRE_FORMATS[wire].block, generator=torch.Generator().manual_seed(0)) ** 3
     return numbers * torch.logspace(-37, 36, 600)[:, None]
 
 
@@ -24,7 +22,7 @@ def _scale(blocks: Tensor, limit: float) -> Tensor:
 
 
 def test_int8_is_the_nearest_of_255_even_steps():
-    blocks = _blocks()
+    blocks = _blocks("int8")
     got = WIRE_FORMATS["int8"].round_trip(blocks).double()
     step = _scale(blocks, 127)
     whole = got / step
@@ -33,7 +31,7 @@ def test_int8_is_the_nearest_of_255_even_steps():
 
 
 def test_fp8_keeps_four_significant_bits_down_to_its_smallest_step():
-    blocks = _blocks()
+    blocks = _blocks("fp8")
     got = WIRE_FORMATS["fp8"].round_trip(blocks).double()
     truth = blocks.double()
     # 448 is the largest E4M3; below 2^-6 its steps stay 2^-9.

@@ -192,6 +192,38 @@ time.sleep(600)
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
+def test_a_closed_terminal_is_sigterm_to_the_ranks_and_closing_it_twice_is_no_second_one(parent, tmp_path):
+    body = f"""
+def save(*_):
+    say(f"heard{{rank}}", "")
+    time.sleep(4)
+    say(f"saved{{rank}}", "")
+    os._exit(75)
+signal.signal(signal.SIGTERM, save)
+{_HELLO}
+time.sleep(600)
+"""
+    process = parent(body, 2)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    process.send_signal(signal.SIGHUP)
+    wait_until(lambda: (tmp_path / "heard0").exists() and (tmp_path / "heard1").exists())
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 75
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_nohup_keeps_the_ranks_at_work(tmp_path, program):
+    code = _HELLO + "wait_for('go')\nsys.exit(4 + rank if rank == 0 else 0)"
+    call = f"import sys; from megaclass.launch.local import run_local; sys.exit(run_local({program(code)!r}, 2))"
+    process = subprocess.Popen(["nohup", sys.executable, "-c", call], stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    for pid in (process.pid, *pids(tmp_path)):
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(0.2)
+    (tmp_path / "go").touch()
+    assert process.wait(60) == 4
+
+
 def test_a_second_sigterm_does_not_wait_for_the_ranks(parent, tmp_path):
     process = parent('signal.signal(signal.SIGTERM, lambda *_: say("heard", ""))\n' + _HELLO + FOR_EVER, 2)
     wait_until(lambda: len(pids(tmp_path)) == 2)

@@ -1,4 +1,4 @@
-"""Signals to a run: SIGTERM and SIGUSR1 save, leave with 75, and it goes on with --resume; a crash leaves its stack."""
+"""Signals to a run: SIGTERM, SIGUSR1 and SIGHUP save, leave with 75, and it goes on with --resume; a crash leaves its stack."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def rank_pids(parent: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_one_process_saves_and_leaves_with_75_and_resumes(tmp_path, number):
     run = command(tmp_path, "train.nproc=1", "train.epochs=300")
     process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
@@ -105,6 +105,36 @@ def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+# Gives the command a terminal of its own, closes it when the curve has begun, and says how the command ended.
+_CLOSE_TERMINAL = """
+import os, pty, sys, time
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.argv[2], sys.argv[2:])
+os.set_blocking(terminal, False)
+def rows():
+    try:
+        os.read(terminal, 65536)
+        return open(sys.argv[1]).read().count("\\n")
+    except OSError:
+        return open(sys.argv[1]).read().count("\\n") if os.path.exists(sys.argv[1]) else 0
+deadline = time.monotonic() + 120
+while rows() < 2 and time.monotonic() < deadline:
+    time.sleep(0.05)
+os.close(terminal)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_whose_terminal_is_closed_saves_and_leaves_with_75(tmp_path, nproc):
+    run = command(tmp_path, f"train.nproc={nproc}", "train.epochs=300")
+    watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run" / "metrics.jsonl"), *run]
+    assert subprocess.run(watched, timeout=200, env={**os.environ, "TERM": "xterm"}).returncode == 75
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    check_files(saved, read_manifest(saved))
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")

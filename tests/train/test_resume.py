@@ -377,6 +377,22 @@ def test_classes_without_names_are_matched_by_number_and_that_is_said(run_ranks,
     assert not error and "classes matched by number with" in said
 
 
+def test_a_run_on_folders_goes_on_with_their_packed_copy(run_ranks, data, tmp_path):
+    source = open_records(data / "train.rec")
+    for index in range(source.num_images):
+        person = tmp_path / "people" / identity(int(source.labels[index]))
+        person.mkdir(parents=True, exist_ok=True)
+        if index != 17:
+            (person / f"{index:04d}.jpg").write_bytes(source.read(index))
+    whole, _, error = run_ranks(2, _train, settings(tmp_path / "people", tmp_path / "whole", train__epochs=2))[0]
+    assert not error and main(["data", "pack", str(tmp_path / "people"), "--out", str(tmp_path / "rec")]) == 0
+    values = settings(tmp_path / "rec", tmp_path / "run", train__epochs=2)
+    beginning = Beginning(resume=str(checkpoint_at(tmp_path / "whole", 4)))
+    resumed, said, error = run_ranks(2, _train, values, beginning)[0]
+    assert not error and "matched" not in said
+    assert resumed == {step: loss for step, loss in whole.items() if step > 4} and len(resumed) == 4
+
+
 def test_a_list_of_names_that_does_not_fit_the_data_is_refused(run_ranks, data, tmp_path):
     folder = renumbered(data, tmp_path / "data", list(range(NUM_CLASSES)))
     (folder / "classes.txt").write_text("one\ntwo\n")

@@ -217,6 +217,7 @@ def test_evaluation_sees_the_running_mean_and_training_its_own_weights_again(run
     ("changes", "message"),
     [
         ({"backbone__freeze": ["layer9"]}, "no parameter of .* begins so"),
+        ({"backbone__freeze": ["conv", "norm", "fc"]}, "leaves nothing of .* to train"),
         ({"train__precision": "bf16"}, "the device is a CPU"),
         ({"backbone__checkpoint_activations": True}, "only known for the iresnets"),
         ({"backbone__name": "no.such.module:Net"}, "expected package.module:Class"),
@@ -239,6 +240,26 @@ def _build_error(config: Config, is_tiny: bool) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _lean(is_lean: bool, parts: list[int]) -> tuple[list[float], dict[str, Tensor]]:
+    config = settings(backbone__name="iresnet18", backbone__batch_norm="sync", backbone__checkpoint_activations=is_lean)
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=0, local_size=1)
+    model = build_model(config, TinySource(), world, CPU)
+    model.parallel.train()
+    losses = [
+        training_step(model, my_batch(step, parts), config, lr=0.05, step=step, device=CPU).loss.item()
+        for step in range(2)
+    ]
+    return losses, {name: tensor.clone() for name, tensor in model.shared_state().items() if "num_batches" not in name}
+
+
+def test_activations_computed_again_give_the_same_weights_and_running_statistics(run_ranks):
+    (kept_losses, kept), (lean_losses, lean) = (run_ranks(2, _lean, is_lean, [6, 5])[1] for is_lean in (False, True))
+    assert kept_losses == lean_losses
+    assert set(kept) == set(lean) and "backbone.layer1.0.bn1.running_var" in kept
+    for name in kept:
+        assert torch.equal(kept[name], lean[name]), name
 
 
 def _frozen() -> list[str]:

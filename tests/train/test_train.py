@@ -7,6 +7,7 @@ import pty
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -445,6 +446,25 @@ def test_labels_beyond_the_number_of_classes_end_the_command_once_and_clearly(se
     assert done.stderr.count("has label 5, but") == 1
     assert f"{data}/property says num_classes = 5" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_where_hosts_keep_logs_of_their_own_each_says_which_rank_ended_the_run_and_why(setting, tmp_path):
+    """Two ranks, each the only one of its host; the data is missing on the second."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    started = []
+    for rank, data in enumerate([setting.data, tmp_path / "nothing"]):
+        command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={tmp_path}/run", f"data.path={data}"]
+        world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        world |= {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        env = ENV | {name: str(value) for name, value in world.items()}
+        started.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    logs = [process.communicate(timeout=240)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    reason = f"Cannot open the data at {tmp_path}/nothing: there is no such folder."
+    assert logs[0].splitlines()[-1].startswith(f"megaclass: rank 1: {reason}")
+    assert logs[1].splitlines()[-1].startswith(f"megaclass: {reason}")
 
 
 @pytest.mark.parametrize(

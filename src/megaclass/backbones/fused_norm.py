@@ -37,8 +37,9 @@ class FusedNorm(torch.autograd.Function):
         num_rows, C = x.numel() // x.shape[1], x.shape[1]
         rows, num_programs = _tiling(num_rows, C, x.device)
         mean, variance, inverse = torch.empty(3, C, device=x.device).unbind()
-        is_local = not isinstance(norm, SyncBatchNorm)
-        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked) if is_local else (None,) * 3
+        # A batch without images says nothing: nn.BatchNorm2d, too, leaves its running statistics as they are.
+        follows = num_rows > 0 and not isinstance(norm, SyncBatchNorm)
+        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked) if follows else (None,) * 3
         norm_programs.image_moments[(num_programs,)](
             x,
             torch.empty(num_programs, 2, C, device=x.device),

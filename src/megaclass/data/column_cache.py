@@ -1,9 +1,9 @@
 """Columns of integers collected once and mapped ever after: every process of a host then shares one copy of them.
 
 A cache file is one line of JSON, padded to a page, then the columns, int64, one after another. It lies beside the data;
-where that folder is read-only, in the user's cache folder; where neither can be written, in a file without a name. It is
-written under another name and published by rename, and used only as long as the files it was made of keep their size
-and time of change.
+where that folder is read-only or full, in the user's cache folder. It is written under another name and published by
+rename, and used only as long as the files it was made of keep their size and time of change. Where neither folder takes
+it, the columns live in the memory of each process, and who asked for them is told why.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import mmap
 import os
@@ -37,10 +38,17 @@ class Columns:
 
     facts: dict[str, Any]
     arrays: tuple[NDArray[np.int64], ...]
+    why_uncached: str = ""
+    """What stood in the way of a file; empty: they lie in one."""
+
+
+def describe_uncached(why: str) -> str:
+    """What a source says of itself, behind the rest; empty where there is a cache."""
+    return f"; not cached, so that every process collects index and labels itself ({why})" if why else ""
 
 
 class ColumnWriter:
-    """Takes rows block by block, so that building never holds all of them in memory."""
+    """Takes rows block by block, so that building a file never holds all of them in memory."""
 
     def __init__(self, files: Sequence[IO[bytes]]) -> None:
         self._files = files
@@ -49,8 +57,16 @@ class ColumnWriter:
     def append(self, *columns: NDArray[np.int64]) -> None:
         assert len(columns) == len(self._files) and len({len(column) for column in columns}) == 1
         for file, column in zip(self._files, columns, strict=True):
-            file.write(np.ascontiguousarray(column, dtype="<i8").data)
+            try:
+                file.write(np.ascontiguousarray(column, dtype="<i8").data)
+            except OSError as error:
+                # Builders read files, too: their own errors must not be taken for this one, nor this one for theirs.
+                raise _NoRoomError(error) from error
         self.num_rows += len(columns[0])
+
+
+class _NoRoomError(Exception):
+    """The cache file, not the data, cannot be written."""
 
 
 Build = Callable[[ColumnWriter], dict[str, Any]]
@@ -63,20 +79,21 @@ def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: 
     the others wait for it.
     """
     stamp = {"format": _FORMAT, "columns": num_columns, "made_of": _stamp(made_of)}
-    for folder in (made_of[0].parent, _user_folder(made_of[0].parent)):
+    folders = _cache_folders(made_of[0].parent)
+    for folder in folders:
         found = _open(folder / name, stamp)
         if found is not None:
             return found
-    for folder in (made_of[0].parent, _user_folder(made_of[0].parent)):
+    reasons = []
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _locked(folder / f".{name}.lock"):
                 return _open(folder / name, stamp) or _build(folder, name, stamp, build)
-        except OSError:
-            continue
-    with tempfile.TemporaryDirectory(prefix="megaclass-") as temporary:
-        # Mapped before the folder goes; the pages live as long as the map.
-        return _build(Path(temporary), name, stamp, build)
+        except (OSError, _NoRoomError) as error:
+            cause = error.__cause__ if isinstance(error, _NoRoomError) else error
+            reasons.append(f"{folder}: {getattr(cause, 'strerror', None) or cause}")
+    return _build_in_memory(num_columns, build, "; ".join(reasons))
 
 
 def _stamp(paths: Sequence[Path]) -> str:
@@ -93,9 +110,13 @@ def _stamp(paths: Sequence[Path]) -> str:
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
 
 
-def _user_folder(data: Path) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]
+def _cache_folders(data: Path) -> list[Path]:
+    """The data's own, then one in the user's cache folder, where the user has one."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and a user whom the system does not know, as in containers
+        return [data]
+    return [data, base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
 
 
 @contextlib.contextmanager
@@ -140,6 +161,12 @@ def _build(folder: Path, name: str, stamp: dict[str, Any], build: Build) -> Colu
             f"The cache {folder / name} was changed while it was written: is another program at work there?"
         )
     return found
+
+
+def _build_in_memory(num_columns: int, build: Build, why: str) -> Columns:
+    columns = [io.BytesIO() for _ in range(num_columns)]
+    facts = build(ColumnWriter(columns))
+    return Columns(facts, tuple(np.frombuffer(column.getbuffer().toreadonly(), dtype="<i8") for column in columns), why)
 
 
 def _open(path: Path, stamp: dict[str, Any]) -> Columns | None:

@@ -1,4 +1,4 @@
-"""Any source -> `train.rec`, `train.idx`, `property`, or tar shards of (jpg, cls).
+"""Any source -> `train.rec`, `train.idx`, `property`, or tar shards of (jpg, cls); `classes.txt` where classes have names.
 
 The files are written in a hidden folder beside the target and published by one rename. What is written is a pure function
 of the source and the arguments, so a run that was cut off goes on after the last whole record or shard.
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import os
 import tarfile
@@ -33,7 +34,7 @@ from megaclass.data.recordio import (
     image_record,
     require_exact_label,
 )
-from megaclass.data.source import ImageSource
+from megaclass.data.source import CLASSES_FILE, ImageSource
 from megaclass.errors import DataError
 
 JPEG_QUALITY = 95
@@ -75,15 +76,19 @@ def pack(
     out: Path,
     options: PackOptions | None = None,
     *,
+    class_names: bytes = b"",
     num_threads: int = 1,
     on_progress: Progress | None = None,
 ) -> Packed:
-    """Writes `out`, which appears whole or not at all. `on_progress` gets images done and in all."""
+    """Writes `out`, which appears whole or not at all. `on_progress` gets images done and in all.
+
+    class_names: one a line, line i for class i; written as classes.txt. Empty: classes have numbers only.
+    """
     options = options or PackOptions()
     is_in_id2 = options.labels == "id2" or (options.labels == "auto" and source.num_classes > MAX_EXACT_LABEL)
     if options.layout == "rec" and not is_in_id2:
         require_exact_label(source.num_classes - 1)
-    job = _Job(source, options, is_in_id2, num_threads, on_progress)
+    job = _Job(source, options, is_in_id2, class_names, num_threads, on_progress)
     arguments = {**asdict(options), "source": job.fingerprint()}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"Cannot write {out}: it is there already. Remove it or choose another folder.")
@@ -93,6 +98,7 @@ def pack(
         with _locked(partial, out):
             _require_same_job(partial, arguments)
             num_resumed = job.write_records(partial) if options.layout == "rec" else job.write_shards(partial)
+            job.write_class_names(partial)
             (partial / ".lock").unlink()
             _sync(partial)
             partial.rename(out)
@@ -107,12 +113,14 @@ class _Job:
         source: ImageSource,
         options: PackOptions,
         is_label_in_id2: bool,
+        class_names: bytes,
         num_threads: int,
         on_progress: Progress | None,
     ) -> None:
         self.source = source
         self.options = options
         self.is_label_in_id2 = is_label_in_id2
+        self.class_names = class_names
         self.num_threads = num_threads
         self.on_progress = on_progress
         self.by_class = np.argsort(source.labels, kind="stable")
@@ -121,6 +129,7 @@ class _Job:
         """What would make half a file written from one source go on with another."""
         digest = hashlib.sha256(np.ascontiguousarray(self.source.labels).data)
         digest.update(f"{self.source.num_images} {self.source.num_classes} {self.source.name_of(0)}".encode())
+        digest.update(self.class_names)
         return digest.hexdigest()
 
     def write_records(self, folder: Path) -> int:
@@ -151,6 +160,14 @@ class _Job:
                     _add(tar, f"{key:010d}.cls", str(label).encode())
             unfinished.replace(shard)
         return num_resumed
+
+    def write_class_names(self, folder: Path) -> None:
+        if not self.class_names:
+            return
+        # Shards have as many classes as their largest label says: names of empty classes behind it would be too many.
+        num_classes = int(self.source.labels.max()) + 1 if self.options.layout == "tar" else self.source.num_classes
+        with (folder / CLASSES_FILE).open("wb") as file:
+            file.writelines(itertools.islice(io.BytesIO(self.class_names), num_classes))
 
     def _keys(self) -> NDArray[np.int64]:
         """Keys of all records in the order of the file."""

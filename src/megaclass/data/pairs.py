@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -41,8 +42,11 @@ def write_pairs(path: Path, pair_set: PairSet) -> None:
                 (list(pair_set.images), [bool(same) for same in pair_set.is_same]), file, protocol=_PICKLE_PROTOCOL
             )
         partial.replace(path)
+    except OSError as error:
+        raise DataError(f"Cannot write the pairs {path}: {error.strerror}.") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def read_pairs(path: Path) -> PairSet:

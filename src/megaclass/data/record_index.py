@@ -34,6 +34,8 @@ class RecordIndex:
 
     keys: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    why_uncached: str = ""
+    """See `Columns`."""
 
 
 def open_index(path: Path) -> RecordIndex:
@@ -43,7 +45,8 @@ def open_index(path: Path) -> RecordIndex:
         return {"is_sorted": _parse(path, writer)}
 
     def build_sorted(writer: ColumnWriter) -> dict[str, Any]:
-        index = _sorted(RecordIndex(*columns.arrays))
+        keys, offsets = columns.arrays
+        index = _sorted(RecordIndex(keys, offsets))
         _require_unique(path, index.keys)
         writer.append(index.keys, index.offsets)
         return {"is_sorted": True}
@@ -52,7 +55,8 @@ def open_index(path: Path) -> RecordIndex:
     if not columns.facts.get("is_sorted"):
         # Rare, and then kept too: sorted arrays in memory would be a copy a rank.
         columns = cached_columns(f"{path.name}.sorted.cache", [path], 2, build_sorted)
-    return RecordIndex(*columns.arrays)
+    keys, offsets = columns.arrays
+    return RecordIndex(keys, offsets, columns.why_uncached)
 
 
 def read_index(path: Path) -> RecordIndex:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.column_cache import ColumnWriter, cached_columns
+from megaclass.data.column_cache import Columns, ColumnWriter, cached_columns, describe_uncached
 from megaclass.data.decode import first_image_size
 from megaclass.data.record_index import RecordIndex, open_index
 from megaclass.data.recordio import MAGIC, MAX_EXACT_LABEL, MAX_PART_BYTES, RecordReader
@@ -52,6 +52,7 @@ class RecordSource:
     num_classes: int
     known_image_size: tuple[int, int] | None
     has_header: bool
+    why_uncached: str = ""
 
     @property
     def num_images(self) -> int:
@@ -72,7 +73,7 @@ class RecordSource:
         kind = "InsightFace RecordIO" if self.has_header else "RecordIO without a header record (im2rec)"
         height, width = self.image_size
         contents = f"{self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
-        return f"{kind} at {self.reader.path.parent}: {contents}"
+        return f"{kind} at {self.reader.path.parent}: {contents}{describe_uncached(self.why_uncached)}"
 
 
 def open_records(path: Path) -> RecordSource:
@@ -88,12 +89,11 @@ def open_records(path: Path) -> RecordSource:
         return {"has_header": has_header}
 
     columns = cached_columns(f"{path.name}.labels", made_of, 1, build)
-    return _assemble(reader, index, columns.arrays[0], bool(columns.facts.get("has_header")), properties)
+    return _assemble(reader, index, columns, properties)
 
 
-def _assemble(
-    reader: RecordReader, index: RecordIndex, labels: NDArray[np.int64], has_header: bool, properties: Property
-) -> RecordSource:
+def _assemble(reader: RecordReader, index: RecordIndex, columns: Columns, properties: Property) -> RecordSource:
+    labels = columns.arrays[0]
     rows = _rows_of_images(labels)
     if len(labels) != len(index.keys) or len(labels[rows]) == 0:
         raise DataError(f"{reader.path} changed while it was opened: its index and its labels no longer match.")
@@ -108,7 +108,8 @@ def _assemble(
         labels=labels[rows],
         num_classes=num_classes,
         known_image_size=properties.image_size,
-        has_header=has_header,
+        has_header=bool(columns.facts.get("has_header")),
+        why_uncached=index.why_uncached or columns.why_uncached,
     )
 
 

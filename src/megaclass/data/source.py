@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 from megaclass.errors import DataError
 
+CLASSES_FILE = "classes.txt"
+"""Beside any data: names of its classes, one a line, line i for class i."""
+
 
 @runtime_checkable
 class ImageSource(Protocol):

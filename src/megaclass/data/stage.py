@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megaclass.data.source import kind_of, split_path
+from megaclass.data.source import CLASSES_FILE, kind_of, split_path
 from megaclass.errors import DataError
 
 _LIST = ".staged.json"
@@ -40,9 +40,14 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(folder):
-            if _read_list(folder) != listed:
+            before = _read_list(folder)
+            if before != listed:
+                _remove_unwanted(before or [], wanted, folder)
                 _copy_all(wanted, folder, on_progress)
                 _write_list(folder, listed)
+            for number, part in enumerate(parts):
+                if kind_of(part) == "folders":
+                    _match_identities(Path(part), folder / f"{number}")
     except OSError as error:
         raise DataError(f"Cannot stage {path} in {folder}: {error.strerror or error}.") from error
     return ",".join(str(folder / f"{number}" / _inside(part)) for number, part in enumerate(parts))
@@ -82,19 +87,40 @@ def _files(part: str) -> Iterator[Path]:
         yield from (file for file in sorted(base.rglob("*")) if file.is_file())
         return
     if kind == "tar":
-        names = [place] if place.is_file() else sorted(base.glob("*.tar"))
-        yield from names
-        yield from (file for file in (base / "shards.cache", Path(f"{names[0]}.cache")) if file.is_file())
+        shards = [place] if place.is_file() else sorted(base.glob("*.tar"))
+        yield from shards
+        names = (base / CLASSES_FILE, base / "shards.cache", Path(f"{shards[0]}.cache"))
+        yield from (file for file in names if file.is_file())
         return
     for record_file in [place] if place.is_file() else sorted(base.glob("*.rec")):
         index = record_file.with_suffix(".idx")
         beside = (
             base / "property",
+            base / CLASSES_FILE,
             Path(f"{index}.cache"),
             Path(f"{index}.sorted.cache"),
             Path(f"{record_file}.labels"),
         )
         yield from (record_file, index, *(file for file in beside if file.is_file()))
+
+
+def _remove_unwanted(before: list[list[object]], wanted: dict[Path, Path], folder: Path) -> None:
+    """What an earlier copy brought and the data no longer has: it would go on as an image."""
+    for name, *_ in before:
+        if Path(str(name)) not in wanted:
+            (folder / str(name)).unlink(missing_ok=True)
+
+
+def _match_identities(original: Path, copy: Path) -> None:
+    """An identity without images has a label, too: its folder must be there, and one that has gone must not."""
+    wanted = {entry.name for entry in os.scandir(original) if entry.is_dir()}
+    copy.mkdir(exist_ok=True)
+    for name in wanted:
+        (copy / name).mkdir(exist_ok=True)
+    for path in copy.iterdir():
+        if path.is_dir() and path.name not in wanted:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.column_cache import ColumnWriter, cached_columns
+from megaclass.data.column_cache import ColumnWriter, cached_columns, describe_uncached
 from megaclass.data.decode import MAX_ENCODED_BYTES, first_image_size
 from megaclass.data.file_source import IMAGE_SUFFIXES
 from megaclass.errors import DataError
@@ -33,6 +33,7 @@ class TarSource:
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     labels: NDArray[np.int64]
+    why_uncached: str = ""
 
     @property
     def num_images(self) -> int:
@@ -67,7 +68,8 @@ class TarSource:
     def describe(self) -> str:
         height, width = self.image_size
         contents = f"{self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
-        return f"{len(self.shards)} tar shards of (jpg, cls) at {self.shards[0].parent}: {contents}"
+        kind = f"{len(self.shards)} tar shards of (jpg, cls)"
+        return f"{kind} at {self.shards[0].parent}: {contents}{describe_uncached(self.why_uncached)}"
 
 
 def open_tars(place: Path) -> TarSource:
@@ -83,11 +85,12 @@ def open_tars(place: Path) -> TarSource:
         return {}
 
     name = f"{place.name}.cache" if place.is_file() else "shards.cache"
-    shard_of, offsets, lengths, labels = cached_columns(name, shards, 4, build).arrays
+    columns = cached_columns(name, shards, 4, build)
+    shard_of, offsets, lengths, labels = columns.arrays
     is_sound = shard_of.min() >= 0 and shard_of.max() < len(shards) and labels.min() >= 0 and offsets.min() >= 0
     if not is_sound or lengths.min() < 0 or lengths.max() > MAX_ENCODED_BYTES:
         raise DataError(f"The cache {shards[0].parent / name} is damaged: remove it, and it is made anew.")
-    return TarSource(shards, shard_of, offsets, lengths, labels)
+    return TarSource(shards, shard_of, offsets, lengths, labels, columns.why_uncached)
 
 
 def _samples(shard: Path) -> Iterator[tuple[int, int, int]]:

@@ -8,8 +8,9 @@ Each of the two travels in the narrow width, so that the traffic falls by two or
 all-reduce sends 2 (W-1)/W x 4 bytes a number and rank, this one 2 (W-1)/W x 2 or 1. Sums never overflow, and with
 error feedback what rounding lost is added the next time.
 
-8 bits come with one shared exponent a block of 128 numbers (one byte): scaled float8 (E4M3), or linear int8. A block
-with an infinity or NaN in it arrives as NaN.
+8 bits come with one shared exponent a block (one byte): scaled float8 (E4M3) in blocks of 128 numbers, or linear int8 in
+blocks of 32, as its even steps lose what is small beside its neighbours. A block with an infinity or NaN in it arrives
+as NaN.
 """
 
 import math
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from megaclass.errors import ConfigError
 
-_BLOCK = 128
+# Vectors are filled up to a multiple of it, whatever the format.
+_ALIGNMENT = 128
 _EXPONENT_BIAS = 127
 _NOT_FINITE = 255
 
@@ -39,17 +41,19 @@ class WireFormat:
     dtype: torch.dtype
     largest: float = 0.0
     """The largest number a block is scaled to; 0: not scaled."""
+    block: int = _ALIGNMENT
+    """Numbers that share an exponent."""
 
     def num_bytes(self, count: int) -> int:
         """Of `count` numbers, a multiple of the block."""
-        return count * self.dtype.itemsize + (count // _BLOCK if self.largest else 0)
+        return count * self.dtype.itemsize + (count // self.block if self.largest else 0)
 
     def encode(self, numbers_RN: Tensor) -> Tensor:
         """(R, N) float32, N a multiple of the block -> (R, bytes) uint8."""
         if not self.largest:
             return numbers_RN.to(self.dtype).view(torch.uint8)
         num_rows, count = numbers_RN.shape
-        blocks = numbers_RN.reshape(num_rows, -1, _BLOCK)
+        blocks = numbers_RN.reshape(num_rows, -1, self.block)
         # Two passes that write nothing cost less than one that writes the absolute values.
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
         exponents = _block_exponents(largest, self.largest)
@@ -70,7 +74,7 @@ class WireFormat:
         num_rows = encoded_RB.shape[0]
         payload = encoded_RB[:, :count].contiguous()
         numbers = _float_of_e4m3(payload) if self.dtype is torch.float8_e4m3fn else payload.view(self.dtype).float()
-        numbers = numbers.view(num_rows, -1, _BLOCK)
+        numbers = numbers.view(num_rows, -1, self.block)
         exponents = encoded_RB[:, count:].int()
         scales = _powers_of_two(exponents - _EXPONENT_BIAS)
         scales.masked_fill_(exponents == _NOT_FINITE, float("nan"))
@@ -87,7 +91,7 @@ WIRE_FORMATS = {
     "fp16": WireFormat("fp16", torch.float16),
     "bf16": WireFormat("bf16", torch.bfloat16),
     "fp8": WireFormat("fp8", torch.float8_e4m3fn, largest=448.0),
-    "int8": WireFormat("int8", torch.int8, largest=127.0),
+    "int8": WireFormat("int8", torch.int8, largest=127.0, block=32),
 }
 
 
@@ -195,7 +199,7 @@ def _float_of_e4m3(numbers: Tensor) -> Tensor:
 def _padded(flat_N: Tensor, size: int, addend_N: Tensor | None = None) -> Tensor:
     """A copy, with the addend if there is one, and with zeros to a multiple of blocks for every rank."""
     count = flat_N.numel()
-    padded = flat_N.new_empty(count + -count % (size * _BLOCK))
+    padded = flat_N.new_empty(count + -count % (size * _ALIGNMENT))
     padded[count:] = 0.0
     if addend_N is None:
         padded[:count] = flat_N

@@ -1,8 +1,10 @@
 """Signals as something to wait for next to pipes: nothing is decided inside a handler. Standard library only."""
 
+import errno
 import os
 import signal
 import socket
+import termios
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -43,6 +45,23 @@ class SignalInbox:
         signal.set_wakeup_fd(self._previous_fd)
         self._reader.close()
         self._writer.close()
+
+
+def is_heeded(number: int) -> bool:
+    """False where whoever started this process had it ignore the signal, as nohup does with SIGHUP."""
+    return signal.getsignal(number) is not signal.SIG_IGN
+
+
+def leave_closed_terminal() -> None:
+    """Standard streams on a terminal that has been closed lead nowhere from now on: a write would fail, and end its writer."""
+    for number in (0, 1, 2):
+        try:
+            termios.tcgetattr(number)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, number)
+                os.close(nowhere)
 
 
 def open_standard_streams() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megaclass.launch.epitaph import exit_status, headline
 from megaclass.launch.hosts import Host
-from megaclass.launch.inbox import SignalInbox
+from megaclass.launch.inbox import SignalInbox, is_heeded, leave_closed_terminal
 from megaclass.launch.network import reserve_port
 from megaclass.launch.plan import place_ranks, rank_environment
 from megaclass.launch.supervisor import Supervisor, default_threads
@@ -27,10 +27,11 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
 
     The ranks write to this terminal themselves. A rank that fails takes the others with it: SIGTERM, and SIGKILL 3 s later.
     Ctrl-C once is SIGINT to the ranks, twice SIGTERM, three times SIGKILL. SIGTERM and SIGUSR1 (preemption) are passed on,
-    and the ranks take the time they need to save: only a second SIGTERM ends them within the 3 s. If this process dies,
-    the ranks are killed.
+    and the ranks take the time they need to save: only a second SIGTERM ends them within the 3 s. SIGHUP (the terminal was
+    closed), unless ignored as under nohup, is a SIGTERM to them. If this process dies, the ranks are killed.
     """
     caught = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    caught += [signal.SIGHUP] if is_heeded(signal.SIGHUP) else []
     with (
         # Before the first start: a signal that comes in between must not orphan anybody.
         SignalInbox(caught) as inbox,
@@ -58,6 +59,10 @@ def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
                 status = 128 + signal.SIGINT
             elif number == signal.SIGUSR1:
                 supervisor.send_signal(number)
+            elif number == signal.SIGHUP:
+                # May come twice, from the kernel and from the shell: never the second SIGTERM that ends them.
+                leave_closed_terminal()
+                supervisor.send_signal(signal.SIGTERM)
             elif number == signal.SIGTERM and not is_asked:
                 is_asked = True
                 print(f"megaclass: SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.", file=sys.stderr)

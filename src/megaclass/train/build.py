@@ -1,7 +1,7 @@
 """Settings -> the parts of a run."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from megaclass.config import BackboneConfig, Config, HeadConfig, OptimizerConfig
 from megaclass.data.source import ImageSource
 from megaclass.distributed.compression import compression_hook
 from megaclass.distributed.data_parallel import data_parallel, exact_average
-from megaclass.distributed.sync_batch_norm import synchronise_batch_norm
+from megaclass.distributed.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
 from megaclass.errors import ConfigError
 from megaclass.head.margins import (
     AdaFace,
@@ -181,6 +181,11 @@ def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
             raise ConfigError(f"backbone.freeze names {beginning!r}, but no parameter of {config.name} begins so.")
         for parameter in frozen:
             parameter.requires_grad = False
+    if not any(parameter.requires_grad for parameter in backbone.parameters()):
+        raise ConfigError(
+            f"backbone.freeze = {list(config.freeze)} leaves nothing of {config.name} to train: "
+            f"the head learns beside a backbone, so leave its last layer out at least."
+        )
 
 
 def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
@@ -188,7 +193,32 @@ def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None
     if not blocks:
         raise ConfigError(f"backbone.checkpoint_activations is only known for the iresnets, not for {config.name}.")
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(_forward_kept_lean, block, block.forward)  # type: ignore[method-assign]
+
+
+def _forward_kept_lean(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Compiled, the repetition is arithmetic alone.
+        result: Tensor = checkpoint(forward, x, use_reentrant=False)
+    else:
+        result = checkpoint(
+            forward, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _statistics_stay(block))
+        )
+    return result
+
+
+@contextmanager
+def _statistics_stay(block: nn.Module) -> Iterator[None]:
+    """Around the forward's repetition in backward: running statistics follow a batch once."""
+    norms = [module for module in block.modules() if isinstance(module, (nn.BatchNorm2d, SyncBatchNorm))]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
 
 
 def _compiled(backbone: nn.Module, image_size: int) -> nn.Module:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from megaclass.checkpoint.class_names import ClassList
-from megaclass.data.source import ImageSource, kind_of
+from megaclass.data.source import CLASSES_FILE, ImageSource, kind_of
 from megaclass.errors import DataError
 
 
@@ -15,10 +15,10 @@ def class_list(path: str, source: ImageSource) -> ClassList:
     """
     place = Path(path)
     folder = place.parent if place.is_file() else place
-    if (folder / "classes.txt").is_file():
-        lines = (folder / "classes.txt").read_bytes().split(b"\n")
+    if (folder / CLASSES_FILE).is_file():
+        lines = _read(folder / CLASSES_FILE).split(b"\n")
         classes = ClassList.of((line.rstrip(b"\r") for line in (lines[:-1] if not lines[-1] else lines)), path)
-    elif kind_of(path) == "folders":
+    elif not any(folder.glob("*.rec")) and kind_of(path) == "folders":
         names = sorted(entry.name for entry in os.scandir(place) if entry.is_dir() and entry.name[0] != ".")
         classes = ClassList.of(map(os.fsencode, names), path)
     else:
@@ -26,3 +26,10 @@ def class_list(path: str, source: ImageSource) -> ClassList:
     if classes.num_classes != source.num_classes:
         raise DataError(f"{path} names {classes.num_classes:,} classes, but its labels are of {source.num_classes:,}.")
     return classes
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"Cannot read the names of classes in {file}: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 (preemption): save and leave with exit code 75, "resume me"."""
+"""SIGTERM, SIGUSR1 (preemption) and SIGHUP (the terminal was closed): save and leave with exit code 75, "resume me"."""
 
 import signal
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from types import FrameType
 import torch
 
 from megaclass.distributed.collectives import gather_blocks
+from megaclass.launch.inbox import is_heeded, leave_closed_terminal
 
 
 class StopSignals:
@@ -22,8 +23,10 @@ class StopSignals:
 
         def remember(signum: int, frame: FrameType | None) -> None:
             self._is_asked = True
+            leave_closed_terminal()
 
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        numbers = [signal.SIGTERM, signal.SIGUSR1] + ([signal.SIGHUP] if is_heeded(signal.SIGHUP) else [])
+        previous = {number: signal.signal(number, remember) for number in numbers}
         try:
             yield
         finally:
