@@ -139,6 +139,14 @@ class RankPool:
         return "\n".join(texts)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def hang_ups_are_heard() -> Iterator[None]:
+    """Under nohup every process that a test starts would ignore SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     with tempfile.TemporaryDirectory() as folder:

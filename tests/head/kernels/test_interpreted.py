@@ -298,7 +298,7 @@ def test_the_same_measures_on_any_number_of_ranks(run_ranks, name, num_parts):
     """The reference's are compared with a dense classifier in tests/head/test_measures.py."""
     options = {"all classes": {}, "half": {"sample_rate": 0.5}, "sub-centres": {"num_subcentres": 2}}[name]
     (truth,) = run_ranks(1, _measure_on_ranks, "reference", options, 1)
-    for size in (1, 2, 3, 4):
+    for size in (1, 2, 3, 4) if name == "half" else (3,):
         for measures in run_ranks(size, _measure_on_ranks, "triton_fused", options, num_parts):
             for ours, true in zip(measures, truth, strict=True):
                 assert ours == pytest.approx(true, rel=1e-5)
