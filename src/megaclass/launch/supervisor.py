@@ -193,9 +193,11 @@ class Supervisor:
     def _start_sweeper(self) -> None:
         reader, self._lifeline = os.pipe()
         os.set_blocking(self._lifeline, False)
+        # Not by the path of the environment: in a folder called megaclass, `pkill -9 -f megaclass` would end it, too.
+        python = os.path.realpath(sys.executable)
         with Path(sweep.__file__).open("rb") as program:
             self._sweeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-", self._run_id, str(reader), str(os.getpid()), str(self._silence_s)],
+                [python, "-I", "-S", "-", self._run_id, str(reader), str(os.getpid()), str(self._silence_s)],
                 stdin=program,
                 # It may outlive the keeper by a second and must not hold the keeper's own pipes open.
                 stdout=subprocess.DEVNULL,
