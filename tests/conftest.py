@@ -140,11 +140,14 @@ class RankPool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def hang_ups_are_heard() -> Iterator[None]:
-    """Under nohup every process that a test starts would ignore SIGHUP."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_are_heard() -> Iterator[None]:
+    """Under nohup, or in the background of a shell, every process that a test starts would ignore SIGHUP or SIGINT."""
+    ignored = [n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session")
