@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,20 @@ class Here:
         return wait_until(lambda: not self.processes(), timeout_s, "the end of all processes")
 
 
+def assert_nothing_is_left(processes: Callable[[], Collection[int]]) -> None:
+    """Waits up to 10 s for the end of all of them; what is there then is killed, and fails the test."""
+    left: Collection[int] = ()
+    for _ in range(200):
+        left = processes()
+        if not left:
+            break
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"left behind: {left}"
+
+
 @pytest.fixture
 def run() -> Iterator[Here]:
     """run(arguments…) waits and returns the Run; run.start(arguments…) does not wait."""
@@ -150,16 +164,7 @@ def run() -> Iterator[Here]:
     for started in here.runs:
         if started.process.poll() is None:
             started.process.kill()
-    left = []
-    for _ in range(100):
-        left = here.processes()
-        if not left:
-            break
-        time.sleep(0.05)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"{len(left)} processes were left behind"
+    assert_nothing_is_left(here.processes)
 
 
 @pytest.fixture
@@ -290,13 +295,4 @@ def bed(bed_of_the_session: Bed) -> Iterator[Bed]:
             with contextlib.suppress(ProcessLookupError, AssertionError):
                 run.send(signal.SIGKILL)
             run.process.kill()
-    left: dict[int, str] = {}
-    for _ in range(200):
-        left = bed.processes()
-        if not left:
-            break
-        time.sleep(0.05)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"left behind: {left}"
+    assert_nothing_is_left(bed.processes)

@@ -76,7 +76,8 @@ def test_one_process_saves_and_leaves_with_75_and_resumes(tmp_path, number):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 2
 
 
-def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path):
+def sent_to_rank_1(tmp_path, number):
+    """A run of two ranks after the signal: the process, and what it wrote to stderr."""
     job = str(os.getpid())
     process = subprocess.Popen(
         command(tmp_path, "train.nproc=2", "train.epochs=300"),
@@ -85,24 +86,19 @@ def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path):
         env={**os.environ, "MEGACLASS_TEST_JOB": job},
     )
     wait_for_rows(tmp_path, process)
-    os.kill(rank_pids(int(job))[1], signal.SIGSEGV)
-    _, errors = process.communicate(timeout=60)
+    os.kill(rank_pids(int(job))[1], number)
+    return process, process.communicate(timeout=60)[1]
+
+
+def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path):
+    process, errors = sent_to_rank_1(tmp_path, signal.SIGSEGV)
     assert process.returncode == 128 + signal.SIGSEGV, errors
     assert "Segmentation fault" in errors and "train/loop.py" in errors
     assert "megaclass: rank 1 on" in errors and "ended with signal SIGSEGV" in errors
 
 
 def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path):
-    job = str(os.getpid())
-    process = subprocess.Popen(
-        command(tmp_path, "train.nproc=2", "train.epochs=300"),
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "MEGACLASS_TEST_JOB": job},
-    )
-    wait_for_rows(tmp_path, process)
-    os.kill(rank_pids(int(job))[1], signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
+    process, errors = sent_to_rank_1(tmp_path, signal.SIGUSR1)
     assert process.returncode == 75, errors
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
