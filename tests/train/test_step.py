@@ -1,6 +1,9 @@
 """One training step through the public parts: accumulation, loss scale, running mean, what is not finite."""
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -326,3 +329,17 @@ def test_gradients_that_travel_in_eight_bits_train_nearly_alike(run_ranks):
     assert narrow[0][0] == narrow[1][0]
     assert narrow[0][0] != plain[0][0]
     assert narrow[0][0] == pytest.approx(plain[0][0], rel=0.02)
+
+
+def test_where_the_compiler_fails_training_goes_on_without_and_says_why(tmp_path):
+    body = (
+        "from torch import nn\n"
+        "from megaclass.train.build import _compiled\n"
+        "network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())\n"
+        "assert _compiled(network, 16) is network and network.training\n"
+    )
+    # /bin/false as the C++ compiler: it fails as one that is not installed would.
+    env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "megaclass: torch.compile failed, going on without it: " in done.stderr
