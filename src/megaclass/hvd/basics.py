@@ -17,6 +17,7 @@ from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from megaclass.hvd.messages import Request
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.rendezvous import Meeter, Meeting, new_group
+from megaclass.hvd.ring import Ring, connect_ring
 from megaclass.hvd.settings import Settings, settings_from_environment
 from megaclass.hvd.timeline import Timeline
 
@@ -122,7 +123,9 @@ class _Basics:
         if meeting.uses_nccl:
             places = [dist.get_global_rank(meeting.group, rank) for rank in everybody]
             gpu = new_group(places, settings, backend="nccl", is_part=meeting.is_part)
-        data_plane.sets[0] = SetGroups(everybody, meeting.group, gpu)
+        data_plane.sets[0] = SetGroups(
+            everybody, meeting.group, gpu, _ring(meeting.group, everybody, meeting, settings)
+        )
         data_plane.change_sets = lambda request: _change_sets(job, request)
         global_process_set.ranks = list(everybody)
         wrong = _make_sets(job, wanted)
@@ -155,15 +158,16 @@ class _Basics:
         large_tensors.release()
         # Else the job would hold itself, and its connections, until the garbage collector comes by.
         job.data_plane.change_sets = lambda request: -1
+        for groups in job.data_plane.sets.values():
+            if groups.ring is not None:
+                groups.ring.close()
         # Not ours: somebody else's default group may have been destroyed, and ours with it, before this.
         if dist.is_initialized():
             if job.meeting.owns_default_group:
                 dist.destroy_process_group()
             else:
                 for groups in job.data_plane.sets.values():
-                    for group in (groups.cpu, groups.gpu):
-                        if group is not None:
-                            dist.destroy_process_group(group)
+                    groups.close()
 
     def is_initialized(self) -> bool:
         return self._job is not None
@@ -328,9 +332,8 @@ def _change_sets(job: Job, request: Request) -> int:
         return -1
     del job.process_sets[number]
     groups = job.data_plane.sets.pop(number, None)
-    for group in (groups.cpu, groups.gpu) if groups is not None else ():
-        if group is not None:
-            dist.destroy_process_group(group)
+    if groups is not None:
+        groups.close()
     return number
 
 
@@ -346,9 +349,14 @@ def _add_set(job: Job, ranks: tuple[int, ...]) -> int:
         cpu = new_group(members, job.settings, is_part=meeting.is_part)
         gpu = new_group(members, job.settings, backend="nccl", is_part=meeting.is_part) if meeting.uses_nccl else None
         if meeting.rank in ranks:
-            job.data_plane.sets[number] = SetGroups(ranks, cpu, gpu)
+            job.data_plane.sets[number] = SetGroups(ranks, cpu, gpu, _ring(cpu, ranks, meeting, job.settings))
     job.process_sets[number] = ranks
     return number
+
+
+def _ring(group: dist.ProcessGroup, ranks: Sequence[int], meeting: Meeting, settings: Settings) -> Ring | None:
+    names = [f"rank {rank} ({meeting.hosts[rank]})" for rank in ranks]
+    return connect_ring(group, names, meeting.address, settings)
 
 
 _basics: Any = _Basics()

@@ -53,8 +53,6 @@ class Operation:
     """Rows of every member, for each tensor of an allgather."""
     error: str = ""
     is_done: bool = False
-    is_prepared: bool = False
-    """Whether the inputs have been copied to the outputs."""
     waiter: Any = None
     """A held lock, once somebody waits."""
     ready: Any = None
@@ -65,9 +63,6 @@ class Work(Protocol):
     """What a controller has done by others, who know tensors."""
 
     def perform(self, response: Response, operations: list[Operation | None]) -> None: ...
-
-    def prepare(self, operations: list[Operation]) -> None:
-        """Whatever can be done for announced operations while the others' announcements are awaited."""
 
     def small_payload(self, operations: list[Operation]) -> bytes:
         """The tensors of a cycle, if they are small enough to travel with its announcement; else nothing."""
@@ -284,7 +279,7 @@ class Controller:
                 if self._has_waiting_driver or self._lease_left_s() > 0:
                     continue
                 self._listen()
-                with self._driving:
+                with self._driving, torch.no_grad():
                     if not self._is_over:
                         self._step()
         except BaseException as error:
@@ -360,8 +355,6 @@ class Controller:
             else:
                 message = self._senders[0].pack(requests, digest, repeats=repeats)
                 self._peers[0].send(links.REQUESTS, message, payload)
-            if not payload:
-                self._work.prepare(operations)
         if joins and self._coordinator is not None:
             self._answer(self._coordinator.join(0))
         elif joins:

@@ -1,13 +1,12 @@
-"""What ranks have agreed on, done: tensors through torch.distributed. Runs on the controller's thread only.
+"""What ranks have agreed on, done. Runs on the controller's thread only.
 
-Whatever moves without arithmetic travels as bytes, so that every dtype does. Reductions are gloo's or NCCL's, but for
-int16, which gloo does not know and which travels as int32, and for averages, which are divided here.
+Tensors in main memory are reduced over rings of our own, those of GPUs by NCCL, which does not know int16: it travels as
+int32. Whatever moves without arithmetic goes through torch.distributed as bytes, so that every dtype does.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from megaclass.hvd.adasum import adasum_
 from megaclass.hvd.controller import Operation
 from megaclass.hvd.messages import Request, Response
 from megaclass.hvd.reductions import Adasum, Average, Max, Min, Product, Sum
+from megaclass.hvd.ring import Ring
 from megaclass.hvd.timeline import Timeline
 
 # torch 2.13 renamed it and warns about the name that 2.11 and 2.12 know.
@@ -43,17 +43,14 @@ DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-_CHUNK_BYTES = 4 * 1024 * 1024
-_WINDOW = 3
-
 # Most bytes that rank 0 takes from all others together in one cycle of small tensors.
 _SMALL_BYTES = 256 * 1024
-_SMALL_OPS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    Average: torch.Tensor.add_,
-    Sum: torch.Tensor.add_,
-    Min: lambda total, part: torch.minimum(total, part, out=total),
-    Max: lambda total, part: torch.maximum(total, part, out=total),
-    Product: torch.Tensor.mul_,
+_COMBINATIONS: dict[int, Callable[..., Tensor]] = {
+    Average: torch.add,
+    Sum: torch.add,
+    Min: torch.minimum,
+    Max: torch.maximum,
+    Product: torch.mul,
 }
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -61,11 +58,21 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass
 class SetGroups:
-    """The process groups of one process set; NCCL's where every rank has a GPU of its own."""
+    """The connections of one process set."""
 
     ranks: tuple[int, ...]
     cpu: dist.ProcessGroup
-    gpu: dist.ProcessGroup | None = None
+    gpu: dist.ProcessGroup | None
+    """NCCL's, where every rank has a GPU of its own."""
+    ring: Ring | None
+    """For reductions in main memory; None where this rank is the only one."""
+
+    def close(self) -> None:
+        if self.ring is not None:
+            self.ring.close()
+        for group in (self.cpu, self.gpu):
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 class DataPlane:
@@ -118,18 +125,6 @@ class DataPlane:
             for tensor in (*operation.inputs, *operation.outputs):
                 tensor.record_stream(stream)
 
-    def prepare(self, operations: list[Operation]) -> None:
-        """Copies a tensor that travels by itself to where its result goes: half of the wait for others is used up."""
-        if len(operations) > 1 or operations[0].is_done:
-            return
-        operation, request = operations[0], operations[0].request
-        is_plain = request.kind == "allreduce" and request.device == "cpu" and not request.wire
-        if not is_plain or len(operation.inputs) != 1 or operation.outputs[0] is operation.inputs[0]:
-            return
-        if operation.inputs[0].numel() * operation.inputs[0].element_size() <= 2 * _CHUNK_BYTES:
-            operation.outputs[0].copy_(operation.inputs[0])
-            operation.is_prepared = True
-
     # -- small tensors, which travel with the negotiation -----------------------------------------------------------
 
     def small_payload(self, operations: list[Operation]) -> bytes:
@@ -157,7 +152,7 @@ class DataPlane:
         parts = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in payloads]
         total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]
         for part in parts[1:]:
-            _SMALL_OPS[request.op](total, part.to(total.dtype))
+            _COMBINATIONS[request.op](total, part.to(total.dtype), out=total)
         total = total.to(dtype)
         self._scale_back_(total, request)
         return total.view(torch.uint8).numpy().tobytes()
@@ -192,8 +187,7 @@ class DataPlane:
             for given, out in zip(inputs, outputs, strict=True):
                 self._adasum(given, out, first)
         elif len(inputs) == 1 and not first.wire:
-            is_prepared = operations[0] is not None and operations[0].is_prepared
-            self._reduce_one(outputs[0] if is_prepared else inputs[0], outputs[0], first)
+            self._reduce(inputs[0], outputs[0], first)
         else:
             for kind in dict.fromkeys(tensor.dtype for tensor in inputs):
                 chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is kind]
@@ -201,55 +195,28 @@ class DataPlane:
                     [inputs[i] for i in chosen], [outputs[i] for i in chosen], [names[i] for i in chosen], response
                 )
 
-    def _reduce_one(self, given: Tensor, out: Tensor, request: Request) -> None:
-        is_large = given.numel() * given.element_size() > 2 * _CHUNK_BYTES
-        if not is_large or given.dtype is torch.int16 or given.is_cuda:
-            if out is not given:
-                out.copy_(given)
-            self._scaled_reduce_(out, request)
-        elif out is not given and len(self.sets[request.process_set].ranks) == 2:
-            self._swap(given, out, request)
-        else:
-            self._reduce_in_parts(given, out, request)
-
-    def _reduce_in_parts(self, given: Tensor, out: Tensor, request: Request) -> None:
-        """All under way at once: gloo is faster so, and copying and scaling overlap with sending."""
-        count = _CHUNK_BYTES // given.element_size()
-        parts = out.view(-1).split(count)
-        works = []
-        for part, source in zip(parts, given.view(-1).split(count), strict=True):
-            if out is not given:
-                part.copy_(source)
-            scale_(part, request.prescale)
-            works.append(dist.all_reduce(part, op=_OPS[request.op], group=self._group(request), async_op=True))
-        for part, work in zip(parts, works, strict=True):
-            assert work is not None
-            work.wait()
-            self._scale_back_(part, request)
-
-    def _swap(self, given: Tensor, out: Tensor, request: Request) -> None:
-        """Two ranks send each other all they have and add, each where its result goes: nothing is copied before.
-
-        As many bytes as a ring sends. For less than a few megabytes, or in place, the ring takes less of a core.
-        """
-        group = self._group(request)
-        partner = 1 - dist.get_rank(group)
-        if request.prescale != 1.0:
-            given = scale_(given.clone(), request.prescale)
-        count = _CHUNK_BYTES // given.element_size()
-        mine, results = given.view(-1).split(count), out.view(-1).split(count)
-        works: list[tuple[Any, Any]] = []
-        for place in range(len(mine) + _WINDOW):
-            # A few parts under way at a time: more get into each other's way, fewer leave the line idle.
-            done = place - _WINDOW
-            if done >= 0:
-                for work in works[done]:
-                    work.wait()
-                _SMALL_OPS[request.op](results[done], mine[done])
-                self._scale_back_(results[done], request)
-            if place < len(mine):
-                receiving = dist.irecv(_bytes(results[place]), group=group, group_src=partner, tag=place)
-                works.append((receiving, dist.isend(_bytes(mine[place]), group=group, group_dst=partner, tag=place)))
+    def _reduce(self, given: Tensor, out: Tensor, request: Request) -> None:
+        """All members' `given`, scaled and combined, into `out`, which may be the same tensor."""
+        if not self._is_direct(given):
+            staged = given.cpu()
+            self._reduce(staged, staged, request)
+            out.copy_(staged)
+            return
+        ring = self.sets[request.process_set].ring if request.device == "cpu" or not self._uses_nccl else None
+        if out is not given and (ring is None or request.prescale != 1.0):
+            out.copy_(given)
+            given = out
+        scale_(given, request.prescale)
+        if ring is not None:
+            scale_back_ = partial(self._scale_back_, request=request)
+            ring.reduce(given.view(-1), out.view(-1), _COMBINATIONS[request.op], scale_back_)
+            return
+        if out.is_cuda and out.numel():
+            wide = out.int() if out.dtype is torch.int16 else out
+            dist.all_reduce(wide, op=_OPS[request.op], group=self._group(request))
+            if wide is not out:
+                out.copy_(wide)
+        self._scale_back_(out, request)
 
     def _reduce_together(
         self, inputs: list[Tensor], outputs: list[Tensor], names: list[tuple[int, str, int]], response: Response
@@ -272,7 +239,7 @@ class DataPlane:
             if request.wire and inputs[0].is_floating_point():
                 self._reduce_compressed_(buffer, request, names, counts)
             else:
-                self._scaled_reduce_(buffer, request)
+                self._reduce(buffer, buffer, request)
         if is_alone:
             return
         with self._timeline.phase(shown, "MEMCPY_OUT_FUSION_BUFFER"):
@@ -305,25 +272,10 @@ class DataPlane:
             remainder = self._remainders[name] = torch.zeros(count, device=device)
         return remainder
 
-    def _scaled_reduce_(self, tensor: Tensor, request: Request) -> None:
-        scale_(tensor, request.prescale)
-        self._reduce_(tensor, request)
-        self._scale_back_(tensor, request)
-
     def _scale_back_(self, tensor: Tensor, request: Request) -> None:
         scale_(tensor, request.postscale)
         if request.op == Average:
             divide_(tensor, len(self.sets[request.process_set].ranks))
-
-    def _reduce_(self, tensor: Tensor, request: Request) -> None:
-        if not tensor.numel():
-            return
-        if tensor.dtype is torch.int16:
-            wide = tensor.int()
-            dist.all_reduce(wide, op=_OPS[request.op], group=self._group(request))
-            tensor.copy_(wide)
-        else:
-            self._staged(tensor, lambda t: dist.all_reduce(t, op=_OPS[request.op], group=self._group(request)))
 
     def _adasum(self, given: Tensor, out: Tensor, request: Request) -> None:
         if out is not given:

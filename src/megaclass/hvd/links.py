@@ -1,4 +1,4 @@
-"""The control connections: every rank to rank 0, over TCP, for messages of a few bytes. No torch here."""
+"""Connections between ranks, over TCP: how they are made, and whole messages over them. No torch here."""
 
 import contextlib
 import hmac
@@ -7,7 +7,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megaclass.errors import LaunchError
 
@@ -21,7 +21,7 @@ REQUESTS, JOIN, STOP, DRAINED, RESPONSES, END = range(6)
 
 
 class Link:
-    """One connection: whole messages in, whole messages out."""
+    """A control connection, between a rank and rank 0: whole messages in, whole messages out."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -69,7 +69,7 @@ class Link:
 
 
 class Reception:
-    """Rank 0's listening socket, bound to one address; only ranks that know the token get in."""
+    """A listening socket, bound to one address; only ranks that know the token get in."""
 
     def __init__(self, address: str) -> None:
         self.token = secrets.token_hex(16)
@@ -80,30 +80,32 @@ class Reception:
         except OSError as error:
             self._listener.close()
             raise LaunchError(
-                f"Rank 0 on {socket.gethostname()} cannot listen at {address}: {error.strerror}. Set "
+                f"A rank on {socket.gethostname()} cannot listen at {address}: {error.strerror}. Set "
                 f"HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
             ) from error
         self._listener.listen(1024)
         self.address: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
 
-    def welcome(self, size: int, timeout_s: float) -> dict[int, Link]:
-        """Links to ranks 1 .. size - 1. Strangers are turned away."""
+    def welcome(self, ranks: Collection[int], timeout_s: float) -> dict[int, socket.socket]:
+        """Connections from these ranks. Strangers are turned away."""
         deadline = time.monotonic() + timeout_s
-        links: dict[int, Link] = {}
+        connections: dict[int, socket.socket] = {}
         with self._listener:
-            while len(links) < size - 1:
+            while len(connections) < len(ranks):
                 left = deadline - time.monotonic()
                 if left <= 0 or not select.select([self._listener], [], [], left)[0]:
-                    missing = sorted(set(range(1, size)) - set(links))
-                    raise LaunchError(f"Ranks {missing} did not connect to rank 0 within {timeout_s:g} s.")
+                    missing = sorted(set(ranks) - set(connections))
+                    raise LaunchError(
+                        f"Ranks {missing} did not connect to {self.address} port {self.port} within {timeout_s:g} s."
+                    )
                 connection, _ = self._listener.accept()
                 rank = self._rank_of(connection)
-                if rank is None or not 0 < rank < size or rank in links:
+                if rank is None or rank not in ranks or rank in connections:
                     connection.close()
                 else:
-                    links[rank] = Link(connection)
-        return links
+                    connections[rank] = connection
+        return connections
 
     def _rank_of(self, connection: socket.socket) -> int | None:
         # A stranger that says nothing must not keep the others waiting for long.
@@ -121,14 +123,14 @@ class Reception:
         return int(rank) if hmac.compare_digest(token, self.token.encode()) else None
 
 
-def connect(address: str, port: int, token: str, rank: int, timeout_s: float) -> Link:
-    """This rank's link to rank 0."""
+def connect(address: str, port: int, token: str, *, rank: int, to: str, timeout_s: float) -> socket.socket:
+    """A connection to the rank called `to`, which receives `rank` there."""
     try:
         connection = socket.create_connection((address, port), timeout=timeout_s)
         connection.sendall(_HELLO.pack(token.encode(), rank))
     except OSError as error:
         raise LaunchError(
-            f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {address} port {port}: {error}. Set "
+            f"Rank {rank} on {socket.gethostname()} cannot reach {to} at {address} port {port}: {error}. Set "
             f"HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
         ) from error
-    return Link(connection)
+    return connection

@@ -39,6 +39,8 @@ class Meeting:
     is_part: bool
     """Whether the default group has ranks that are no part of this job."""
     links: dict[int, Link]
+    address: str
+    """Where the other ranks reach this one."""
     uses_nccl: bool
     """Whether every rank has a GPU of its own."""
 
@@ -131,14 +133,16 @@ def _meeting(
         reception = Reception("127.0.0.1" if len(set(hosts)) == 1 else _own_address(world))
     where: list[Any] = [(reception.address, reception.port, reception.token) if reception else None]
     dist.broadcast_object_list(where, group=group, group_src=0)
-    links: dict[int, Link] = {}
     if reception is not None:
-        links = reception.welcome(size, settings.start_timeout_s)
+        address = reception.address
+        arrived = reception.welcome(range(1, size), settings.start_timeout_s)
+        links = {peer: Link(connection) for peer, connection in arrived.items()}
     else:
-        address, port, token = where[0]
-        links = {0: connect(address, port, token, rank, settings.start_timeout_s)}
+        connection = connect(*where[0], rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
+        address = connection.getsockname()[0]
+        links = {0: Link(connection)}
     uses_nccl = all(int(str(entry["gpus"])) >= hosts.count(host) for entry, host in zip(everybody, hosts, strict=True))
-    return Meeting(rank, hosts, local_ranks, group, owns_default_group, is_part, links, uses_nccl)
+    return Meeting(rank, hosts, local_ranks, group, owns_default_group, is_part, links, address, uses_nccl)
 
 
 def _world() -> World:

@@ -1,0 +1,159 @@
+"""The ring against a float64 reference: ranks, dtypes, odd lengths; neighbours that die, or fall silent, in the middle."""
+
+import signal
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.conftest import free_port
+from tests.hvd.jobs import in_job, outputs_of, start_script
+
+import megaclass.hvd as hvd
+from megaclass.hvd.ring import connect_ring
+from megaclass.hvd.settings import Settings
+
+SIZES = [1, 2, 3, 4]
+DTYPES = [torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def _numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    return torch.randint(-40, 40, (count,), generator=generator).to(dtype)
+
+
+def _lengths(rank: int, size: int) -> None:
+    ring = connect_ring(dist.group.WORLD, [f"rank {place}" for place in range(size)], "127.0.0.1", Settings())
+    if size == 1:
+        assert ring is None
+        return
+    for dtype in DTYPES:
+        # Fewer than ranks, uneven blocks, blocks of several pieces that are no whole number of elements.
+        for count in (0, 1, 2, 3, 5, 1021, 700_001):
+            everybody = torch.stack([_numbers(r, count, dtype) for r in range(size)]).double()
+            for combine, expected in ((torch.add, everybody.sum(0)), (torch.maximum, everybody.amax(0))):
+                # Whole numbers below 256: exact in every dtype, but for bytes, which wrap around.
+                expected = expected.long().to(dtype)
+                given, out = _numbers(rank, count, dtype), torch.empty(count, dtype=dtype)
+                ring.reduce(given, out, combine, lambda part: None)
+                assert torch.equal(out, expected), (dtype, count)
+                assert torch.equal(given, _numbers(rank, count, dtype))
+                ring.reduce(given, given, combine, lambda part: None)
+                assert torch.equal(given, expected), (dtype, count)
+    ring.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_length_and_dtype_comes_out_right_in_place_and_not(run_ranks, size):
+    run_ranks(size, _in_group, _lengths)
+
+
+def _in_group(function):
+    return function(dist.get_rank(), dist.get_world_size())
+
+
+def _values(rank: int, size: int, count: int) -> list[bytes]:
+    mine = torch.randn(count, generator=torch.Generator().manual_seed(rank))
+    everybody = torch.stack([torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)])
+    results = []
+    for compare in (
+        (hvd.allreduce(mine), everybody.double().mean(0)),
+        (hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), everybody.double().sum(0) * 1.5),
+        (hvd.allreduce_(mine.clone(), op=hvd.Min), everybody.double().amin(0)),
+        (hvd.allreduce(mine, op=hvd.Product), everybody.double().prod(0)),
+    ):
+        torch.testing.assert_close(compare[0].double(), compare[1], rtol=1e-5, atol=1e-6)
+        results.append(compare[0].numpy().tobytes())
+    half = hvd.allreduce(mine.bfloat16())
+    torch.testing.assert_close(half.double(), everybody.bfloat16().double().mean(0), rtol=0.02, atol=0.03)
+    return [*results, half.view(torch.int16).numpy().tobytes()]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_large_allreduces_agree_with_float64_and_bit_by_bit_between_ranks(run_ranks, size):
+    by_rank = run_ranks(size, in_job, _values, 600_011)
+    assert all(results == by_rank[0] for results in by_rank)
+
+
+def _of_sets(rank: int, size: int) -> None:
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    for _ in range(2):
+        outer = hvd.add_process_set([0, 2])
+        if rank in (0, 2):
+            total = hvd.allreduce(torch.full((600_000,), float(rank + 1)), op=hvd.Sum, process_set=outer)
+            assert total.eq(4).all()
+        hvd.remove_process_set(outer)
+
+
+def test_process_sets_have_rings_of_their_own(run_ranks):
+    run_ranks(3, in_job, _of_sets)
+
+
+_IN_THE_MIDDLE = """
+import os, signal, torch, torch.distributed as dist
+from megaclass.hvd.exceptions import HorovodInternalError
+from megaclass.hvd.ring import connect_ring
+from megaclass.hvd.settings import Settings
+
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+names = [f"rank {{place}}" for place in range(size)]
+ring = connect_ring(dist.group.WORLD, names, "127.0.0.1", Settings(gloo_timeout_s={timeout_s}))
+
+def combine(one, two, *, out):
+    if rank == 1:
+        os.kill(os.getpid(), signal.{signal})
+    return torch.add(one, two, out=out)
+
+try:
+    ring.reduce(torch.ones(4_000_000), torch.empty(4_000_000), combine, lambda part: None)
+except HorovodInternalError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def _start_in_the_middle(what: signal.Signals, timeout_s: float):
+    port = free_port()
+    script = _IN_THE_MIDDLE.format(signal=what.name, timeout_s=timeout_s)
+    return start_script(script, 4, port, PORT=str(port))
+
+
+def test_when_a_rank_dies_in_the_middle_all_others_hear_of_it():
+    # Rank 3 is no neighbour of rank 1's: it learns from rank 2, which leaves.
+    results = outputs_of(_start_in_the_middle(signal.SIGKILL, 300.0))
+    assert [code for code, _, _ in results] == [0, -signal.SIGKILL, 0, 0]
+    texts = [out.strip() for _, out, _ in results]
+    assert texts[2] == "rank 1 has ended its connection to rank 2"
+    assert texts[0] in ("rank 1 has ended its connection to rank 0", "rank 3 has ended its connection to rank 0")
+    assert texts[3] in ("rank 2 has ended its connection to rank 3", "rank 0 has ended its connection to rank 3")
+
+
+def test_a_rank_that_falls_silent_in_the_middle_is_named():
+    processes = _start_in_the_middle(signal.SIGSTOP, 1.0)
+    try:
+        assert processes[2].stdout.readline().startswith(("rank 2 waited 1 s for rank 1", "rank 3 has ended"))
+        for rank in (0, 3):
+            assert "has ended its connection" in (line := processes[rank].stdout.readline()) or "waited 1 s" in line
+    finally:
+        processes[1].kill()
+        outputs_of(processes)
+
+
+def test_a_job_whose_rank_is_killed_between_large_operations_ends_with_its_name():
+    script = """
+    import os, signal, threading, torch, megaclass.hvd as hvd
+    hvd.init()
+    if hvd.rank() == 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    tensor = torch.zeros(2_000_000)
+    try:
+        while True:
+            hvd.allreduce_(tensor, name="large")
+    except hvd.HorovodInternalError as error:
+        print("rank 1 (" in str(error).lower())
+    """
+    (code, out, err), (killed, _, _) = outputs_of(start_script(textwrap.dedent(script), 2, free_port()))
+    assert (code, out, killed) == (0, "True\n", -signal.SIGKILL), err
