@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaclass.errors import ConfigError
+from megaclass.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megaclass.evaluate.models import LoadedModel
@@ -104,12 +104,13 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
             if world.is_main and not options.json:
                 print_result(results[-1])
         if world.is_main:
+            if options.json:
+                print(json.dumps({result.name: result.to_json() for result in results}, indent=1), flush=True)
             out = options.out or (options.model if options.model.is_dir() else None)
             if out is not None:
-                path = write_results(out, {"name": model.name, "weights": model.fingerprint()}, results)
+                with _writing(out):
+                    path = write_results(out, {"name": model.name, "weights": model.fingerprint()}, results)
                 print(f"megaclass: numbers in {path}", file=sys.stderr)
-            if options.json:
-                print(json.dumps({result.name: result.to_json() for result in results}, indent=1))
         return 2 if any(result.error is not None for result in results) else 0
 
     return _on_ranks(options, given, run)
@@ -162,7 +163,9 @@ def _report(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.evaluate.run_report import report_of_runs
 
     out = options.out or options.runs[0] / "report.html"
-    write_report(out, report_of_runs(options.runs, device=torch.device(options.device)))
+    report = report_of_runs(options.runs, device=torch.device(options.device))
+    with _writing(out):
+        write_report(out, report)
     print(out)
     return 0
 
@@ -173,8 +176,17 @@ def _export(options: argparse.Namespace, given: list[str]) -> int:
     if options.out is None and not options.model.is_dir():
         raise ConfigError(f"{options.model} is not a run folder: say where to export it with --out FOLDER.")
     out = options.out or options.model / "export" / options.to
-    print(export_model(options.model, options.to, out, licence=options.licence))
+    with _writing(out):
+        print(export_model(options.model, options.to, out, licence=options.licence))
     return 0
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"Cannot write {out}: {error.strerror or error}. Name another place with --out.") from error
 
 
 def _embed(options: argparse.Namespace, given: list[str]) -> int:

@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -55,6 +58,20 @@ def test_an_interrupted_copy_goes_on_and_is_not_taken_for_a_finished_one(data, t
         stage(str(data), tmp_path / "ram", interrupt)
     assert not list((tmp_path / "ram").rglob("*.partial"))
     assert open_source(stage(str(data), tmp_path / "ram")).num_images == 12
+
+
+def test_what_a_killed_copy_leaves_can_be_removed(data, tmp_path):
+    script = """
+import os, signal, sys
+from pathlib import Path
+from megaclass.data.stage import stage
+stage(sys.argv[1], Path(sys.argv[2]), lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+"""
+    killed = subprocess.run([sys.executable, "-c", script, str(data), str(tmp_path / "ram")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert list((tmp_path / "ram").rglob("*.partial"))
+    unstage(tmp_path / "ram")
+    assert not (tmp_path / "ram").exists()
 
 
 def test_the_space_is_checked_before_anything_is_copied(data, tmp_path, monkeypatch):

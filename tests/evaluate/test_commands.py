@@ -30,6 +30,14 @@ def test_evaluate_prints_keeps_and_fails_by_number(run, pairs_bin, tmp_path, cap
     assert "not a whole pickle" in kept["broken"]["error"]
 
 
+def test_numbers_that_cannot_be_kept_are_printed_all_the_same(run, pairs_bin, capsys):
+    to = ["--device", "cpu", "--json", "--out", "/proc/nowhere"]
+    assert main(["evaluate", str(run), "--on", str(pairs_bin()), *to]) == 2
+    printed = capsys.readouterr()
+    assert 0 <= json.loads(printed.out)["lfw"]["accuracy"] <= 1
+    assert "Cannot write /proc/nowhere" in printed.err
+
+
 def test_several_processes_print_once_and_give_the_numbers_of_one(run, pairs_bin, tmp_path):
     command = [sys.executable, "-m", "megaclass", "evaluate", str(run), "--on", str(pairs_bin()), "--json"]
     numbers = []
@@ -97,6 +105,8 @@ def test_report_and_export_say_where_they_wrote(run, make_run, pairs_bin, capsys
         (["evaluate", "RUN", "--on", "nowhere.bin.gz"], "Cannot evaluate on nowhere.bin.gz"),
         (["evaluate", "nowhere.onnx", "--on", "lfw.bin"], "There is no model at nowhere.onnx"),
         (["report", "nowhere"], "nowhere is no run folder"),
+        (["report", "RUN", "--out", "/proc/nowhere/report.html"], "Cannot write /proc/nowhere/report.html"),
+        (["export", "RUN", "--to", "insightface", "--out", "/proc/nowhere"], "Cannot write /proc/nowhere"),
         (["export", "nowhere.pth", "--to", "onnx"], "say where to export it with --out"),
         (["embed", "RUN", "nowhere", "--out", "e.npy"], "there is no such folder"),
     ],

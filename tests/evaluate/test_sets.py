@@ -53,6 +53,11 @@ def test_sets_of_one_name_keep_apart(tmp_path, pairs_bin):
     other.parent.mkdir()
     other.write_bytes(path.read_bytes())
     assert [one.name for one in find_sets([path, other])] == [f"{tmp_path.name}-lfw", "other-lfw"]
+    assert [one.name for one in find_sets([path, path.absolute(), path])] == ["lfw"]
+    (tmp_path / "lfw.txt").write_text("")
+    assert [one.name for one in find_sets([path, tmp_path / "lfw.txt"])] == ["lfw.bin", "lfw.txt"]
+    sets = [tmp_path / name / "val" / "lfw.bin" for name in ("a", "b")]
+    assert [one.name for one in find_sets(sets)] == ["a-val-lfw", "b-val-lfw"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "model.txt.gz"])

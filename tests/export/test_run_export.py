@@ -1,6 +1,7 @@
 """What `megaclass export` publishes: whole folders that give the checkpoint's embeddings, or nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,10 +94,24 @@ def test_a_failed_export_leaves_the_one_of_before(make_run, tmp_path, monkeypatc
 
 def test_an_export_replaces_the_one_of_before_as_a_whole(make_run, tmp_path):
     run, out = make_run(), tmp_path / "out"
-    export_model(run, "insightface", out)
     export_model(run, "safetensors", out)
-    assert not (out / "backbone.pth").exists()
+    (out / "README.md").unlink()
+    before = (out / "model.safetensors").stat().st_ino
+    export_model(run, "safetensors", out)
+    assert (out / "README.md").is_file() and (out / "model.safetensors").stat().st_ino != before
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(make_run, tmp_path, monkeypatch):
+    run, out = make_run(), tmp_path / "out"
+    export_model(run, "insightface", out)
+    with pytest.raises(ExportError, match=r"holds backbone\.pth, which is no part of an export to safetensors"):
+        export_model(run, "safetensors", out)
+    before = sorted(path.name for path in run.iterdir())
+    monkeypatch.chdir(run)
+    with pytest.raises(ExportError, match="name another folder with --out"):
+        export_model(run, "safetensors", Path())
+    assert sorted(path.name for path in run.iterdir()) == before
 
 
 def test_a_backbone_insightface_does_not_have_is_refused(make_run, tmp_path):

@@ -61,6 +61,7 @@ def test_the_file_is_read_not_run(tmp_path):
         ("config.margin_list = 3", "expected three numbers"),
         ("config.sample_rate = 3.0", r"head\.sample_rate is 3\.0"),
         ("config.optimizer = 'lion'", "expected sgd or adamw"),
+        ("config.gradient_acc = 0.5", "expected a whole number"),
     ],
 )
 def test_what_cannot_be_said_in_a_recipe_is_refused(tmp_path, line, message):
@@ -68,6 +69,15 @@ def test_what_cannot_be_said_in_a_recipe_is_refused(tmp_path, line, message):
     path.write_text(MS1MV3_R50 + line + "\n")
     with pytest.raises(ConfigError, match=message):
         import_config(path, num_gpus=8)
+
+
+def test_one_optimizer_moves_both_and_accumulated_batches_count_as_one(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("config.gradient_acc = 4\nconfig.optimizer = 'adamw'\n" + MS1MV3_R50.replace("edict()", "0"))
+    config, remarks = import_config(path, num_gpus=8)
+    assert (config.optimizer.name, config.head.optimizer) == ("adamw", "adamw")
+    assert (config.train.global_batch, config.train.accumulate) == (4096, 4)
+    assert any("gradient_acc = 4 became train.accumulate" in remark for remark in remarks)
 
 
 def test_unknown_lines_are_remarked_on_not_dropped_in_silence(tmp_path):

@@ -1,7 +1,7 @@
 """A copy of the data in memory (`/dev/shm/…`), made once a host and shared by all its ranks.
 
-A finished copy carries a list of its files with the sizes and times of the originals, and is used again as long as those
-are what they were. Nothing but what is in that list is ever removed.
+A copy carries a list of its files, and once it is finished the sizes and times of the originals: it is used again as long
+as those are what they were. Nothing but what is in that list is ever removed.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def unstage(folder: Path) -> int:
         raise DataError(f"{folder} holds no staged data: there is no {_LIST} in it, so nothing is removed.")
     for name, *_ in listed:
         (folder / str(name)).unlink(missing_ok=True)
+        _partial(folder / str(name)).unlink(missing_ok=True)
     (folder / _LIST).unlink()
     (folder / ".lock").unlink(missing_ok=True)
     for below in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
@@ -144,9 +145,11 @@ def _copy_all(wanted: dict[Path, Path], folder: Path, on_progress: Progress | No
             f"Cannot stage the data in {folder}: it takes {total / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free there. "
             f"Choose another data.stage, or none."
         )
+    # Until the copy is finished: what `unstage` may remove.
+    _write_list(folder, [[str(name), -1, -1] for name in sorted(wanted)])
     done = 0
     for name, file in to_copy.items():
-        partial = folder / name.with_name(f".{name.name}.partial")
+        partial = _partial(folder / name)
         partial.parent.mkdir(parents=True, exist_ok=True)
         try:
             with file.open("rb") as source, partial.open("wb") as target:
@@ -160,6 +163,10 @@ def _copy_all(wanted: dict[Path, Path], folder: Path, on_progress: Progress | No
             partial.replace(folder / name)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _partial(file: Path) -> Path:
+    return file.with_name(f".{file.name}.partial")
 
 
 @contextlib.contextmanager

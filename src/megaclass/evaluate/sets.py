@@ -318,8 +318,18 @@ class _Encoded(Sequence[bytes]):
 
 
 def _with_distinct_names(sets: list[EvaluationSet]) -> list[EvaluationSet]:
-    """Two lfw.bin of different folders become parent-lfw: results are kept by name."""
-    names = [one.name for one in sets]
-    return [
-        replace(one, name=f"{one.path.parent.name}-{one.name}") if names.count(one.name) > 1 else one for one in sets
-    ]
+    """Results are kept by name: two lfw.bin of different folders become parent-lfw, or with as many parents as it takes,
+    lfw.bin and lfw.txt of one folder lfw.bin and lfw.txt. What is given twice counts once."""
+    sets = list({(one.kind, one.path.absolute()): one for one in sets}.values())
+    places = [(one.path.absolute().parent, one.name) for one in sets]
+    names = [one.path.name if places.count(place) > 1 else one.name for one, place in zip(sets, places, strict=True)]
+    shared = {name for name in names if names.count(name) > 1}
+    num_parents = 0
+    distinct = names
+    while len(set(distinct)) < len(distinct):
+        num_parents += 1
+        distinct = [
+            "-".join([*one.path.absolute().parts[-1 - num_parents : -1], name]) if name in shared else name
+            for one, name in zip(sets, names, strict=True)
+        ]
+    return [replace(one, name=name) for one, name in zip(sets, distinct, strict=True)]

@@ -35,14 +35,18 @@ _NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50
 
 
 def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated") -> Path:
-    """Exports a run folder, or any model file that `megaclass.load` opens, to the new folder `out`."""
+    """Exports a run folder, or any model file that `megaclass.load` opens, to the folder `out`.
+
+    An earlier export of that form there is replaced; a folder that holds anything else is refused.
+    """
+    _require_own(out, form)
     model = load(path)
     if model.backbone == "onnx":
         raise ExportError(
             f"{path} is an ONNX model: it runs, but has no parameters to export. Export the run it came from."
         )
     config = _config(model, form)
-    with published_folder(out) as unfinished:
+    with published_folder(out.resolve()) as unfinished:
         _WRITE[form](model, unfinished, out, {key: str(value) for key, value in config.items() if key in _STATED})
         if form == "safetensors" and path.is_dir():
             _write_centres(path, unfinished)
@@ -52,16 +56,28 @@ def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated
     return out
 
 
+def _require_own(out: Path, form: str) -> None:
+    """Whoever names a folder of their own by mistake keeps what is in it."""
+    if not out.is_dir():
+        return
+    foreign = sorted({file.name for file in out.iterdir()} - {_FILES[form], *_BESIDE})
+    if foreign:
+        raise ExportError(
+            f"{out} holds {foreign[0]}, which is no part of an export to {form}: name another folder with --out."
+        )
+
+
+_FILES = {"onnx": "model.onnx", "safetensors": "model.safetensors", "insightface": "backbone.pth"}
+_BESIDE = ("centres.safetensors", "config.json", "README.md")
 _STATED = ("format", "version", "backbone", "embedding_dim", "image_size")
 
 
 def _config(model: LoadedModel, form: str) -> dict[str, Any]:
-    names = {"onnx": "model.onnx", "safetensors": "model.safetensors", "insightface": "backbone.pth"}
     return {
         "format": "megaclass",
         "version": megaclass.__version__,
         "name": model.name,
-        "file": names[form],
+        "file": _FILES[form],
         "backbone": model.backbone,
         "insightface_name": _NAMES_OF_INSIGHTFACE.get(model.backbone),
         "embedding_dim": model.embedding_dim,

@@ -34,6 +34,14 @@ def import_config(path: Path, num_gpus: int) -> tuple[Config, list[str]]:
         for setting, translated in _TRANSLATIONS[name](value, num_gpus).items():
             section, key = setting.split(".")
             sections.setdefault(section, {})[key] = translated
+    if (parts := _num_parts(values)) > 1:
+        # InsightFace adds the gradients of the parts up; here a step is the mean over its whole batch.
+        train = sections["train"]
+        train["accumulate"], train["global_batch"] = parts, int(values.get("batch_size", 128)) * num_gpus * parts
+        remarks.append(
+            f"gradient_acc = {parts} became train.accumulate, with a train.global_batch {parts} times as large; the mean "
+            f"over it takes the place of a sum of {parts} means, so that optimizer.lr may be up to {parts} times as large"
+        )
     sections.setdefault("data", {}).setdefault("path", "SET-ME")
     if sections["data"]["path"] == "SET-ME":
         remarks.append("rec is not set: put the folder of the data into data.path")
@@ -67,6 +75,13 @@ def read_assignments(path: Path) -> dict[str, Any]:
     return values
 
 
+def _num_parts(values: dict[str, Any]) -> int:
+    parts = values.get("gradient_acc", 1)
+    if not isinstance(parts, int) or parts < 1:
+        raise ConfigError(f"gradient_acc is {parts!r}; expected a whole number of 1 or more.")
+    return parts
+
+
 def _margin(value: Any, num_gpus: int) -> dict[str, Any]:
     try:
         multiplier, angle, cosine = (float(part) for part in value)
@@ -88,7 +103,8 @@ def _backbone(value: Any, num_gpus: int) -> dict[str, Any]:
 def _optimizer(value: Any, num_gpus: int) -> dict[str, Any]:
     if value not in ("sgd", "adamw"):
         raise ConfigError(f"optimizer is {value!r}; expected sgd or adamw.")
-    return {"head.optimizer": value}
+    # One optimizer moves both there.
+    return {"optimizer.name": value, "head.optimizer": value}
 
 
 def _filter(value: Any, num_gpus: int) -> dict[str, Any]:
@@ -117,4 +133,6 @@ _TRANSLATIONS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "seed": _same("train.seed", int),
     # The data says how many classes there are.
     "num_classes": lambda value, num_gpus: {},
+    # Changes the batch, whatever the order of the lines: see above.
+    "gradient_acc": lambda value, num_gpus: {},
 }
