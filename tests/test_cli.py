@@ -1,5 +1,6 @@
 """The command line: what it prints, how it ends."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,10 @@ def test_a_user_s_mistake_ends_with_2_and_one_line_before_any_process_starts(tmp
         (["recipes/no.toml"], "megaclass: There is no configuration file recipes/no.toml. That folder has: demo.toml"),
         ([DEMO, "train.epochs=two"], "megaclass: command line: train.epochs is 'two'; expected a number\n"),
         ([DEMO, "head.sample_rate=7"], "megaclass: head.sample_rate is 7.0; it must be in [0, 1]: 1.0 = all classes"),
+        (
+            [DEMO, f"data.path={os.fsdecode(b'caf' + bytes([0xE9]))}"],
+            r"megaclass: data.path=caf\udce9 is not UTF-8: rename the file or folder",
+        ),
         ([DEMO, "epochs=2"], "megaclass: Cannot read the argument 'epochs=2': expected section.key=value"),
         (
             [DEMO, "--resume", "some/path"],

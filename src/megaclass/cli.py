@@ -21,6 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What follows is a command line of its own, in horovodrun's grammar.
     if given[:1] == ["run"]:
         return _run(arguments[1:])
+    for argument in given:
+        if (shown := argument.encode(errors="backslashreplace").decode()) != argument:
+            # It would end up in files that are UTF-8, and fail there.
+            print(f"megaclass: {shown} is not UTF-8: rename the file or folder, or name it by a link.", file=sys.stderr)
+            return 2
     parser = _parser()
     options, later = parser.parse_known_args(given)
     # argparse takes the settings that stand together; those behind an option come here.
