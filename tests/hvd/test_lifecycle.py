@@ -94,6 +94,10 @@ def _beside_others(rank: int, size: int) -> None:
     else:
         assert error_of(lambda: hvd.init(comm=[0, 1]))[0] == "ValueError"
     hvd.shutdown()
+    if rank == 2:
+        hvd.init(comm=[2])
+        assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+    hvd.shutdown()
 
 
 def test_a_default_group_of_somebody_elses_is_used_and_left_alone(run_ranks):

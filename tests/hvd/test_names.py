@@ -58,6 +58,11 @@ except ImportError:
 assert ProcessSet is the_same is hvd.ProcessSet and callable(spawn) and gloo_built()
 assert hvd.mpi_ops.Sum == hvd.Sum == 1 and hvd.optimizer.DistributedOptimizer is hvd.DistributedOptimizer
 assert hvd.functions.broadcast_object is hvd.broadcast_object and hvd.compression.Compression is hvd.Compression
+import torch
+hvd.init()
+wrapped = hvd.DistributedOptimizer(torch.optim.Adam([torch.ones(1, requires_grad=True)]))
+assert "horovod" in str(wrapped.__class__) and wrapped.__module__ == DistributedOptimizer.__module__
+hvd.shutdown()
 asked = _HorovodArgs()
 asked.num_proc, asked.command = 2, ["true"]
 assert asked.hosts is None and _run(asked) is None
@@ -73,6 +78,111 @@ def test_submodules_and_private_names_that_libraries_use_are_there():
     script = start_script(_AS_LIBRARIES_IMPORT_THEM, 1, free_port(), PYTHONPATH=hvd.shims_folder())
     [(code, out, err)] = outputs_of(script)
     assert (code, out) == (0, "True\n"), err
+
+
+_AS_TESTS_OF_HOROVODRUN_USE_THEM = """
+import io, os, sys, threading
+from horovod.runner import _HorovodArgs
+from horovod.runner.common.util import config_parser, hosts, safe_shell_exec, secret, settings, timeout
+from horovod.runner.common.util.env import get_env_rank_and_size
+from horovod.runner.common.util.host_hash import host_hash
+from horovod.runner.common.util.hosts import SlotInfo, get_host_assignments, parse_hosts
+from horovod.runner.gloo_run import gloo_run
+from horovod.runner.js_run import generate_jsrun_rankfile, is_jsrun_installed, js_run
+from horovod.runner.launch import _check_all_hosts_ssh_successful, _run, parse_args, run_controller
+from horovod.runner.mpi_run import is_intel_mpi, is_mpich, mpi_available, mpi_run
+from horovod.runner.util import lsf, network
+
+def parsed(*arguments):
+    sys.argv[1:] = ["-np", "2", *arguments]
+    return parse_args()
+
+args = parsed("--cycle-time-ms", "20", "--no-stall-check", "-H", "a:1,b:1", "--network-interfaces", "eth0,eth1", "cmd", "-x")
+assert (args.num_proc, args.hosts, args.nics, args.command) == (2, "a:1,b:1", {"eth0", "eth1"}, ["cmd", "-x"])
+assert args.min_num_proc is args.autotune is args.run_func is None and not args.use_gloo and not args.verbose
+env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "1800"}
+assert config_parser.set_env_from_args(env, args) is env
+assert env == {
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "1800",
+    config_parser.HOROVOD_CYCLE_TIME: "20.0",
+    config_parser.HOROVOD_STALL_CHECK_DISABLE: "1",
+}
+with open(sys.argv[0], "w") as file:
+    file.write("controller: gloo\\nparams: {fusion_threshold_mb: 32, cycle_time_ms: 10}\\nlogging: {with_timestamp: false}")
+args = parsed("--cycle-time-ms", "20", "--config-file", sys.argv[0])
+assert (args.use_gloo, args.fusion_threshold_mb, args.cycle_time_ms, args.log_with_timestamp) == (True, 32, 20, False)
+try:
+    parsed("--fusion-threshold-mb", "-1")
+except ValueError as error:
+    assert str(error) == "fusion_threshold_mb=-1 must be >= 0"
+
+where = dict(size=3, hostname="w1", local_size=2)
+assert get_host_assignments(parse_hosts("w0:1,w1:2"), 3)[1:] == [
+    SlotInfo(rank=1, local_rank=0, cross_rank=1, cross_size=2, **where),
+    SlotInfo(rank=2, local_rank=1, cross_rank=0, cross_size=1, **where),
+]
+assert [slot.rank for slot in get_host_assignments(parse_hosts("w0:2,w1:2"), 1, 2)] == [0, 1]
+assert get_env_rank_and_size() == (0, 1) and host_hash() == host_hash("") != host_hash("salt")
+assert network.filter_local_addresses(["localhost", "no-such-host", "127.0.0.1"]) == ["no-such-host"]
+
+out = io.StringIO()
+assert safe_shell_exec.execute("echo one; echo two >&2; exit 7", stdout=out, stderr=io.StringIO(), index=3) == 7
+assert out.getvalue() == "[3]<stdout>:one\\n"
+stop = threading.Event()
+threading.Timer(0.5, stop.set).start()
+assert safe_shell_exec.execute("sleep 600", events=[stop]) == 143
+
+gloo_run(settings.Settings(num_proc=2, hosts="localhost:2"), ["lo"], {"WORD": "hi"}, "127.0.0.1", ["sh", "-c", "echo $WORD"])
+called = []
+run_controller(None, lambda: called.append("gloo"), None, None, None, None, 0)
+assert called == ["gloo"] and not mpi_available()
+print("all there")
+"""
+
+
+def test_what_tests_of_horovodrun_import_is_there(tmp_path):
+    script = start_script(
+        f"import sys; sys.argv[0] = {str(tmp_path / 'config.yaml')!r}\n{_AS_TESTS_OF_HOROVODRUN_USE_THEM}",
+        1,
+        free_port(),
+        PYTHONPATH=hvd.shims_folder(),
+    )
+    [(code, out, err)] = outputs_of(script)
+    assert (code, out.splitlines()[-1]) == (0, "all there"), err
+    assert sorted(out.splitlines()[:-1]) == ["[0]<stdout>:hi", "[1]<stdout>:hi"]
+
+
+_WHAT_IS_NOT_THERE = """
+import importlib, horovod.torch as hvd
+for name in ("tensorflow", "tensorflow.keras", "keras", "mxnet", "spark", "ray", "torch.elastic.sampler", "common.elastic"):
+    try:
+        importlib.import_module(f"horovod.{name}")
+    except ImportError as error:
+        print(name, type(error).__name__, error)
+try:
+    hvd.elastic.run
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_what_is_not_there_says_so():
+    [(code, out, err)] = outputs_of(start_script(_WHAT_IS_NOT_THERE, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
+    assert code == 0, err
+    assert out.splitlines() == [
+        "tensorflow ImportError Extension horovod.tensorflow has not been built: megaclass.hvd is for PyTorch only.",
+        "tensorflow.keras ImportError Extension horovod.tensorflow has not been built: megaclass.hvd is for PyTorch only.",
+        "keras ImportError Extension horovod.keras has not been built: megaclass.hvd is for PyTorch only.",
+        "mxnet ImportError Extension horovod.mxnet has not been built: megaclass.hvd is for PyTorch only.",
+        "spark ImportError horovod.spark is not supported by megaclass: "
+        "`horovod.run(fn, num_proc=…, hosts=…)` runs a function on the hosts.",
+        "ray ImportError horovod.ray is not supported by megaclass: "
+        "`megaclass run --launcher ray` starts a command on a Ray cluster.",
+        "torch.elastic.sampler ImportError horovod.torch.elastic is not there yet: "
+        "elastic jobs are not supported by megaclass.",
+        "common.elastic ImportError horovod.common.elastic is not there yet: elastic jobs are not supported by megaclass.",
+        "hvd.elastic is not there yet: elastic jobs are not supported by megaclass.",
+    ]
 
 
 def _sets_that_cannot_be(rank: int, size: int) -> None:

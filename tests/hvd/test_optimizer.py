@@ -115,6 +115,124 @@ def test_the_wrapped_optimizer_stays_what_it_was_and_says_when_it_is_misused(run
     run_ranks(2, in_job, _details)
 
 
+def _same_everywhere(model: nn.Module) -> bool:
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    gathered = hvd.allgather(flat[None])
+    return all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def _without_forced_reductions(rank: int, size: int) -> None:
+    model = _model()
+    unused = nn.Linear(2, 2)
+    both = nn.ModuleDict({"model": model, "unused": unused})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(both.parameters(), lr=0.1, weight_decay=0.1), named_parameters=both.named_parameters()
+    )
+    optimizer._requires_update = set()
+    before = unused.weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        model(_batch(rank, step)).square().mean().backward()
+        if step == 2:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert _same_everywhere(model)
+    # A gradient of zeros would have let the weight decay.
+    assert unused.weight.grad is None and torch.equal(unused.weight, before)
+
+
+def test_parameters_without_a_gradient_can_be_left_out_as_scripts_do_it(run_ranks):
+    run_ranks(2, in_job, _without_forced_reductions)
+
+
+def _parameters_that_come_later(rank: int, size: int, **options) -> None:
+    model = _model()
+    last = list(model[2].parameters())
+    model[0].bias.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([model[0].weight, model[0].bias], lr=0.1), **options)
+    for step in range(4):
+        if step == 1:
+            optimizer.add_param_group({"params": last, "lr": 0.05})
+        if step == 2:
+            model[0].bias.requires_grad_(True)
+        optimizer.zero_grad()
+        model.zero_grad()
+        model(_batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        assert _same_everywhere(model)
+    assert not torch.equal(last[1], _model()[2].bias) and not torch.equal(model[0].bias, _model()[0].bias)
+
+
+def _all_that_come_later(rank: int, size: int) -> None:
+    _parameters_that_come_later(rank, size)
+    _parameters_that_come_later(rank, size, groups=2)
+    _parameters_that_come_later(rank, size, op=hvd.Adasum)
+
+
+def test_parameters_that_are_added_or_thawed_later_are_reduced_too(run_ranks):
+    run_ranks(2, in_job, _all_that_come_later)
+
+
+def _two_optimizers(rank: int, size: int) -> None:
+    """Weights and an architecture, as differentiable search trains them: each backward feeds both optimizers."""
+    model = _model()
+    architecture = nn.Parameter(torch.ones(6))
+    weights = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    search = hvd.DistributedOptimizer(
+        torch.optim.Adam([architecture], lr=0.1), named_parameters=[("architecture", architecture)]
+    )
+    for step in range(3):
+        if step:
+            search.zero_grad()
+            model(_batch(rank, 10 + step) * architecture).square().mean().backward()
+            search.step()
+            weights.synchronize()
+        weights.zero_grad()
+        search._handles.clear()
+        model(_batch(rank, step) * architecture).square().mean().backward()
+        weights.step()
+        search.synchronize()
+        assert _same_everywhere(model)
+        assert _same_everywhere(nn.ParameterList([architecture]))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) called without optimizer.skip_synchronize")
+def test_one_backward_may_feed_two_optimizers(run_ranks):
+    run_ranks(2, in_job, _two_optimizers)
+
+
+def _gradient_scaler(rank: int, size: int) -> None:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), named_parameters=model.named_parameters()
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        # A gradient overflows on one rank: all of them must skip the step.
+        factor = float("inf") if rank == 1 and step == 1 else 1.0
+        scaler.scale(model(_batch(rank, step)).square().mean() * factor).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        assert _same_everywhere(model)
+    assert scales == [1024.0, 512.0, 512.0, 1024.0]
+
+
+def test_a_gradient_scaler_skips_the_same_steps_on_all_ranks(run_ranks):
+    run_ranks(2, in_job, _gradient_scaler)
+
+
 def _arguments(rank: int, size: int) -> None:
     one, two = _model(), _model(1)
     both = torch.optim.SGD(itertools.chain(one.parameters(), two.parameters()), lr=0.1)
@@ -133,7 +251,9 @@ def _arguments(rank: int, size: int) -> None:
     weight = one[0].weight
     assert wrap(groups=[[weight], [weight]])[1] == "A parameter can only appear once in groups."
     with pytest.warns(DeprecationWarning, match="num_groups"):
-        hvd.DistributedOptimizer(both, num_groups=2)
+        wrapped = hvd.DistributedOptimizer(both, num_groups=2)
+    name, text = error_of(lambda: hvd.DistributedOptimizer(wrapped))
+    assert name == "TypeError" and "is a DistributedOptimizer already" in text
 
 
 def test_wrong_arguments_are_refused_in_horovods_words(run_ranks):
@@ -238,6 +358,10 @@ def _objects(rank: int, size: int) -> None:
     hvd.broadcast_parameters(list(model.named_parameters()), root_rank=1)
     assert torch.equal(model[0].weight, _model(1)[0].weight)
     hvd.broadcast_parameters(list(_model(rank).parameters()), root_rank=0)
+    # A scheduler travels with the optimizer that it drives.
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.5 if rank == 0 else 0.1))
+    received = hvd.broadcast_object(torch.optim.lr_scheduler.StepLR(optimizer, 3), root_rank=0)
+    assert received.base_lrs == [0.5] and isinstance(received.optimizer, torch.optim.Adam)
     assert error_of(lambda: hvd.broadcast_parameters(3, root_rank=0))[0] == "ValueError"
 
 

@@ -43,6 +43,16 @@ def test_hosts_may_have_more_slots_than_there_are_processes(tmp_path):
     assert "np is deprecated, use num_proc instead" in [str(warning.message) for warning in caught]
 
 
+def _place() -> tuple[int, ...]:
+    hvd.init()
+    return hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+
+def test_two_names_of_this_machine_are_two_hosts():
+    places = hvd.run(_place, num_proc=4, hosts="localhost:2,127.0.0.1:2")
+    assert places == [(0, 0, 2, 0, 2), (1, 1, 2, 0, 2), (2, 0, 2, 1, 2), (3, 1, 2, 1, 2)]
+
+
 def test_the_error_tells_of_the_rank_that_failed_first():
     with pytest.raises(RuntimeError, match="one or more processes exited with non-zero status") as caught:
         hvd.run(_fails_on_rank_1, num_proc=2)

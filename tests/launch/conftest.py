@@ -167,13 +167,25 @@ def run() -> Iterator[Here]:
     assert_nothing_is_left(here.processes)
 
 
+_WORKER = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def meet():
+    here = f"{__file__}.start-{os.environ['MEGACLASS_RESTART']}.rank-"
+    open(here + str(rank), "w").close()
+    while not all(os.path.exists(here + str(other)) for other in range(int(os.environ["WORLD_SIZE"]))):
+        time.sleep(0.01)
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], list[str]]:
-    """script(body): a command that runs the body with Python, quick to start; `rank` is there."""
+    """script(body): a command that runs the body with Python, quick to start; `rank` is there, and `meet()`, which waits
+    for all ranks of this start."""
 
     def command(body: str) -> list[str]:
         file = tmp_path / "worker.py"
-        file.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
+        file.write_text(f"{_WORKER}{body}\n")
         return [sys.executable, "-S", str(file)]
 
     return command

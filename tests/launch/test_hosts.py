@@ -76,9 +76,16 @@ def test_what_is_no_number_of_slots_is_refused(slots):
     assert f"Cannot read the slots {slots!r} of 'a:{slots}' in --hosts 'b:1,a:{slots}'" in message
 
 
-@pytest.mark.parametrize("text", ["a:1,b:1,a:2", "a:1,A:2", "localhost:1,127.0.0.1:2"])
+@pytest.mark.parametrize("text", ["a:1,b:1,a:2", "a:1,A:2", "localhost:1,localhost:2"])
 def test_a_host_that_stands_twice_is_refused(text):
     assert "stands twice" in refusal(hosts_from_option, text) and "write it once" in refusal(hosts_from_option, text)
+
+
+def test_two_names_of_this_machine_are_two_hosts():
+    assert hosts_from_option("localhost:2,127.0.0.1:1") == [
+        Host(name="localhost", slots=2, is_local=True),
+        Host(name="127.0.0.1", slots=1, is_local=True),
+    ]
 
 
 def test_a_host_file_has_a_host_a_line(tmp_path):

@@ -27,6 +27,8 @@ def wait_for(name):
 """
 _HELLO = 'say(f"pid{rank}", os.getpid())\n'
 FOR_EVER = "while True: time.sleep(600)"
+# Instead of the seconds that ranks are given: what lasts longer than a grace need not last long.
+GRACE_S = 0.5
 
 
 @pytest.fixture
@@ -47,9 +49,8 @@ def parent(tmp_path, program):
     started = []
 
     def start(body, size):
-        code = (
-            f"import sys; from megaclass.launch.local import run_local; sys.exit(run_local({program(body)!r}, {size}))"
-        )
+        grace = f"from megaclass.launch import local; local.GRACE_S = {GRACE_S}"
+        code = f"import sys; {grace}; sys.exit(local.run_local({program(body)!r}, {size}))"
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
@@ -177,7 +178,7 @@ def test_sigterm_to_the_parent_reaches_the_ranks_who_take_their_time_and_say_how
     """Longer than the grace: a save is not cut short."""
     body = f"""
 def save(*_):
-    time.sleep(4 + rank)
+    time.sleep({2 * GRACE_S} + 0.5 * rank)
     say(f"saved{{rank}}", "")
     os._exit({code})
 signal.signal(signal.SIGTERM, save)
@@ -196,7 +197,7 @@ def test_a_closed_terminal_is_sigterm_to_the_ranks_and_closing_it_twice_is_no_se
     body = f"""
 def save(*_):
     say(f"heard{{rank}}", "")
-    time.sleep(4)
+    time.sleep({2 * GRACE_S})
     say(f"saved{{rank}}", "")
     os._exit(75)
 signal.signal(signal.SIGTERM, save)
@@ -283,3 +284,9 @@ def test_cores_are_shared_out_as_threads_unless_the_user_says_how_many(program, 
     expected = given or str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == [expected] * 2
     assert default_threads(10_000) == 1
+
+
+def test_more_processes_than_the_machine_can_bear_are_refused_before_one_starts(program, tmp_path):
+    with pytest.raises(LaunchError, match=r"1000 processes were asked for .* at most \d+\. For several machines"):
+        run_local(program(_HELLO), 1000)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank.py"]

@@ -111,10 +111,44 @@ def test_closed_standard_streams_do_not_matter(run, script, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("[01]")) == ["0", "1"]
 
 
+def test_with_horovods_names_programs_may_call_horovodrun(run):
+    inner = "horovodrun -np 2 sh -c 'echo rank $HOROVOD_RANK of $HOROVOD_SIZE'"
+    done = run("--horovod", "-np", "1", "sh", "-c", inner)
+    assert sorted(done.out.splitlines()) == [
+        "[0]<stdout>:[0]<stdout>:rank 0 of 2",
+        "[0]<stdout>:[1]<stdout>:rank 1 of 2",
+    ], done.story()
+    assert run("-np", "1", "sh", "-c", inner).code == 127
+
+
+def test_two_names_of_this_machine_are_taken_for_two_hosts(run, script):
+    names = ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+    body = f"print(*[os.environ['HOROVOD_' + name] for name in {names}], os.environ['MASTER_ADDR'])"
+    done = run("-np", "4", "-H", "localhost:2,127.0.0.1:2", *script(body))
+    assert done.code == 0, done.story()
+    assert sorted(line.partition(":")[2] for line in done.out.splitlines()) == [
+        "0 0 2 0 2 localhost 127.0.0.1",
+        "1 1 2 0 2 localhost 127.0.0.1",
+        "2 0 2 1 2 127.0.0.1 127.0.0.1",
+        "3 1 2 1 2 127.0.0.1 127.0.0.1",
+    ]
+    assert "WARNING localhost and 127.0.0.1 are this machine: taken for 2 hosts" in done.err
+
+
 # ---- the end ----
 
 
-@pytest.mark.parametrize("code", [1, 3, 75, 255])
+def test_ranks_under_one_name_of_this_machine_outlive_those_under_another(run, script):
+    done = run("-np", "2", "-H", "localhost:1,127.0.0.1:1", *script("if rank: time.sleep(3)\nprint('whole', rank)"))
+    assert done.code == 0 and "[1]<stdout>:whole 1\n" in done.out, done.story()
+
+
+def test_a_rank_that_fails_under_one_name_of_this_machine_ends_those_under_another(run, script):
+    done = run("-np", "2", "-H", "localhost:1,127.0.0.1:1", *script("if rank: sys.exit(5)\ntime.sleep(600)"))
+    assert done.code == 5, done.story()
+
+
+@pytest.mark.parametrize("code", [1, 3, 255])
 def test_the_exit_code_is_that_of_the_first_rank_that_failed(run, script, code):
     done = run("-np", "3", *script(f"if rank == 1: sys.exit({code})\ntime.sleep(600)"))
     assert done.code == code
@@ -151,8 +185,7 @@ def leave(*_):
     time.sleep(600 if rank == 2 else 0)
     os._exit(0)
 signal.signal(signal.SIGTERM, leave)
-print("up", flush=True)
-time.sleep(1)
+meet()
 if rank == 0:
     sys.exit(5)
 time.sleep(600)
@@ -160,7 +193,7 @@ time.sleep(600)
     begun = time.monotonic()
     done = run("-np", "3", "--grace", "1.5", *script(body))
     assert done.code == 5 and done.out.count("tidied") == 2
-    assert 2.4 < time.monotonic() - begun < 15
+    assert 1.5 < time.monotonic() - begun < 15
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -174,9 +207,12 @@ def test_a_signal_to_the_driver_is_passed_on(run, script, number):
 
 def test_a_notice_of_preemption_is_passed_on_and_ends_nothing_by_itself(run, script):
     body = """
-signal.signal(signal.SIGUSR1, lambda *_: print("noticed", flush=True))
+notices = []
+signal.signal(signal.SIGUSR1, lambda *_: notices.append(print("noticed", flush=True)))
 print("up", flush=True)
-time.sleep(2)
+while not notices:
+    time.sleep(0.01)
+time.sleep(0.5)
 print("done", flush=True)
 """
     started = run.start("-np", "2", *script(body))
@@ -281,7 +317,7 @@ def test_a_restart_starts_all_ranks_again_with_a_new_port_and_a_new_run_id(run, 
 import json
 names = ("MEGACLASS_RESTART", "MASTER_PORT", "MEGACLASS_RUN_ID")
 print(json.dumps([os.environ[name] for name in names]), flush=True)
-time.sleep(0.3)
+meet()
 if rank == 1 and os.environ["MEGACLASS_RESTART"] != "2":
     sys.exit(3)
 """
@@ -291,6 +327,37 @@ if rank == 1 and os.environ["MEGACLASS_RESTART"] != "2":
     assert len(done.out.splitlines()) == 6 and len(starts) == 3
     assert {start[0] for start in starts} == {"0", "1", "2"} and len({start[2] for start in starts}) == 3
     assert "megaclass: restart 1 of 5: 2 ranks on localhost:2." in done.err and "restart 3" not in done.err
+
+
+def test_ranks_that_stop_as_asked_and_can_be_resumed_are_not_restarted(run, script, tmp_path):
+    body = f"""
+def save(*_):
+    if rank: time.sleep(5)  # longer than the grace of those whom another one's failure ends
+    open({str(tmp_path)!r} + f"/saved{{rank}}", "w").close()
+    os._exit(75)
+signal.signal(signal.SIGUSR1, save)
+print("up", flush=True)
+time.sleep(600)
+"""
+    started = run.start("-np", "2", "--restarts", "2", *script(body))
+    started.says("up", times=2)
+    started.send(signal.SIGUSR1)
+    assert started.wait() == 75
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+    assert "can be resumed" in started.err and "restart" not in started.err and "failed" not in started.err
+
+
+def test_a_rank_that_fails_after_another_stopped_as_asked_is_the_one_that_counts(run, script):
+    done = run("-np", "2", *script("if rank == 0: sys.exit(75)\ntime.sleep(1)\nsys.exit(9)"))
+    assert done.code == 9, done.story()
+
+
+def test_an_interrupt_between_two_starts_ends_the_run(run, script):
+    started = run.start("-np", "1", "--restarts", "9", *script("sys.exit(6)"))
+    # The fourth start waits for 3 s, the fifth for 7.
+    started.says("starts ended within 60 s: the next one in 7 s")
+    started.send(signal.SIGINT)
+    assert started.wait() == 130 and "restart 5" not in started.err
 
 
 def test_restarts_end_with_the_last_failure_and_an_interrupt_is_none(run, script):

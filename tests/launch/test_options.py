@@ -43,15 +43,44 @@ def test_a_host_file_has_horovodruns_spellings(spelling):
     [
         ["--gloo"],
         ["--mpi"],
-        ["--config-file", "c.yaml"],
-        ["--log-level", "DEBUG"],
-        ["--cycle-time-ms", "1"],
-        ["--autotune"],
+        ["--jsrun"],
         ["--mpi-args=--map-by socket"],
-        ["--fusion-threshold-mb", "64"],
-        ["--timeline-filename", "t.json"],
+        ["--binding-args=--rankfile r"],
+        ["--tcp"],
         ["--disable-cache"],
+        ["--log-level", "DEBUG"],
+        ["--log-with-timestamp"],
+        ["--log-without-timestamp"],
+        ["--fusion-threshold-mb", "64"],
+        ["--cycle-time-ms", "1"],
+        ["--cache-capacity", "2"],
+        ["--hierarchical-allreduce"],
+        ["--no-hierarchical-allgather"],
+        ["--torus-allreduce"],
+        ["--autotune"],
+        ["--no-autotune"],
+        ["--autotune-log-file", "log.csv"],
+        ["--autotune-warmup-samples", "1"],
+        ["--autotune-steps-per-sample", "5"],
+        ["--autotune-bayes-opt-max-samples", "10"],
+        ["--autotune-gaussian-process-noise", "0.2"],
+        ["--timeline-filename", "t.json"],
+        ["--timeline-mark-cycles"],
+        ["--no-timeline-mark-cycles"],
+        ["--no-stall-check"],
+        ["--stall-check"],
+        ["--stall-check-warning-time-seconds", "5"],
+        ["--stall-check-shutdown-time-seconds", "9"],
+        ["--mpi-threads-disable"],
+        ["--num-nccl-streams", "2"],
+        ["--thread-affinity", "1"],
+        ["--gloo-timeout-seconds", "60"],
+        ["--max-np", "4"],
+        ["--slots-per-host", "2"],
+        ["--elastic-timeout", "60"],
+        ["--blacklist-cooldown-range", "1", "9"],
     ],
+    ids=lambda flags: flags[0].split("=")[0],
 )
 def test_what_has_no_meaning_now_is_accepted_with_one_line(flags):
     options = parse_options(["-np", "2", *flags, "true"])
@@ -60,8 +89,67 @@ def test_what_has_no_meaning_now_is_accepted_with_one_line(flags):
     assert remark.startswith(flags[0].split("=")[0]) and "no meaning" in remark and "\n" not in remark
 
 
-def test_the_fusion_threshold_is_handed_over_in_bytes():
-    assert parse_options(["--fusion-threshold-mb", "64", "true"]).given_env == {"HOROVOD_FUSION_THRESHOLD": "67108864"}
+@pytest.mark.parametrize(
+    ("flags", "env"),
+    [
+        ("--fusion-threshold-mb 64", {"HOROVOD_FUSION_THRESHOLD": "67108864"}),
+        ("--timeline-mark-cycles", {}),
+        (
+            "--timeline-filename t --timeline-mark-cycles",
+            {"HOROVOD_TIMELINE": "t", "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
+        ),
+        ("--no-stall-check", {"HOROVOD_STALL_CHECK_DISABLE": "1"}),
+        ("--log-hide-timestamp", {"HOROVOD_LOG_HIDE_TIME": "1"}),
+        ("--no-hierarchical-allreduce", {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}),
+        ("--tcp", {"NCCL_IB_DISABLE": "1"}),
+        ("--autotune-warmup-samples 3", {}),
+    ],
+)
+def test_what_is_for_the_ranks_is_handed_over_by_horovods_variables(flags, env):
+    assert parse_options([*flags.split(), "true"]).given_env == env
+
+
+CONFIG = """
+controller: gloo
+params: {fusion_threshold_mb: 32, cycle_time_ms: 10}
+timeline: {filename: from_file.json, mark_cycles: true}
+stall_check: {enabled: false}
+"""
+
+
+def test_a_config_file_is_read_and_the_command_line_wins_over_it(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    arguments = ["--timeline-filename", "typed.json", "--config-file", str(file), "--cycle-time-ms", "20", "true"]
+    assert parse_options(arguments).given_env == {
+        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+        "HOROVOD_CYCLE_TIME": "20.0",
+        "HOROVOD_TIMELINE": "typed.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "No such file"),
+        ("params: {fusion_threshold_mb: -1}", "Fusion_threshold_mb=-1 must be >= 0"),
+        ("params: {cycle_time_ms: soon}", "must be a number"),
+        ("just words", "has no sections"),
+        ("a: [", "Cannot read --config-file"),
+    ],
+)
+def test_a_config_file_that_cannot_be_meant_is_refused(tmp_path, content, says):
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert says in refusal("--config-file", str(file), "true")
+
+
+def test_interfaces_may_be_named_one_by_one():
+    options = parse_options(["--network-interface", "eth0", "--network-interface", "ib0,ib1", "true"])
+    assert options.interfaces == ("eth0", "ib0", "ib1")
 
 
 def test_variables_come_from_the_file_from_here_and_from_the_command_line(tmp_path):
@@ -96,7 +184,10 @@ def test_two_dashes_before_the_command_are_not_part_of_it():
         (["-x", "NOT_SET", "true"], "-x NOT_SET: there is no such variable here"),
         (["--env-file", "/no/such/file", "true"], "Cannot read --env-file /no/such/file: No such file"),
         (["--no-such-option", "true"], "--no-such-option"),
-        (["--fusion-threshold-mb", "x", "true"], "expected a whole number of MiB"),
+        (["--fusion-threshold-mb", "x", "true"], "--fusion-threshold-mb: invalid int value: 'x'"),
+        (["--fusion-threshold-mb", "-1", "true"], "Fusion_threshold_mb=-1 must be >= 0"),
+        (["--log-level", "LOUD", "true"], "--log-level: invalid choice: 'LOUD'"),
+        (["--host-discovery-script", "./hosts.sh", "true"], "hosts that come and go are not supported"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments, says):

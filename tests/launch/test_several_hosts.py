@@ -64,6 +64,17 @@ def test_four_ranks_on_three_hosts_find_each_other(bed, tmp_path):
     bed.seconds_until_nothing_is_left(timeout_s=5)
 
 
+def test_a_machine_may_have_two_names_among_others(bed, script):
+    run = bed(
+        "-np", "3", "-H", "h1:1,localhost:1,h2:1", *script("print(os.environ['MASTER_ADDR'], os.uname().nodename)")
+    )
+    assert sorted(run.out.splitlines()) == [
+        "[0]<stdout>:10.123.0.1 h1",
+        "[1]<stdout>:10.123.0.1 h1",
+        "[2]<stdout>:10.123.0.1 h2",
+    ], run.story()
+
+
 def test_every_rank_is_told_its_place_by_torchruns_and_by_horovods_names(bed, script):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]
     names += [
@@ -321,8 +332,8 @@ def test_an_exception_is_shown_with_its_host_its_rank_and_its_traceback(bed, scr
 signal.signal(signal.SIGTERM, lambda *_: (print("noise\\n" * 100, file=sys.stderr), sys.exit(1)))
 def load(path):
     raise ValueError(f"no images in {path}")
+meet()
 if rank == 3:
-    time.sleep(0.3)
     load("/data")
 time.sleep(600)
 """
@@ -596,7 +607,7 @@ if os.environ["MEGACLASS_RESTART"] == "0":
 
 
 def test_too_few_slots_without_the_lost_host_end_the_run(bed, script):
-    body = "print('up', flush=True)\nif rank == 3:\n    time.sleep(1)\n    sys.exit(4)\ntime.sleep(600)"
+    body = "print('up', flush=True)\nmeet()\nif rank == 3:\n    sys.exit(4)\ntime.sleep(600)"
     run = bed(*HOSTS, "--restarts", "2", "--exclude-failed-hosts", "--min-np", "4", *script(body))
     assert run.code == 4
     assert "megaclass: no restart: without h3 too few slots are left for --min-np." in run.err

@@ -134,6 +134,7 @@ def _mending(world: World) -> str:
     return {
         "Open MPI": f"leave MASTER_ADDR out, or add -x MASTER_ADDR={own}.",
         "Slurm": "unset MASTER_ADDR, or export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1).",
+        "megaclass run": "name the interface between the hosts with --network-interface.",
         "torchrun": f"give every torchrun --master-addr {own}, and --node-rank 0 to the one on that host.",
     }.get(world.starter, f"export MASTER_ADDR={own}.")
 

@@ -85,7 +85,8 @@ def _make_state(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
-        gradient = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        # Laid out as the weights are: fused optimizers insist on it.
+        gradient = torch.zeros_like(parameter)
         is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or (
             isinstance(optimizer, torch.optim.SGD) and id(parameter) in sparse
         )

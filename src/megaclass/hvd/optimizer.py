@@ -59,7 +59,7 @@ class _Distributed:
         self.backward_passes_per_step = backward_passes_per_step
         self._allreduce_delay = dict.fromkeys(self._parameter_names, backward_passes_per_step)
         self._handles: dict[Any, _Reduction] = {}
-        self._hooks: list[Any] = []
+        self._hooks: dict[Tensor, Any] = {}
         self._requires_update: set[Tensor] = set()
         self._synchronized = False
         self._should_synchronize = True
@@ -70,7 +70,18 @@ class _Distributed:
             self._allreduce_delay[parameter] = passes
 
     def _register_hooks(self) -> None:
-        # The hook must not keep the optimizer alive: one that was replaced stops reducing.
+        """Of all parameters that are trained: again before every step, for those that were added or thawed since."""
+        for i, group in enumerate(self.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in self._hooks:
+                    self._parameter_names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
+                    self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
+                    self._requires_update.add(parameter)
+                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook())
+                    self._take_in(parameter)
+
+    def _hook(self) -> Callable[[Tensor], None]:
+        # It must not keep the optimizer alive: one that was replaced stops reducing.
         this = weakref.ref(self)
 
         def hook(parameter: Tensor) -> None:
@@ -78,11 +89,10 @@ class _Distributed:
             if optimizer is not None:
                 optimizer._gradient_is_ready(parameter)
 
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    self._requires_update.add(parameter)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        return hook
+
+    def _take_in(self, parameter: Tensor) -> None:
+        raise NotImplementedError
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         reduction = self._handles.get(parameter)
@@ -127,7 +137,8 @@ class _DistributedOptimizer(_Distributed):
         self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
         self._num_ready: dict[tuple[Tensor, ...], int] = {}
         self._batches = GradientBatches(_basics.job().settings.fusion_threshold)
-        if process_set.included() and _basics.size() > 1:
+        self._is_reducing = bool(process_set.included()) and _basics.size() > 1
+        if self._is_reducing:
             if self._groups is not None:
                 self._form_groups()
             self._register_hooks()
@@ -155,6 +166,11 @@ class _DistributedOptimizer(_Distributed):
                 self._num_ready[group] = 0
                 for parameter in group:
                     self._group_of[parameter] = group
+
+    def _take_in(self, parameter: Tensor) -> None:
+        if self._groups is not None and parameter not in self._group_of:
+            self._group_of[parameter] = (parameter,)
+            self._num_ready[parameter,] = 0
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._handles = {}
@@ -238,6 +254,8 @@ class _DistributedOptimizer(_Distributed):
         if not self.process_set.included():
             self._synchronized = True
             return
+        if self._is_reducing:
+            self._register_hooks()
         self._submit_missing()
         for key, reduction in self._handles.items():
             if isinstance(key, tuple):
@@ -259,16 +277,13 @@ class _DistributedOptimizer(_Distributed):
     def _submit_missing(self) -> None:
         """Parameters without a gradient, and those that wait for further passes, are reduced as they are."""
         sent: set[Tensor] = set()
+        counted: set[Tensor] = set()
         for key, reduction in self._handles.items():
-            if reduction.handle is not None:
-                sent.update(key if isinstance(key, tuple) else (key,))
+            (counted if reduction.handle is None else sent).update(key if isinstance(key, tuple) else (key,))
+        # Scripts empty _requires_update to have parameters without a gradient left out; the others are reduced all the same.
+        wanted = (self._requires_update | counted) - sent
         # In the order of the groups: all ranks submit what is missing in the same order.
-        missing = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter in self._requires_update and parameter not in sent
-        ]
+        missing = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
         self._submit_together(missing, is_awaited=True)
 
     def _store(self, parameter: Tensor, reduced: Tensor) -> None:
@@ -290,7 +305,7 @@ class _DistributedOptimizer(_Distributed):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._should_synchronize and self._hooks:
+        if self._should_synchronize and self._is_reducing:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -314,8 +329,11 @@ class _DistributedAdasumOptimizer(_Distributed):
     """Lets every rank make its own step and combines the steps by Adasum."""
 
     def _set_up(self) -> None:
-        self._starts = {parameter: torch.zeros_like(parameter) for parameter in self._parameter_names}
+        self._starts: dict[Tensor, Tensor] = {}
         self._register_hooks()
+
+    def _take_in(self, parameter: Tensor) -> None:
+        self._starts[parameter] = torch.zeros_like(parameter)
 
     def _submit(self, parameter: Tensor) -> None:
         self._handles[parameter] = self._reduce(parameter)
@@ -350,6 +368,7 @@ class _DistributedAdasumOptimizer(_Distributed):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
+        self._register_hooks()
         for group in self.param_groups:
             for parameter in group["params"]:
                 reduction = self._handles.get(parameter)
@@ -392,6 +411,8 @@ def DistributedOptimizer(
     f/size after the sum. groups: a number of groups, or lists of parameters, whose gradients travel together.
     sparse_as_dense: whether sparse gradients are made dense on the way. num_groups: the old name of groups.
     """
+    if isinstance(optimizer, _Distributed):
+        raise TypeError(f"This {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain one, once.")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,13 +122,16 @@ def _meeting(
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
         "local_rank": world.local_rank if world.starter != "nobody" else -1,
         "gpus": num_gpus,
+        # A machine may be several hosts by name, and containers on one machine have names of their own.
+        "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
     }
     everybody: list[dict[str, object]] = [{} for _ in range(size)]
     dist.all_gather_object(everybody, mine, group=group)
     hosts = [str(entry["host"]) for entry in everybody]
     local_ranks = [int(str(entry["local_rank"])) for entry in everybody]
-    # A starter that says nothing about local ranks (or two ranks that claim one): count them.
-    if min(local_ranks) < 0 or len(set(zip(hosts, local_ranks, strict=True))) < size:
+    # A starter that says nothing about local ranks, two ranks that claim one, or some ranks of a host only: count them.
+    places = set(zip(hosts, local_ranks, strict=True))
+    if places != {(host, place) for host in hosts for place in range(hosts.count(host))}:
         local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
     if rank == 0:
         reception = Reception("127.0.0.1" if len(set(hosts)) == 1 else _own_address(world))
@@ -141,7 +145,8 @@ def _meeting(
         connection = connect(*where[0], rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         address = connection.getsockname()[0]
         links = {0: Link(connection)}
-    uses_nccl = all(int(str(entry["gpus"])) >= hosts.count(host) for entry, host in zip(everybody, hosts, strict=True))
+    machines = [entry["machine"] for entry in everybody]
+    uses_nccl = all(int(str(entry["gpus"])) >= machines.count(entry["machine"]) for entry in everybody)
     return Meeting(rank, hosts, local_ranks, group, owns_default_group, is_part, links, address, uses_nccl)
 
 

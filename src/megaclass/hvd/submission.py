@@ -148,7 +148,11 @@ def fetch(handle: int, pick: Any) -> Any:
     finally:
         job.handles.pop(handle, None)
     if operation.ready is not None:
-        torch.cuda.current_stream(operation.inputs[0].device).wait_event(operation.ready)
+        stream = torch.cuda.current_stream(operation.inputs[0].device)
+        stream.wait_event(operation.ready)
+        for tensor in operation.outputs:
+            # Made on the controller's stream: their memory must not be used again before this one has read them.
+            tensor.record_stream(stream)
     return pick(operation)
 
 

@@ -6,8 +6,10 @@ options -> hosts -> plan -> gang (agents, ranks, output) -> exit code
 
 import os
 import resource
+import select
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ from megaclass.launch.ssh import SshSettings, agent_command
 _FILES_PER_HOST = 8
 _FILES_PER_RANK = 2
 _SCREEN_S = 2.0
+_SHORT_S = 60.0
+_LONGEST_PAUSE_S = 60.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -31,6 +35,13 @@ def run(options: RunOptions) -> int:
     hosts, num_processes = _hosts(options)
     settings = _settings(options)
     placements = place_ranks(hosts, num_processes)
+    here = [placement.host.name for placement in placements if placement.host.is_local]
+    if len(here) > 1:
+        print(
+            f"megaclass run: WARNING {' and '.join(here)} are this machine: taken for {len(here)} hosts, whose ranks share "
+            f"its cores, and its GPUs where they choose them by local rank.",
+            file=sys.stderr,
+        )
     if options.is_dry_run:
         starts = [agent_command(placement.host, settings.ssh) for placement in placements]
         print(
@@ -71,9 +82,14 @@ def _run_with_restarts(options: RunOptions, settings: GangSettings, hosts: list[
     outcome = Outcome(exit_code=0)
     with SignalInbox(_SIGNALS) as inbox:
         try:
+            num_short = 0
             for restart in range(options.restarts + 1):
                 if restart:
+                    if (number := _pause(num_short, voice, inbox)) is not None:
+                        outcome = Outcome(exit_code=128 + number, may_restart=False)
+                        break
                     voice.say(f"restart {restart} of {options.restarts}: {num_processes} ranks on {_listed(hosts)}.")
+                begun = time.monotonic()
                 placements = place_ranks(hosts, num_processes)
                 gang = Gang(
                     placements,
@@ -86,6 +102,7 @@ def _run_with_restarts(options: RunOptions, settings: GangSettings, hosts: list[
                     inbox=inbox,
                 )
                 outcome = gang.run()
+                num_short = num_short + 1 if time.monotonic() - begun < _SHORT_S else 0
                 if outcome.exit_code == 0 or not outcome.may_restart or restart == options.restarts:
                     break
                 hosts, num_processes = _for_the_next_start(options, hosts, num_processes, outcome)
@@ -99,6 +116,22 @@ def _run_with_restarts(options: RunOptions, settings: GangSettings, hosts: list[
             # Somebody who interrupts does not want to wait for a pager either.
             screen.close(None if outcome.may_restart else _SCREEN_S)
     return outcome.exit_code
+
+
+def _pause(num_short: int, voice: ScreenVoice, inbox: SignalInbox) -> int | None:
+    """Waits before a restart, longer after each of several short runs: a host that boots must not use all restarts up.
+
+    The number of a signal that says not to go on; None to go on.
+    """
+    ends_at = time.monotonic() + min(_LONGEST_PAUSE_S, 2.0 ** (num_short - 1) - 1 if num_short else 0.0)
+    if (left_s := ends_at - time.monotonic()) > 1:
+        voice.say(f"{num_short} starts ended within {_SHORT_S:g} s: the next one in {left_s:.0f} s.")
+    while (left_s := ends_at - time.monotonic()) > 0:
+        select.select([inbox], [], [], left_s)
+        for number in inbox.taken():
+            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                return number
+    return None
 
 
 def _for_the_next_start(

@@ -14,6 +14,7 @@ from megaclass.launch.epitaph import exit_status, how_it_ended, signal_name
 from megaclass.launch.heartbeat import beat_interval, silence_limits
 from megaclass.launch.inbox import SignalInbox
 from megaclass.launch.link import Link, LinkState
+from megaclass.launch.local import EXIT_RESUME_ME
 from megaclass.launch.output import RankOutput, Screen
 from megaclass.launch.plan import Placement
 from megaclass.launch.protocol import Message, ProtocolError
@@ -26,6 +27,8 @@ EXIT_HOST_LOST = 255
 _EXIT_NOT_STARTED = 2
 EXIT_USER_ERROR = 2
 """Of a rank: by convention a wrong command line, a setting, a folder that is taken. A second try meets it again."""
+_SAVE_S = 60.0
+"""After the first rank has left with 75, "resume me": for the others to save and leave, too."""
 _SETTLE_S = 1.0
 """After a host could not be reached, others may fail for the same reason: all are named at once."""
 _LEAVE_S = 4.0
@@ -57,7 +60,7 @@ class Outcome:
     failed_hosts: tuple[str, ...] = ()
     """Hosts that could not be reached, were lost, or on which the first rank failed."""
     may_restart: bool = True
-    """False after Ctrl-C and the like: somebody wants it to end."""
+    """False after Ctrl-C, exit code 75 and the like: somebody wants it to end."""
 
 
 class Voice(Protocol):
@@ -66,6 +69,9 @@ class Voice(Protocol):
     def say(self, text: str) -> None: ...
 
     def detail(self, text: str) -> None: ...
+
+
+_RESUME_ME = Outcome(exit_code=EXIT_RESUME_ME, may_restart=False)
 
 
 class Gang:
@@ -100,6 +106,8 @@ class Gang:
         self._verdict = ""
         self._num_interrupts = 0
         self._gives_up_at = float("inf")
+        # Once a rank has left with 75: when those that have not are ended.
+        self._left_by: float | None = None
         self._beat_at = 0.0
         self._is_paused = False
         self._printed_at = time.monotonic()
@@ -123,6 +131,8 @@ class Gang:
             self._loop(until=lambda: all(link.is_over for link in self._links))
         finally:
             self._close()
+        if self._outcome is None and self._left_by is not None:
+            return _RESUME_ME
         return self._outcome or Outcome(exit_code=0)
 
     # ---- the start ----
@@ -138,7 +148,8 @@ class Gang:
         link.send(
             {
                 "token": self._token,
-                "run_id": self._run_id,
+                # One for each agent: two names may be one machine, where an agent must not end the other one's ranks.
+                "run_id": f"{self._run_id}-{len(self._links)}",
                 "restart": self._restart,
                 "host": placement.host.name,
                 "worlds": [asdict(world) for world in placement.worlds],
@@ -199,13 +210,14 @@ class Gang:
 
         The names in -H may be known to ssh alone; what ssh connected to is an address.
         """
-        first, *others = self._links
+        first = self._links[0]
+        remote = [link for link in self._links if not link.placement.host.is_local]
         if "address" in first.hello:
             return str(first.hello["address"])
-        if not others:
+        if not remote or len(self._links) == 1:
             return "127.0.0.1"
         # SSH_CONNECTION: client address and port, server address and port.
-        teller, index = (others[0], 0) if first.placement.host.is_local else (first, 2)
+        teller, index = (remote[0], 0) if first.placement.host.is_local else (first, 2)
         told = str(teller.hello["ssh"]).split()
         if len(told) != 4 or told[index].startswith(("127.", "::1")):
             raise LaunchError(
@@ -261,6 +273,8 @@ class Gang:
         if self._outcome is None and (sentence := self._roll.name_who_left_early()) is not None:
             self._voice.say(sentence)
         self._end_what_hangs(now)
+        if self._left_by is not None and now >= self._left_by:
+            self._end(_RESUME_ME)
         if self._screen.fault is not None and self._outcome is None:
             self._voice.say(f"stdout cannot be written ({self._screen.fault.strerror}); ending the ranks.")
             self._end(Outcome(exit_code=128 + signal.SIGPIPE, may_restart=False))
@@ -381,6 +395,14 @@ class Gang:
         self._roll.note_lines(rank, self._output.finish(rank))
         self._roll.note_exit(rank, pid, code)
         if code == 0 or self._outcome is not None:
+            return
+        if code == EXIT_RESUME_ME:
+            # It was asked to stop and has saved; the others are about to.
+            if self._left_by is None:
+                self._left_by = time.monotonic() + _SAVE_S
+                self._voice.say(
+                    f"rank {rank} on {self._roll.hosts[rank]} stopped as it was asked to, and can be resumed."
+                )
             return
         self._voice.say(self._roll.headline_of(rank))
         self._verdict = self._roll.epitaph_of(rank) + self._output.where(rank)

@@ -31,6 +31,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     for remark in options.remarks:
         print(f"megaclass run: {remark}", file=sys.stderr)
+    if options.program_folder is not None:
+        # Ranks here inherit it, those on other hosts get it passed on, before the folders of their own.
+        os.environ["PATH"] = f"{options.program_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     if options.launcher in ("ssh", "local"):
         return driver.run(options)
     _refuse_what_others_lack(options)

@@ -139,13 +139,13 @@ def _slots(text: str, part: str, where: str) -> int:
 
 
 def _checked(hosts: Sequence[Host], where: str) -> list[Host]:
+    """No name twice. Two names of this machine are two hosts, as for horovodrun: that is how several are tried on one."""
     seen: dict[str, Host] = {}
     for host in hosts:
-        key = "this machine" if host.is_local else host.name.lower()
+        key = host.name.lower()
         if key in seen:
             both = seen[key].slots + host.slots
-            other = f" (as {seen[key].name!r})" if seen[key].name != host.name else ""
-            raise LaunchError(f"Host {host.name!r} stands twice{other} {where}: write it once, {host.name}:{both}.")
+            raise LaunchError(f"Host {host.name!r} stands twice {where}: write it once, {host.name}:{both}.")
         seen[key] = host
     return list(hosts)
 

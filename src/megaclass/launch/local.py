@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from megaclass.errors import LaunchError
 from megaclass.launch.epitaph import exit_status, headline
 from megaclass.launch.hosts import Host
 from megaclass.launch.inbox import SignalInbox, is_heeded, leave_closed_terminal
@@ -30,6 +31,12 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
     and the ranks take the time they need to save: only a second SIGTERM ends them within the 3 s. SIGHUP (the terminal was
     closed), unless ignored as under nohup, is a SIGTERM to them. If this process dies, the ranks are killed.
     """
+    num_cores = len(os.sched_getaffinity(0))
+    if num_processes > (most := max(16, 4 * num_cores)):
+        raise LaunchError(
+            f"{num_processes} processes were asked for on this machine: with {num_cores} cores it takes at most {most}. "
+            f"For several machines: megaclass run -H host1:8,host2:8 …"
+        )
     caught = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     caught += [signal.SIGHUP] if is_heeded(signal.SIGHUP) else []
     with (

@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from megaclass.errors import LaunchError
+from megaclass.launch.horovod_options import (
+    TUNABLES,
+    add_flags,
+    environment_for,
+    from_config,
+    read_config,
+    what_is_wrong,
+)
 from megaclass.launch.versions import megaclass_version
 
 _NO_MEANING = {
@@ -17,40 +25,21 @@ _NO_MEANING = {
     "--mpi": "no MPI is needed",
     "--jsrun": "hosts are started by ssh",
     "--mpi-args": "no MPI is needed",
-    "--tcp": "no MPI is needed",
     "--binding-args": "no MPI is needed",
-    "--mpi-threads-disable": "no MPI is needed",
-    "--no-mpi-threads-disable": "no MPI is needed",
     "--disable-cache": "nothing is cached",
-    "--config-file": "its settings tune Horovod's own engine; nothing of it is read",
-    "--hierarchical-allreduce": "NCCL and gloo choose by themselves",
-    "--no-hierarchical-allreduce": "NCCL and gloo choose by themselves",
-    "--hierarchical-allgather": "NCCL and gloo choose by themselves",
-    "--no-hierarchical-allgather": "NCCL and gloo choose by themselves",
-    "--torus-allreduce": "NCCL and gloo choose by themselves",
-    "--no-torus-allreduce": "NCCL and gloo choose by themselves",
-    "--autotune": "nothing is left to tune",
-    "--no-autotune": "nothing is left to tune",
-    "--num-nccl-streams": "torch decides",
-    "--thread-affinity": "there is no background thread to pin",
+    "--max-np": "hosts do not come and go",
+    "--max-num-proc": "hosts do not come and go",
+    "--slots-per-host": "hosts do not come and go",
+    "--elastic-timeout": "hosts do not come and go",
+    "--blacklist-cooldown-range": "hosts do not come and go",
 }
-_TAKES_A_VALUE = {
-    *("--mpi-args", "--binding-args", "--config-file", "--num-nccl-streams"),
-    "--thread-affinity",
+_NUM_VALUES = {
+    **dict.fromkeys(("--mpi-args", "--binding-args", "--max-np", "--max-num-proc", "--slots-per-host"), 1),
+    "--elastic-timeout": 1,
+    "--blacklist-cooldown-range": 2,
 }
 LAUNCHERS = ("ssh", "local", "mpi", "slurm", "ray")
 _HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "shims"
-# Left to the training program, by the variable in which horovodrun hands it over.
-_HANDED_OVER = {
-    "--log-level": "HOROVOD_LOG_LEVEL",
-    "--fusion-threshold-mb": "HOROVOD_FUSION_THRESHOLD",
-    "--timeline-filename": "HOROVOD_TIMELINE",
-    "--cycle-time-ms": "HOROVOD_CYCLE_TIME",
-    "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
-    "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +62,8 @@ class RunOptions:
     workdir: str
     remote_prefix: str
     given_env: Mapping[str, str]
+    program_folder: Path | None
+    """To stand first on the PATH: that of the command horovodrun, with --horovod."""
     interfaces: tuple[str, ...]
     master_port: int
     start_timeout_s: float
@@ -102,8 +93,13 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command and not given.check_build:
         parser.error("there is no command to run: megaclass run -np 2 python train.py")
+    if given.host_discovery_script is not None:
+        parser.error(
+            "--host-discovery-script: hosts that come and go are not supported; give the hosts with -H, and what is to "
+            "happen when one is lost with --restarts and --exclude-failed-hosts"
+        )
     given_env, handed_over = _environment(given, env)
-    interfaces = given.network_interfaces or ""
+    interfaces = ",".join(given.network_interfaces)
     return RunOptions(
         command=tuple(command),
         launcher=given.launcher,
@@ -119,6 +115,7 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         workdir=given.workdir or str(Path.cwd()),
         remote_prefix=given.remote_prefix,
         given_env=given_env,
+        program_folder=_HOROVOD_SHIMS / "bin" if given.horovod else None,
         interfaces=tuple(name for name in interfaces.split(",") if name),
         master_port=given.master_port,
         start_timeout_s=given.start_timeout,
@@ -169,8 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (this one)")
     hosts.add_argument("--remote-prefix", default="", metavar="TEXT", help="shell text before the agent on other hosts")
     hosts.add_argument(
-        "--network-interface", "--network-interfaces", dest="network_interfaces", metavar="NAMES",
-        help="interfaces to talk over, with commas between (the one towards host 0)",
+        "--network-interface", "--network-interfaces", dest="network_interfaces", metavar="NAMES", action="append",
+        default=[], help="interfaces to talk over, with commas between (the one towards host 0)",
     )  # fmt: skip
     hosts.add_argument("--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (a free one)")
     hosts.add_argument("--allow-mixed-versions", action="store_true", help="other Python, torch or megaclass on a host")
@@ -180,7 +177,9 @@ def _parser() -> argparse.ArgumentParser:
         "-x", dest="env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all ranks"
     )
     env.add_argument("--env-file", type=Path, metavar="FILE", help="variables for all ranks, lines NAME=VALUE")
-    env.add_argument("--horovod", action="store_true", help="`import horovod.torch` means megaclass.hvd in this job")
+    env.add_argument(
+        "--horovod", action="store_true", help="`import horovod.torch` and horovodrun mean megaclass in this job"
+    )
 
     times = parser.add_argument_group("times in seconds, and restarts")
     times.add_argument("--start-timeout", type=seconds, default=30.0, metavar="S", help="for all hosts to answer (30)")
@@ -207,11 +206,12 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--verbose", action="store_true", help="say what is done")
     output.add_argument("--dry-run", action="store_true", help="print the whole plan and end")
 
-    parser.set_defaults(remarks=[], handed_over=[])
+    parser.set_defaults(remarks=[])
     for flag in _NO_MEANING:
-        parser.add_argument(flag, action=_Remark, nargs=1 if flag in _TAKES_A_VALUE else 0, help=argparse.SUPPRESS)
-    for flag in _HANDED_OVER:
-        parser.add_argument(flag, action=_HandOver, nargs=1, help=argparse.SUPPRESS)
+        parser.add_argument(flag, action=_Remark, nargs=_NUM_VALUES.get(flag, 0), help=argparse.SUPPRESS)
+    parser.add_argument("--host-discovery-script", help=argparse.SUPPRESS)
+    parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
+    add_flags(parser)
     return parser
 
 
@@ -223,23 +223,28 @@ class _Remark(argparse.Action):
         ]
 
 
-class _HandOver(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
-        namespace.handed_over = [*namespace.handed_over, (self.option_strings[0], values[0])]
+def _horovods(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Variables for horovodrun's options, from its file and then the command line; and the remarks about the latter."""
+    typed = {tunable.name: getattr(given, tunable.name) for tunable in TUNABLES}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    values = (from_config(read_config(given.config_file)) if given.config_file is not None else {}) | typed
+    if wrong := what_is_wrong(values):
+        raise LaunchError(f"{wrong[0].upper()}{wrong[1:]}.")
+    remarks = []
+    for tunable in TUNABLES:
+        if tunable.name not in typed:
+            continue
+        flag = tunable.flag if typed[tunable.name] is not False else tunable.off_flags[0]
+        if tunable.no_meaning:
+            remarks.append(f"{flag} has no meaning now: {tunable.no_meaning}.")
+        else:
+            remarks.append(f"{flag} has no meaning for the launcher; the ranks find it as {tunable.variable}.")
+    return environment_for(values), remarks
 
 
 def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Variables for the ranks: horovodrun's options, then the file, then -x; and the remarks about the former."""
-    found: dict[str, str] = {}
-    remarks = []
-    for flag, value in given.handed_over:
-        name = _HANDED_OVER[flag]
-        if flag == "--fusion-threshold-mb":
-            if not re.fullmatch(r"[0-9]{1,6}", value):
-                raise LaunchError(f"--fusion-threshold-mb {value!r}: expected a whole number of MiB.")
-            value = str(int(value) << 20)
-        found[name] = value
-        remarks.append(f"{flag} has no meaning for the launcher; the ranks find it as {name}.")
+    found, remarks = _horovods(given)
     if given.env_file is not None:
         found |= _read_env_file(given.env_file)
     for text in given.env:

@@ -17,6 +17,7 @@ from megaclass.launch.epitaph import LastLines, epitaph, exit_status, headline, 
 from megaclass.launch.gang import EXIT_HOST_LOST, EXIT_USER_ERROR, Outcome
 from megaclass.launch.hosts import Host
 from megaclass.launch.inbox import SignalInbox
+from megaclass.launch.local import EXIT_RESUME_ME
 from megaclass.launch.options import RunOptions
 from megaclass.launch.output import RankOutput, Screen
 from megaclass.launch.plan import passed_on, place_ranks, rank_environment
@@ -231,8 +232,8 @@ class _RayGang:
         rank, code = self._first_failure
         last = self._last_lines[rank].shown()
         self._voice.say(epitaph(rank, self._hosts[rank], self._pids[rank], code, last) + self._output.where(rank))
-        may_restart = code != EXIT_USER_ERROR
-        if self._options.restarts > self._restart and not may_restart:
+        may_restart = code not in (EXIT_USER_ERROR, EXIT_RESUME_ME)
+        if self._options.restarts > self._restart and code == EXIT_USER_ERROR:
             self._voice.say(f"exit code {code} says that something must be mended first: no restart.")
         return Outcome(exit_code=exit_status(code), may_restart=may_restart)
 

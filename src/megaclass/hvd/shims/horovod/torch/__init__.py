@@ -1,3 +1,5 @@
+from typing import NoReturn
+
 from megaclass.hvd import *  # noqa: F403
 from megaclass.hvd import __all__ as _names
 
@@ -6,6 +8,7 @@ from . import functions as functions
 from . import mpi_ops as mpi_ops
 from . import optimizer as optimizer
 from . import sync_batch_norm as sync_batch_norm
+from .optimizer import DistributedOptimizer as DistributedOptimizer
 
 __all__ = [name for name in _names if name not in ("run", "shims_folder")]
 
@@ -16,3 +19,9 @@ def _check_has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "elastic":
+        raise AttributeError("hvd.elastic is not there yet: elastic jobs are not supported by megaclass.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

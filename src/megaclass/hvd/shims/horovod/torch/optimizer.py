@@ -1,3 +1,6 @@
+import functools
+from typing import Any
+
 from megaclass.hvd.compression import Compression
 from megaclass.hvd.functions import broadcast_object
 from megaclass.hvd.horovod_util import split_list
@@ -14,7 +17,8 @@ from megaclass.hvd.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from megaclass.hvd.optimizer import DistributedOptimizer, _DistributedAdasumOptimizer, _DistributedOptimizer
+from megaclass.hvd.optimizer import DistributedOptimizer as _DistributedOptimizerOfMegaclass
+from megaclass.hvd.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
 __all__ = [
     "Adasum",
@@ -35,3 +39,14 @@ __all__ = [
     "split_list",
     "synchronize",
 ]
+
+
+@functools.wraps(_DistributedOptimizerOfMegaclass)
+def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
+    wrapped = _DistributedOptimizerOfMegaclass(*args, **kwargs)
+    # Lightning knows an optimizer that is wrapped already by the word horovod in its class.
+    type(wrapped).__module__ = __name__
+    return wrapped
+
+
+DistributedOptimizer.__module__ = __name__

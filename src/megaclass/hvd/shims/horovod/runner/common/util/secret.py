@@ -1,0 +1,5 @@
+import os
+
+
+def make_secret_key() -> bytes:
+    return os.urandom(32)
