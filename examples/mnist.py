@@ -95,11 +95,11 @@ def parse() -> argparse.Namespace:
 
 def train(options: argparse.Namespace) -> float:
     """Trains and returns the accuracy, the same on every process."""
-    # Horovod: join the others, and keep to one GPU.
+    # Horovod: join the others, and keep to one GPU; more processes than GPUs share them.
     hvd.init()
     torch.manual_seed(options.seed)
     uses_cuda = torch.cuda.is_available() and not options.no_cuda
-    device = torch.device("cuda", hvd.local_rank()) if uses_cuda else torch.device("cpu")
+    device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count()) if uses_cuda else torch.device("cpu")
 
     train_set, test_set = datasets(options)
     # Horovod: each process sees its own part.

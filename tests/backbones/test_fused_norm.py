@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.compiled_programs import compile_for
 
-from megaclass.backbones import norm, norm_programs
+from megaclass.backbones import fused_norm, norm, norm_programs
 from megaclass.backbones.fused_norm import FusedNorm
 from megaclass.backbones.iresnet import IBasicBlock
 from megaclass.distributed.sync_batch_norm import synchronise_batch_norm
@@ -46,24 +46,27 @@ def test_everything_below_holds_in_tritons_interpreter():
 @pytest.mark.parametrize(("capability", "width"), [(80, 64), (89, 512), (90, 64), (90, 512), (100, 512)])
 @pytest.mark.parametrize("is_laden", [False, True], ids=["plain", "laden"])
 def test_the_programs_fit_every_supported_gpu(capability: int, width: int, is_laden: bool):
-    numbers = "partial mean variance inverse running_mean running_variance weight bias slope sums means"
+    numbers = "partial moments running_mean running_variance weight bias slope sums means"
     images = ["x", "y", "skip", "grad_y", "grad_x", "through"]
     types = dict.fromkeys(numbers.split(), "*fp32") | dict.fromkeys(images, "*bf16")
     types |= {"arrivals": "*i32", "num_batches": "*i64", "num_rows": "i32", "eps": "fp32", "momentum": "fp32"}
     absent = {} if is_laden else dict.fromkeys(("slope", "skip", "through"))
-    for program, warps in (
-        (norm_programs.image_moments, 8),
-        (norm_programs.normalise, 4),
-        (norm_programs.sum_gradients, 8),
-        (norm_programs.spread_gradients, 4),
+    for program, tile, options in (
+        (norm_programs.image_moments, fused_norm._SUM_TILE, fused_norm._SUM_OPTIONS),
+        (norm_programs.normalise, fused_norm._MAP_TILE, fused_norm._MAP_OPTIONS),
+        (norm_programs.sum_gradients, fused_norm._SUM_TILE, fused_norm._SUM_OPTIONS),
+        (norm_programs.spread_gradients, fused_norm._MAP_TILE, fused_norm._MAP_OPTIONS),
     ):
-        constants = {**absent, "C": width, "ROWS": 4096 // width, "K": 3 if is_laden else 2}
+        constants = {**absent, "C": width, "ROWS": tile // width, "STAGES": fused_norm._STAGES}
+        constants["K"] = 3 if is_laden else 2
         constants = {name: value for name, value in constants.items() if name in program.arg_names}
-        usage = compile_for(capability, program, types, constants, num_warps=warps)
+        usage = compile_for(capability, program, types, constants, **options)
         # A division in float64 is a call, which may keep a register or two on the stack.
         assert usage.spilled_bytes <= 32
-        # Two programs of eight warps share a multiprocessor's registers.
-        assert usage.registers <= 128
+        # As many programs share a multiprocessor's registers, and its shared memory, of which some GPUs have 99 KiB.
+        at_once = fused_norm._PROGRAMS_A_MULTIPROCESSOR
+        assert at_once * options["num_warps"] * 32 * usage.registers <= 65536
+        assert at_once * usage.shared_bytes <= 99 * 1024
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, slope: Tensor | None, skip: Tensor | None) -> Tensor:
@@ -90,8 +93,9 @@ def test_values_and_gradients_are_those_of_float64(has_slope, has_skip, is_used_
     skip = torch.randn_like(x).requires_grad_() if has_skip else None
     grad, grad_x = torch.randn_like(x), torch.randn_like(x)
 
-    y, same = FusedNorm.apply(x, layer.weight, layer.bias, slope, skip, layer)
-    ((y * grad).sum() + is_used_twice * (same * grad_x).sum()).backward()
+    y, same = FusedNorm.apply(x, layer.weight, layer.bias, slope, skip, layer, is_used_twice)
+    assert (same is not None) == is_used_twice
+    ((y * grad).sum() + ((same * grad_x).sum() if is_used_twice else 0)).backward()
     leaves = [x, layer.weight, layer.bias, slope, skip]
     exact = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
     truth = reference(*exact)
@@ -108,10 +112,34 @@ def test_values_and_gradients_are_those_of_float64(has_slope, has_skip, is_used_
 
 
 @interpreted
+@pytest.mark.parametrize("num_images", [1, 32, 33, 70])
+def test_programs_add_up_in_groups_and_leave_their_counters_at_zero(num_images, monkeypatch):
+    """A row a program: groups of 32, the last one in part."""
+    monkeypatch.setattr(fused_norm, "_SUM_TILE", 16)
+    monkeypatch.setattr(fused_norm, "_multiprocessors", lambda device: 40)
+    fused_norm._tiling.cache_clear()
+    try:
+        x = torch.randn(num_images, 16, 1, 1).to(memory_format=torch.channels_last).requires_grad_()
+        layer, slope = nn.BatchNorm2d(16), torch.randn(16).requires_grad_()
+        leaves = [x, layer.weight, layer.bias, slope]
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        grad = torch.randn_like(x)
+        FusedNorm.apply(*leaves, None, layer, False)[0].backward(grad)
+        reference(*exact, None).backward(grad.double())
+        assert fused_norm._tiling(num_images, 16, x.device)[3] == num_images
+    finally:
+        fused_norm._tiling.cache_clear()
+    for leaf, exact_leaf in zip(leaves[1:], exact[1:], strict=True):
+        torch.testing.assert_close(leaf.grad.double(), exact_leaf.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.running_mean.double(), 0.1 * x.detach().double().mean((0, 2, 3)))
+    assert not fused_norm._scratch(x.device)[1].any()
+
+
+@interpreted
 def test_no_images_give_no_gradient_and_leave_the_statistics_alone():
     layer = nn.BatchNorm2d(16)
     x = torch.zeros(0, 16, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
-    y, _ = FusedNorm.apply(x, layer.weight, layer.bias, None, None, layer)
+    y, _ = FusedNorm.apply(x, layer.weight, layer.bias, None, None, layer, False)
     y.sum().backward()
     assert y.shape == x.grad.shape == x.shape and not layer.weight.grad.any() and not layer.bias.grad.any()
     assert torch.equal(layer.running_mean, torch.zeros(16)) and torch.equal(layer.running_var, torch.ones(16))
@@ -191,7 +219,7 @@ def _on_ranks(parts: list[int], is_synchronised: bool) -> tuple[Tensor, Tensor, 
     layer: Any = nn.BatchNorm2d(16)
     if is_synchronised:
         layer = synchronise_batch_norm(nn.Sequential(layer))[0]
-    y, _ = FusedNorm.apply(x, layer.weight, layer.bias, None, None, layer)
+    y, _ = FusedNorm.apply(x, layer.weight, layer.bias, None, None, layer, False)
     y.backward(grad)
     running = torch.cat([layer.running_mean, layer.running_var])
     return y.detach(), x.grad, torch.cat([layer.weight.grad, layer.bias.grad]), running

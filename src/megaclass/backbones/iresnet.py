@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megaclass.backbones.convolutions import few_channels, strided_pointwise
 from megaclass.backbones.norm import norm_act, norm_and_input
 
 _WIDTHS = (64, 128, 256, 512)
@@ -36,7 +37,8 @@ class IBasicBlock(nn.Module):
     def _shortcut(self, x: Tensor) -> Tensor:
         if isinstance(self.downsample, nn.Sequential):
             conv, norm = self.downsample
-            return norm_act(norm, conv(x))
+            assert isinstance(conv, nn.Conv2d)
+            return norm_act(norm, strided_pointwise(conv, x))
         return x
 
 
@@ -64,7 +66,7 @@ class IResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, D)."""
-        x = norm_act(self.bn1, self.conv1(x), slope=self.prelu.weight)
+        x = norm_act(self.bn1, few_channels(self.conv1, x), slope=self.prelu.weight)
         for stage in range(1, 5):
             x = self.get_submodule(f"layer{stage}")(x)
         x = self.fc(torch.flatten(self.dropout(norm_act(self.bn2, x)), 1))

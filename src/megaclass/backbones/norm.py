@@ -16,7 +16,7 @@ _WIDTHS = (16, 32, 64, 128, 256, 512)
 def norm_act(norm: nn.Module, x: Tensor, *, slope: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
     """prelu(norm(x)) + skip; slope (C,) is PReLU's weight. All images (B, C, H, W), the same back."""
     if _is_fused(norm, x):
-        return _fused(norm, x, slope, skip)[0]
+        return _fused(norm, x, slope, skip, gives_input=False)[0]
     y: Tensor = norm(x)
     y = y if slope is None else prelu(y, slope)
     return y if skip is None else y + skip
@@ -24,7 +24,7 @@ def norm_act(norm: nn.Module, x: Tensor, *, slope: Tensor | None = None, skip: T
 
 def norm_and_input(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """norm(x), and x for its second use: the shortcut's gradient is then added where the norm's is formed."""
-    return _fused(norm, x, None, None) if _is_fused(norm, x) else (norm(x), x)
+    return _fused(norm, x, None, None, gives_input=True) if _is_fused(norm, x) else (norm(x), x)
 
 
 def _is_fused(norm: nn.Module, x: Tensor) -> bool:
@@ -43,11 +43,15 @@ def _is_fused(norm: nn.Module, x: Tensor) -> bool:
     )
 
 
-def _fused(norm: nn.Module, x: Tensor, slope: Tensor | None, skip: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fused(
+    norm: nn.Module, x: Tensor, slope: Tensor | None, skip: Tensor | None, *, gives_input: bool
+) -> tuple[Tensor, Tensor]:
     from megaclass.backbones.fused_norm import FusedNorm  # needs Triton
 
     assert isinstance(norm, (nn.BatchNorm2d, SyncBatchNorm))
     if skip is not None:
         skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
-    outputs: tuple[Tensor, Tensor] = FusedNorm.apply(x, norm.weight, norm.bias, slope, skip, norm)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = FusedNorm.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, slope, skip, norm, gives_input
+    )
     return outputs

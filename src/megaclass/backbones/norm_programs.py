@@ -1,21 +1,25 @@
 """Triton programs of batch norm over channels-last images, seen as (rows, C): one row a pixel.
 
 Every program that reads images goes over them once: they are bound by memory, and a convolution stands between any two.
+Those that sum go over them from the end, which the convolution wrote last and the cache may still hold; those that follow
+begin at the start, which was then read last.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
 
+# Programs whose sums are added up together, and how many such groups there may be.
+GROUP = tl.constexpr(32)
+MAX_GROUPS = tl.constexpr(16)
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def image_moments(
     x,  # (num_rows, C)
-    partial,  # (programs, 2, C) float32, scratch
-    arrivals,  # () int32 zero, and zero again afterwards
-    mean,  # (C,) float32, out
-    variance,  # (C,) float32, out: biased
-    inverse,  # (C,) float32, out: 1 / sqrt(variance + eps)
+    partial,  # (programs + groups, 2, C) float32, scratch
+    arrivals,  # (1 + groups,) int32 zeros, and zeros again afterwards
+    moments,  # (3, C) float32, out: mean, biased variance, 1 / sqrt(variance + eps)
     running_mean,  # (C,), follows; or None with the two below
     running_variance,  # (C,)
     num_batches,  # () int64
@@ -24,14 +28,16 @@ def image_moments(
     momentum,
     C: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Every program sums its rows, the last to arrive sums the sums. Taken from x - x[0]: a large mean costs no digits."""
+    """Taken from x - x[0]: a large mean costs no digits."""
     columns = tl.arange(0, C)
     shift = tl.load(x + columns, mask=columns < C * tl.minimum(num_rows, 1), other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, C), tl.float32)
     square = tl.zeros((ROWS, C), tl.float32)
-    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        rows = start + tl.arange(0, ROWS)
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (num_tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
         places = rows.to(tl.int64)[:, None] * C + columns[None, :]
         inside = (rows < num_rows)[:, None]
         z = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) - shift[None, :]
@@ -41,16 +47,15 @@ def image_moments(
     mine = partial + tl.program_id(0) * 2 * C + columns
     tl.store(mine, tl.sum(total, 0))
     tl.store(mine + C, tl.sum(square, 0))
-    if _is_last(arrivals):
+    if _has_summed_last(partial, arrivals, C, 2):
         count = tl.maximum(num_rows, 1)
-        from_shift, spread, _ = _sum_partial(partial, C, 2)
-        from_shift = from_shift / count
-        spread = spread / count - from_shift * from_shift
+        from_shift = _sum_of_groups(partial, 0, C, 2) / count
+        spread = _sum_of_groups(partial, 1, C, 2) / count - from_shift * from_shift
         average = (shift + from_shift).to(tl.float32)
         spread = tl.maximum(spread, 0.0).to(tl.float32)
-        tl.store(mean + columns, average)
-        tl.store(variance + columns, spread)
-        tl.store(inverse + columns, 1 / tl.sqrt(spread + eps))
+        tl.store(moments + columns, average)
+        tl.store(moments + C + columns, spread)
+        tl.store(moments + 2 * C + columns, 1 / tl.sqrt(spread + eps))
         if running_mean is not None:
             # Like nn.BatchNorm: normalised by the biased variance, remembered as the unbiased one.
             unbiased = spread * (count / tl.maximum(count - 1, 1))
@@ -62,35 +67,45 @@ def image_moments(
 
 
 @triton.jit
-def _is_last(arrivals):
-    """Whether all other programs have written their sums. True for one program; sets the counter back."""
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == tl.num_programs(0) - 1
-    if is_last:
-        tl.store(arrivals, 0)
+def _has_summed_last(partial, arrivals, C: tl.constexpr, K: tl.constexpr):
+    """The last program of a group adds up its sums, behind those of the programs; True in the last group to do so.
+
+    Not from the first cache, which does not see what other programs wrote.
+    """
+    group = tl.program_id(0) // GROUP
+    size = tl.minimum(GROUP, tl.num_programs(0) - group * GROUP)
+    is_last = False
+    if _arrives_last(arrivals + 1 + group, size):
+        members = tl.arange(0, GROUP)
+        columns = tl.arange(0, C)
+        places = partial + (group * GROUP + members)[:, None] * K * C + columns[None, :]
+        inside = (members < size)[:, None]
+        whole = partial + (tl.num_programs(0) + group) * K * C + columns
+        for k in tl.static_range(K):
+            part = tl.load(places + k * C, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(whole + k * C, tl.sum(part, 0))
+        is_last = _arrives_last(arrivals, tl.cdiv(tl.num_programs(0), GROUP))
     return is_last
 
 
 @triton.jit
-def _sum_partial(partial, C: tl.constexpr, K: tl.constexpr):
-    """(programs, K, C) -> three (C,) float64, the third 0 if K = 2. Few large loads at once: one program does this alone.
+def _arrives_last(counter, size):
+    """Whether the `size` - 1 others have written their sums. Sets the counter back."""
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == size - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
 
-    Not from the first cache, which does not see what other programs wrote.
-    """
-    BLOCK: tl.constexpr = 8192 // C
+
+@triton.jit
+def _sum_of_groups(partial, k, C: tl.constexpr, K: tl.constexpr):
+    """(C,) float64: the k-th sum over all programs."""
+    groups = tl.arange(0, MAX_GROUPS)
     columns = tl.arange(0, C)
-    first = tl.zeros((C,), tl.float64)
-    second = tl.zeros((C,), tl.float64)
-    third = tl.zeros((C,), tl.float64)
-    for start in range(0, tl.num_programs(0), BLOCK):
-        programs = start + tl.arange(0, BLOCK)
-        places = partial + programs[:, None] * K * C + columns[None, :]
-        inside = (programs < tl.num_programs(0))[:, None]
-        first += tl.sum(tl.load(places, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-        second += tl.sum(tl.load(places + C, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-        if K == 3:
-            third += tl.sum(tl.load(places + 2 * C, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-    return first, second, third
+    inside = (groups < tl.cdiv(tl.num_programs(0), GROUP))[:, None]
+    places = partial + (tl.num_programs(0) + groups)[:, None] * K * C + k * C + columns[None, :]
+    return tl.sum(tl.load(places, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float64), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -98,8 +113,7 @@ def normalise(
     x,  # (num_rows, C)
     skip,  # (num_rows, C), added last; or None
     y,  # (num_rows, C), out
-    mean,
-    inverse,
+    moments,
     weight,
     bias,
     slope,  # (C,) of PReLU, or None
@@ -111,8 +125,8 @@ def normalise(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     places = rows.to(tl.int64)[:, None] * C + columns[None, :]
     inside = (rows < num_rows)[:, None]
-    factor = tl.load(inverse + columns) * tl.load(weight + columns)
-    h = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + columns)[None, :]
+    factor = tl.load(moments + 2 * C + columns) * tl.load(weight + columns)
+    h = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) - tl.load(moments + columns)[None, :]
     h = h * factor[None, :] + tl.load(bias + columns)[None, :]
     if slope is not None:
         h = tl.where(h > 0, h, h * tl.load(slope + columns)[None, :])
@@ -125,23 +139,22 @@ def normalise(
 def sum_gradients(
     grad_y,  # (num_rows, C)
     x,  # (num_rows, C)
-    mean,
-    inverse,
+    moments,
     weight,
     bias,
     slope,  # or None
-    partial,  # (programs, K, C) float32, scratch
-    arrivals,  # () int32 zero, and zero again afterwards
-    sums,  # (K, C) float32, out: gradients of bias, weight and, K = 3, slope
-    means,  # (2, C) float32, out: the first two over num_rows
+    partial,  # (programs + groups, K, C) float32, scratch
+    arrivals,  # (1 + groups,) int32 zeros, and zeros again afterwards
+    sums,  # (K + 2, C) float32, out: gradients of bias, weight and, K = 3, slope; then the first two over num_rows
     num_rows,
     C: tl.constexpr,
-    K: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    K: tl.constexpr,
 ):
     columns = tl.arange(0, C)
-    center = tl.load(mean + columns)[None, :]
-    spread = tl.load(inverse + columns)[None, :]
+    center = tl.load(moments + columns)[None, :]
+    spread = tl.load(moments + 2 * C + columns)[None, :]
     total = tl.zeros((ROWS, C), tl.float32)
     product = tl.zeros((ROWS, C), tl.float32)
     if slope is not None:
@@ -149,8 +162,9 @@ def sum_gradients(
         offset = tl.load(bias + columns)[None, :]
         leak = tl.load(slope + columns)[None, :]
         below = tl.zeros((ROWS, C), tl.float32)
-    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        rows = start + tl.arange(0, ROWS)
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (num_tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
         places = rows.to(tl.int64)[:, None] * C + columns[None, :]
         inside = (rows < num_rows)[:, None]
         g = tl.load(grad_y + places, mask=inside, other=0.0).to(tl.float32)
@@ -166,15 +180,13 @@ def sum_gradients(
     tl.store(mine + C, tl.sum(product, 0))
     if slope is not None:
         tl.store(mine + 2 * C, tl.sum(below, 0))
-    if _is_last(arrivals):
-        whole, whole_product, whole_below = _sum_partial(partial, C, K)
+    if _has_summed_last(partial, arrivals, C, K):
         count = tl.maximum(num_rows, 1)
-        tl.store(sums + columns, whole.to(tl.float32))
-        tl.store(sums + C + columns, whole_product.to(tl.float32))
-        tl.store(means + columns, (whole / count).to(tl.float32))
-        tl.store(means + C + columns, (whole_product / count).to(tl.float32))
-        if K == 3:
-            tl.store(sums + 2 * C + columns, whole_below.to(tl.float32))
+        for k in tl.static_range(K):
+            whole = _sum_of_groups(partial, k, C, K)
+            tl.store(sums + k * C + columns, whole.to(tl.float32))
+            if k < 2:
+                tl.store(sums + (K + k) * C + columns, (whole / count).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -183,8 +195,7 @@ def spread_gradients(
     x,  # (num_rows, C)
     through,  # (num_rows, C): gradient of x by another way, added; or None
     grad_x,  # (num_rows, C), out
-    mean,
-    inverse,
+    moments,
     weight,
     bias,
     slope,  # or None
@@ -197,10 +208,10 @@ def spread_gradients(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     places = rows.to(tl.int64)[:, None] * C + columns[None, :]
     inside = (rows < num_rows)[:, None]
-    spread = tl.load(inverse + columns)
+    spread = tl.load(moments + 2 * C + columns)
     scale = tl.load(weight + columns)
     g = tl.load(grad_y + places, mask=inside, other=0.0).to(tl.float32)
-    unit = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + columns)[None, :]
+    unit = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) - tl.load(moments + columns)[None, :]
     unit = unit * spread[None, :]
     if slope is not None:
         h = unit * scale[None, :] + tl.load(bias + columns)[None, :]

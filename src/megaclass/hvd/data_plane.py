@@ -88,6 +88,7 @@ class DataPlane:
         self._buffers: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
         self._remainders: dict[tuple[int, str, int], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._gpu: torch.device | None = None
         self._runners: dict[str, Callable[[Response, list[Operation | None]], None]] = {
             "allreduce": self._allreduce,
             "allgather": self._allgather,
@@ -110,7 +111,10 @@ class DataPlane:
     def _on_gpu(self, run: Callable[[], None], operations: list[Operation | None]) -> None:
         """On a stream of our own, after the streams that made the inputs; who waits makes their stream wait for ours."""
         present = [operation for operation in operations if operation is not None]
-        device = present[0].inputs[0].device if present else torch.device("cuda", torch.cuda.current_device())
+        if present:
+            self._gpu = present[0].inputs[0].device
+        # A rank that has joined sends its zeros from the GPU it used before.
+        device = self._gpu or torch.device("cuda", torch.cuda.current_device())
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
