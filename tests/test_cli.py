@@ -61,7 +61,12 @@ def test_a_user_s_mistake_ends_with_2_and_one_line_before_any_process_starts(tmp
         ([DEMO, "epochs=2"], "megaclass: Cannot read the argument 'epochs=2': expected section.key=value"),
         (
             [DEMO, "--resume", "some/path"],
-            "megaclass: Cannot read the argument 'some/path': expected section.key=value",
+            "megaclass: Cannot read the argument 'some/path': expected section.key=value. To resume from it, write "
+            "--resume=some/path.",
+        ),
+        (
+            [DEMO, "--resume", "train.epochs=2", "best"],
+            "megaclass: Cannot read the argument 'best': expected section.key=value. To resume from it, write --resume=best.",
         ),
     ],
 )

@@ -68,12 +68,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that win over the file")
     train.add_argument(
         "--resume",
-        metavar="auto|best|PATH",
-        help="continue the run from its newest whole checkpoint (also without a value), its best one, or --resume=PATH",
+        metavar="[=auto|best|PATH]",
+        help="continue the run from its newest whole checkpoint (also without a value), with --resume=best from its best "
+        "one, with --resume=PATH from this one",
     )
     train.add_argument("--overwrite", action="store_true", help="replace the run that the run folder holds")
     train.add_argument(
-        "--match-classes", action="store_true", help="keep centres by class name where the list of classes has changed"
+        "--match-classes",
+        action="store_true",
+        help="keep centres by class name, or number, where the list of classes or the data has changed",
     )
     train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and end")
     train.set_defaults(run=_train)
@@ -111,6 +114,13 @@ def _run(arguments: Sequence[str]) -> int:
 def _train(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.config import load_config, to_toml
 
+    for setting in options.settings:
+        # What stands behind a bare --resume is taken for a setting.
+        if options.resume == "auto" and "=" not in setting:
+            raise ConfigError(
+                f"Cannot read the argument {setting!r}: expected section.key=value. To resume from it, write "
+                f"--resume={setting}."
+            )
     config = load_config(options.recipe, options.settings)
     if options.show_config:
         print(to_toml(config), end="")

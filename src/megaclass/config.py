@@ -208,7 +208,7 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "fp16", "float32"] = "auto"
     """auto: bf16 on GPUs that have it, float32 elsewhere; fp16 uses a loss scale on which all ranks agree."""
     accumulate: int = 1
-    """Parts a step's batch is cut into; the step is that of the whole batch, at the memory of a part."""
+    """Parts a rank's batch is cut into, of two images at least; the step is that of the whole batch, at a part's memory."""
     ema: float = 0.0
     """Decay of a running mean of the backbone's weights, which is then evaluated and exported; 0: none."""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -222,9 +222,9 @@ class TrainConfig:
     wandb_project: str = ""
     """Also send the metrics to this project of Weights & Biases."""
     report_steps: int = 20
-    """Steps between two rows of metrics.jsonl."""
+    """Steps between two rows of metrics.jsonl; evaluations and checkpoints have a row in any case."""
     evaluate_epochs: float = 0.0
-    """Epochs between two evaluations on all ranks; 0: at the end only. The best checkpoint is then the most accurate."""
+    """Epochs between two evaluations on all ranks; 0: at the end only. The most accurate checkpoint is then the best one."""
     checkpoint_epochs: float = 1.0
     """Epochs between two checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2

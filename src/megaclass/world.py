@@ -57,6 +57,11 @@ def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
     return World()
 
 
+def starters_variables(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Those present without which nobody would be in charge."""
+    return [name for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID") if name in env]
+
+
 def environment_of(world: World) -> dict[str, str]:
     """The variables that make `world_from_environment` return this world: what a starter gives its processes."""
     return {

@@ -44,9 +44,10 @@ def test_numbers_match_numbers_when_classes_are_added_or_dropped():
     assert match_classes(ClassList(5), ClassList(3), 1, 3).saved_K.tolist() == [1, 2]
 
 
-def test_two_classes_of_one_name_are_refused():
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (0, 2), (2, 3), (1, 2)])
+def test_two_classes_of_one_name_are_refused_on_whichever_ranks_they_lie(start, stop):
     with pytest.raises(CheckpointError, match="Two classes of the data are called 'Ada'"):
-        match_classes(listed("Ada"), listed("Ada", "Bo", "Ada"), 0, 3)
+        match_classes(listed("Ada"), listed("Ada", "Bo", "Ada"), start, stop)
 
 
 def test_the_difference_is_told_in_words_and_is_empty_for_equal_lists():

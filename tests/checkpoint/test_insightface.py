@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaclass.backbones import build_backbone
-from megaclass.checkpoint.insightface import load_backbone_, read_backbone, read_centres
+from megaclass.checkpoint.insightface import load_backbone_, read_backbone, read_centre_shards
 from megaclass.checkpoint.mxnet_params import read_params
 from megaclass.errors import CheckpointError
 
@@ -125,6 +125,12 @@ def test_a_backbone_of_other_shapes_is_refused_with_the_difference(tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in large.state_dict().items())
 
 
+def _joined(shards):
+    """Every shard begins where the one before it ended."""
+    assert [first for first, _ in shards] == [sum(len(s) for _, s in shards[:place]) for place in range(len(shards))]
+    return torch.cat([shard for _, shard in shards])
+
+
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_centres_saved_by_any_number_of_ranks_come_back_whole(tmp_path, world_size):
     centres = torch.randn(13, 4)
@@ -132,14 +138,14 @@ def test_centres_saved_by_any_number_of_ranks_come_back_whole(tmp_path, world_si
     for rank, shard in enumerate(centres.split(sizes)):
         saved = {"epoch": 1, "state_dict_backbone": {}, "state_dict_softmax_fc": {"weight": shard.clone()}}
         torch.save(saved, tmp_path / f"checkpoint_gpu_{rank}.pt")
-    assert torch.equal(read_centres(tmp_path), centres)
+    assert torch.equal(_joined(read_centre_shards(tmp_path)), centres)
 
 
 def test_mxnet_centres_come_back_whole(tmp_path):
     centres = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
     for rank, shard in enumerate(np.split(centres, [3, 5])):
         mxnet_file(tmp_path / f"{rank}_centers.param", {"x": np.ascontiguousarray(shard)}, named=False)
-    assert np.array_equal(read_centres(tmp_path).numpy(), centres)
+    assert np.array_equal(_joined(read_centre_shards(tmp_path)).numpy(), centres)
 
 
 def test_a_set_with_a_rank_missing_or_of_another_run_is_refused(tmp_path):
@@ -147,10 +153,10 @@ def test_a_set_with_a_rank_missing_or_of_another_run_is_refused(tmp_path):
         saved = {"state_dict_softmax_fc": {"weight": torch.zeros(size, 4)}}
         torch.save(saved, tmp_path / f"checkpoint_gpu_{rank}.pt")
     with pytest.raises(CheckpointError, match="lacks the file of rank 1"):
-        read_centres(tmp_path)
+        read_centre_shards(tmp_path)
     torch.save({"state_dict_softmax_fc": {"weight": torch.zeros(9, 4)}}, tmp_path / "checkpoint_gpu_1.pt")
     with pytest.raises(CheckpointError, match=r"hold \[4, 9, 4\] classes.*\[6, 6, 5\]"):
-        read_centres(tmp_path)
+        read_centre_shards(tmp_path)
 
 
 class _Evil:

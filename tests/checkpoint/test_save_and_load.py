@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from megaclass.checkpoint.load import load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import check_files, read_manifest
-from megaclass.checkpoint.save import checkpoint_folder, save_checkpoint
+from megaclass.checkpoint.retention import checkpoint_folder
+from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.errors import CheckpointError, UserError
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.shards import class_range
@@ -33,6 +34,12 @@ def rows_at(step, start=0, stop=NUM_CLASSES):
     return {"weight": torch.arange(start, stop, dtype=torch.float32)[:, None] + step * torch.ones(1, 4)}
 
 
+def save_checkpoint(checkpoints, *, keep=9, **snapshot):
+    """Collective. Writes one and waits for it."""
+    with CheckpointWriter(checkpoints, config=CONFIG, keep=keep, device=CPU) as writer:
+        return writer.save(Snapshot(**snapshot))
+
+
 def save(checkpoints, step, *, keep=9, num_ranks=1, rank=0):
     classes = class_range(NUM_CLASSES, rank, num_ranks)
     return save_checkpoint(
@@ -43,9 +50,7 @@ def save(checkpoints, step, *, keep=9, num_ranks=1, rank=0):
         class_start=classes.start,
         class_stop=classes.stop,
         num_classes=NUM_CLASSES,
-        config=CONFIG,
         keep=keep,
-        device=CPU,
     )
 
 
@@ -101,9 +106,6 @@ def test_every_dtype_and_a_view_of_shared_memory_come_back_bit_for_bit(tmp_path)
         class_start=0,
         class_stop=NUM_CLASSES,
         num_classes=NUM_CLASSES,
-        config="",
-        keep=1,
-        device=CPU,
     )
     loaded = load_shared(folder)
     assert loaded.keys() == tensors.keys()
@@ -135,9 +137,6 @@ def _train_and_save(checkpoints):
         class_start=head.classes.start,
         class_stop=head.classes.stop,
         num_classes=NUM_CLASSES,
-        config=CONFIG,
-        keep=2,
-        device=CPU,
     )
     return {name: rows.clone() for name, rows in head.rows().items()}
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ from safetensors.torch import load_file
 import megaclass.checkpoint.save as save_module
 from megaclass.checkpoint.load import first_whole, load_rank_state, load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import check_files, read_manifest
-from megaclass.checkpoint.retention import best_folder
-from megaclass.checkpoint.save import CheckpointWriter, Snapshot, checkpoint_folder
+from megaclass.checkpoint.retention import best_folder, checkpoint_folder
+from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.checkpoint.tensor_file import write_tensors
+from megaclass.distributed import agreement
 from megaclass.errors import CheckpointError, UserError
 from megaclass.head.shards import class_range
 
@@ -164,6 +166,26 @@ def test_nothing_is_published_before_every_rank_has_written(run_ranks, tmp_path)
     assert run_ranks(3, _save_with_a_slow_rank, tmp_path) == [True] * 3
 
 
+def _save_on_a_disk_slower_than_the_time_out(checkpoints):
+    group = dist.new_group(timeout=timedelta(seconds=2))
+
+    def slow(*args):
+        time.sleep(3.0)
+        return write_tensors(*args)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(agreement, "_SIGN_OF_LIFE_S", 0.3)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(save_module, "write_tensors", slow)
+        with writer_for(checkpoints, group=group) as writer:
+            folder = writer.save(snapshot_at(1))
+    return holds_step(folder, 1)
+
+
+def test_a_disk_slower_than_the_time_out_of_collectives_is_waited_for(run_ranks, tmp_path):
+    assert run_ranks(2, _save_on_a_disk_slower_than_the_time_out, tmp_path) == [True, True]
+
+
 def _save_where_rank_1_fails(checkpoints, at_the_end):
     def broken(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -292,6 +314,19 @@ def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_still_found_
     assert holds_step(checkpoint_folder(tmp_path, 2), 2)
 
 
+def test_what_users_put_beside_the_checkpoints_is_neither_resumed_nor_removed(tmp_path):
+    save_all(tmp_path, [{}], keep=1)
+    copies = {"step-000000001-keep", "step-1", ".step-000000001.mine.partial", ".step-000000001-mine.replaced"}
+    for name in copies:
+        shutil.copytree(checkpoint_folder(tmp_path, 1), tmp_path / name)
+    with writer_for(tmp_path, keep=1) as writer:
+        writer.save(snapshot_at(2))
+        writer.save(snapshot_at(3))
+    assert {path.name for path in tmp_path.iterdir()} == copies | {"step-000000003"}
+    shutil.rmtree(checkpoint_folder(tmp_path, 3))
+    assert newest_whole(tmp_path) == (None, [])
+
+
 def test_checkpoints_that_do_not_fit_are_passed_over_with_the_reason(tmp_path):
     save_all(tmp_path, [{}, {}, {}], keep=9)
 
@@ -318,6 +353,8 @@ def test_any_tool_reads_the_files(tmp_path):
         "long": torch.arange(4),
         "int": torch.arange(3, dtype=torch.int32),
         "byte": torch.arange(5, dtype=torch.uint8),
+        "unsigned": torch.arange(5).to(torch.uint16),
+        "eight": torch.arange(5).to(torch.float8_e4m3fn),
         "bool": torch.tensor([True, False, True]),
         "scalar": torch.tensor(2.5),
         "nothing": torch.zeros(0, 4),

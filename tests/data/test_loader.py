@@ -148,6 +148,24 @@ def test_a_source_that_became_unreadable_ends_with_an_error(source):
         next(BatchLoader(Gone(source), global_batch=32, max_bad_fraction=1e9).batches())
 
 
+@pytest.mark.parametrize("takes_borrowed", [False, True], ids=["as this Python counts", "as Python 3.14 counts"])
+def test_the_memory_of_a_batch_is_used_again_only_when_nobody_holds_any_part_of_it(source, takes_borrowed, monkeypatch):
+    if takes_borrowed:
+        # There a call borrows a local variable and counts one reference less; the lambda itself adds one.
+        count = sys.getrefcount
+        monkeypatch.setattr(sys, "getrefcount", lambda thing: count(thing) - 2)
+    loader = BatchLoader(source, global_batch=16)
+    whole, part, row = loader.load(0, 0), loader.load(0, 1).images[3:5, 0], loader.load(0, 2).images.numpy()[1]
+    held = {tensor.untyped_storage().data_ptr() for tensor in (whole.images, part, torch.from_numpy(row))}
+    images = whole.images.clone(), part.clone(), row.copy()
+    later = [loader.load(0, 3) for _ in range(20)]
+    assert torch.equal(whole.images, images[0]) and torch.equal(part, images[1]) and np.array_equal(row, images[2])
+    first = later[0].images.data_ptr()
+    assert first not in held
+    del later[0]
+    assert loader.load(0, 0).images.data_ptr() == first
+
+
 @pytest.mark.parametrize("order", ["images", "classes"])
 def test_orders_reach_the_batches(source, order):
     loader = BatchLoader(source, global_batch=12, order=order, images_per_class=4)
@@ -190,8 +208,22 @@ def test_workers_die_with_their_parent_because_they_live_in_it(source):
         ({"global_batch": 3, "world_size": 4}, "leaves some of the 4 ranks without any"),
         ({"global_batch": 7, "world_size": 4}, "leaves one of the 4 ranks with a single image"),
         ({"global_batch": 48, "world_size": 20, "keep_last": True}, "leaves one of the 20 ranks with a single image"),
+        (
+            {"global_batch": 11, "world_size": 2, "num_parts": 3},
+            r"batch, of 11 images, gives one of the 2 ranks 5: too few for train\.accumulate = 3 parts of at least 2",
+        ),
+        (
+            {"global_batch": 34, "keep_last": True, "num_parts": 13},
+            r"batch, of 18 images, gives one of the 1 ranks 18: too few for train\.accumulate = 13 parts of at least 2",
+        ),
+        ({"global_batch": 11, "world_size": 2, "num_parts": 6, "fewest_in_part": 1}, "6 parts of at least 1"),
     ],
 )
 def test_a_batch_that_cannot_be_filled_is_refused(source, arguments, message):
     with pytest.raises(DataError, match=message):
         BatchLoader(source, **arguments)
+
+
+def test_a_batch_that_can_just_be_cut_is_taken(source):
+    assert BatchLoader(source, global_batch=11, world_size=2, num_parts=2).steps_per_epoch == 6
+    assert BatchLoader(source, global_batch=11, world_size=2, num_parts=5, fewest_in_part=1).steps_per_epoch == 6

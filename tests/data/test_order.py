@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
-from megaclass.data.order import ClassOrder, ImageOrder, epoch_order, rank_batch, rank_part, shuffled
+from megaclass.data.order import ClassOrder, ImageOrder, rank_batch, rank_part, shuffled
 from megaclass.errors import DataError
+
+
+def epoch_order(num_images, seed, epoch):
+    return shuffled(np.arange(num_images), num_images, seed, epoch)
 
 
 @pytest.mark.parametrize("num_images", [1, 2, 3, 4, 5, 16, 17, 1000, 4096, 10_007])

@@ -43,7 +43,7 @@ def test_parts_are_joined_by_the_mark_the_writer_dropped(tmp_path):
     first, middle, last = header() + b"abcd", b"efgh", b"ijk"
     reader = reader_of(tmp_path, part(1, first) + part(2, middle) + part(3, last) + part(0, header() + b"next"))
     assert reader.read(0).payload == b"abcd" + MAGIC + b"efgh" + MAGIC + b"ijk"
-    assert [reader.read(int(offset)).payload[-4:] for offset in reader.scan()] == [MAGIC[-1:] + b"ijk", b"next"]
+    assert reader.read(reader.next_record(0)).payload == b"next"
 
 
 PAYLOADS = {
@@ -68,7 +68,7 @@ def test_what_was_written_is_read_back(tmp_path, payload, labels):
     assert index.keys.tolist() == [4, 9]
     reader = RecordReader(tmp_path / "a.rec")
     assert reader.read(int(index.offsets[1])) == record
-    assert sorted(index.offsets) == reader.scan().tolist()
+    assert sorted(index.offsets) == [0, reader.next_record(0)]
 
 
 def test_written_parts_never_hold_an_aligned_mark(tmp_path):

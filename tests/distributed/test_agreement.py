@@ -1,9 +1,20 @@
 """What one rank finds, all ranks learn."""
 
+import time
+from datetime import timedelta
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from megaclass.distributed.agreement import on_every_rank, on_main_rank
+from megaclass.distributed import agreement
+from megaclass.distributed.agreement import (
+    on_every_rank,
+    on_every_rank_for_long,
+    on_main_rank,
+    on_main_rank_for_long,
+    text_of_main_rank,
+)
 from megaclass.errors import AgreedError, DataError, UserError
 
 CPU = torch.device("cpu")
@@ -83,6 +94,52 @@ def test_the_main_rank_acts_alone_and_its_failure_is_that_of_all(run_ranks):
     assert run_ranks(2, _on_main, DataError("no")) == [("DataError", "no"), ("AgreedError", "rank 0: no")]
 
 
+def _told(text):
+    def tell():
+        assert dist.get_rank() == 0
+        if text is None:
+            raise DataError("nothing to tell")
+        return text
+
+    try:
+        return text_of_main_rank(tell, CPU)
+    except UserError as error:
+        return f"error: {error}"
+
+
+def test_what_the_main_rank_says_all_ranks_hear(run_ranks):
+    for text in ("", "ü", "a path with \udce9", "long " * 5000):
+        assert run_ranks(3, _told, text) == [text] * 3
+    assert run_ranks(2, _told, None) == ["error: nothing to tell", "error: rank 0: nothing to tell"]
+
+
+def _work_longer_than_collectives_may():
+    """First rank 1 alone, which succeeds, then rank 0 alone, which fails; the group still works."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+
+    def work_on_rank_1():
+        time.sleep(3.0 * dist.get_rank())
+        return dist.get_rank()
+
+    def fail():
+        time.sleep(3.0)
+        raise DataError("late")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(agreement, "_SIGN_OF_LIFE_S", 0.3)
+        result = on_every_rank_for_long(work_on_rank_1, CPU, group)
+        try:
+            on_main_rank_for_long(fail, CPU, group)
+        except UserError as error:
+            return result, str(error), on_every_rank(lambda: "there", CPU, group)
+
+
+def test_work_may_take_longer_than_the_time_out_of_collectives(run_ranks):
+    assert run_ranks(2, _work_longer_than_collectives_may) == [(0, "late", "there"), (1, "rank 0: late", "there")]
+
+
 def test_without_a_process_group_an_action_is_just_run():
     assert on_every_rank(lambda: 7, CPU) == 7
+    assert on_every_rank_for_long(lambda: 7, CPU) == 7
+    assert text_of_main_rank(lambda: "seven", CPU) == "seven"
     assert issubclass(AgreedError, UserError)

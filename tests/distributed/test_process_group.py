@@ -6,18 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import free_port
 
 from megaclass.distributed.process_group import choose_device, process_group, unused_gpus
 from megaclass.errors import LaunchError
 from megaclass.world import World
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_world_of_one_joins_a_group_of_one_and_leaves_it():

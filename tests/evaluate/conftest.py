@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def encode(pixels: np.ndarray, image_format: str = "PNG") -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, image_format)
     return file.getvalue()
+
+
+def write_megaface_feature(path: Path, vector_D: np.ndarray) -> None:
+    """As MegaFace's tools write it: int32 length, 1, 4, 5, then float32."""
+    path.write_bytes(struct.pack("<4i", len(vector_D), 1, 4, 5) + vector_D.astype("<f4").tobytes())
 
 
 @pytest.fixture

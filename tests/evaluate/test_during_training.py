@@ -52,7 +52,7 @@ def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
 
     from megaclass.config import load_config_values
     from megaclass.train.build import build_model
-    from megaclass.train.evaluation import evaluate_between_steps
+    from megaclass.train.evaluation import accuracies, evaluate_between_steps
     from megaclass.world import World
 
     config = load_config_values(
@@ -70,7 +70,7 @@ def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
     with torch.no_grad():
         model.backbone(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(world.rank)))
     before = [parameter.clone() for parameter in model.backbone.parameters()]
-    numbers = evaluate_between_steps(config, model, 32, _CPU)
+    numbers = accuracies(evaluate_between_steps(config, model, 32, _CPU, set()))
     is_unchanged = all(torch.equal(a, b) for a, b in zip(before, model.backbone.parameters(), strict=True))
     return numbers, is_unchanged and model.backbone.training
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.evaluate.conftest import write_megaface_feature
 
 from megaclass.errors import DataError
 from megaclass.evaluate.identification import (
@@ -12,7 +13,6 @@ from megaclass.evaluate.identification import (
     published_ijb_tpir,
     rank_among_distractors,
     read_megaface_features,
-    write_megaface_feature,
 )
 from megaclass.evaluate.search import GalleryShard, shard_of_rank
 

@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from tests.evaluate.conftest import write_megaface_feature
 from torch import nn
 
 from megaclass.errors import DataError
-from megaclass.evaluate.identification import write_megaface_feature
 from megaclass.evaluate.results import read_results, write_results
 from megaclass.evaluate.sets import EvaluationSet, Evaluator, evaluate_sets, find_sets
 

@@ -159,6 +159,14 @@ def test_a_backbone_that_makes_nan_is_named_on_all_ranks(run_ranks, data, backbo
         assert "The embeddings of class " in error and "nan.safetensors are not finite" in error
 
 
+@pytest.mark.parametrize("batch", [10, 37], ids=["in the middle", "in the last batch"])
+def test_too_many_bad_images_on_one_rank_are_told_to_all(run_ranks, data, backbone, tmp_path, batch):
+    values = settings(data, tmp_path, backbone[0], data__max_bad_fraction=0.0, train__global_batch=batch)
+    errors = [error for _, error in run_ranks(3, _initialised, values)]
+    assert all("1 of 37 images could not be read, more than data.max_bad_fraction = 0.0 allows" in e for e in errors)
+    assert sum(error.startswith("rank ") for error in errors) == 2
+
+
 def test_class_means_without_a_backbone_are_refused():
     values = settings("data", "run", "unused")
     del values["train"]["init_backbone"]

@@ -136,9 +136,10 @@ def test_a_run_whose_terminal_is_closed_saves_and_leaves_with_75(tmp_path, nproc
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer_than_any_grace(tmp_path):
     train = command(tmp_path, "train.nproc=2", "train.epochs=300")
-    # Every fsync takes 2 s, as on a busy network disk. -D: this process is the command, the tracer its grandchild.
+    # Every fsync takes 1 s, as on a busy network disk; a save has six in a row.
+    # -D: this process is the command, the tracer its grandchild.
     slow = ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "--seccomp-bpf", "-e", "trace=fsync"]
-    slow += ["-e", "inject=fsync:delay_enter=2s"]
+    slow += ["-e", "inject=fsync:delay_enter=1s"]
     process = subprocess.Popen([*slow, *train], stderr=subprocess.PIPE, text=True)
     wait_for_rows(tmp_path, process)
     process.terminate()

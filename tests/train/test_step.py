@@ -18,6 +18,7 @@ from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
 from megaclass.head.measures import HeadMeasures
 from megaclass.train.build import Model, build_model
+from megaclass.train.keyed_dropout import KeyedDropout
 from megaclass.train.meters import Meter, check_finite
 from megaclass.train.precision import LossScale, Precision
 from megaclass.train.step import StepResult, training_step
@@ -125,49 +126,67 @@ def _train_without_norm(config: Config, parts: list[int]) -> tuple[list[float], 
     return losses, {name: tensor.clone() for name, tensor in model.backbone.state_dict().items()}
 
 
-def _poisoned(config: Config) -> tuple[str, bool, int, bool]:
-    """One rank's weights make NaN embeddings in step 1; steps 0 and 2 are fine."""
+def _differing(before: dict[str, Tensor], model: Model) -> list[str]:
+    return [name for name, tensor in model.shared_state().items() if not torch.equal(before[name], tensor)]
+
+
+def _poisoned(config: Config) -> tuple[str, list[str], int, bool]:
+    """One rank's weights make NaN before the batch norm in step 1; steps 0 and 2 are fine."""
     model = new_model(config)
     training_step(model, my_batch(0, [6, 5]), config, lr=0.05, step=0, device=CPU)
     before = {name: tensor.clone() for name, tensor in model.shared_state().items()}
-    clean = model.backbone.get_parameter("fc.weight").detach().clone()
+    weight = model.backbone.get_parameter("conv.weight").detach()
+    clean = weight.clone()
     if dist.get_rank() == 1:
-        with torch.no_grad():
-            model.backbone.get_parameter("fc.weight").fill_(math.nan)
+        weight.fill_(math.nan)
     try:
         result = training_step(model, my_batch(1, [6, 5]), config, lr=0.05, step=1, device=CPU)
+        assert result.was_skipped
+        message = ""
     except NotFiniteError as error:
-        return str(error), True, model.head.step_count, False
-    with torch.no_grad():
-        model.backbone.get_parameter("fc.weight").copy_(clean)
-    after = model.shared_state()
-    moved = [name for name in before if "norm" not in name and not torch.equal(before[name], after[name])]
+        message = str(error)
+        model.head.abandon_step()
+    weight.copy_(clean)
+    moved = _differing(before, model)
     last = training_step(model, my_batch(2, [6, 5]), config, lr=0.05, step=2, device=CPU)
-    return "", bool(result.was_skipped) and not moved, model.head.step_count, bool(last.loss.isfinite())
+    return message, moved, model.head.step_count, bool(last.loss.isfinite())
 
 
 def test_nan_on_one_rank_stops_all_of_them_and_names_it(run_ranks):
-    for message, _, _, _ in run_ranks(2, _poisoned, settings()):
+    for message, moved, _, _ in run_ranks(2, _poisoned, settings()):
         assert "5 embedding(s)" in message
         assert "position 0 of rank 1" in message and "in step 1, counted from 0" in message
+        assert not moved
 
 
-def test_nan_on_one_rank_is_skipped_by_all_when_asked(run_ranks):
-    assert run_ranks(2, _poisoned, settings(train__on_nan="skip")) == [("", True, 3, True)] * 2
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("batch_norm", ["local", "sync"])
+def test_nan_on_one_rank_is_skipped_by_all_when_asked_and_leaves_no_trace(run_ranks, batch_norm, accumulate):
+    config = settings(
+        train__on_nan="skip", train__ema=0.9, backbone__batch_norm=batch_norm, train__accumulate=accumulate
+    )
+    assert run_ranks(2, _poisoned, config) == [("", [], 3, True)] * 2
 
 
-def _infinite_gradient(config: Config) -> tuple[bool, bool]:
+def _infinite_gradient(config: Config) -> tuple[list[str], bool]:
+    """Parameters, means and statistics that a step with such a gradient moved; and whether a good one moves statistics."""
     model = new_model(config)
-    model.backbone.get_parameter("conv.bias").register_hook(lambda grad: grad * math.inf)
     before = {name: tensor.clone() for name, tensor in model.shared_state().items()}
+    hook = model.backbone.get_parameter("conv.bias").register_hook(lambda grad: grad * math.inf)
     result = training_step(model, my_batch(0, [6, 5]), config, lr=0.05, step=0, device=CPU)
-    after = model.shared_state()
-    moved = [name for name in before if "norm" not in name and not torch.equal(before[name], after[name])]
-    return bool(result.was_skipped), not moved
+    assert result.was_skipped
+    moved = _differing(before, model)
+    hook.remove()
+    training_step(model, my_batch(1, [6, 5]), config, lr=0.05, step=1, device=CPU)
+    statistics = {"backbone.norm.running_mean", "backbone.norm.running_var", "backbone.norm.num_batches_tracked"}
+    return moved, statistics <= set(_differing(before, model))
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing(run_ranks):
-    assert run_ranks(2, _infinite_gradient, settings(train__ema=0.5)) == [(True, True)] * 2
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("batch_norm", ["local", "sync"])
+def test_a_gradient_that_is_not_finite_moves_nothing(run_ranks, batch_norm, accumulate):
+    config = settings(train__ema=0.5, backbone__batch_norm=batch_norm, train__accumulate=accumulate)
+    assert run_ranks(2, _infinite_gradient, config) == [([], True)] * 2
 
 
 def test_skipped_steps_end_the_run_unless_they_are_expected():
@@ -265,6 +284,62 @@ def test_activations_computed_again_give_the_same_weights_and_running_statistics
         assert torch.equal(kept[name], lean[name]), name
 
 
+def _resumed_by_a_fused_optimizer(name: str) -> list[str]:
+    """Parameters that differ after three steps, the state of the second taken over from a checkpoint's plain copies."""
+    config = settings(optimizer__name=name)
+    models = [new_model(config), new_model(config)]
+    for model in models:
+        # As on a GPU: fused optimizers walk through memory, not through indices.
+        for group in model.optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+        model.optimizer.defaults["fused"] = True
+    for step in range(3):
+        for model in models:
+            training_step(model, my_batch(step, [11]), config, lr=0.05, step=step, device=CPU)
+        if step == 1:
+            saved = {
+                key: tensor.clone(memory_format=torch.contiguous_format)
+                for key, tensor in models[0].shared_state().items()
+            }
+            models[1].load_shared_state(saved)
+    whole, resumed = (dict(model.backbone.named_parameters()) for model in models)
+    assert not whole["conv.weight"].is_contiguous()
+    return [key for key in whole if not torch.equal(whole[key], resumed[key])]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_resumed_optimizers_state_lies_in_memory_as_the_weights_do(run_ranks, name):
+    assert run_ranks(1, _resumed_by_a_fused_optimizer, name) == [[]]
+
+
+def _after_a_skipped_first_step() -> list[str]:
+    """Parameters that differ from those of a model which was never asked to skip."""
+    config = settings()
+    models = [new_model(config), new_model(config)]
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written is then NaN
+    try:
+        for model in models:
+            for group in model.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+        # As on a GPU, where the verdict stays on the device and the optimizer is told to move nothing.
+        for parameter in models[1].backbone.parameters():
+            parameter.grad = torch.full_like(parameter, torch.inf)
+        models[1].optimizer.found_inf = torch.ones(())
+        models[1].optimizer.step()
+        models[1].optimizer.found_inf = torch.zeros(())
+        for step in range(2):
+            for model in models:
+                training_step(model, my_batch(step, [11]), config, lr=0.05, step=step, device=CPU)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    whole, skipped = (dict(model.backbone.named_parameters()) for model in models)
+    return [key for key in whole if not torch.equal(whole[key], skipped[key])]
+
+
+def test_a_first_step_that_is_skipped_leaves_nothing_behind_in_the_optimizer(run_ranks):
+    assert run_ranks(1, _after_a_skipped_first_step) == [[]]
+
+
 def _frozen() -> list[str]:
     config = settings(backbone__freeze=["conv", "norm"])
     model = new_model(config)
@@ -329,6 +404,23 @@ def test_gradients_that_travel_in_eight_bits_train_nearly_alike(run_ranks):
     assert narrow[0][0] == narrow[1][0]
     assert narrow[0][0] != plain[0][0]
     assert narrow[0][0] == pytest.approx(plain[0][0], rel=0.02)
+
+
+def test_dropout_is_compiled_once_for_all_steps_and_drops_the_same():
+    from torch._dynamo.utils import counters
+
+    network = nn.Sequential(nn.Linear(8, 8), KeyedDropout(0.4, seed=0, layer=0)).train()
+    compiled = torch.compile(network, dynamic=False, backend="eager")
+    torch._dynamo.reset()
+    counters.clear()
+    images_BD, dropped = torch.randn(4, 8), set()
+    for step in range(6):
+        network.get_submodule("1").expect(torch.arange(4), step)
+        embeddings_BD = compiled(images_BD)
+        assert torch.equal(embeddings_BD, network(images_BD))
+        dropped.add(tuple((embeddings_BD == 0).flatten().tolist()))
+    assert len(dropped) == 6
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_where_the_compiler_fails_training_goes_on_without_and_says_why(tmp_path):

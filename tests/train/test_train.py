@@ -7,7 +7,6 @@ import pty
 import re
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.conftest import free_port
 
 from megaclass.cli import main
 
@@ -342,17 +342,14 @@ def test_resuming_a_finished_run_writes_its_numbers_again(setting, alone):
 # --- refused ---
 
 
-@pytest.mark.parametrize("name", ["report.html", "model.safetensors"])
-def test_a_finished_run_whose_results_cannot_be_written_says_so_and_writes_them_when_resumed(
-    setting, alone, tmp_path, name
-):
-    run_dir = Path(shutil.copytree(alone.path, tmp_path / "run"))
+def test_a_finished_run_whose_model_cannot_be_written_says_so_and_writes_it_when_resumed(setting, alone, tmp_path):
+    run_dir, name = Path(shutil.copytree(alone.path, tmp_path / "run")), "model.safetensors"
     (run_dir / name).unlink()
     (run_dir / name).mkdir()
     arguments = (f"train.run_dir={run_dir}", "train.nproc=1", "--resume")
     ended = setting.train(*arguments)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert f"All {NUM_STEPS} steps are done and saved, but model and report could not be written" in ended.stderr
+    assert f"All {NUM_STEPS} steps are done and saved, but not all results could be written" in ended.stderr
     (run_dir / name).rmdir()
     assert setting.train(*arguments).returncode == 0
     assert (run_dir / name).is_file()
@@ -388,13 +385,37 @@ def test_overwrite_removes_the_run_and_nothing_else(setting, alone):
     run_dir = setting.folder / "overwritten"
     shutil.copytree(alone.path, run_dir)
     (run_dir / "notes.txt").write_text("mine")
+    for name in ("export/onnx", "wandb/run-1", "checkpoints/step-000000040-mine"):
+        (run_dir / name).mkdir(parents=True)
     begun_ns = time.time_ns()
     done = setting.train("--overwrite", f"train.run_dir={run_dir}", "train.epochs=0.2")
     assert done.returncode == 0, done.stderr
     assert list(losses_of(run_dir)) == [1]
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000000001"]
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names == {"step-000000001", "step-000000040-mine"}
     left = [path.name for path in run_dir.iterdir() if path.stat().st_mtime_ns < begun_ns]
-    assert sorted(left) == [".lock", "notes.txt"]
+    assert left == ["notes.txt"]
+
+
+def test_a_package_that_the_end_would_need_is_asked_for_before_anything_begins(refused, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    for nproc in (1, 2):
+        err = refused(
+            "export.onnx=true", f"train.nproc={nproc}", f"data.path={tmp_path}/data", f"train.run_dir={tmp_path}/run"
+        )
+        assert "export.onnx needs onnxscript: pip install 'megaclass[onnx]', or go without: export.onnx=false." in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_that_are_not_started_because_a_starter_is_in_charge_are_told(refused, monkeypatch):
+    """As in a shell that `srun --pty` opened."""
+    for name in ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_NODEID"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    err = refused("train.nproc=2", "train.device=cuda")
+    assert "train.nproc=2 is not used, because Slurm is in charge and started one process." in err
+    assert "type `unset SLURM_STEP_ID` first" in err
+    assert "is not used" not in refused("train.nproc=1", "train.device=cuda")
 
 
 def test_resume_and_overwrite_exclude_each_other(refused):
@@ -450,9 +471,7 @@ def test_labels_beyond_the_number_of_classes_end_the_command_once_and_clearly(se
 
 def test_where_hosts_keep_logs_of_their_own_each_says_which_rank_ended_the_run_and_why(setting, tmp_path):
     """Two ranks, each the only one of its host; the data is missing on the second."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    port = free_port()
     started = []
     for rank, data in enumerate([setting.data, tmp_path / "nothing"]):
         command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={tmp_path}/run", f"data.path={data}"]

@@ -55,13 +55,11 @@ def check_fits(backbone: nn.Module, state: Mapping[str, Tensor], path: Path) -> 
         raise CheckpointError(f"{path} does not fit this backbone, {total} difference(s): {'; '.join(problems)}.")
 
 
-def read_centres(folder: Path) -> Tensor:
-    """(C, D) centres of a whole set of `checkpoint_gpu_{rank}.pt`, or MXNet's `{rank}_centers.param`, of any rank count."""
-    return torch.cat([shard for _, shard in read_centre_shards(folder)])
-
-
 def read_centre_shards(folder: Path) -> list[tuple[int, Tensor]]:
-    """(first class, centres) of each file of such a set, in order. Torch's files stay on the disk until rows are read."""
+    """(first class, centres) of each file of a set `checkpoint_gpu_{rank}.pt`, or MXNet's `{rank}_centers.param`, in order.
+
+    Of any number of ranks, but whole. Torch's files stay on the disk until rows are read.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"There is no folder {folder} to read centres from.")
     torch_files = _by_rank(folder, r"checkpoint_gpu_(\d+)\.pt")

@@ -1,16 +1,30 @@
 """Disk -> state, on any number of ranks: each takes the slices of the saved shards that lie in its classes."""
 
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.checkpoint.manifest import RANK_PREFIX, SHARED, Manifest, check_files, read_manifest
+from megaclass.checkpoint.manifest import (
+    RANK_PREFIX,
+    SHARED,
+    Manifest,
+    SavedFile,
+    check_digests,
+    check_files,
+    check_sizes,
+    read_manifest,
+)
 from megaclass.checkpoint.retention import published
-from megaclass.errors import CheckpointError
+from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, text_of_main_rank
+from megaclass.distributed.collectives import group_rank, group_size
+from megaclass.errors import CheckpointError, UserError
 
 
 def newest_whole(
@@ -38,6 +52,72 @@ def first_whole(
         else:
             return folder, reasons
     return None, reasons
+
+
+def first_whole_on_all_ranks(
+    folders: Callable[[], Iterable[Path]],
+    device: torch.device,
+    fits: Callable[[Path, Manifest], None] = lambda folder, manifest: None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Path | None, list[str]]:
+    """Collective. first_whole, every file hashed by one rank; the folder is the same on all ranks, the reasons are rank 0's.
+
+    folders, fits: only rank 0 looks which there are and which fits. A rank that then sees another checkpoint in that
+    place, or none, ends all with the reason.
+    """
+    left: Iterator[Path] | None = None
+    reasons: list[str] = []
+
+    def next_in_line() -> str:
+        nonlocal left
+        left = iter(folders()) if left is None else left
+        for folder in left:
+            try:
+                manifest = read_manifest(folder)
+                fits(folder, manifest)
+                check_sizes(folder, manifest)
+                return f"{manifest.digest()} {folder}"
+            except CheckpointError as error:
+                reasons.append(str(error))
+        return ""
+
+    rank, world_size = group_rank(group), group_size(group)
+    while told := text_of_main_rank(next_in_line, device, group):
+        digest, _, name = told.partition(" ")
+        folder = Path(name)
+        manifest = on_every_rank(partial(_manifest_as_told, folder, digest, rank), device, group)
+        own = [name for name, saved in manifest.files.items() if _hashing_rank(saved, manifest, world_size) == rank]
+        try:
+            on_every_rank_for_long(partial(check_digests, folder, manifest, own), device, group)
+        except (UserError, OSError) as error:
+            reasons.append(str(error))
+        else:
+            return folder, reasons
+    return None, reasons
+
+
+def _hashing_rank(saved: SavedFile, manifest: Manifest, world_size: int) -> int:
+    """The rank that reads these centres next, so that its host need not fetch them twice: an even share of the bytes.
+
+    What holds no centres goes to the last rank.
+    """
+    if saved.class_start == saved.class_stop:
+        return world_size - 1
+    return saved.class_start * world_size // manifest.num_classes
+
+
+def _manifest_as_told(folder: Path, digest: str, rank: int) -> Manifest:
+    try:
+        manifest = read_manifest(folder)
+        if manifest.digest() != digest:
+            raise CheckpointError(f"its manifest is another one, of step {manifest.step}.")
+        check_sizes(folder, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"Rank {rank} on {socket.gethostname()} does not see the checkpoint {folder} that rank 0 sees: {error} "
+            f"It must lie on a file system that all hosts share."
+        ) from error
+    return manifest
 
 
 def load_shared(folder: Path) -> dict[str, Tensor]:

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaclass.data.fingerprint import DataMarks
 from megaclass.errors import CheckpointError
 
 FORMAT = 1
@@ -40,6 +41,12 @@ class Manifest:
     files: Mapping[str, SavedFile]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """`loss`, and `verification_accuracy` where it was evaluated, as of this step."""
+    data: DataMarks = field(default_factory=DataMarks)
+    """What the data that was trained on is known by; empty in checkpoints of before there were marks."""
+
+    def digest(self) -> str:
+        """The same on every rank that reads the same manifest."""
+        return _digest({"format": FORMAT, **asdict(self)})
 
     def write(self, folder: Path) -> None:
         values = {"format": FORMAT, **asdict(self)}
@@ -57,7 +64,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one it states.")
         del values["format"]
         files = {str(name): SavedFile(**entry) for name, entry in values.pop("files").items()}
-        return Manifest(files=files, **values)
+        data = DataMarks(**values.pop("data", {}))
+        return Manifest(files=files, data=data, **values)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the folder is no checkpoint, or one that was never finished."
@@ -72,8 +80,14 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Every file is there, whole and unaltered, and no class is without its centre, or a CheckpointError that says so."""
+    # Sizes first, since they cost nothing.
+    check_sizes(folder, manifest)
+    check_digests(folder, manifest, manifest.files)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """What of check_files reads no file."""
     _check_classes(folder, manifest)
-    # Sizes first, since they cost nothing; then hashing, which lets other threads run.
     for name, saved in manifest.files.items():
         path = folder / name
         if Path(name).name != name:
@@ -82,10 +96,14 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path} is missing, though {NAME} lists it.")
         if path.stat().st_size != saved.num_bytes:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {NAME} says {saved.num_bytes}.")
+
+
+def check_digests(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """What of check_files reads these files whole. Hashing lets other threads run."""
     with ThreadPoolExecutor(_NUM_HASHERS) as hashers:
-        digests = hashers.map(lambda name: _file_digest(folder / name), manifest.files)
-        for (name, saved), digest in zip(manifest.files.items(), digests, strict=True):
-            if digest != saved.sha256:
+        digests = hashers.map(lambda name: _file_digest(folder / name), names)
+        for name, digest in zip(names, digests, strict=True):
+            if digest != manifest.files[name].sha256:
                 raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one in {NAME}.")
 
 

@@ -32,9 +32,18 @@ from torch import Tensor
 
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.checkpoint.manifest import CLASSES, RANK_PREFIX, SHARED, Manifest, SavedFile, flush, write_file
-from megaclass.checkpoint.retention import aside_of, final_of, superfluous
+from megaclass.checkpoint.retention import (
+    aside_of,
+    asides,
+    checkpoint_folder,
+    final_of,
+    step_of,
+    superfluous,
+    unfinished_saves,
+)
 from megaclass.checkpoint.tensor_file import write_tensors
-from megaclass.distributed.agreement import on_every_rank, on_main_rank
+from megaclass.data.fingerprint import DataMarks
+from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import CheckpointError
 
@@ -42,10 +51,6 @@ T = TypeVar("T")
 _POLL_S = 0.05
 # How long the notes of other ranks are waited for when this rank is ending because of an error.
 _LAST_WAIT_S = 20.0
-
-
-def checkpoint_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step:09d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +86,16 @@ class CheckpointWriter:
         keep: int,
         device: torch.device,
         class_names: bytes = b"",
+        data: DataMarks | None = None,
         is_asynchronous: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """keep: how many of the last ones stay, beside the best. class_names: see checkpoint/class_names.py."""
+        """keep: how many of the last ones stay, beside the best. class_names: see checkpoint/class_names.py.
+
+        data: what the data is known by; only rank 0 needs it.
+        """
         self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
+        self._data = data or DataMarks()
         self._device, self._group, self._is_asynchronous = device, group, is_asynchronous
         self._rank, self._world_size = group_rank(group), group_size(group)
         self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
@@ -149,8 +159,9 @@ class CheckpointWriter:
         if save is None:
             return
         try:
-            on_every_rank(save.written.result, self._device, self._group)
-            on_main_rank(lambda: _result(save.published), self._device, self._group)
+            # However long the slowest disk takes.
+            when_done_on_every_rank(save.written, self._device, self._group)
+            when_done_on_every_rank(save.published or _done(), self._device, self._group)
         except BaseException:
             save.is_abandoned.set()
             if save.published is not None:
@@ -208,6 +219,7 @@ class CheckpointWriter:
             world_size=self._world_size,
             config=self._config,
             metrics=metrics,
+            data=self._data,
             files=entries,
         ).write(save.unfinished)
         for rank in range(self._world_size):
@@ -217,7 +229,8 @@ class CheckpointWriter:
         flush(self._checkpoints)
         for old in superfluous(self._checkpoints, save.final, self._keep):
             # Out of sight first: half of a checkpoint must not look like one.
-            _remove(old.rename(old.with_name(f".{old.name}.{self._job}.partial")))
+            name = checkpoint_folder(self._checkpoints, step_of(old)).name
+            _remove(old.rename(old.with_name(f".{name}.{self._job}.partial")))
 
     def _wait_for_notes(self, save: "_Save") -> dict[str, SavedFile]:
         notes = [save.note(rank) for rank in range(self._world_size)]
@@ -263,33 +276,6 @@ class _Save:
         return self.unfinished / f"rank-{rank:05d}.json"
 
 
-def save_checkpoint(
-    checkpoints: Path,
-    *,
-    step: int,
-    shared: Mapping[str, Tensor],
-    head_rows: Mapping[str, Tensor],
-    class_start: int,
-    class_stop: int,
-    num_classes: int,
-    config: str,
-    keep: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Collective. Writes checkpoints/step-N and waits for it: what CheckpointWriter does, for a single save."""
-    snapshot = Snapshot(
-        step=step,
-        shared=shared,
-        head_rows=head_rows,
-        class_start=class_start,
-        class_stop=class_stop,
-        num_classes=num_classes,
-    )
-    with CheckpointWriter(checkpoints, config=config, keep=keep, device=device, group=group) as writer:
-        return writer.save(snapshot)
-
-
 def _rename_over(unfinished: Path, final: Path) -> None:
     """A folder cannot be replaced in one step: what stood there steps aside under a name that is still looked at."""
     aside = aside_of(final)
@@ -302,10 +288,10 @@ def _rename_over(unfinished: Path, final: Path) -> None:
 
 def _clear_leftovers(checkpoints: Path, *, but: Path) -> None:
     """What a crash left: unfinished saves go; a checkpoint that stepped aside for one that never came, comes back."""
-    for leftover in checkpoints.glob(".step-*.partial"):
+    for leftover in unfinished_saves(checkpoints):
         if leftover != but:
             _remove(leftover)
-    for aside in checkpoints.glob(".step-*.replaced"):
+    for aside in asides(checkpoints):
         final = final_of(aside)
         if final.exists():
             _remove(aside)
@@ -322,6 +308,12 @@ def _remove(path: Path) -> None:
 
 def _prefixed(rank_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {RANK_PREFIX + name: tensor for name, tensor in rank_state.items()}
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _result(future: Future[None] | None, timeout_s: float | None = None) -> None:

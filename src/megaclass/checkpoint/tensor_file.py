@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megaclass.checkpoint.manifest import SavedFile, write_file
+from megaclass.errors import CheckpointError
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -22,10 +23,26 @@ _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
 _CHUNK_BYTES = 8 << 20
+
+
+def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    """Refuses what the format has no name for, before a run has spent its time."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise CheckpointError(
+                f"{name} is of type {tensor.dtype}, which checkpoints cannot hold: expected one of "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_NAMES)}. Keep it in one of them "
+                f"(complex numbers by torch.view_as_real), or register the buffer with persistent=False if it is computed anew."
+            )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], class_start: int = 0, class_stop: int = 0) -> SavedFile:

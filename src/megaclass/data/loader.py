@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,10 +89,13 @@ class BatchLoader:
         images_per_class: int = 1,
         max_bad_fraction: float = 0.001,
         num_prefetched: int = 4,
+        num_parts: int = 1,
+        fewest_in_part: int = 2,
     ) -> None:
+        """num_parts: that a rank's images of a step are cut into, each of at least fewest_in_part; checked here."""
         self.source = source
         self.order = _build_order(source, global_batch, seed, keep_last, order, images_per_class)
-        _require_fillable(source, self.order, global_batch, world_size)
+        _require_fillable(source, self.order, global_batch, world_size, num_parts, fewest_in_part)
         self.rank = rank
         self.world_size = world_size
         self.mirror = mirror
@@ -160,18 +164,17 @@ class _Buffers:
     def __init__(self, shape: tuple[int, ...], max_kept: int) -> None:
         self._shape, self._max_kept = shape, max_kept
         self._lock = threading.Lock()
-        self._kept: list[NDArray[np.uint8]] = []
+        self._kept: list[tuple[torch.Tensor, weakref.ref[NDArray[np.uint8]]]] = []
+        """Memory, and the array it was last lent as: what is made of that, views and tensors, keeps it alive."""
 
     def take(self, num_images: int) -> NDArray[np.uint8]:
         with self._lock:
-            for buffer in self._kept:
-                # Held by the list, by `buffer` and by the question. A tensor, or any view of one, would hold it too.
-                if sys.getrefcount(buffer) == 3:
-                    return buffer[:num_images]
-            buffer = np.empty(self._shape, dtype=np.uint8)
+            free = next((place for place, (_, lent) in enumerate(self._kept) if lent() is None), None)
+            memory = torch.empty(self._shape, dtype=torch.uint8) if free is None else self._kept.pop(free)[0]
+            array: NDArray[np.uint8] = memory.numpy()
             if len(self._kept) < self._max_kept:
-                self._kept.append(buffer)
-            return buffer[:num_images]
+                self._kept.append((memory, weakref.ref(array)))
+            return array[:num_images]
 
 
 class BadImages:
@@ -229,7 +232,9 @@ def _build_order(
     return ClassOrder(source.labels, global_batch=global_batch, seed=seed, images_per_class=images_per_class)
 
 
-def _require_fillable(source: ImageSource, order: Order, global_batch: int, world_size: int) -> None:
+def _require_fillable(
+    source: ImageSource, order: Order, global_batch: int, world_size: int, num_parts: int, fewest_in_part: int
+) -> None:
     if global_batch < world_size:
         raise DataError(
             f"A global batch of {global_batch} images leaves some of the {world_size} ranks without any: "
@@ -245,4 +250,10 @@ def _require_fillable(source: ImageSource, order: Order, global_batch: int, worl
         raise DataError(
             f"A batch of {smallest} images leaves one of the {world_size} ranks with a single image, which batch norm "
             f"refuses: use a global batch of at least two images a rank, four where the last batch is kept."
+        )
+    if smallest // world_size // num_parts < fewest_in_part:
+        raise DataError(
+            f"The smallest batch, of {smallest} images, gives one of the {world_size} ranks {smallest // world_size}: too few "
+            f"for train.accumulate = {num_parts} parts of at least {fewest_in_part}, with fewer of which batch norm has no "
+            f"statistics. Use fewer parts or a larger global batch; without data.keep_last no batch is smaller."
         )

@@ -143,11 +143,6 @@ def rank_part(num_items: int, rank: int, world_size: int) -> slice:
     return slice(start, start + share + (1 if rank < rest else 0))
 
 
-def epoch_order(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """All images in the order of this epoch: each exactly once."""
-    return shuffled(np.arange(num_images), num_images, seed, epoch)
-
-
 def shuffled(positions: NDArray[np.int64], num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Image at each position of the epoch: a permutation of [0, num_images)."""
     return permute(positions, np.array(num_images), combine64(seed, epoch))

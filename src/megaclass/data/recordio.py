@@ -150,14 +150,6 @@ class RecordReader:
             found = self._map.find(_MAGIC_BYTES, found + 1)
         return found if found >= 0 else len(self._map)
 
-    def scan(self) -> NDArray[np.int64]:
-        """Offsets of all records in file order, found without an index."""
-        offsets, offset = [], 0
-        while offset < len(self._map):
-            offsets.append(offset)
-            offset = self.next_record(offset)
-        return np.array(offsets, dtype=np.int64)
-
     def _read_packed(self, offset: int) -> tuple[bytes, int]:
         """The record's bytes and where the next record begins."""
         self.require_unchanged()

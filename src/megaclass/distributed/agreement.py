@@ -1,6 +1,8 @@
 """What one rank does or finds, all ranks learn: nobody is left waiting for one that has given up."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch
@@ -12,6 +14,8 @@ from megaclass.errors import UserError
 
 T = TypeVar("T")
 _TEXT_BYTES = 4096
+# Far below any time-out of collectives.
+_SIGN_OF_LIFE_S = 5.0
 
 
 def on_every_rank(action: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
@@ -43,3 +47,62 @@ def on_every_rank(action: Callable[[], T], device: torch.device, group: dist.Pro
 def on_main_rank(action: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Runs the action on rank 0 while the others wait; its UserError or OSError ends all of them."""
     on_every_rank(action if group_rank(group) == 0 else lambda: None, device, group)
+
+
+def text_of_main_rank(action: Callable[[], str], device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """What the action returns on rank 0, on every rank; its UserError or OSError ends all of them.
+
+    Three all-gathers: of errors, of the text's length, and of the text.
+    """
+    text = on_every_rank(action if group_rank(group) == 0 else str, device, group).encode(errors="surrogateescape")
+    length = int(gather_blocks(torch.tensor([len(text)], device=device), group)[0])
+    if not length:
+        return ""
+    block = torch.tensor(list(text.ljust(length)[:length]), dtype=torch.uint8, device=device)
+    return bytes(gather_blocks(block, group)[0].tolist()).decode(errors="surrogateescape")
+
+
+def on_every_rank_for_long(action: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
+    """on_every_rank for work that may take longer than the time-out of collectives: reading, hashing, drawing, copying.
+
+    It runs in a thread of its own and calls no collective.
+    """
+    return when_done_on_every_rank(_started(action, device), device, group)
+
+
+def on_main_rank_for_long(
+    action: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """on_main_rank for such work."""
+    on_every_rank_for_long(action if group_rank(group) == 0 else lambda: None, device, group)
+
+
+def when_done_on_every_rank(work: Future[T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
+    """on_every_rank for what a thread of each rank is at already.
+
+    Until all are done the ranks tell each other every 5 s that they are there, one byte a rank: the time-out is then for
+    those that are lost.
+    """
+    is_any_busy = True
+    while is_any_busy:
+        wait([work], _SIGN_OF_LIFE_S)
+        is_busy = torch.tensor([not work.done()], dtype=torch.uint8, device=device)
+        is_any_busy = bool(gather_blocks(is_busy, group).any())
+    return on_every_rank(work.result, device, group)
+
+
+def _started(action: Callable[[], T], device: torch.device) -> Future[T]:
+    work: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                # Each thread has a current GPU of its own; the first one belongs to another rank.
+                torch.cuda.set_device(device)
+            work.set_result(action())
+        except BaseException as error:  # raised again by result()
+            work.set_exception(error)
+
+    # A daemon: Ctrl-C ends a rank at once, whatever it is at.
+    threading.Thread(target=run, daemon=True, name="megaclass-long-work").start()
+    return work

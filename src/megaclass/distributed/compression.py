@@ -80,12 +80,6 @@ class WireFormat:
         scales.masked_fill_(exponents == _NOT_FINITE, float("nan"))
         return numbers.mul_(scales[..., None]).view(num_rows, count)
 
-    def round_trip(self, tensor: Tensor) -> Tensor:
-        """What arrives of a tensor of any shape and floating dtype."""
-        flat = _padded(tensor.detach().reshape(-1).float(), 1)
-        decoded = self.decode(self.encode(flat[None]), flat.numel())[0, : tensor.numel()]
-        return decoded.view(tensor.shape).to(tensor.dtype)
-
 
 WIRE_FORMATS = {
     "fp16": WireFormat("fp16", torch.float16),

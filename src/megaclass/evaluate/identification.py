@@ -204,10 +204,6 @@ def read_megaface_features(paths: Sequence[Path]) -> NDArray[np.float32]:
     return np.stack(rows)
 
 
-def write_megaface_feature(path: Path, vector_D: NDArray[np.float32]) -> None:
-    path.write_bytes(_MEGAFACE_HEADER.pack(len(vector_D), *_MEGAFACE_MARK) + vector_D.astype("<f4").tobytes())
-
-
 def labels_of(identities: Sequence[str], known: Mapping[str, int]) -> NDArray[np.int64]:
     """Numbers of the identities; one that is not known gets a number beyond all known ones."""
     unknown: dict[str, int] = {}

@@ -23,8 +23,6 @@ from megaclass.evaluate.report_style import STYLE
 from megaclass.evaluate.results import SetResult
 
 _NUM_BINS = 40
-# Shares of the time in a row of metrics.jsonl; the rest of the time is computing.
-_TIME_SHARES = {"data_wait_share": "waiting for data", "checkpoint_share": "saving checkpoints"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,7 +167,7 @@ def _where_time_went(runs: Sequence[tuple[int, ModelReport]]) -> str:
 
 
 def time_parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of each part, computing first; from the elapsed time of the rows and the shares they state."""
+    """Seconds of computing, and of waiting for data where the rows say so; from their elapsed time and their shares."""
     seconds: dict[str, float] = {}
     before = 0.0
     for row in metrics:
@@ -178,10 +176,10 @@ def time_parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         # A resumed run counts from zero again.
         passed = row["elapsed_s"] - before if row["elapsed_s"] >= before else row["elapsed_s"]
         before = row["elapsed_s"]
-        shares = {name: float(row[key] or 0.0) for key, name in _TIME_SHARES.items() if key in row}
-        seconds["computing"] = seconds.get("computing", 0.0) + passed * max(0.0, 1 - sum(shares.values()))
-        for name, share in shares.items():
-            seconds[name] = seconds.get(name, 0.0) + passed * share
+        share = float(row.get("data_wait_share") or 0.0)
+        seconds["computing"] = seconds.get("computing", 0.0) + passed * max(0.0, 1 - share)
+        if "data_wait_share" in row:
+            seconds["waiting for data"] = seconds.get("waiting for data", 0.0) + passed * share
     return seconds
 
 

@@ -87,7 +87,7 @@ svg .marker { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 4 3; }
 .toggle[aria-pressed=false] { opacity: 0.45; text-decoration: line-through; }
 button:focus-visible { outline: 2px solid var(--s0); outline-offset: 2px; }
 .time .bar { display: flex; height: 14px; border-radius: 3px; overflow: hidden; max-width: 46em; margin-bottom: 4px; }
-.part-0 { background: var(--s0); } .part-1 { background: var(--s1); } .part-2 { background: var(--s3); }
+.part-0 { background: var(--s0); } .part-1 { background: var(--s1); }
 .failed { margin: 0 0 16px; padding-left: 20px; overflow-wrap: anywhere; }
 .names { font-size: 12px; overflow-wrap: anywhere; }
 .empty { padding: 48px 0; text-align: center; border: 1px dashed var(--rule); border-radius: 6px; }

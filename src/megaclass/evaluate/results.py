@@ -6,6 +6,7 @@ draws: ROC, histogram and the pictures of the worst mistakes, so that a report n
 
 import json
 import os
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -144,10 +145,17 @@ def result_of_pairs(
 
 
 def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetResult]) -> Path:
-    """Writes evaluation.json and evaluation/*.npz; sets that an earlier evaluation of the same model did are kept."""
+    """Writes evaluation.json and evaluation/*.npz; sets that an earlier evaluation of the same model did are kept.
+
+    An earlier file that cannot be read is replaced, with a word on standard error.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NUMBERS_FILE
-    earlier = _read_json(path) if path.is_file() else {}
+    try:
+        earlier = _read_json(path) if path.is_file() else {}
+    except DataError as error:
+        print(f"megaclass: replaced: {error}", file=sys.stderr, flush=True)
+        earlier = {}
     sets = dict(earlier.get("sets", {})) if earlier.get("model") == dict(model) else {}
     (folder / CURVES_FOLDER).mkdir(exist_ok=True)
     for result in results:

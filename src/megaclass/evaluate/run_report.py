@@ -123,8 +123,6 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "steps": ("Steps", "{:,}"),
         "final_loss": ("Final loss", "{:.4f}"),
         "images_per_second": ("Images per second", "{:,.0f}"),
-        "host": ("Host", "{}"),
-        "device": ("Device", "{}"),
     }
     return {title: text.format(summary[key]) for key, (title, text) in shown.items() if summary.get(key) is not None}
 

@@ -45,17 +45,6 @@ def load_state(path: Path) -> dict[str, Tensor]:
         raise ExportError(f"Cannot read {path} as safetensors: {error}") from error
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """What `save_model` was told about the weights; empty for files of other tools that say nothing."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise ExportError(f"Cannot read {path} as safetensors: {error}") from error
-
-
 def _sort_metadata(path: Path) -> None:
     """The library writes metadata in the random order of a hash map; sorted, equal models are equal files.
 

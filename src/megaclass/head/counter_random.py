@@ -35,8 +35,11 @@ def random_bits(keys: tuple[int, int], indices: Tensor) -> Tensor:
     return _mix_32_(_mix_32_(indices.to(torch.int32) ^ keys[0]) + keys[1])
 
 
-def random_bits_rows(keys: tuple[int, int], rows_R: Tensor, num_columns: int) -> Tensor:
-    """(R, num_columns) int32 random bits, keyed by (row id, column). Distinct rows never share a row key."""
+def random_bits_rows(keys: tuple[int, int] | tuple[Tensor, Tensor], rows_R: Tensor, num_columns: int) -> Tensor:
+    """(R, num_columns) int32 random bits, keyed by (row id, column). Distinct rows never share a row key.
+
+    keys: numbers, or the same as 0-d int32 tensors on the device.
+    """
     row_keys_R = _mix_32_(rows_R.to(torch.int32) ^ keys[0])
     columns = torch.arange(num_columns, dtype=torch.int32, device=rows_R.device)
     return _mix_32_(row_keys_R[:, None] ^ _mix_32_(columns ^ keys[1])[None, :])

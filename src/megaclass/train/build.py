@@ -36,6 +36,7 @@ from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, Ro
 from megaclass.train.ema import Ema
 from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.precision import LossScale, Precision, choose_precision
+from megaclass.train.running_statistics import RunningStatistics
 from megaclass.world import World
 
 # Margin, and the field that head.margin_size sets.
@@ -64,6 +65,7 @@ class Model:
     loss_scale: LossScale
     dropouts: list[KeyedDropout]
     ema: Ema | None
+    statistics: RunningStatistics
 
     @contextmanager
     def for_evaluation(self) -> Iterator[nn.Module]:
@@ -86,9 +88,13 @@ class Model:
         self.backbone.load_state_dict(_part(state, "backbone."))
         for name, parameter in self.backbone.named_parameters():
             for key, value in _part(state, f"optimizer.{name}.").items():
-                # Adam counts its steps on the CPU unless it is fused; what is as large as the weights lies beside them.
-                device = parameter.device if value.ndim or self.optimizer.defaults.get("fused") else value.device
-                self.optimizer.state[parameter][key] = value.to(device)
+                if value.shape == parameter.shape:
+                    # Laid out as the weights are: a fused optimizer walks through both by address.
+                    value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                elif self.optimizer.defaults.get("fused"):
+                    # Adam counts its steps on the CPU unless it is fused.
+                    value = value.to(parameter.device)
+                self.optimizer.state[parameter][key] = value
         for name, value in _part(state, "head.").items():
             self.head.get_buffer(name).copy_(value)
         self.loss_scale.load(_part(state, "loss_scale."))
@@ -129,6 +135,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         loss_scale=LossScale(precision, device),
         dropouts=dropouts,
         ema=Ema(backbone, config.train.ema) if config.train.ema else None,
+        statistics=RunningStatistics(backbone),
     )
 
 
@@ -247,9 +254,14 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
     fused = parameters[0].device.type == "cuda"
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
-    return torch.optim.SGD(
+    sgd = torch.optim.SGD(
         parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
     )
+    if config.momentum:
+        # Left to its first step, the fused one takes memory as it comes, and would keep that if the step is skipped.
+        for parameter in parameters:
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ gathered, and each rank adds up those of its own classes, in the order of the da
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 
 import numpy as np
@@ -25,6 +25,7 @@ from megaclass.errors import DataError
 from megaclass.evaluate.embed import evaluating
 from megaclass.head.exchange import gather_batch
 from megaclass.train.build import Model
+from megaclass.train.data_errors import DataErrors
 from megaclass.train.progress import progress_bar
 from megaclass.world import World
 
@@ -35,10 +36,12 @@ def start_at_class_means(config: Config, model: Model, source: ImageSource, worl
     With sub-centres the first of each class begins at the mean, the others as ever: equal ones would stay equal.
     An all-gather a step, as of the head's forward: W * (16 + max_batch * (8 + D * 4)) bytes.
     """
-    sums_KD = _sum_by_class(config, model, source, world, device)
+    data_errors = DataErrors()
+    sums_KD = _sum_by_class(config, model, source, world, device, data_errors)
     is_finite_K = sums_KD.isfinite().all(1)
 
     def check() -> None:
+        data_errors.check()
         if not is_finite_K.all():
             first = model.head.classes.start + int((~is_finite_K).nonzero()[0])
             raise DataError(
@@ -56,31 +59,45 @@ def start_at_class_means(config: Config, model: Model, source: ImageSource, worl
         )
 
 
-def _sum_by_class(config: Config, model: Model, source: ImageSource, world: World, device: torch.device) -> Tensor:
-    """(K, D) float32: unit embeddings of this rank's classes, added up."""
+def _sum_by_class(
+    config: Config, model: Model, source: ImageSource, world: World, device: torch.device, data_errors: DataErrors
+) -> Tensor:
+    """(K, D) float32: unit embeddings of this rank's classes, added up; of some images where a rank's data failed.
+
+    That rank brings no images any more and says so in place of the step's number: all leave, one step later.
+    """
     own, width = model.head.classes, model.head.embedding_dim
     largest = -(-config.train.global_batch // world.size)
     # The last row is for images of other ranks' classes.
     sums = torch.zeros((len(own) + 1, width), device=device)
     bar_of = progress_bar("class means", source.num_images) if world.is_main else nullcontext(None)
-    done = 0
+    starts = range(0, source.num_images, config.train.global_batch)
+    nothing = torch.zeros((0, 3, *source.image_size), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
+    batches = data_errors.kept(_batches(config, source, world, starts), nothing)
+    is_failed = torch.zeros((), dtype=torch.bool)
     with evaluating(model.backbone), bar_of as bar:
-        for images_B, labels_B in _batches(config, source, world):
+        for start, (images_B, labels_B) in zip(starts, batches, strict=False):
             inputs = normalise(images_B.to(device)).to(memory_format=torch.channels_last)
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
                 embeddings_BD = model.backbone(inputs) if len(inputs) else inputs.new_zeros((0, width))
             unit_BD = F.normalize(embeddings_BD.float())
-            batch = gather_batch(unit_BD, labels_B.to(device), step=0, max_batch=largest, group=None)
+            failed = int(data_errors.is_any)
+            batch = gather_batch(unit_BD, labels_B.to(device), step=failed, max_batch=largest, group=None)
             local_G = batch.labels_G - own.start
             rows_G = torch.where((local_G >= 0) & (local_G < len(own)), local_G, len(own))
             _add_rows_(sums, rows_G, batch.embeddings_GD)
-            done = min(done + config.train.global_batch, source.num_images)
             if bar is not None:
-                bar.advance_to(done)
+                bar.advance_to(min(start + config.train.global_batch, source.num_images))
+            if is_failed:
+                # The step before this one: a GPU has done that by now, or nearly so.
+                break
+            is_failed = batch.steps_W.any()
     return sums[:-1]
 
 
-def _batches(config: Config, source: ImageSource, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(
+    config: Config, source: ImageSource, world: World, starts: Iterable[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """(uint8 images, labels): this rank's part of every batch, in the order of the data; unreadable images left out."""
     bad_images = BadImages(source, config.data.max_bad_fraction)
     size = source.image_size
@@ -103,7 +120,7 @@ def _batches(config: Config, source: ImageSource, world: World) -> Iterator[tupl
             images_BHW3, indices_B = images_BHW3[is_read_B], indices_B[is_read_B]
         return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2), torch.from_numpy(source.labels[indices_B])
 
-    return ordered_map(load, range(0, source.num_images, config.train.global_batch), config.data.threads)
+    return ordered_map(load, starts, config.data.threads)
 
 
 def _add_rows_(sums: Tensor, rows_G: Tensor, values_GD: Tensor) -> None:

@@ -1,9 +1,12 @@
 """Evaluation of what is being trained, by all ranks together: at the end, or between two steps."""
 
+import sys
+
 import torch
 
 from megaclass.config import Config
 from megaclass.data.source import verification_files
+from megaclass.distributed.collectives import group_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.evaluate.results import SetResult
 from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
@@ -19,11 +22,22 @@ def evaluate_model(config: Config, model: Model, image_size: int, device: torch.
     return evaluate_sets(evaluator, find_sets(verification_files(config.data.path)))
 
 
-def evaluate_between_steps(config: Config, model: Model, image_size: int, device: torch.device) -> dict[str, float]:
-    """Collective. Accuracies for a row of metrics, of the weights that would be exported now; training goes on unchanged."""
+def evaluate_between_steps(
+    config: Config, model: Model, image_size: int, device: torch.device, errors_told: set[str]
+) -> list[SetResult]:
+    """Collective. Of the weights that would be exported now; training goes on unchanged.
+
+    Rank 0 says why a set could not be evaluated, once: `errors_told` are those it said before.
+    """
     average_buffers_(model.backbone)
     with model.for_evaluation():
-        return accuracies(evaluate_model(config, model, image_size, device))
+        results = evaluate_model(config, model, image_size, device)
+    errors = {f"{result.name}: {result.error}" for result in results if result.error is not None} - errors_told
+    if group_rank(None) == 0:
+        for error in sorted(errors):
+            print(f"megaclass: not evaluated: {error}", file=sys.stderr, flush=True)
+    errors_told |= errors
+    return results
 
 
 def accuracies(results: list[SetResult]) -> dict[str, float]:

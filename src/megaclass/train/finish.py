@@ -1,6 +1,8 @@
 """After the last step: evaluation on all ranks, then summary, report and exported model from rank 0."""
 
-import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 import megaclass
 from megaclass.config import Config
 from megaclass.data.decode import decode_image
+from megaclass.data.fingerprint import fingerprint
 from megaclass.data.pairs import read_pairs
 from megaclass.data.source import ImageSource
-from megaclass.errors import DataError
+from megaclass.errors import DataError, UserError
 from megaclass.evaluate.baselines import score_histograms, score_pixels
 from megaclass.evaluate.models import weights_fingerprint
 from megaclass.evaluate.report import write_report
@@ -27,7 +30,6 @@ from megaclass.train.run_folder import RunFolder
 from megaclass.world import World
 
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
-_FINGERPRINT_IMAGES = 64
 
 
 def evaluate_run(config: Config, model: Model, source: ImageSource, device: torch.device) -> list[SetResult]:
@@ -54,8 +56,6 @@ def finish_run(
         "image_size": str(image_size),
     }
     save_model(run.path / "model.safetensors", model.backbone, metadata=metadata)
-    if config.export.onnx:
-        export_onnx(run.path / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
     summary: dict[str, Any] = {
         "data": config.data.path,
         "data_fingerprint": fingerprint(source),
@@ -69,26 +69,30 @@ def finish_run(
         "final_loss": outcome.final_loss,
         "images_per_second": outcome.images_per_second,
     }
-    # Under the same key as `megaclass evaluate` on this run: sets evaluated later join these.
-    write_results(run.path, {"name": run.path.name, "weights": weights_fingerprint(model.backbone)}, results)
     evaluated = [result for result in results if result.error is None]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
-        summary |= _write_baselines(run.path, evaluated[0], image_size)
+        with _or_a_warning("The baselines"):
+            summary |= _write_baselines(run.path, evaluated[0], image_size)
     summary["verification"] = {result.name: result.to_json() for result in results}
     run.write_summary(summary)
-    write_faces(run.path, _sample_faces(source))
-    write_report(run.path / "report.html", report_of_runs([run.path], device=torch.device("cpu")))
+    with _or_a_warning(f"The report, which megaclass report {run.path} can make later,"):
+        # Under the same key as `megaclass evaluate` on this run: sets evaluated later join these.
+        write_results(run.path, {"name": run.path.name, "weights": weights_fingerprint(model.backbone)}, results)
+        write_faces(run.path, _sample_faces(source))
+        write_report(run.path / "report.html", report_of_runs([run.path], device=torch.device("cpu")))
+    if config.export.onnx:
+        export_onnx(run.path / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
     _say_where(run, summary, results)
 
 
-def fingerprint(source: ImageSource) -> str:
-    """Changes with the number of classes, any label, and (all but surely) the images: 64 spread over all are read."""
-    digest = hashlib.sha256(f"{source.num_classes} {source.num_images} {source.image_size}".encode())
-    digest.update(np.ascontiguousarray(source.labels, dtype="<i8").tobytes())
-    for index in np.unique(np.linspace(0, source.num_images - 1, _FINGERPRINT_IMAGES).astype(np.int64)):
-        digest.update(source.read(int(index)))
-    return digest.hexdigest()[:16]
+@contextmanager
+def _or_a_warning(what: str) -> Iterator[None]:
+    """Around what is nice to have: where it fails, the run has ended well all the same."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        print(f"megaclass: {what} could not be made: {error}", file=sys.stderr, flush=True)
 
 
 def _write_baselines(run: Path, result: SetResult, image_size: int) -> dict[str, float]:
@@ -106,13 +110,13 @@ def _write_baselines(run: Path, result: SetResult, image_size: int) -> dict[str,
 
 
 def _sample_faces(source: ImageSource) -> list[list[bytes]]:
-    """The first images of a few classes spread over all of them; one that does not decode is left out."""
+    """The first images of a few classes spread over all of them; one that cannot be read is left out."""
     rows = []
     for label in np.unique(np.linspace(0, source.num_classes - 1, _SAMPLE_ROWS).astype(np.int64)):
         row = []
         for index in np.flatnonzero(source.labels == label)[:_SAMPLE_COLUMNS]:
-            encoded = source.read(int(index))
             try:
+                encoded = source.read(int(index))
                 decode_image(encoded, source.name_of(int(index)))
             except DataError:
                 continue
@@ -129,11 +133,13 @@ def _say_where(run: RunFolder, summary: dict[str, Any], results: list[SetResult]
         f"loss {summary['final_loss']:.3f}, {summary['images_per_second']:,.0f} images/s.",
     ]
     if "verification_accuracy" in summary:
-        lines.append(
-            f"Verification of unseen identities: {summary['verification_accuracy']:.1%} "
-            f"(raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
-            f"colour histograms {summary['histogram_baseline_accuracy']:.1%})."
-        )
+        floor = ""
+        if "pixel_baseline_accuracy" in summary:
+            floor = (
+                f" (raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
+                f"colour histograms {summary['histogram_baseline_accuracy']:.1%})"
+            )
+        lines.append(f"Verification of unseen identities: {summary['verification_accuracy']:.1%}{floor}.")
     lines += [f"Not evaluated: {result.name}: {result.error}" for result in results if result.error is not None]
     lines += ["", f"In {run.path}/:"]
     for name, meaning in (

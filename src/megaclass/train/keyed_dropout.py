@@ -1,5 +1,6 @@
 """Dropout that depends on (seed, step, image), not on which rank has the image."""
 
+import torch
 from torch import Tensor, nn
 
 from megaclass.head.counter_random import random_bits_rows, stream_keys
@@ -14,18 +15,21 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p, self.seed, self.layer = p, seed, layer
         self._images_B: Tensor | None = None
-        self._step = 0
+        self._keys: tuple[Tensor, Tensor] | None = None
 
     def expect(self, images_B: Tensor, step: int) -> None:
         """images_B: (B,) numbers of the images in the data set."""
-        self._images_B, self._step = images_B, step
+        first, second = stream_keys(_DROPOUT, self.seed, step, self.layer)
+        # Tensors: as numbers they would be part of what torch.compile compiles, anew in every step.
+        self._keys = images_B.new_full((), first, dtype=torch.int32), images_B.new_full((), second, dtype=torch.int32)
+        self._images_B = images_B
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
         assert self._images_B is not None and len(self._images_B) == len(x), "expect() comes before forward"
-        keys = stream_keys(_DROPOUT, self.seed, self._step, self.layer)
-        bits = random_bits_rows(keys, self._images_B, x[0].numel())
+        assert self._keys is not None
+        bits = random_bits_rows(self._keys, self._images_B, x[0].numel())
         is_kept = (bits >= round((self.p - 0.5) * 2**32)).view_as(x)
         return x * is_kept / (1 - self.p)
 

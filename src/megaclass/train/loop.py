@@ -8,6 +8,7 @@ A step on every rank (train/step.py):
     update      backbone by its optimizer, the centres that took part by the head; nothing where something is not finite
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,16 +17,18 @@ import torch
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.config import Config
 from megaclass.data.loader import BatchLoader
-from megaclass.distributed.agreement import on_main_rank
+from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.evaluate.results import SetResult
 from megaclass.train.build import Model
-from megaclass.train.evaluation import evaluate_between_steps
+from megaclass.train.data_errors import DataErrors, batch_of_no_class
+from megaclass.train.evaluation import accuracies, evaluate_between_steps
 from megaclass.train.generators import generator_states
 from megaclass.train.meters import Meter, check_finite
 from megaclass.train.progress import no_bar, progress_bar
 from megaclass.train.run_folder import RunFolder
 from megaclass.train.schedule import learning_rate
-from megaclass.train.sinks import no_sinks, open_sinks
+from megaclass.train.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.step import training_step
 from megaclass.train.stop_signals import StopSignals
 from megaclass.world import World
@@ -41,6 +44,8 @@ class Outcome:
     images_per_second: float
     was_interrupted: bool
     """A signal asked to stop before the last step; the checkpoint says how far it came."""
+    results: list[SetResult] | None
+    """Of the last step, where the loop came to it and evaluated."""
 
 
 def train(
@@ -56,40 +61,56 @@ def train(
     """Trains from `first_step` to the end, saving checkpoints on the way. Every rank calls it."""
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
     checkpoint_steps = max(1, round(config.train.checkpoint_epochs * loader.steps_per_epoch))
-    evaluate_steps = round(config.train.evaluate_epochs * loader.steps_per_epoch)
-    accuracies: dict[str, float] = {}
+    evaluate_steps = max(1, round(config.train.evaluate_epochs * loader.steps_per_epoch))
     meter = Meter(config.train.global_batch, run.read_metrics(), device)
     signals = StopSignals()
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=num_steps - first_step)
+    data_errors = DataErrors()
+    refused = batch_of_no_class(-(-config.train.global_batch // world.size), loader.image_size)
     done, is_asked_to_stop = first_step, False
+    results: list[SetResult] | None = None
+    errors_told: set[str] = set()
     model.parallel.train()
     bar_of = progress_bar("training", num_steps, start=first_step) if world.is_main else no_bar()
-    rows_of = open_sinks(config, run) if world.is_main else no_sinks()
-    with signals.heard(), bar_of as bar, rows_of as send_row:
-        for step, batch in enumerate(meter.batches(batches), start=first_step):
+    rows_of = open_sinks(config, run, is_new=first_step == 0) if world.is_main else no_sinks()
+    with ExitStack() as held, signals.heard(), bar_of as bar:
+        send_row = on_every_rank(partial(held.enter_context, rows_of), device)
+        for step, batch in enumerate(meter.batches(data_errors.kept(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1
-            is_evaluated = evaluate_steps > 0 and done % evaluate_steps == 0 and done < num_steps
-            is_reported = done % config.train.report_steps == 0 or done == num_steps or is_evaluated
-            meter.add(training_step(model, batch, config, lr=lr, step=step, device=device, is_measured=is_reported))
+            is_last = done == num_steps
+            is_saved = done % checkpoint_steps == 0 or is_last
+            is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
+            is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated
+            with data_errors.heard_by_all(device):
+                meter.add(training_step(model, batch, config, lr=lr, step=step, device=device, is_measured=is_reported))
 
-            detail = ""
+            detail, numbers = "", {}
             if is_evaluated:
-                accuracies = evaluate_between_steps(config, model, loader.image_size[0], device)
+                results = evaluate_between_steps(config, model, loader.image_size[0], device, errors_told)
+                numbers = accuracies(results)
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
-                row |= accuracies if is_evaluated else {}
-                check_finite(row, done, config.train.on_nan, model.loss_scale.is_dynamic)
-                on_main_rank(partial(send_row, row), device)
+                numbers |= {"loss": row["loss"]}
+                on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row)
-                is_asked_to_stop = done < num_steps and signals.any_rank_was_asked(device)
+                is_asked_to_stop = not is_last and signals.any_rank_was_asked(device)
             bar.advance_to(done, detail)
-            if done % checkpoint_steps == 0 or done == num_steps or is_asked_to_stop:
-                save(model, writer, done, {"loss": meter.last_loss, **accuracies}, device)
+            if is_saved or is_asked_to_stop:
+                # Numbers of this very step, or none: the best checkpoint is chosen by them.
+                save(model, writer, done, numbers, device)
             if is_asked_to_stop:
                 break
-    return Outcome(done, meter.last_loss, meter.images_per_second(), is_asked_to_stop)
+    speed = meter.images_per_second()
+    return Outcome(done, meter.last_loss, speed, is_asked_to_stop, None if is_asked_to_stop else results)
+
+
+def report(row: dict[str, float], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:
+    """On every rank: what is wrong here, or nothing; rank 0 writes the row."""
+    data_errors.check()
+    check_finite(row, int(row["step"]), config.train.on_nan, model.loss_scale.is_dynamic)
+    send_row(row)
 
 
 def describe_row(row: dict[str, float]) -> str:

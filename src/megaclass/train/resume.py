@@ -15,11 +15,24 @@ from megaclass.checkpoint.class_names import (
     saved_classes,
 )
 from megaclass.checkpoint.insightface import check_fits
-from megaclass.checkpoint.load import copy_matched_rows, first_whole, load_rank_state, load_shared, saved_rows
+from megaclass.checkpoint.load import (
+    copy_matched_rows,
+    first_whole_on_all_ranks,
+    load_rank_state,
+    load_shared,
+    saved_rows,
+)
 from megaclass.checkpoint.manifest import Manifest, read_manifest
-from megaclass.checkpoint.retention import best_folder, published
+from megaclass.checkpoint.retention import best_folder, published, set_aside_after
 from megaclass.config import Config, load_config_values, to_toml
-from megaclass.distributed.agreement import on_every_rank, on_main_rank
+from megaclass.data.fingerprint import DataMarks, foreign_class
+from megaclass.data.source import ImageSource
+from megaclass.distributed.agreement import (
+    on_every_rank,
+    on_every_rank_for_long,
+    on_main_rank,
+    on_main_rank_for_long,
+)
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import CheckpointError, ConfigError
 from megaclass.train.build import Model
@@ -52,7 +65,6 @@ _MAY_CHANGE = {
     "head.stored_gib",
     "export.onnx",
 }
-_NAME_BYTES = 256
 
 
 def resume_run(
@@ -60,7 +72,9 @@ def resume_run(
     model: Model,
     run: RunFolder,
     where: str,
+    source: ImageSource,
     classes: ClassList,
+    marks: DataMarks,
     world: World,
     device: torch.device,
     *,
@@ -69,49 +83,68 @@ def resume_run(
     """Collective. Loads a checkpoint on every rank; returns the step to go on with.
 
     where: "auto" for the newest whole checkpoint of the run folder, "best" for the best one, or a checkpoint's path.
-    matches_classes: a changed list of classes is matched by name; otherwise it is refused.
+    marks: what the data is known by, on rank 0.
+    matches_classes: a changed list of classes is matched by name; otherwise it, or other data, is refused.
     """
-    name = b""
+    folder = _choose(config, run, where, device)
 
-    def choose() -> None:
-        nonlocal name
-        folder, step = _choose(config, run, where)
+    def check() -> None:
         manifest = read_manifest(folder)
-        _check_classes(saved_classes(folder, manifest), classes, folder, matches_classes=matches_classes)
-        name = folder.name.encode()
-        print(f"megaclass: resuming from {folder}, step {step}", file=sys.stderr, flush=True)
+        saved = saved_classes(folder, manifest)
+        if not matches_classes:
+            _check_classes(saved, classes, folder)
+        if saved == classes:
+            _check_data(manifest.data, marks, source, classes, folder, matches_classes=matches_classes)
+        print(f"megaclass: resuming from {folder}, step {manifest.step}", file=sys.stderr, flush=True)
 
-    on_main_rank(choose, device)
-    block = torch.tensor(list(name.ljust(_NAME_BYTES)), dtype=torch.uint8, device=device)
-    chosen = bytes(gather_blocks(block, None)[0].tolist()).decode().strip()
-    folder = run.checkpoints / chosen if where in ("auto", "best") else Path(where)
+    on_main_rank_for_long(check, device)
     saved = on_every_rank(lambda: saved_classes(folder, read_manifest(folder)), device)
     match = match_on_all_ranks(saved, classes, model, world, device, str(folder)) if saved != classes else None
-    step = on_every_rank(lambda: _load(model, folder, match, world, device), device)
-    on_main_rank(lambda: run.forget_metrics_after(step), device)
+    step = on_every_rank_for_long(lambda: _load(model, folder, match, world, device), device)
+    on_main_rank(lambda: _leave_later_ones(run, step), device)
     return step
 
 
-def _choose(config: Config, run: RunFolder, where: str) -> tuple[Path, int]:
-    """Rank 0. Every byte of what it returns has been checked."""
+def _choose(config: Config, run: RunFolder, where: str, device: torch.device) -> Path:
+    """Collective. Every byte of what it returns has been checked."""
+    candidates: list[Path] = []
 
-    def fits(folder: Path, manifest: Manifest) -> None:
-        _check_same_run(manifest, config, folder)
+    def list_candidates() -> list[Path]:
+        candidates.append(Path(where))
+        if where in ("auto", "best"):
+            candidates[:] = published(run.checkpoints)[::-1]
+            best = best_folder(candidates[::-1])
+            if where == "best" and best is not None:
+                candidates[:] = [best]
+        return candidates
 
-    candidates = [Path(where)]
-    if where in ("auto", "best"):
-        candidates = published(run.checkpoints)[::-1]
-        best = best_folder(candidates[::-1])
-        if where == "best" and best is not None:
-            candidates = [best]
-    found, passed_over = first_whole(candidates, fits)
-    if found is None and len(candidates) == 1:
-        raise CheckpointError(passed_over[0])
-    for reason in passed_over:
-        print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
-    if found is None:
-        raise CheckpointError(f"There is no whole checkpoint in {run.checkpoints} to resume this run from.")
-    return found, read_manifest(found).step
+    found, passed_over = first_whole_on_all_ranks(
+        list_candidates, device, lambda folder, manifest: _check_same_run(manifest, config, folder)
+    )
+
+    def report() -> None:
+        if found is None and len(candidates) == 1:
+            raise CheckpointError(passed_over[0])
+        for reason in passed_over:
+            print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
+        if found is None:
+            raise CheckpointError(f"There is no whole checkpoint in {run.checkpoints} to resume this run from.")
+
+    on_main_rank(report, device)
+    assert found is not None
+    return found
+
+
+def _leave_later_ones(run: RunFolder, step: int) -> None:
+    """Rank 0. What this run comes to after `step` takes the place of what lies there; nothing that took hours is removed."""
+    for left in set_aside_after(run.checkpoints, step):
+        print(
+            f"megaclass: set aside as {left.name}: a checkpoint of a later step, which is no part of this run any more. "
+            f"Remove it if nobody needs it.",
+            file=sys.stderr,
+            flush=True,
+        )
+    run.forget_metrics_after(step)
 
 
 def _load(model: Model, folder: Path, match: ClassMatch | None, world: World, device: torch.device) -> int:
@@ -157,9 +190,29 @@ def match_on_all_ranks(
     return match
 
 
-def _check_classes(saved: ClassList, classes: ClassList, folder: Path, *, matches_classes: bool) -> None:
-    if not matches_classes and (difference := describe_difference(saved, classes)):
+def _check_classes(saved: ClassList, classes: ClassList, folder: Path) -> None:
+    if difference := describe_difference(saved, classes):
         raise CheckpointError(f"{folder} has other classes: {difference}.")
+
+
+def _check_data(
+    saved: DataMarks, marks: DataMarks, source: ImageSource, classes: ClassList, folder: Path, *, matches_classes: bool
+) -> None:
+    """Classes without names are told from others by their images: a checkpoint is refused for data that has none of them.
+
+    More or fewer images of the same classes, in any order or format, go on, and so does everything where names are equal.
+    """
+    if not saved.fingerprint or saved.fingerprint == marks.fingerprint:
+        return
+    changed = f"fingerprint of the data {saved.fingerprint} in {folder}, {marks.fingerprint} now"
+    foreign = None if classes.text else foreign_class(saved, source)
+    if foreign is not None and not matches_classes:
+        raise CheckpointError(
+            f"{folder} was trained on other data: class {foreign} holds none of the images that it is known by "
+            f"({changed}). If the classes are the same ones under the same numbers, and their images were only encoded "
+            f"anew, --match-classes goes on."
+        )
+    print(f"megaclass: the data has changed, going on with it: {changed}", file=sys.stderr, flush=True)
 
 
 def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:

@@ -1,13 +1,15 @@
 """The folder of a run: who may write there, and what is kept."""
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.checkpoint.retention import written_by_runs
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
 
 # Network file systems may show a new file a moment late.
 _NETWORK_DELAY_S = 5.0
+_LOCK_POLL_S = 0.2
+_TAKEN = "taken"
 _OWN_NAMES = (
     "config.toml",
     "metrics.jsonl",
@@ -35,6 +40,8 @@ _OWN_NAMES = (
     "baselines",
     "faces.npz",
 )
+# What other commands and services made of a run; a folder that holds nothing else holds no run.
+_MADE_OF_A_RUN = ("export", "wandb")
 
 
 @dataclass(frozen=True)
@@ -59,32 +66,82 @@ class RunFolder:
             )
 
     def clear(self) -> None:
-        """Removes what a run writes, and nothing else."""
-        for name in _OWN_NAMES:
-            target = self.path / name
+        """Removes what a run writes, what was made of it, and nothing else."""
+        for target in (
+            *written_by_runs(self.checkpoints),
+            *(self.path / name for name in (*_OWN_NAMES, *_MADE_OF_A_RUN) if name != self.checkpoints.name),
+        ):
             if target.is_dir():
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
+        with suppress(OSError):
+            # Stays where users keep copies of their own in it.
+            self.checkpoints.rmdir()
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    def set_taken(self, is_taken: bool) -> None:
+        """Whether the run in this locked folder is that of the job that holds it, or still the one of before."""
+        try:
+            self._lock_file.write_text(_TAKEN if is_taken else "")
+        except OSError as error:
+            raise _cannot_write(self._lock_file, error) from error
+
+    def is_taken(self) -> bool:
+        return self._lock_file.is_file() and self._lock_file.read_text() == _TAKEN
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Two jobs in one folder would mix their files: the second is refused, however the first ended."""
+    def locked(self, patience_s: float = 0.0) -> Iterator[None]:
+        """Two jobs in one folder would mix their files: the second is refused, however the first ended.
+
+        patience_s: how long it may take the one before to end.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise CheckpointError(
                 f"Cannot write to the run folder {self.path}: {error.strerror}; choose another train.run_dir."
             ) from error
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(f"Another job is running in {self.path}: choose another train.run_dir.") from None
+            self._lock(handle, patience_s)
             yield
         finally:
             os.close(handle)
+
+    def _lock(self, handle: int, patience_s: float) -> None:
+        begun, was_told = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() - begun >= patience_s:
+                    raise CheckpointError(
+                        f"Another job is running in {self.path}: choose another train.run_dir."
+                    ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise CheckpointError(f"Cannot lock the run folder {self.path}: {error.strerror}.") from error
+                print(
+                    f"WARNING megaclass: the file system of {self.path} has no locks ({error.strerror}): nothing keeps "
+                    f"a second job out of this run folder. Start none.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
+            if not was_told:
+                was_told = True
+                print(
+                    f"megaclass: rank 0 of the start before still holds {self.path}: waiting up to {patience_s:g} s "
+                    f"for it to end.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(_LOCK_POLL_S)
 
     def check_seen_by_all(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         """Collective. Refuses a folder that is another one on some host: shards written there would be missing here.
@@ -130,15 +187,25 @@ class RunFolder:
             raise _cannot_write(path, error) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Whole rows; a last one cut off by a crash is left out."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        """Whole rows; a last one cut off by a crash is left out, and so is what a power cut left in place of others."""
+        return [row for row in map(_row, self._lines_of_metrics()) if row is not None]
 
     def forget_metrics_after(self, step: int) -> None:
-        """A resumed run writes the rows after its checkpoint again."""
-        rows = [row for row in self.read_metrics() if row["step"] <= step]
-        self._write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        """A resumed run writes the rows after its checkpoint again. Lines that are no rows go, and that is said."""
+        rows, num_lines = self.read_metrics(), len(self._lines_of_metrics())
+        if len(rows) < num_lines:
+            print(
+                f"megaclass: {num_lines - len(rows)} of {num_lines} lines in {self.path / 'metrics.jsonl'} cannot be read "
+                f"as rows and are dropped; the curve has a gap there.",
+                file=sys.stderr,
+                flush=True,
+            )
+        kept = [row for row in rows if row["step"] <= step]
+        self._write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+
+    def _lines_of_metrics(self) -> list[str]:
+        path = self.path / "metrics.jsonl"
+        return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
 
     def _write(self, name: str, text: str) -> None:
         unfinished = self.path / f".{name}.tmp"
@@ -147,6 +214,14 @@ class RunFolder:
             unfinished.replace(self.path / name)
         except OSError as error:
             raise _cannot_write(self.path / name, error) from error
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -4,21 +4,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from megaclass.config import Config, to_toml
-from megaclass.errors import ConfigError
+from megaclass.errors import ConfigError, UserError
 from megaclass.train.run_folder import RunFolder
 
 Sink = Callable[[Mapping[str, float]], None]
 
 
 @contextmanager
-def open_sinks(config: Config, run: RunFolder) -> Iterator[Sink]:
-    """One function that hands a row of metrics to every sink; rank 0 alone calls it."""
+def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink]:
+    """One function that hands a row of metrics to every sink; rank 0 alone calls it.
+
+    is_new: nothing was trained yet. Where a sink cannot be opened, the run folder is then left empty for the next try.
+    """
     with ExitStack() as opened:
         sinks: list[Sink] = [run.append_metrics]
-        if config.train.tensorboard:
-            sinks.append(opened.enter_context(_tensorboard(run)))
-        if config.train.wandb_project:
-            sinks.append(opened.enter_context(_wandb(config, run)))
+        try:
+            if config.train.tensorboard:
+                sinks.append(opened.enter_context(_tensorboard(run)))
+            if config.train.wandb_project:
+                sinks.append(opened.enter_context(_wandb(config, run)))
+        except (UserError, OSError):
+            if is_new:
+                opened.close()
+                run.clear()
+            raise
 
         def send(row: Mapping[str, float]) -> None:
             for sink in sinks:
@@ -58,9 +67,15 @@ def _wandb(config: Config, run: RunFolder) -> Iterator[Sink]:
         import wandb
     except ImportError:
         raise ConfigError("train.wandb_project needs its package: pip install 'megaclass[wandb]'") from None
-    session = wandb.init(
-        project=config.train.wandb_project, name=run.path.name, dir=str(run.path), config={"toml": to_toml(config)}
-    )
+    try:
+        session = wandb.init(
+            project=config.train.wandb_project, name=run.path.name, dir=str(run.path), config={"toml": to_toml(config)}
+        )
+    except wandb.Error as error:
+        raise ConfigError(
+            f"Weights & Biases did not open train.wandb_project={config.train.wandb_project}: {error} "
+            f"WANDB_MODE=offline writes to files; train.wandb_project='' goes without."
+        ) from error
     try:
         yield lambda row: session.log(dict(row), step=int(row["step"]))
     finally:

@@ -1,25 +1,35 @@
 """`megaclass train`: from settings to a finished run, as one process, as the parent of local ranks, or as one rank."""
 
 import faulthandler
+import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megaclass.backbones import check_backbone
-from megaclass.checkpoint.retention import published
+from megaclass.checkpoint.manifest import read_manifest
+from megaclass.checkpoint.retention import published, step_of
 from megaclass.checkpoint.save import CheckpointWriter
+from megaclass.checkpoint.tensor_file import check_dtypes
 from megaclass.config import Config, to_toml
 from megaclass.data.augment import parse_augment
+from megaclass.data.fingerprint import DataMarks, marks_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.source import ImageSource, check_source, open_source
 from megaclass.data.stage import stage
 from megaclass.data.synthesize import synthesize
-from megaclass.distributed.agreement import on_every_rank, on_main_rank
+from megaclass.distributed.agreement import (
+    on_every_rank,
+    on_every_rank_for_long,
+    on_main_rank,
+    on_main_rank_for_long,
+    text_of_main_rank,
+)
 from megaclass.distributed.process_group import process_group
 from megaclass.errors import CheckpointError, ConfigError, DataError, ExportError, TrainError
 from megaclass.launch.local import EXIT_RESUME_ME, run_local
@@ -28,10 +38,14 @@ from megaclass.train.class_list import class_list
 from megaclass.train.finish import evaluate_run, finish_run
 from megaclass.train.initialise import initialise
 from megaclass.train.loop import Outcome, train
+from megaclass.train.packages import require_packages
 from megaclass.train.progress import Bar, progress_bar
 from megaclass.train.resume import resume_run
 from megaclass.train.run_folder import RunFolder
-from megaclass.world import World, world_from_environment
+from megaclass.world import World, starters_variables, world_from_environment
+
+# How long rank 0 of the start before may take to die: the launchers' graces, and a write to a slow disk.
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +57,15 @@ class Beginning:
     overwrite: bool = False
     """Replace the run that the folder holds."""
     matches_classes: bool = False
-    """A list of classes that differs from the checkpoint's is matched by name, not refused."""
+    """A list of classes that differs from the checkpoint's is matched by name, not refused; nor is other data."""
 
     def __post_init__(self) -> None:
         if self.resume is not None and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other: continue the run or replace it.")
+
+    @property
+    def needs_free_folder(self) -> bool:
+        return self.resume is None and not self.overwrite
 
 
 def start_training(config: Config, arguments: Sequence[str], beginning: Beginning) -> int:
@@ -57,28 +75,75 @@ def start_training(config: Config, arguments: Sequence[str], beginning: Beginnin
     parse_augment(config.data.augment)
     world = world_from_environment()
     if world.starter != "nobody":
-        return _train_as_rank(config, world, _after_a_restart(config, beginning))
+        if world.size == 1 and config.train.nproc > 1:
+            print(f"WARNING {world.name()}: {_unused_nproc(config, world)}", file=sys.stderr, flush=True)
+        return _train_as_rank(config, world, beginning)
     run = RunFolder(Path(config.train.run_dir))
-    if beginning.resume is None and not beginning.overwrite:
+    if beginning.needs_free_folder:
         run.check_free()
+    require_packages(config)
     make_data(config)
     if config.train.nproc == 1:
         return _train_as_rank(config, world, beginning)
     return run_local([sys.executable, "-m", "megaclass", "train", *arguments], config.train.nproc)
 
 
-def _after_a_restart(config: Config, beginning: Beginning) -> Beginning:
-    """`megaclass run --restarts` gives the same command again: it goes on from the newest whole checkpoint, if there is one.
+def _unused_nproc(config: Config, world: World) -> str:
+    """In a shell that a starter opened (srun --pty bash), every command looks like the only rank of a job."""
+    return (
+        f"train.nproc={config.train.nproc} is not used, because {world.starter} is in charge and started one process. "
+        f"Start more with it, or, in a shell that it opened, type `unset {' '.join(starters_variables())}` first."
+    )
 
-    A run that failed before its first checkpoint begins anew; a folder that holds another run is refused as ever.
+
+def _begin(
+    config: Config, run: RunFolder, world: World, device: torch.device, beginning: Beginning, held: ExitStack
+) -> Beginning:
+    """Collective. Rank 0 locks the folder, looks what it holds, and makes the data; all ranks begin as it decides."""
+    decided = beginning
+
+    def prepare() -> None:
+        nonlocal decided
+        require_packages(config)
+        is_restart = world.starter != "nobody" and os.environ.get("MEGACLASS_RESTART", "0") != "0"
+        if beginning.needs_free_folder and not is_restart:
+            run.check_free()
+        held.enter_context(run.locked(_PATIENCE_S if is_restart else 0.0))
+        if is_restart:
+            decided = _after_a_restart(config, run, beginning)
+            if decided.needs_free_folder:
+                run.check_free()
+        else:
+            run.set_taken(False)
+        make_data(config)
+
+    on_main_rank_for_long(prepare, device)
+    return Beginning(**json.loads(text_of_main_rank(lambda: json.dumps(asdict(decided)), device)))
+
+
+def _after_a_restart(config: Config, run: RunFolder, beginning: Beginning) -> Beginning:
+    """Rank 0. `megaclass run --restarts` gives the same command again: the run goes on from its own newest checkpoint.
+
+    Its own are those in a folder that was free, or that a start before this one took over. A run that failed before its
+    first checkpoint begins as it was told to; a folder that holds another run is refused as ever.
     """
-    run = RunFolder(Path(config.train.run_dir))
-    if os.environ.get("MEGACLASS_RESTART", "0") == "0" or not run.holds_a_run():
+    if not run.holds_a_run() or not (beginning.needs_free_folder or run.is_taken()):
         return beginning
-    if published(run.checkpoints):
+    if any(step_of(folder) > _first_step(beginning) for folder in published(run.checkpoints)):
         return replace(beginning, resume="auto", overwrite=False)
     is_the_same = run.holds_config(to_toml(config))
     return replace(beginning, overwrite=True) if is_the_same and beginning.resume is None else beginning
+
+
+def _first_step(beginning: Beginning) -> int:
+    """Where a run that begins with a checkpoint of another folder stands before it has saved any of its own."""
+    if beginning.resume in (None, "auto", "best"):
+        return -1
+    try:
+        return read_manifest(Path(beginning.resume)).step
+    except CheckpointError:
+        # Gone since: what the run has saved itself is all there is.
+        return -1
 
 
 def make_data(config: Config) -> None:
@@ -138,6 +203,9 @@ def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoade
         order=config.data.order,
         images_per_class=config.data.images_per_class,
         max_bad_fraction=config.data.max_bad_fraction,
+        num_parts=config.train.accumulate,
+        # Synchronised batch norm counts the images of all ranks.
+        fewest_in_part=1 if config.backbone.batch_norm == "sync" and world.size > 1 else 2,
     )
 
 
@@ -157,7 +225,7 @@ def _train_as_rank(config: Config, world: World, beginning: Beginning) -> int:
                 return EXIT_RESUME_ME
             # From here on the backbone carries the weights that are evaluated and exported.
             held.enter_context(trained.model.for_evaluation())
-            scores = evaluate_run(config, trained.model, trained.source, device)
+            scores = trained.outcome.results or evaluate_run(config, trained.model, trained.source, device)
         # The other ranks are done; what is left is one rank's work.
         if world.is_main:
             try:
@@ -165,7 +233,7 @@ def _train_as_rank(config: Config, world: World, beginning: Beginning) -> int:
             except (OSError, ExportError, CheckpointError) as error:
                 reason = str(error).rstrip(".")
                 raise TrainError(
-                    f"All {trained.outcome.num_steps} steps are done and saved, but model and report could not be written to "
+                    f"All {trained.outcome.num_steps} steps are done and saved, but not all results could be written to "
                     f"{trained.run.path}: {reason}. Mend that, then --resume."
                 ) from error
     return 0
@@ -186,29 +254,30 @@ def train_in_group(
 ) -> Trained:
     """Collective. From settings to the last step; `held` keeps the run folder locked until the caller is done with it."""
     run = RunFolder(Path(config.train.run_dir))
-
-    def prepare() -> None:
-        if beginning.resume is None and not beginning.overwrite:
-            run.check_free()
-        held.enter_context(run.locked())
-        if beginning.overwrite:
-            run.clear()
-        make_data(config)
-
-    on_main_rank(prepare, device)
+    beginning = _begin(config, run, world, device, beginning, held)
     run.check_seen_by_all(device)
-    source, loader = on_every_rank(lambda: open_data(config, world), device)
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
     classes = on_every_rank(lambda: class_list(config.data.path, source), device)
+    marks = on_every_rank_for_long(lambda: marks_of(source) if world.is_main else DataMarks(), device)
     model = build_model(config, source, world, device)
+    on_every_rank(lambda: check_dtypes(model.shared_state()), device)
     matches_classes = beginning.matches_classes
     first_step = 0
     if beginning.resume is None:
         initialise(config, model, source, classes, world, device, matches_classes=matches_classes)
     else:
         first_step = resume_run(
-            config, model, run, beginning.resume, classes, world, device, matches_classes=matches_classes
+            config, model, run, beginning.resume, source, classes, marks, world, device, matches_classes=matches_classes
         )
-    on_main_rank(lambda: run.write_config(to_toml(config)), device)
+
+    def take_over() -> None:
+        # As late as can be: what is wrong with settings, data or weights has been found by now.
+        if beginning.overwrite:
+            run.clear()
+        run.write_config(to_toml(config))
+        run.set_taken(True)
+
+    on_main_rank(take_over, device)
     if world.is_main:
         print(source.describe(), file=sys.stderr)
     with CheckpointWriter(
@@ -217,6 +286,7 @@ def train_in_group(
         keep=config.train.keep_checkpoints,
         device=device,
         class_names=classes.text,
+        data=marks,
         is_asynchronous=config.train.async_checkpoints,
     ) as writer:
         writer.reserve(model.head.rows(), model.shared_state())

@@ -36,14 +36,17 @@ def training_step(
     is_measured: bool = False,
 ) -> StepResult:
     """Every rank calls it with its own part of the global batch."""
+    model.statistics.keep()
     try:
         loss = _forward_backward(model, batch, config, step, device)
     except NotFiniteError:
         # Raised on every rank at once. (On a GPU nothing is raised here; a flag on the device masks the update.)
+        was_skipped = torch.ones((), dtype=torch.bool, device=device)
+        model.statistics.put_back(was_skipped)
         if config.train.on_nan == "stop":
             raise
         model.head.abandon_step()
-        return StepResult(torch.full((), torch.nan, device=device), torch.ones((), dtype=torch.bool, device=device))
+        return StepResult(torch.full((), torch.nan, device=device), was_skipped)
     was_skipped, measures = _update(model, config, lr, is_measured)
     return StepResult(loss, was_skipped, measures)
 
@@ -78,7 +81,8 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     The backbone's gradients have been averaged over ranks, so every rank finds the same norm and the same verdict.
     """
     scale = model.loss_scale.scale
-    gradients = [p.grad for p in model.backbone.parameters() if p.grad is not None]
+    parameters = [parameter for group in model.optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients) / scale
     is_bad = ~torch.isfinite(norm) | model.head.found_inf.bool()
     factor = 1 / scale
@@ -104,4 +108,5 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     model.loss_scale.follow(is_bad)
     if model.ema is not None:
         model.ema.follow(is_bad)
+    model.statistics.put_back(is_bad)
     return is_bad, measures

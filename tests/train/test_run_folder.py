@@ -1,0 +1,54 @@
+"""The lock of a run folder: waited for where the one before is dying, done without where there is none."""
+
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from megaclass.errors import CheckpointError
+from megaclass.train.run_folder import RunFolder
+
+_LOCK = "import sys, pathlib; from megaclass.train.run_folder import RunFolder; "
+_LOCK += "RunFolder(pathlib.Path(sys.argv[1])).locked().__enter__(); print('in')"
+
+
+def locked_where_flock_says(error, folder):
+    strace = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-qq",
+        "-o",
+        "/dev/null",
+        "-e",
+        "trace=flock",
+        "-e",
+        f"inject=flock:error={error}",
+    ]
+    return subprocess.run(
+        [*strace, sys.executable, "-c", _LOCK, str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_a_file_system_without_locks_is_warned_about_and_any_other_fault_of_it_is_an_error(tmp_path):
+    done = locked_where_flock_says("ENOSYS", tmp_path)
+    assert done.stdout == "in\n" and f"the file system of {tmp_path} has no locks (Function not impl" in done.stderr
+    done = locked_where_flock_says("EIO", tmp_path)
+    assert done.stdout == "" and f"CheckpointError: Cannot lock the run folder {tmp_path}: Input/output" in done.stderr
+
+
+def test_a_lock_that_is_let_go_of_in_time_is_waited_for_and_one_that_is_not_is_refused(tmp_path, capsys):
+    run = RunFolder(tmp_path)
+    with ExitStack() as other:
+        other.enter_context(run.locked())
+        for patience_s in (0.0, 0.3):
+            with pytest.raises(CheckpointError, match="Another job is running in"), run.locked(patience_s):
+                pass
+        capsys.readouterr()
+        threading.Timer(0.5, other.pop_all().close).start()
+        with run.locked(60):
+            assert capsys.readouterr().err.count(f"still holds {tmp_path}: waiting up to 60 s") == 1
