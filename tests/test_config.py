@@ -94,6 +94,8 @@ def test_a_rate_may_be_a_schedule(recipe):
         ("train.epochs=two", "command line: train.epochs is 'two'; expected a number"),
         ("train.epochs=", "command line: train.epochs is ''; expected a number"),
         ("train.epochs=2\n[head]", "command line: train.epochs is '2\\n[head]'; expected a number"),
+        ("optimizer.step_epochs=3", "command line: optimizer.step_epochs is '3'; expected a list like [8, 14]"),
+        ("backbone.freeze=conv1", "command line: backbone.freeze is 'conv1'; expected a list like [\"conv1\"]"),
         ("data.mirror=1", "command line: data.mirror is '1'; expected true or false"),
         ("head.margin=arcfac", "command line: head.margin is 'arcfac'; expected one of softmax, arcface, cosface, combined, "
          "adaface, magface, curricularface, elasticface; did you mean arcface?"),

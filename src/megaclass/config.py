@@ -334,7 +334,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+        hint = " One of InsightFace's becomes a recipe by megaclass import-config." if path.suffix == ".py" else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from error
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -454,7 +455,8 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(str(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return "a list like [[0, 0.1], [8000, 1.0]]"
+        examples = {float: "[8, 14]", str: '["conv1"]'}
+        return f"a list like {examples.get(typing.get_args(hint)[0], '[[0, 0.1], [8000, 1.0]]')}"
     return names[hint]
 
 

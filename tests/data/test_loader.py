@@ -139,6 +139,17 @@ def test_too_many_bad_images_stop_the_run_and_name_the_last(source):
         list(BatchLoader(BrokenSource(source), global_batch=32, num_workers=2, max_bad_fraction=0.05).batches())
 
 
+def test_an_image_that_fails_in_every_epoch_counts_once(source):
+    class OneBroken(BrokenSource):
+        def read(self, index):
+            return b"damaged" if index == 3 else self._source.read(index)
+
+    loader = BatchLoader(OneBroken(source), global_batch=32, max_bad_fraction=1.5 / source.num_images)
+    for epoch in range(6):
+        list(loader.batches(epoch=epoch))
+    assert loader.bad_images.num_bad > 2 and loader.bad_images.indices == {3}
+
+
 def test_a_source_that_became_unreadable_ends_with_an_error(source):
     class Gone(BrokenSource):
         def read(self, index):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.conftest import free_port
 
+from megaclass.distributed import process_group as groups
 from megaclass.distributed.process_group import choose_device, process_group, unused_gpus
 from megaclass.errors import LaunchError
 from megaclass.world import World
@@ -72,8 +73,9 @@ def test_where_there_is_no_gpu_nobody_is_warned(tmp_path):
     assert unused_gpus(torch.device("cpu"), World(), driver=tmp_path / "no driver") == []
 
 
-def test_a_rank_that_cannot_reach_rank_0_gives_up_in_time_and_says_where_it_looked():
+def test_a_rank_that_cannot_reach_rank_0_gives_up_in_time_and_says_where_it_looked(monkeypatch, capsys):
     port = free_port()
+    monkeypatch.setattr(groups, "_HINT_S", 0.3)
     begun = time.monotonic()
     with (
         pytest.raises(LaunchError) as caught,
@@ -83,6 +85,7 @@ def test_a_rank_that_cannot_reach_rank_0_gives_up_in_time_and_says_where_it_look
     assert time.monotonic() - begun < 30
     expected = f"rank 1 of 2 on {socket.gethostname()} cannot join the others at 127.0.0.1:{port} within 1.5 s"
     assert expected in str(caught.value)
+    assert f"has not reached rank 0 at 127.0.0.1 port {port} for 0.3 s and goes on trying" in capsys.readouterr().err
 
 
 def test_rank_0_gives_up_waiting_for_ranks_that_never_come():

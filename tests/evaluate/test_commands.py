@@ -30,6 +30,16 @@ def test_evaluate_prints_keeps_and_fails_by_number(run, pairs_bin, tmp_path, cap
     assert "not a whole pickle" in kept["broken"]["error"]
 
 
+def test_a_set_that_fails_later_keeps_the_numbers_of_before(run, pairs_bin):
+    path = pairs_bin()
+    arguments = ["evaluate", str(run), "--on", str(path), "--device", "cpu"]
+    assert main(arguments) == 0
+    before = json.loads((run / "evaluation.json").read_text())
+    path.write_bytes(b"junk")
+    assert main(arguments) == 2
+    assert json.loads((run / "evaluation.json").read_text()) == before
+
+
 def test_numbers_that_cannot_be_kept_are_printed_all_the_same(run, pairs_bin, capsys):
     to = ["--device", "cpu", "--json", "--out", "/proc/nowhere"]
     assert main(["evaluate", str(run), "--on", str(pairs_bin()), *to]) == 2

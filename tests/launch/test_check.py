@@ -382,6 +382,11 @@ def test_a_python_that_says_nothing_here_is_not_blamed_on_ssh(capsys, tmp_path):
     assert f"Type: {slow} -m megaclass --version" in table
 
 
+def test_a_python_that_is_not_there_is_named(capsys):
+    assert main(["check", "--python", "/nowhere/python"]) == 2
+    assert "Cannot start /nowhere/python here: No such file or directory. Name a Python" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--start-timeout", "-1"], ["-p", "0"], ["--master-port", "x"]])
 def test_numbers_that_make_no_sense_are_refused(capsys, option):
     with pytest.raises(SystemExit) as left:

@@ -161,6 +161,11 @@ def test_the_last_thing_said_is_who_failed_first_and_where_its_output_is(run, sc
     assert before.strip() == "ZeroDivisionError: division by zero" and last == f"All it printed: {tmp_path}/rank.1"
 
 
+def test_a_horovod_script_without_the_option_for_it_is_told_so(run, script):
+    done = run("-np", "1", *script("import horovod.torch"))
+    assert done.code == 1 and "Horovod's names are there with --horovod" in done.err, done.story()
+
+
 def test_those_that_fail_because_of_another_are_not_taken_for_the_cause(run, script, tmp_path):
     body = f"""
 file = {str(tmp_path / "pid")!r}

@@ -57,14 +57,16 @@ def rank_pids(parent: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_one_process_saves_and_leaves_with_75_and_resumes(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
+def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, number, code):
     run = command(tmp_path, "train.nproc=1", "train.epochs=300")
     process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
     wait_for_rows(tmp_path, process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors
+    assert process.returncode == code, errors
     assert "--resume goes on" in errors
     (saved,) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     step = int(saved.name.removeprefix("step-"))
@@ -101,6 +103,34 @@ def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path):
     process, errors = sent_to_rank_1(tmp_path, signal.SIGUSR1)
     assert process.returncode == 75, errors
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path):
+    # A report far away: what was asked once waits for it.
+    run = command(tmp_path, "train.nproc=2", "train.epochs=3000", "train.report_steps=10000")
+    process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
+    while "training" not in (line := process.stderr.readline()):
+        assert line, "the run has ended"
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    while "again to leave at once" not in (line := process.stderr.readline()):
+        assert line, "the run has ended"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_saves_in_all_ranks(tmp_path):
+    process = subprocess.Popen(
+        command(tmp_path, "train.nproc=2", "train.epochs=300"), stderr=subprocess.PIPE, text=True
+    )
+    wait_for_rows(tmp_path, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume goes on" in errors, errors
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    check_files(saved, read_manifest(saved))
 
 
 # Gives the command a terminal of its own, closes it when the curve has begun, and says how the command ended.
@@ -148,3 +178,21 @@ def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer
     assert "--resume goes on" in errors and "ended with" not in errors
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     check_files(saved, read_manifest(saved))
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_sigterm_during_the_last_save_lets_it_finish_and_says_that_the_rest_is_to_do(tmp_path):
+    train = command(tmp_path, "train.nproc=1", "train.epochs=1")
+    slow = ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "--seccomp-bpf", "-e", "trace=fsync"]
+    slow += ["-e", "inject=fsync:delay_enter=1s"]
+    process = subprocess.Popen([*slow, *train], stderr=subprocess.PIPE, text=True)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    while not list(checkpoints.glob(".step-*.partial")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    _, errors = process.communicate(timeout=110)
+    assert process.returncode == 75 and "saved at step 6, --resume goes on" in errors, errors
+    (saved,) = checkpoints.glob("step-*")
+    check_files(saved, read_manifest(saved))
+    assert not (tmp_path / "run" / "summary.json").exists()

@@ -207,12 +207,14 @@ class BadImages:
             is_new = index not in self.indices
             self.indices.add(index)
             judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
-            fraction = self.num_bad / judged
+            # Each image once: one that fails in every epoch is still one.
+            num_different = len(self.indices)
+            fraction = num_different / judged
         if is_new:
             print(f"megaclass: skipped a bad image: {error}", file=sys.stderr, flush=True)
         if fraction > self._max_fraction:
             raise DataError(
-                f"{self.num_bad} of {judged} images could not be read, more than data.max_bad_fraction = "
+                f"{num_different} of {judged} images could not be read, more than data.max_bad_fraction = "
                 f"{self._max_fraction} allows. The last one: {error} "
                 f"List them with megaclass data verify, which writes a clean copy with --repair, or allow more."
             )

@@ -129,8 +129,8 @@ def _holds_same_set(out: Path, arguments: _SynthesisArguments) -> bool:
         return True
     holds = f"another synthetic set, {found}" if found else f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
     raise DataError(
-        f"Cannot write the synthetic identities to {out}: it is not empty (it holds {holds}). "
-        f"Remove it or choose another folder."
+        f"Cannot write the synthetic identities to {out}: it is not empty (it holds {holds}). If that is your own data, "
+        f"train on it with synth.identities=0; else choose another folder."
     )
 
 

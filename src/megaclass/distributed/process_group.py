@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from megaclass.errors import LaunchError
 from megaclass.world import World
 
 _GLOO_LETS_GO_S = 0.2
+_HINT_S = 15.0
 
 
 @contextmanager
@@ -115,6 +117,22 @@ def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]
 def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name-defined]
     if world.size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        world.address, world.port, world.size, is_master=world.is_main, timeout=timedelta(seconds=timeout_s)
+    # torch tries for the whole time, and of what it says nobody learns which host or port is meant.
+    hint = threading.Timer(_HINT_S, lambda: print(_waiting_for_rank_0(world, timeout_s), file=sys.stderr, flush=True))
+    hint.daemon = True
+    if not world.is_main:
+        hint.start()
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            world.address, world.port, world.size, is_master=world.is_main, timeout=timedelta(seconds=timeout_s)
+        )
+    finally:
+        hint.cancel()
+
+
+def _waiting_for_rank_0(world: World, timeout_s: float) -> str:
+    return (
+        f"megaclass: {world.name()} has not reached rank 0 at {world.address} port {world.port} for {_HINT_S:g} s and goes on "
+        f"trying for up to {timeout_s:g} s. Is rank 0 running, and does a firewall let the port through? "
+        f"megaclass check -H … finds out."
     )

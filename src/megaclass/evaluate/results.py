@@ -159,6 +159,8 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
     sets = dict(earlier.get("sets", {})) if earlier.get("model") == dict(model) else {}
     (folder / CURVES_FOLDER).mkdir(exist_ok=True)
     for result in results:
+        if result.error is not None and "error" not in sets.get(result.name, {"error": ""}):
+            continue  # the numbers of before are still the model's
         sets[result.name] = result.to_json()
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaclass.errors import LaunchError
 from megaclass.launch.check_facts import Facts
 from megaclass.launch.protocol import MessageReader, ProtocolError, encode, greeting
 
@@ -26,9 +27,13 @@ class Line:
 
     def greet(self, timeout_s: float) -> Facts | None:
         token = secrets.token_hex(16)
-        self._process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot start {self.command[0]} here: {error.strerror}. Name a Python that is there with --python."
+            ) from error
         self._threads = [
             threading.Thread(target=self._listen, args=(MessageReader(after=greeting(token)),), daemon=True),
             threading.Thread(target=self._listen_to_stderr, daemon=True),

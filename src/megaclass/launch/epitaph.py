@@ -66,6 +66,8 @@ def epitaph(rank: int, host: str, pid: int, code: int, last_lines: list[str]) ->
     text = f"the first to fail was rank {rank} on {host} (pid {pid}), with {how_it_ended(code)}{hint}."
     if last_lines:
         text += " Its last lines:\n" + "\n".join(f"    {line}" for line in last_lines)
+    if any("No module named 'horovod" in line for line in last_lines):
+        text += "\nHorovod's names are there with --horovod: megaclass run --horovod …"
     return text
 
 

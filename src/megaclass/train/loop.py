@@ -30,7 +30,7 @@ from megaclass.train.run_folder import RunFolder
 from megaclass.train.schedule import learning_rate
 from megaclass.train.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.step import training_step
-from megaclass.train.stop_signals import StopSignals
+from megaclass.train.stop_signals import Stop, StopSignals
 from megaclass.world import World
 
 
@@ -42,8 +42,8 @@ class Outcome:
     """Steps done in all."""
     final_loss: float
     images_per_second: float
-    was_interrupted: bool
-    """A signal asked to stop before the last step; the checkpoint says how far it came."""
+    stop: Stop
+    """A signal asked to stop; the checkpoint says how far the run came."""
     results: list[SetResult] | None
     """Of the last step, where the loop came to it and evaluated."""
 
@@ -57,24 +57,24 @@ def train(
     device: torch.device,
     first_step: int,
     writer: CheckpointWriter,
+    signals: StopSignals,
 ) -> Outcome:
-    """Trains from `first_step` to the end, saving checkpoints on the way. Every rank calls it."""
+    """Trains from `first_step` to the end, or until a signal asks to stop, saving checkpoints. Every rank calls it."""
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
     checkpoint_steps = max(1, round(config.train.checkpoint_epochs * loader.steps_per_epoch))
     evaluate_steps = max(1, round(config.train.evaluate_epochs * loader.steps_per_epoch))
     meter = Meter(config.train.global_batch, run.read_metrics(), device)
-    signals = StopSignals()
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=num_steps - first_step)
     data_errors = DataErrors()
     refused = batch_of_no_class(-(-config.train.global_batch // world.size), loader.image_size)
-    done, is_asked_to_stop = first_step, False
+    done, stop = first_step, Stop.NO
     results: list[SetResult] | None = None
     errors_told: set[str] = set()
     model.parallel.train()
     bar_of = progress_bar("training", num_steps, start=first_step) if world.is_main else no_bar()
     rows_of = open_sinks(config, run, is_new=first_step == 0) if world.is_main else no_sinks()
-    with ExitStack() as held, signals.heard(), bar_of as bar:
+    with ExitStack() as held, bar_of as bar:
         send_row = on_every_rank(partial(held.enter_context, rows_of), device)
         for step, batch in enumerate(meter.batches(data_errors.kept(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
@@ -95,15 +95,15 @@ def train(
                 numbers |= {"loss": row["loss"]}
                 on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row)
-                is_asked_to_stop = not is_last and signals.any_rank_was_asked(device)
+                stop = Stop.NO if is_last else signals.of_any_rank(device)
             bar.advance_to(done, detail)
-            if is_saved or is_asked_to_stop:
+            if is_saved or stop:
                 # Numbers of this very step, or none: the best checkpoint is chosen by them.
                 save(model, writer, done, numbers, device)
-            if is_asked_to_stop:
+            if stop:
                 break
     speed = meter.images_per_second()
-    return Outcome(done, meter.last_loss, speed, is_asked_to_stop, None if is_asked_to_stop else results)
+    return Outcome(done, meter.last_loss, speed, stop, None if stop else results)
 
 
 def report(row: dict[str, float], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,10 +43,12 @@ from megaclass.train.packages import require_packages
 from megaclass.train.progress import Bar, progress_bar
 from megaclass.train.resume import resume_run
 from megaclass.train.run_folder import RunFolder
+from megaclass.train.stop_signals import Stop, StopSignals
 from megaclass.world import World, starters_variables, world_from_environment
 
 # How long rank 0 of the start before may take to die: the launchers' graces, and a write to a slow disk.
 _PATIENCE_S = 120.0
+_EXIT_BY_HAND = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,10 @@ def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
     source = open_source(_staged(config))
     height, width = source.image_size
     if height != width:
-        raise DataError(f"The images at {config.data.path} have {width} × {height} pixels: backbones take square ones.")
+        raise DataError(
+            f"The images at {config.data.path} have {width} × {height} pixels: backbones take square ones. "
+            f"Make them so with megaclass data pack {config.data.path} --out FOLDER --size 112."
+        )
     check_backbone(config.backbone.name, height)
     return source, make_loader(config, source, world)
 
@@ -216,13 +222,13 @@ def _train_as_rank(config: Config, world: World, beginning: Beginning) -> int:
     with ExitStack() as held:
         with process_group(world, device=config.train.device) as device:
             trained = train_in_group(config, world, device, beginning, held)
-            if trained.outcome.was_interrupted:
+            if trained.outcome.stop:
                 if world.is_main:
                     print(
                         f"megaclass: asked to stop; saved at step {trained.outcome.num_steps}, --resume goes on.",
                         file=sys.stderr,
                     )
-                return EXIT_RESUME_ME
+                return EXIT_RESUME_ME if trained.outcome.stop is Stop.ASKED else _EXIT_BY_HAND
             # From here on the backbone carries the weights that are evaluated and exported.
             held.enter_context(trained.model.for_evaluation())
             scores = trained.outcome.results or evaluate_run(config, trained.model, trained.source, device)
@@ -280,17 +286,21 @@ def train_in_group(
     on_main_rank(take_over, device)
     if world.is_main:
         print(source.describe(), file=sys.stderr)
-    with CheckpointWriter(
-        run.checkpoints,
-        config=to_toml(config),
-        keep=config.train.keep_checkpoints,
-        device=device,
-        class_names=classes.text,
-        data=marks,
-        is_asynchronous=config.train.async_checkpoints,
-    ) as writer:
-        writer.reserve(model.head.rows(), model.shared_state())
-        outcome = train(config, model, loader, run, world, device, first_step, writer)
+    signals = StopSignals(is_main=world.is_main)
+    with signals.heard():
+        with CheckpointWriter(
+            run.checkpoints,
+            config=to_toml(config),
+            keep=config.train.keep_checkpoints,
+            device=device,
+            class_names=classes.text,
+            data=marks,
+            is_asynchronous=config.train.async_checkpoints,
+        ) as writer:
+            writer.reserve(model.head.rows(), model.shared_state())
+            outcome = train(config, model, loader, run, world, device, first_step, writer, signals)
+        # While the last checkpoint was written, too.
+        outcome = replace(outcome, stop=signals.of_any_rank(device))
     if loader.bad_images.num_bad:
         print(f"megaclass: rank {world.rank}: {loader.bad_images.describe()}", file=sys.stderr)
     return Trained(run, source, model, outcome)
