@@ -13,9 +13,10 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass train recipes/demo.toml --overwrite
 
 # Tests with real processes, daemons and networks can be upset by a busy machine: one that fails is run once more, and listed.
+# Hundreds of processes are started: each would compile the package anew where byte code is not kept.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev-installed system-packages
-	$(BIN)/python -m pytest -m "not soak" --reruns 1 -n 2 --dist loadfile --ignore=tests/launch --ignore=tests/hvd
-	$(BIN)/python -m pytest -m "not soak" --reruns 1 tests/launch tests/hvd
+	$(BIN)/python -m pytest -m "not soak" --reruns 1 -n 2 --dist worksteal
 
 soak: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m soak --timeout=3600

@@ -1,6 +1,7 @@
 """`run_ranks`: a function in N real gloo processes.
 
 Ranks are forked by a server that has torch loaded and stay for the next test, each test in a process group of its own.
+The store where they meet stays, too: torch asks the name server about every new connection to a store, and waits.
 A rank that raises fails the test with its traceback; ranks that do not finish in time have their stacks printed. After
 either, all ranks are killed and the next test starts fresh ones.
 """
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,21 +25,32 @@ from typing import Any
 
 import pytest
 
+from megaclass.launch.network import reserve_port
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch asks the name server who connects to a store; an answer that is lost costs a second then, not five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["torch", "torch.distributed.tensor.debug", "megaclass.head.partial_fc", "numpy"])
+# torch._dynamo: every optimizer loads it, which takes as long as torch itself.
+_forkserver.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.tensor.debug", "megaclass.head.partial_fc", "numpy"]
+)
+_reserved: list[socket.socket] = []
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on which nobody listens and which the kernel gives to nobody else until the tests end."""
+    _reserved.append(reserve_port(0))
+    return int(_reserved[-1].getsockname()[1])
 
 
-def _rank_main(calls: Connection, stacks: str) -> None:
+def _rank_main(calls: Connection, stacks: str, store_port: int) -> None:
     import torch
+    import torch.distributed as dist
 
     from megaclass.distributed import process_group as groups
+
+    store = dist.TCPStore("127.0.0.1", store_port, timeout=timedelta(seconds=60))
 
     # These processes stay, so nothing needs to be let go of before they end.
     groups._GLOO_LETS_GO_S = 0.0
@@ -45,9 +58,12 @@ def _rank_main(calls: Connection, stacks: str) -> None:
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         while True:
-            world, pickled_call = calls.recv()
+            number, world, pickled_call = calls.recv()
+            groups._store = lambda world, timeout_s, number=number: dist.PrefixStore(str(number), store)
             try:
                 with groups.process_group(world, device="cpu", timeout_s=60):
+                    # gloo fails on a rank that is still connecting when another has done its part and left.
+                    dist.barrier()
                     function, args = pickle.loads(pickled_call)
                     # Plain pickle: multiprocessing's own would send tensors as shared memory that dies with the rank.
                     calls.send_bytes(pickle.dumps((True, function(*args))))
@@ -66,6 +82,8 @@ class RankPool:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ranks: list[_Rank] = []
+        self._num_calls = 0
+        self._store: Any = None
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Results by rank. `function` is a module-level function; it and its arguments are pickled."""
@@ -74,10 +92,10 @@ class RankPool:
         while len(self._ranks) < size:
             self._start_rank()
         call = pickle.dumps((function, args))
-        port = free_port()
+        self._num_calls += 1
         for rank in range(size):
-            world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=port)
-            self._ranks[rank].calls.send((world, call))
+            world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=1)
+            self._ranks[rank].calls.send((self._num_calls, world, call))
         try:
             return self._outcomes(size, time.monotonic() + timeout_s)
         except BaseException:
@@ -91,9 +109,13 @@ class RankPool:
         self._ranks = []
 
     def _start_rank(self) -> None:
+        import torch.distributed as dist
+
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ours, theirs = _forkserver.Pipe()
         stacks = self._folder / f"stacks.{time.monotonic_ns()}.txt"
-        process = _forkserver.Process(target=_rank_main, args=(theirs, str(stacks)), daemon=True)
+        process = _forkserver.Process(target=_rank_main, args=(theirs, str(stacks), self._store.port), daemon=True)
         process.start()
         theirs.close()
         self._ranks.append(_Rank(process, ours, stacks))
