@@ -34,7 +34,7 @@ def test_the_recipe_is_printed_and_remarks_stand_apart_from_it(published, tmp_pa
     recipe = load_config(tmp_path / "recipe.toml")
     assert (recipe.backbone.name, recipe.head.margin, recipe.head.sample_rate) == ("iresnet100", "cosface", 0.2)
     assert (recipe.train.global_batch, recipe.train.nproc) == (512, 4)
-    assert "val_targets has no counterpart" in shown.err
+    assert "val_targets was left out: see the *.bin files" in shown.err
 
 
 def test_the_recipe_is_written_as_a_new_file_and_never_over_another(published, tmp_path, capsys):

@@ -9,11 +9,21 @@ from megaclass.config import Config, load_config_values
 from megaclass.errors import ConfigError
 
 _BACKBONES = {f"r{depth}": f"iresnet{depth}" for depth in (18, 34, 50, 100, 200)}
-# Say nothing about the training itself, or what is done about them is decided elsewhere.
+# Decided elsewhere: by these settings, whose defaults suit.
+_ELSEWHERE = {
+    "frequent": "train.report_steps",
+    "verbose": "train.evaluate_epochs",
+    "val_targets": "the *.bin files beside the data, all of which are evaluated on",
+    "fp16": "train.precision",
+    "num_workers": "data.threads",
+    "using_wandb": "train.wandb_project",
+    "wandb_project": "train.wandb_project",
+    "resume": "--resume",
+}
+# Say nothing about the training itself.
 _WITHOUT_MEANING = {
-    "resume", "verbose", "dali", "dali_aug", "frequent", "num_image", "save_all_states", "wandb_key", "suffix_run_name",
-    "using_wandb", "wandb_entity", "wandb_project", "wandb_log_all", "save_artifacts", "wandb_resume", "notes", "num_workers",
-    "val_targets", "fp16", "warmup_step", "total_step", "synthetic",
+    "dali", "dali_aug", "num_image", "save_all_states", "wandb_key", "suffix_run_name", "wandb_entity", "wandb_log_all",
+    "save_artifacts", "wandb_resume", "notes", "warmup_step", "total_step", "synthetic",
 }  # fmt: skip
 
 
@@ -24,9 +34,10 @@ def import_config(path: Path, num_gpus: int) -> tuple[Config, list[str]]:
     """
     values = read_assignments(path)
     remarks = [f"{name} has no counterpart and was left out" for name in sorted(values.keys() & _WITHOUT_MEANING)]
+    remarks += [f"{name} was left out: see {_ELSEWHERE[name]}" for name in sorted(values.keys() & _ELSEWHERE.keys())]
     sections: dict[str, dict[str, Any]] = {"train": {"run_dir": f"runs/{path.stem}", "nproc": num_gpus}}
     for name, value in values.items():
-        if name in _WITHOUT_MEANING:
+        if name in _WITHOUT_MEANING or name in _ELSEWHERE:
             continue
         if name not in _TRANSLATIONS:
             remarks.append(f"{name} = {value!r} is not known and was left out")
