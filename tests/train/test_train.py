@@ -244,8 +244,8 @@ def test_two_processes_train_as_well_as_one(alone, pair):
     assert pair.losses[NUM_STEPS] < 0.7 * pair.losses[1]
 
 
-def test_under_torchrun_the_same_recipe_gives_the_same_losses(setting, pair):
-    run_dir = setting.folder / "torchrun"
+def test_under_torchrun_the_same_recipe_gives_the_same_losses(setting, pair, tmp_path):
+    run_dir = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "megaclass"]
     done = setting.train(f"train.run_dir={run_dir}", command=torchrun)
     assert done.returncode == 0, done.stderr
@@ -263,15 +263,19 @@ class Stopped:
     second_job: tuple[int, str]
 
 
+def checkpoints_of(run_dir):
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
 @pytest.fixture(scope="module")
-def stopped(setting, tmp_path_factory):
-    """A run killed with SIGKILL mid-way; before that, while it stood still, a second job tried the same folder."""
+def stopped(setting):
+    """A run killed after its second checkpoint; before that, while it stood still, a second job tried the same folder."""
     run_dir = setting.folder / "stopped"
     arguments = ["train", str(setting.recipe), f"train.run_dir={run_dir}"]
     process = subprocess.Popen([*MEGACLASS, *arguments], env=ENV, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
-        while len(rows_of(run_dir)) < 13:
+        while len(rows_of(run_dir)) < 13 or len(checkpoints_of(run_dir)) < 2:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.002)
         process.send_signal(signal.SIGSTOP)
@@ -284,12 +288,6 @@ def stopped(setting, tmp_path_factory):
     return Stopped(run_dir, rows_of(run_dir)[-1]["step"], (second.returncode, second.stderr))
 
 
-def copy_of(stopped, name):
-    target = stopped.run_dir.with_name(name)
-    shutil.copytree(stopped.run_dir, target)
-    return target
-
-
 def test_a_second_job_in_the_folder_of_a_running_one_is_refused_and_touches_nothing(stopped):
     code, err = stopped.second_job
     assert code == 2
@@ -297,8 +295,8 @@ def test_a_second_job_in_the_folder_of_a_running_one_is_refused_and_touches_noth
     assert len(rows_of(stopped.run_dir)) >= 13
 
 
-def test_a_run_killed_midway_and_resumed_ends_bit_for_bit_like_one_never_stopped(setting, stopped, alone):
-    run_dir = copy_of(stopped, "resumed")
+def test_a_run_killed_midway_and_resumed_ends_bit_for_bit_like_one_never_stopped(setting, stopped, alone, tmp_path):
+    run_dir = Path(shutil.copytree(stopped.run_dir, tmp_path / "run"))
     assert stopped.last_step < NUM_STEPS and not (run_dir / "summary.json").exists()
     done = setting.train(f"train.run_dir={run_dir}", "--resume")
     assert done.returncode == 0, done.stderr
@@ -308,26 +306,27 @@ def test_a_run_killed_midway_and_resumed_ends_bit_for_bit_like_one_never_stopped
     assert all((run_dir / name).read_bytes() == (alone.path / name).read_bytes() for name in names)
 
 
-def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goes_on_and_ends(setting, stopped, alone):
-    run_dir = copy_of(stopped, "resumed-by-two")
-    checkpoints = sorted((run_dir / "checkpoints").glob("step-*"))
-    assert len(checkpoints) == 2
-    damaged = next(checkpoints[-1].glob("head-*"))
+def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goes_on_and_ends(
+    setting, stopped, alone, tmp_path
+):
+    run_dir = Path(shutil.copytree(stopped.run_dir, tmp_path / "run"))
+    # Three where the run was killed between publishing the newest and removing the oldest.
+    *_, previous, newest = checkpoints_of(run_dir)
+    damaged = next(newest.glob("head-*"))
     damaged.write_bytes(damaged.read_bytes()[:-3])
-    first_step = int(checkpoints[0].name.removeprefix("step-"))
+    first_step = int(previous.name.removeprefix("step-"))
     done = setting.train("--resume", f"train.run_dir={run_dir}", "train.nproc=2")
     assert done.returncode == 0, done.stderr
     assert f"megaclass: passed over a checkpoint: {damaged} has" in done.stderr
-    assert f"resuming from {checkpoints[0]}, step {first_step}\n" in done.stderr
+    assert f"resuming from {previous}, step {first_step}\n" in done.stderr
     losses = losses_of(run_dir)
     assert list(losses) == list(range(1, NUM_STEPS + 1))
     assert [losses[step] for step in range(1, first_step + 1)] == list(alone.losses.values())[:first_step]
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
 
 
-def test_resuming_a_finished_run_writes_its_numbers_again(setting, alone):
-    run_dir = setting.folder / "finished"
-    shutil.copytree(alone.path, run_dir)
+def test_resuming_a_finished_run_writes_its_numbers_again(setting, alone, tmp_path):
+    run_dir = Path(shutil.copytree(alone.path, tmp_path / "run"))
     for name in ("summary.json", "report.html", "model.safetensors"):
         (run_dir / name).unlink()
     done = setting.train(f"train.run_dir={run_dir}", "--resume=auto")
@@ -381,9 +380,8 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(refused, alone, 
     assert snapshot(alone.path) == before
 
 
-def test_overwrite_removes_the_run_and_nothing_else(setting, alone):
-    run_dir = setting.folder / "overwritten"
-    shutil.copytree(alone.path, run_dir)
+def test_overwrite_removes_the_run_and_nothing_else(setting, alone, tmp_path):
+    run_dir = Path(shutil.copytree(alone.path, tmp_path / "run"))
     (run_dir / "notes.txt").write_text("mine")
     for name in ("export/onnx", "wandb/run-1", "checkpoints/step-000000040-mine"):
         (run_dir / name).mkdir(parents=True)

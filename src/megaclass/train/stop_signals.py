@@ -35,19 +35,18 @@ class StopSignals:
         """Listens inside the block, in the main thread. A second Ctrl-C, or a SIGTERM after the first, ends the rank."""
 
         def remember(signum: int, frame: FrameType | None) -> None:
+            if self._stop is Stop.BY_HAND and signum == signal.SIGTERM:
+                raise KeyboardInterrupt
             self._stop = max(self._stop, Stop.ASKED)
             leave_closed_terminal()
 
         def interrupt(signum: int, frame: FrameType | None) -> None:
+            if self._stop is Stop.BY_HAND:
+                raise KeyboardInterrupt
             self._stop = Stop.BY_HAND
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._is_main:
-                print(
-                    "\nmegaclass: Ctrl-C: saving at the next report; again to leave at once.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = "\nmegaclass: Ctrl-C: saving at the next report; again to leave at once."
+                print(text, file=sys.stderr, flush=True)
 
         numbers = [signal.SIGTERM, signal.SIGUSR1] + ([signal.SIGHUP] if is_heeded(signal.SIGHUP) else [])
         previous = {number: signal.signal(number, remember) for number in numbers}
