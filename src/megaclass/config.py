@@ -88,13 +88,17 @@ class BackboneConfig:
     """Images -> embeddings."""
 
     name: str = "iresnet50"
-    """slim (for CPUs), iresnet18, -34, -50, -100, -200, mbf, mbf_large, vit_t, -s, -b, -l, or package.module:Class."""
+    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class."""
     embedding_dim: int = 512
     """Numbers in an embedding."""
     batch_norm: Literal["local", "sync"] = "local"
     """local: statistics of each rank's own images; sync: of the global batch, the same on any number of ranks."""
     dropout: float = 0.0
     """Share of the last feature map dropped, chosen by (seed, step, image); backbones that have such a layer."""
+    drop_path: float = 0.0
+    """Transformers: share of the images whose branch the last block drops in training, rising linearly from 0 in the first."""
+    mask_patches: float = 0.0
+    """Transformers: share of each image's patches left out in training; chosen, like drop_path, by (seed, step, image)."""
     freeze: tuple[str, ...] = ()
     """Beginnings of the names of parameters that are not trained, such as ["conv1", "layer1"]; batch statistics go on."""
     checkpoint_activations: bool = False
@@ -102,6 +106,8 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         _require("backbone.dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")
+        _require("backbone.drop_path", self.drop_path, 0 <= self.drop_path < 1, "in [0, 1)")
+        _require("backbone.mask_patches", self.mask_patches, 0 <= self.mask_patches < 1, "in [0, 1)")
         _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
 
 
@@ -225,6 +231,8 @@ class TrainConfig:
     """Steps between two rows of metrics.jsonl; evaluations and checkpoints have a row in any case."""
     evaluate_epochs: float = 0.0
     """Epochs between two evaluations on all ranks; 0: at the end only. The most accurate checkpoint is then the best one."""
+    evaluate_sets: tuple[str, ...] = ()
+    """Names of the .bin files beside the data to evaluate on, such as ["lfw", "agedb_30"]; empty: all."""
     checkpoint_epochs: float = 1.0
     """Epochs between two checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2

@@ -14,6 +14,7 @@ BLOCKS = {
     "iresnet50": (3, 4, 14, 3),
     "iresnet100": (3, 13, 30, 3),
     "iresnet200": (6, 26, 60, 6),
+    "iresnet2060": (3, 128, 896, 3),
 }
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaclass.backbones import build_backbone
 from megaclass.backbones.iresnet import IBasicBlock
+from megaclass.backbones.vit import TransformerBlock, VisionTransformer
 from megaclass.config import BackboneConfig, Config, HeadConfig, OptimizerConfig
 from megaclass.data.source import ImageSource
 from megaclass.distributed.compression import compression_hook
@@ -170,6 +171,13 @@ def _build_backbone(config: Config, image_size: int, device: torch.device) -> tu
         if not isinstance(getattr(backbone, "dropout", None), nn.Dropout):
             raise ConfigError(f"backbone.dropout is {settings.dropout}, but {settings.name} has no layer `dropout`.")
         backbone.dropout = nn.Dropout(settings.dropout)
+    if settings.drop_path or settings.mask_patches:
+        if not isinstance(backbone, VisionTransformer):
+            raise ConfigError(
+                f"backbone.drop_path is {settings.drop_path} and backbone.mask_patches {settings.mask_patches}, but "
+                f"only the transformers (vit_t to vit_h) have them, not {settings.name}: set both to 0."
+            )
+        backbone.regularise(settings.drop_path, settings.mask_patches)
     dropouts = key_dropout(backbone, config.train.seed)
     if settings.batch_norm == "sync":
         synchronise_batch_norm(backbone)
@@ -196,9 +204,12 @@ def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
 
 
 def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
-    blocks = [module for module in backbone.modules() if isinstance(module, IBasicBlock)]
+    blocks = [module for module in backbone.modules() if isinstance(module, (IBasicBlock, TransformerBlock))]
     if not blocks:
-        raise ConfigError(f"backbone.checkpoint_activations is only known for the iresnets, not for {config.name}.")
+        raise ConfigError(
+            f"backbone.checkpoint_activations is on, but only the iresnets and the transformers support it, not "
+            f"{config.name}."
+        )
     for block in blocks:
         block.forward = partial(_forward_kept_lean, block, block.forward)  # type: ignore[method-assign]
 
