@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import sys
 import tomllib
 import types
@@ -111,6 +112,14 @@ class BackboneConfig:
         _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
 
 
+# Setting, lowest and highest value, both in words: those of CombinedMargin's fields.
+_COMBINED_RANGES = (
+    ("m1", 0.5, 8.0, "in [0.5, 8]"),
+    ("m2", 0.0, math.pi / 2, "in [0, pi / 2]: an angle in radians"),
+    ("m3", 0.0, 2.0, "in [0, 2]"),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadConfig:
     """Embeddings -> loss, the classes split over all ranks. Their number comes from the data."""
@@ -123,6 +132,14 @@ class HeadConfig:
     """Factor of the cosines."""
     margin_size: float | None = None
     """Size of the margin; unset: the margin's published one."""
+    m1: float | None = None
+    """Factor of the angle in cos(m1 * angle + m2) - m3, for the margin combined; unset: 1."""
+    m2: float | None = None
+    """Angle in radians added by the margin combined; unset: 0."""
+    m3: float | None = None
+    """Amount subtracted from the cosine by the margin combined; unset: 0."""
+    gradient: Literal["exact", "straight-through"] = "exact"
+    """Derivative of arcface and combined: exact, or straight-through (taken as head.scale), as InsightFace trains."""
     sample_rate: float | tuple[tuple[int, float], ...] = 1.0
     """Share of the negatives that take part in a step, 1.0 = full softmax; or [[first step, rate], ...]."""
     optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
@@ -144,6 +161,16 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
+        for name, low, high, allowed in _COMBINED_RANGES:
+            value = getattr(self, name)
+            _require(f"head.{name}", value, value is None or low <= value <= high, allowed)
+            needed = "unset where head.margin is not combined; head.margin_size sizes a single margin"
+            _require(f"head.{name}", value, value is None or self.margin == "combined", needed)
+        is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
+        needed = "unset where head.m2 is set: both are the angle of the margin combined"
+        _require("head.margin_size", self.margin_size, is_named_once, needed)
+        has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
+        _require("head.gradient", self.gradient, has_choice, f"exact for the margin {self.margin}, which has no other")
         schedule = self.sample_rate if isinstance(self.sample_rate, tuple) else ((0, self.sample_rate),)
         for _, rate in schedule:
             _require("head.sample_rate", rate, 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only")

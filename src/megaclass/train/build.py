@@ -142,15 +142,18 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
 
 def build_margin(config: HeadConfig) -> Margin:
     margin, size_field = _MARGINS[config.margin]
-    if config.margin_size is None:
-        built: Margin = margin(scale=config.scale)
-        return built
-    if size_field is None:
-        raise ConfigError(
-            f"head.margin_size is {config.margin_size}, but the margin {config.margin} has no single size."
-        )
-    sized: Margin = margin(scale=config.scale, **{size_field: config.margin_size})
-    return sized
+    given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
+    if config.margin_size is not None:
+        if size_field is None:
+            raise ConfigError(
+                f"head.margin_size is {config.margin_size}, but the margin {config.margin} has no single size."
+            )
+        given[size_field] = config.margin_size
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if config.margin in ("arcface", "combined"):
+        fields["gradient"] = config.gradient
+    built: Margin = margin(scale=config.scale, **fields)
+    return built
 
 
 def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
