@@ -149,6 +149,11 @@ def test_a_section_that_is_a_value_is_refused(recipe):
         ("head.sample_rate=[]", "head.sample_rate is []; it must be a list of steps that rise from 0."),
         ("head.sample_rate=[[5, 0.1]]", "head.sample_rate is [[5, 0.1]]; it must be a list of steps that rise from 0."),
         ("head.momentum=1", "head.momentum is 1.0; it must be in [0, 1)."),
+        ("head.m2=0.3", "head.m2 is 0.3; it must be unset where head.margin is not combined; head.margin_size sizes a "
+         "single margin."),
+        ("head.m1=9", "head.m1 is 9.0; it must be in [0.5, 8]."),
+        ("head.m2=2", "head.m2 is 2.0; it must be in [0, pi / 2]: an angle in radians."),
+        ("head.m3=-1", "head.m3 is -1.0; it must be in [0, 2]."),
         ("head.filter_above=0", "head.filter_above is 0.0; it must be a cosine in (0, 1]."),
         ("optimizer.lr=0", "optimizer.lr is 0.0; it must be above 0."),
         ("optimizer.clip_norm=-1", "optimizer.clip_norm is -1.0; it must be 0 or more."),
@@ -213,7 +218,15 @@ def test_every_recipe_is_read_and_comes_back_from_its_own_toml(path, recipe):
         Config(
             data=DataConfig(path="[x]", mirror=False, threads=3),
             train=TrainConfig(run_dir="#", epochs=1e-5, seed=2**63 - 1),
-            head=HeadConfig(sample_rate=((0, 0.1), (10**7, 1.0)), margin_size=0.0, filter_above=0.4),
+            head=HeadConfig(
+                sample_rate=((0, 0.1), (10**7, 1.0)),
+                margin="combined",
+                m1=0.9,
+                m2=0.4,
+                m3=0.0,
+                gradient="straight-through",
+                filter_above=0.4,
+            ),
             optimizer=OptimizerConfig(lr=1e22, head_lr=1 / 3, clip_norm=0.0, power=0.0),
             synth=SynthConfig(identities=10**12),
         ),

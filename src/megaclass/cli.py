@@ -87,7 +87,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Turns one of InsightFace's configs/*.py into a recipe, without running it.",
     )
     recipe.add_argument("file", type=Path, help="the config, for example configs/ms1mv3_r50.py")
-    recipe.add_argument("--gpus", type=int, default=8, help="GPUs the published run used: its batch is that of one (8)")
+    recipe.add_argument(
+        "--gpus",
+        type=int,
+        help="GPUs the published run used, because batch_size is that of one; unset: as the file's name says, otherwise 8",
+    )
+    recipe.add_argument(
+        "--lr-power",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="how the learning rate falls: 1 as in today's train_v2.py, 2 as in the scheduler InsightFace had before (1)",
+    )
     recipe.add_argument("--out", type=Path, help="recipe to write, a new file; otherwise it is printed")
     recipe.set_defaults(run=_import_config)
 
@@ -139,18 +150,18 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _import_config(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.config import to_toml
-    from megaclass.train.insightface_config import import_config
+    from megaclass.train.insightface_config import import_config, recipe_text
 
-    config, remarks = import_config(options.file, options.gpus)
+    config, remarks = import_config(options.file, options.gpus, options.lr_power)
+    text = recipe_text(config, remarks, options.file)
     for remark in remarks:
         print(f"megaclass: {options.file}: {remark}", file=sys.stderr)
     if options.out is None:
-        print(to_toml(config), end="")
+        print(text, end="")
         return 0
     try:
         with options.out.open("x", encoding="utf-8") as file:
-            file.write(to_toml(config))
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"Cannot write the recipe {options.out}: {error.strerror}.") from error
     print(f"megaclass train {options.out}", file=sys.stderr)

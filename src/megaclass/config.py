@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import sys
 import tomllib
 import types
@@ -88,13 +89,17 @@ class BackboneConfig:
     """Images -> embeddings."""
 
     name: str = "iresnet50"
-    """slim (for CPUs), iresnet18, -34, -50, -100, -200, mbf, mbf_large, vit_t, -s, -b, -l, or package.module:Class."""
+    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class."""
     embedding_dim: int = 512
     """Numbers in an embedding."""
     batch_norm: Literal["local", "sync"] = "local"
     """local: statistics of each rank's own images; sync: of the global batch, the same on any number of ranks."""
     dropout: float = 0.0
     """Share of the last feature map dropped, chosen by (seed, step, image); backbones that have such a layer."""
+    drop_path: float = 0.0
+    """Transformers: share of the images whose branch the last block drops in training, rising linearly from 0 in the first."""
+    mask_patches: float = 0.0
+    """Transformers: share of each image's patches left out in training; chosen, like drop_path, by (seed, step, image)."""
     freeze: tuple[str, ...] = ()
     """Beginnings of the names of parameters that are not trained, such as ["conv1", "layer1"]; batch statistics go on."""
     checkpoint_activations: bool = False
@@ -102,7 +107,17 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         _require("backbone.dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")
+        _require("backbone.drop_path", self.drop_path, 0 <= self.drop_path < 1, "in [0, 1)")
+        _require("backbone.mask_patches", self.mask_patches, 0 <= self.mask_patches < 1, "in [0, 1)")
         _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
+
+
+# Setting, lowest and highest value, both in words: those of CombinedMargin's fields.
+_COMBINED_RANGES = (
+    ("m1", 0.5, 8.0, "in [0.5, 8]"),
+    ("m2", 0.0, math.pi / 2, "in [0, pi / 2]: an angle in radians"),
+    ("m3", 0.0, 2.0, "in [0, 2]"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +132,14 @@ class HeadConfig:
     """Factor of the cosines."""
     margin_size: float | None = None
     """Size of the margin; unset: the margin's published one."""
+    m1: float | None = None
+    """Factor of the angle in cos(m1 * angle + m2) - m3, for the margin combined; unset: 1."""
+    m2: float | None = None
+    """Angle in radians added by the margin combined; unset: 0."""
+    m3: float | None = None
+    """Amount subtracted from the cosine by the margin combined; unset: 0."""
+    gradient: Literal["exact", "straight-through"] = "exact"
+    """Derivative of arcface and combined: exact, or straight-through (taken as head.scale), as InsightFace trains."""
     sample_rate: float | tuple[tuple[int, float], ...] = 1.0
     """Share of the negatives that take part in a step, 1.0 = full softmax; or [[first step, rate], ...]."""
     optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
@@ -138,6 +161,16 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
+        for name, low, high, allowed in _COMBINED_RANGES:
+            value = getattr(self, name)
+            _require(f"head.{name}", value, value is None or low <= value <= high, allowed)
+            needed = "unset where head.margin is not combined; head.margin_size sizes a single margin"
+            _require(f"head.{name}", value, value is None or self.margin == "combined", needed)
+        is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
+        needed = "unset where head.m2 is set: both are the angle of the margin combined"
+        _require("head.margin_size", self.margin_size, is_named_once, needed)
+        has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
+        _require("head.gradient", self.gradient, has_choice, f"exact for the margin {self.margin}, which has no other")
         schedule = self.sample_rate if isinstance(self.sample_rate, tuple) else ((0, self.sample_rate),)
         for _, rate in schedule:
             _require("head.sample_rate", rate, 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only")
@@ -225,6 +258,8 @@ class TrainConfig:
     """Steps between two rows of metrics.jsonl; evaluations and checkpoints have a row in any case."""
     evaluate_epochs: float = 0.0
     """Epochs between two evaluations on all ranks; 0: at the end only. The most accurate checkpoint is then the best one."""
+    evaluate_sets: tuple[str, ...] = ()
+    """Names of the .bin files beside the data to evaluate on, such as ["lfw", "agedb_30"]; empty: all."""
     checkpoint_epochs: float = 1.0
     """Epochs between two checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2

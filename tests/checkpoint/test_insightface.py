@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from megaclass.backbones import build_backbone
 from megaclass.checkpoint.insightface import load_backbone_, read_backbone, read_centre_shards
@@ -86,6 +87,9 @@ def test_an_mxnet_backbone_gives_the_embeddings_of_the_same_weights_in_torch(tmp
     backbone = build_backbone("iresnet18", embedding_dim=16, image_size=32)
     backbone(torch.randn(8, 3, 32, 32))
     backbone.eval()
+    norms = [module for module in backbone.modules() if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))]
+    # Variances so small that the eps decides.
+    norms[3].running_var.mul_(1e-7)
     arrays = {
         mxnet_name(name): tensor.numpy()
         for name, tensor in backbone.state_dict().items()
@@ -94,8 +98,21 @@ def test_an_mxnet_backbone_gives_the_embeddings_of_the_same_weights_in_torch(tmp
     path = mxnet_file(tmp_path / "model-0000.params", arrays)
     other = build_backbone("iresnet18", embedding_dim=16, image_size=32).eval()
     load_backbone_(other, read_backbone(path), path)
-    images = torch.randn(3, 3, 32, 32)
-    assert torch.equal(other(images), backbone(images))
+    # MXNet's network: eps 2e-5 in every norm, and pixels divided by 128.
+    for norm in norms:
+        norm.eps = 2e-5
+    pixels = torch.randint(0, 256, (3, 3, 32, 32)).double()
+    with torch.no_grad():
+        expected = backbone.double()((pixels - 127.5) / 128)
+        found = other.double()((pixels - 127.5) / 127.5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_params_of_mxnet_keep_the_eps(tmp_path):
+    array = np.full(64, 1e-3, dtype=np.float16)
+    path = mxnet_file(tmp_path / "model-0000.params", {"aux:bn0_moving_var": array})
+    variance = read_backbone(path)["bn1.running_var"]
+    torch.testing.assert_close(variance, torch.from_numpy(array).float() + 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["bare", "module.", "checkpoint_gpu"])

@@ -167,10 +167,12 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(tmp_path, m
 
 
 _FAMILIES = ("iresnet18", "mbf", "vit_t", "slim")
+# Too large for a test: 1,030 blocks, and 750 million parameters.
+_HUGE = ("iresnet2060", "vit_h")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in _FAMILIES else pytest.mark.soak) for n in sorted(BACKBONES)]
+    "name", [pytest.param(n, marks=() if n in _FAMILIES else pytest.mark.soak) for n in sorted({*BACKBONES} - {*_HUGE})]
 )
 def test_every_backbone_runs_in_onnxruntime_at_any_batch(tmp_path, name):
     import onnx

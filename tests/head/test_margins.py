@@ -40,6 +40,9 @@ ALL_MARGINS = {
     "CosFace": CosFace(),
     "CombinedMargin m2 m3": CombinedMargin(angle=0.3, cosine=0.2),
     "CombinedMargin m1 m2 m3": CombinedMargin(multiplier=1.35, angle=0.2, cosine=0.1),
+    "CombinedMargin straight-through": CombinedMargin(
+        multiplier=1.35, angle=0.2, cosine=0.1, gradient="straight-through"
+    ),
     "NormalisedSoftmax": NormalisedSoftmax(),
     "AdaFace": AdaFace(),
     "MagFace": MagFace(),
@@ -91,6 +94,7 @@ def default_targets(margin: Margin, cosines_G: Tensor, **others: Any) -> Targets
         (CosFace(margin=0.4), 6.4),
         # arXiv:1801.07698, Eq. 4 with the paper's CM1 (1, 0.3, 0.2): 64 * (cos(1.3471975512) - 0.2) = 64 * 0.02174023826
         (CombinedMargin(angle=0.3, cosine=0.2), 1.391375248797162),
+        (CombinedMargin(angle=0.3, cosine=0.2, gradient="straight-through"), 1.391375248797162),
         # and its CM2 (0.9, 0.4, 0.15): 64 * (cos(0.9424777961 + 0.4) - 0.15) = 64 * 0.07634001189
         (CombinedMargin(multiplier=0.9, angle=0.4, cosine=0.15), 4.885760760814275),
         # arXiv:1704.08063, psi(theta) = (-1)^k cos(4 theta) - 2k for theta in [k pi / 4, (k + 1) pi / 4]:
@@ -213,7 +217,43 @@ def test_the_exact_derivative_is_sin_theta_plus_m_over_sin_theta_and_straight_th
     assert torch.autograd.grad(straight_through.sum(), cosines_G)[0].tolist() == [64.0, 64.0, 64.0]
 
 
-@every_margin
+def insightface_logits(cosines_GC: Tensor, labels_G: Tensor, s: float, m1: float, m2: float, m3: float) -> Tensor:
+    """CombinedMarginLoss of arcface_torch: acos and cos under no_grad, no continuation past pi.
+
+    arcface_torch itself takes m1 = 1 and one of m2 and m3; the same operations with all three are the combination's.
+    """
+    logits_GC = cosines_GC.clone()
+    with torch.no_grad():
+        logits_GC.arccos_()
+        rows_G = torch.arange(len(labels_G))
+        logits_GC[rows_G, labels_G] = logits_GC[rows_G, labels_G] * m1 + m2
+        logits_GC.cos_()
+        logits_GC[rows_G, labels_G] -= m3
+    return logits_GC * s
+
+
+@pytest.mark.parametrize(
+    ("margin", "m123"),
+    [
+        (ArcFace(gradient="straight-through"), (1.0, 0.5, 0.0)),
+        (CombinedMargin(angle=0.5, gradient="straight-through"), (1.0, 0.5, 0.0)),
+        (CombinedMargin(angle=0.3, cosine=0.2, gradient="straight-through"), (1.0, 0.3, 0.2)),
+        (CombinedMargin(multiplier=1.35, angle=0.2, cosine=0.1, gradient="straight-through"), (1.35, 0.2, 0.1)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Margin) else "",
+)
+def test_straight_through_is_insightface_s_value_and_derivative_at_every_angle(margin, m123):
+    angles_G = torch.linspace(0.001, math.pi - 0.001, 1000, dtype=torch.float64)
+    ours_G, theirs_G = (torch.cos(angles_G).requires_grad_() for _ in range(2))
+    logits_G = margin.target_logits(targets_of(ours_G))
+    truth_G = insightface_logits(theirs_G[:, None], torch.zeros(1000, dtype=torch.int64), 64.0, *m123)[:, 0]
+    torch.testing.assert_close(logits_G, truth_G, rtol=0, atol=1e-12)
+    assert torch.equal(torch.autograd.grad(logits_G.sum(), ours_G)[0], torch.autograd.grad(truth_G.sum(), theirs_G)[0])
+
+
+@pytest.mark.parametrize(
+    "margin", [m for name, m in ALL_MARGINS.items() if "through" not in name], ids=lambda m: type(m).__name__
+)
 def test_a_larger_angle_never_gets_a_larger_logit_even_past_pi(margin):
     angles_G = torch.linspace(0, math.pi, 20001, dtype=torch.float64)
     falls_G = margin.target_logits(default_targets(margin, torch.cos(angles_G))).diff()
@@ -337,6 +377,7 @@ def test_elasticface_s_margins_have_the_mean_and_the_deviation_asked_for_and_cha
         (ArcFace, {"margin": -0.1}, ["ArcFace.margin is -0.1", "[0, 1.571]"]),
         (ArcFace, {"gradient": "none"}, ["ArcFace.gradient is 'none'", "'exact' or 'straight-through'"]),
         (CosFace, {"margin": 2.5}, ["CosFace.margin is 2.5", "[0, 2]"]),
+        (CombinedMargin, {"gradient": "none"}, ["CombinedMargin.gradient is 'none'", "'exact' or 'straight-through'"]),
         (CombinedMargin, {"multiplier": 0.0}, ["CombinedMargin.multiplier is 0.0", "[0.5, 8]"]),
         (CombinedMargin, {"angle": 2.0}, ["CombinedMargin.angle is 2.0", "[0, 1.571]"]),
         (CombinedMargin, {"cosine": -1.0}, ["CombinedMargin.cosine is -1.0", "[0, 2]"]),
@@ -423,7 +464,7 @@ FORMULAS = {
     "ArcFace": Formula(ArcFace(scale=SCALE), lambda c, n, s, z: _added_angle(c, 0.5)),
     "ArcFace straight-through": Formula(
         ArcFace(scale=SCALE, gradient="straight-through"),
-        lambda c, n, s, z: c + (_added_angle(c, 0.5) - c).detach(),
+        lambda c, n, s, z: c + (torch.cos(torch.acos(c) + 0.5) - c).detach(),
     ),
     "CosFace": Formula(CosFace(scale=SCALE), lambda c, n, s, z: c - 0.4),
     "CombinedMargin m2 m3": Formula(
@@ -432,6 +473,10 @@ FORMULAS = {
     "CombinedMargin m1 m2 m3": Formula(
         CombinedMargin(scale=SCALE, multiplier=1.7, angle=0.2, cosine=0.1),
         lambda c, n, s, z: _sphere(c, 1.7, 0.2) - 0.1,
+    ),
+    "CombinedMargin straight-through": Formula(
+        CombinedMargin(scale=SCALE, multiplier=1.7, angle=0.2, cosine=0.1, gradient="straight-through"),
+        lambda c, n, s, z: c + (torch.cos(1.7 * torch.acos(c) + 0.2) - 0.1 - c).detach(),
     ),
     "NormalisedSoftmax": Formula(NormalisedSoftmax(scale=SCALE), lambda c, n, s, z: c),
     "AdaFace": Formula(
@@ -723,3 +768,39 @@ def test_a_head_cut_over_ranks_is_the_same_head(run_ranks, margin, settings, num
         torch.testing.assert_close(parts, grad_GD, rtol=0, atol=1e-10)
     rows = torch.cat([rank["rows"] for rank in ranks])
     torch.testing.assert_close(rows, whole["rows"], rtol=0, atol=1e-10)
+
+
+BOTH_GRADIENTS = ["ArcFace", "ArcFace straight-through", "CombinedMargin m1 m2 m3", "CombinedMargin straight-through"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", BOTH_GRADIENTS)
+def test_both_gradients_are_those_of_the_dense_matrix_on_any_number_of_ranks(run_ranks, name, world_size):
+    """Five steps of momentum SGD in float64, against autograd through one matrix of all logits."""
+    formula, momentum, decay = FORMULAS[name], 0.9, 0.01
+    ranks = run_ranks(world_size, _five_steps, formula.margin, {}, 23)
+    weight_RD = PartialFC(8, 23, margin=formula.margin, seed=SEED, storage="float64").rows()["weight"].clone()
+    momentum_RD = torch.zeros_like(weight_RD)
+    for step in range(5):
+        embeddings_GD, labels_G = _images(11, 8, 23, seed=step)
+        dense = dense_step(
+            formula,
+            weight_RD,
+            embeddings_GD,
+            labels_G,
+            state={},
+            normals_B=torch.zeros(11),
+            classes_S=torch.arange(23),
+            weight_S=torch.ones(23).double(),
+            num_subcentres=1,
+            filter_above=math.inf,
+            lr=-1.0,
+        )
+        grad_RD = dense.weight_RD - weight_RD + decay * weight_RD
+        momentum_RD = momentum * momentum_RD + grad_RD
+        weight_RD = weight_RD - 1e-3 * momentum_RD
+        for rank in ranks:
+            assert rank["losses"][step] == pytest.approx(dense.loss.item(), abs=1e-10)
+        grads = torch.cat([rank["grads"][step] for rank in ranks])
+        torch.testing.assert_close(grads, dense.grad_BD, rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.cat([rank["rows"] for rank in ranks]), weight_RD, rtol=0, atol=1e-10)

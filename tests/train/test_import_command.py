@@ -1,5 +1,9 @@
 """`megaclass import-config`: one of InsightFace's configs on the command line, a recipe out of it."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from megaclass.cli import main
@@ -34,7 +38,17 @@ def test_the_recipe_is_printed_and_remarks_stand_apart_from_it(published, tmp_pa
     recipe = load_config(tmp_path / "recipe.toml")
     assert (recipe.backbone.name, recipe.head.margin, recipe.head.sample_rate) == ("iresnet100", "cosface", 0.2)
     assert (recipe.train.global_batch, recipe.train.nproc) == (512, 4)
-    assert "val_targets was left out: see the *.bin files" in shown.err
+    assert recipe.train.evaluate_sets == ("lfw",)
+    assert "megaclass: " in shown.err and "the learning rate falls with power 1, as in today's train_v2.py" in shown.err
+    assert "# - the learning rate falls with power 1, as in today's train_v2.py" in shown.out
+
+
+def test_the_older_curve_is_given_by_an_option(published, tmp_path, capsys):
+    assert main(["import-config", str(published), "--lr-power", "2"]) == 0
+    shown = capsys.readouterr()
+    (tmp_path / "recipe.toml").write_text(shown.out)
+    assert load_config(tmp_path / "recipe.toml").optimizer.power == 2.0
+    assert "# as in the scheduler InsightFace had before; 1 is that of today's train_v2.py\npower = 2.0" in shown.out
 
 
 def test_the_recipe_is_written_as_a_new_file_and_never_over_another(published, tmp_path, capsys):
@@ -50,6 +64,38 @@ def test_the_recipe_is_written_as_a_new_file_and_never_over_another(published, t
 def test_an_impossible_number_of_gpus_is_refused(published, capsys, gpus):
     assert main(["import-config", str(published), "--gpus", gpus]) == 2
     assert "megaclass: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"config.lr = \xff", b"config.lr = 1\0", b"config.lr = (" * 3000, b"config.lr = " + b"+".join([b"1"] * 99999)],
+)
+def test_an_odd_file_is_one_line_on_the_screen(tmp_path, capsys, data):
+    (tmp_path / "odd.py").write_bytes(data)
+    assert main(["import-config", str(tmp_path / "odd.py")]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("network", ["mbf", "vit_t"])
+def test_an_imported_recipe_shows_its_settings_and_trains(published, tmp_path, capsys, network):
+    published.write_text(CONFIG.replace("r100", network))
+    recipe = tmp_path / "recipe.toml"
+    assert main(["import-config", str(published), "--out", str(recipe)]) == 0
+    assert main(["train", str(recipe), "--show-config"]) == 0
+    assert f'name = "{load_config(recipe).backbone.name}"' in capsys.readouterr().out
+    small = [
+        "data.path=synthetic:40x16@112",
+        "train.global_batch=8",
+        "train.epochs=1",
+        "train.nproc=1",
+        "train.device=cpu",
+    ]
+    small += ["backbone.embedding_dim=32", "export.onnx=false", f"train.run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "megaclass", "train", str(recipe), *small]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaclass.backbones import BACKBONES
+from megaclass.backbones.vit import VisionTransformer
 from megaclass.config import Config, load_config_values
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
@@ -104,6 +106,42 @@ def test_with_synchronised_batch_norm_the_whole_run_is_the_same_on_any_number_of
         assert set(other_state) == set(state)
         for name, tensor in state.items():
             torch.testing.assert_close(other_state[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def _train_vit(config: Config, parts: list[int]) -> list[float]:
+    BACKBONES["tiny_vit"] = partial(VisionTransformer, 32, 3)
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=0, local_size=1)
+    model = build_model(config, TinySource(), world, CPU)
+    model.parallel.train()
+    return [
+        training_step(model, my_batch(step, parts), config, lr=0.05, step=step, device=CPU).loss.item()
+        for step in range(5)
+    ]
+
+
+def test_a_transformer_with_dropped_branches_and_masked_patches_trains_alike_on_any_number_of_ranks(run_ranks):
+    def config(**changes: object) -> Config:
+        shares = {"backbone__drop_path": 0.5, "backbone__mask_patches": 0.4}
+        return settings(backbone__name="tiny_vit", backbone__batch_norm="sync", **{**shares, **changes})
+
+    (losses,) = run_ranks(1, _train_vit, config(), [11])
+    for other in run_ranks(3, _train_vit, config(), [4, 3, 4]):
+        assert other == pytest.approx(losses, rel=1e-4)
+    (again,) = run_ranks(1, _train_vit, config(backbone__checkpoint_activations=True), [11])
+    assert again == pytest.approx(losses, rel=1e-5)
+    (plain,) = run_ranks(1, _train_vit, config(backbone__drop_path=0.0, backbone__mask_patches=0.0), [11])
+    assert plain != pytest.approx(losses, rel=1e-3)
+
+
+def test_dropped_branches_are_refused_for_backbones_without_them(run_ranks):
+    (message,) = run_ranks(1, _refusal, settings(backbone__drop_path=0.1))
+    assert "only the transformers (vit_t to vit_h) have them" in message
+
+
+def _refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        new_model(config)
+    return str(caught.value)
 
 
 def test_accumulated_parts_give_the_step_of_the_whole_batch(run_ranks):

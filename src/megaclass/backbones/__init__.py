@@ -20,12 +20,14 @@ BACKBONES: dict[str, Callable[[int, int], nn.Module]] = {
     "iresnet50": partial(IResNet, (3, 4, 14, 3)),
     "iresnet100": partial(IResNet, (3, 13, 30, 3)),
     "iresnet200": partial(IResNet, (6, 26, 60, 6)),
+    "iresnet2060": partial(IResNet, (3, 128, 896, 3)),
     "mbf": partial(MobileFaceNet, (1, 4, 6, 2), 2),
     "mbf_large": partial(MobileFaceNet, (2, 8, 12, 4), 4),
     "vit_t": partial(VisionTransformer, 256, 12),
     "vit_s": partial(VisionTransformer, 512, 12),
     "vit_b": partial(VisionTransformer, 512, 24),
     "vit_l": partial(VisionTransformer, 768, 24),
+    "vit_h": partial(VisionTransformer, 1024, 48),
 }
 
 

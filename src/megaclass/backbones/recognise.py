@@ -15,8 +15,9 @@ _IRESNET_BLOCKS: dict[tuple[int, ...], str] = {
     (3, 4, 14, 3): "iresnet50",
     (3, 13, 30, 3): "iresnet100",
     (6, 26, 60, 6): "iresnet200",
+    (3, 128, 896, 3): "iresnet2060",
 }
-_VIT_SIZES = {(256, 12): "vit_t", (512, 12): "vit_s", (512, 24): "vit_b", (768, 24): "vit_l"}
+_VIT_SIZES = {(256, 12): "vit_t", (512, 12): "vit_s", (512, 24): "vit_b", (768, 24): "vit_l", (1024, 48): "vit_h"}
 _MBF_WIDTHS = {128: "mbf", 256: "mbf_large"}
 
 

@@ -1,8 +1,9 @@
 """Vision transformers as InsightFace trains them: patches of 9 pixels, no class token, a linear layer over all patches.
 
-Parameter names and shapes are those of its published state dicts. Its training-time masking of patches and dropping of
-paths are left out: an embedding is then a function of the image alone, and the loss curve does not depend on the
-number of ranks. `mask_token`, which published files carry for the masking, is kept and not trained.
+Parameter names and shapes are those of its published state dicts. `regularise` switches on what InsightFace does in
+training only: dropping residual branches of whole images (stochastic depth) and leaving out a share of the patches.
+`train/keyed_dropout.py` makes both depend on (seed, step, image), so that the loss curve is the same on any number of
+ranks. Without masking, `mask_token`, which published files always carry, is kept and not trained.
 """
 
 import torch
@@ -40,17 +41,53 @@ class _Mlp(nn.Module):
         return result
 
 
-class _Block(nn.Module):
+class DropPath(nn.Module):
+    """Sets a residual branch to zero for a share p of the images in training, and divides the others by 1 - p."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x_BPD: Tensor) -> Tensor:
+        if not self.training:
+            return x_BPD
+        return self.scaled(x_BPD, torch.rand(len(x_BPD), device=x_BPD.device) >= self.p)
+
+    def scaled(self, x_BPD: Tensor, is_kept_B: Tensor) -> Tensor:
+        return x_BPD * is_kept_B[:, None, None] / (1 - self.p)
+
+
+class PatchMask(nn.Module):
+    """Chooses the patches that take part in training: all but a share p of each image, each image its own."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x_BPD: Tensor) -> Tensor:
+        """Returns the (B, kept) indices of the patches that stay, rising in each row."""
+        return self.smallest(torch.rand(x_BPD.shape[:2], device=x_BPD.device))
+
+    def smallest(self, noise_BP: Tensor) -> Tensor:
+        num_kept = max(1, int(noise_BP.shape[1] * (1 - self.p)))
+        return noise_BP.argsort(dim=1, stable=True)[:, :num_kept].sort(dim=1).values
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a two-layer perceptron, each normalised before and added to its input."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.drop_attn: nn.Module = nn.Identity()
+        self.drop_mlp: nn.Module = nn.Identity()
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
         self.attn = _Attention(width)
         self.mlp = _Mlp(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        result: Tensor = x + self.mlp(self.norm2(x))
+        x = x + self.drop_attn(self.attn(self.norm1(x)))
+        result: Tensor = x + self.drop_mlp(self.mlp(self.norm2(x)))
         return result
 
 
@@ -74,7 +111,8 @@ class VisionTransformer(nn.Module):
         self.patch_embed = _PatchEmbed(width)
         self.pos_embed = nn.Parameter(torch.zeros(1, num_patches, width))
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width), requires_grad=False)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(depth))
+        self.mask: nn.Module | None = None
         self.norm = nn.LayerNorm(width)
         self.feature = nn.Sequential(
             nn.Linear(width * num_patches, width, bias=False),
@@ -92,7 +130,32 @@ class VisionTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, D). Sides that 9 does not divide lose the rest at the right and the bottom."""
         x_BPD = self.patch_embed(x) + self.pos_embed
+        shape = x_BPD.shape
+        kept = None
+        if self.training and self.mask is not None:
+            kept = self.mask(x_BPD)[:, :, None].expand(-1, -1, shape[2])
+            x_BPD = x_BPD.gather(1, kept)
         for block in self.blocks:
             x_BPD = block(x_BPD)
-        embeddings: Tensor = self.feature(self.norm(x_BPD).flatten(1))
+        x_BPD = self.norm(x_BPD)
+        if kept is not None:
+            # The linear layer below takes all patches: the learned token stands where one was left out.
+            x_BPD = self.mask_token.to(x_BPD.dtype).expand(shape).scatter(1, kept, x_BPD)
+        embeddings: Tensor = self.feature(x_BPD.flatten(1))
         return embeddings
+
+    def regularise(self, drop_path: float, mask_patches: float) -> None:
+        """Switches on, for training, dropped branches and left-out patches.
+
+        drop_path: share of the images whose branch the last block drops; it rises linearly from 0 in the first block.
+        mask_patches: share of each image's patches that the blocks do not see.
+        """
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, TransformerBlock)
+            share = drop_path * index / max(1, len(self.blocks) - 1)
+            if share > 0:
+                block.drop_attn, block.drop_mlp = DropPath(share), DropPath(share)
+        if mask_patches > 0:
+            self.mask = PatchMask(mask_patches)
+            nn.init.normal_(self.mask_token, std=0.02)
+            self.mask_token.requires_grad = True

@@ -15,6 +15,10 @@ _FILE_MAGIC = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 _DTYPES = ("<f4", "<f8", "<f2", "u1", "<i4", "i1", "<i8")
 _MAX_DIMENSIONS = 32
+# InsightFace's MXNet networks take (pixel - 127.5) / 128, ours (pixel - 127.5) / 127.5.
+_INPUT_SCALE = 127.5 / 128
+# InsightFace's MXNet networks add 2e-5 to a variance, our iresnet 1e-5.
+_EXTRA_EPS = 2e-5 - 1e-5
 
 
 def read_params(path: Path) -> dict[str, NDArray[np.generic]]:
@@ -36,7 +40,11 @@ def read_params(path: Path) -> dict[str, NDArray[np.generic]]:
 
 
 def backbone_state(params: dict[str, NDArray[np.generic]], path: Path) -> dict[str, Tensor]:
-    """State dict of our iresnet from InsightFace's MXNet ResNet ('fresnet', three-BN units, output layer E)."""
+    """State dict of our iresnet from InsightFace's MXNet ResNet ('fresnet', three-BN units, output layer E).
+
+    The scale of the input and the eps of the batch norms differ. Both are folded into the weights: the first
+    convolution is scaled, and the difference in eps is added to the running variances. Embeddings are then those of MXNet.
+    """
     state = {}
     for full_name, array in params.items():
         name = full_name.partition(":")[2]
@@ -47,6 +55,11 @@ def backbone_state(params: dict[str, NDArray[np.generic]], path: Path) -> dict[s
     if "features.weight" in state:
         # MXNet stores a gamma that fix_gamma=True makes it ignore.
         state["features.weight"] = torch.ones_like(state["features.weight"])
+    for name, tensor in state.items():
+        if name == "conv1.weight":
+            state[name] = (tensor.double() * _INPUT_SCALE).to(torch.promote_types(tensor.dtype, torch.float32))
+        elif name.endswith("running_var"):
+            state[name] = (tensor.double() + _EXTRA_EPS).to(torch.promote_types(tensor.dtype, torch.float32))
     return state
 
 

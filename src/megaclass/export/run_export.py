@@ -29,8 +29,10 @@ from megaclass.export.onnx_file import export_onnx
 from megaclass.export.publish import published_folder
 from megaclass.export.safetensors_file import save_model
 
-_NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50, 100, 200)} | {
-    name: name for name in ("mbf", "mbf_large", "vit_t", "vit_s", "vit_b", "vit_l")
+_NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50, 100, 200, 2060)} | {
+    **{name: name for name in ("mbf", "mbf_large", "vit_t", "vit_s", "vit_b", "vit_h")},
+    # The only name under which InsightFace builds this size.
+    "vit_l": "vit_l_dp005_mask_005",
 }
 
 

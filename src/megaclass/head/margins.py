@@ -14,12 +14,14 @@ MagFace 2103.06627, ElasticFace 2109.09416, AdaFace 2204.00964.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError
+
+Gradient = Literal["exact", "straight-through"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,16 @@ def add_angle(cosines_G: Tensor, margin: Tensor | float) -> Tensor:
     return torch.where(is_past_pi_G, cosines_G - margin * torch.sin(margin), inside_G)
 
 
+def add_angle_straight_through(cosines_G: Tensor, multiplier: float, angle: float) -> Tensor:
+    """cos(multiplier * theta + angle) with the derivative 1, as InsightFace's CombinedMarginLoss trains.
+
+    InsightFace computes acos and cos under no_grad, so autograd sees the identity. It has no continuation past pi either:
+    the value rises again there, which does no harm because the derivative does not depend on it.
+    """
+    shifted_G = torch.cos(torch.acos(cosines_G.detach()) * multiplier + angle)
+    return cosines_G + (shifted_G - cosines_G.detach())
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormalisedSoftmax(Margin):
     """No margin: logits are scale * cosine."""
@@ -118,20 +130,18 @@ class ArcFace(Margin):
     scale: float = 64.0
     margin: float = 0.5
     """An angle in radians."""
-    gradient: Literal["exact", "straight-through"] = "exact"
+    gradient: Gradient = "exact"
     """`straight-through` takes the derivative of the logit as `scale`, as InsightFace's training code does."""
 
     def __post_init__(self) -> None:
         _check_scale(self)
         _check_range(self, "margin", 0, math.pi / 2)
-        if self.gradient not in ("exact", "straight-through"):
-            raise HeadError(f"ArcFace.gradient is {self.gradient!r}: expected 'exact' or 'straight-through'.")
+        _check_gradient(self, self.gradient)
 
     def target_logits(self, targets: Targets) -> Tensor:
-        shifted_G = add_angle(targets.cosines_G, self.margin)
         if self.gradient == "straight-through":
-            shifted_G = targets.cosines_G + (shifted_G - targets.cosines_G).detach()
-        return self.scale * shifted_G
+            return self.scale * add_angle_straight_through(targets.cosines_G, 1.0, self.margin)
+        return self.scale * add_angle(targets.cosines_G, self.margin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +167,20 @@ class CombinedMargin(Margin):
     multiplier: float = 1.0
     angle: float = 0.0
     cosine: float = 0.0
+    gradient: Gradient = "exact"
+    """`straight-through` takes the derivative of the logit as `scale`, and does not continue the value past pi."""
 
     def __post_init__(self) -> None:
         _check_scale(self)
         _check_range(self, "multiplier", 0.5, 8)
         _check_range(self, "angle", 0, math.pi / 2)
         _check_range(self, "cosine", 0, 2)
+        _check_gradient(self, self.gradient)
 
     def target_logits(self, targets: Targets) -> Tensor:
+        if self.gradient == "straight-through":
+            shifted_G = add_angle_straight_through(targets.cosines_G, self.multiplier, self.angle)
+            return self.scale * (shifted_G - self.cosine)
         if self.multiplier == 1:
             return self.scale * (add_angle(targets.cosines_G, self.angle) - self.cosine)
         # acos has an infinite derivative at ±1; stay a hair inside, where the gradient is large but finite.
@@ -327,6 +343,11 @@ def _check_scale(margin: Margin) -> None:
             f"{type(margin).__name__}.scale is {margin.scale}; it must be above 0, and logits (up to "
             f"{margin.logit_bound():g} here) must stay within ±600."
         )
+
+
+def _check_gradient(margin: Margin, gradient: str) -> None:
+    if gradient not in get_args(Gradient):
+        raise HeadError(f"{type(margin).__name__}.gradient is {gradient!r}: expected 'exact' or 'straight-through'.")
 
 
 def _check_range(margin: Margin, field: str, low: float, high: float) -> None:

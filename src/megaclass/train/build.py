@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaclass.backbones import build_backbone
 from megaclass.backbones.iresnet import IBasicBlock
+from megaclass.backbones.vit import TransformerBlock, VisionTransformer
 from megaclass.config import BackboneConfig, Config, HeadConfig, OptimizerConfig
 from megaclass.data.source import ImageSource
 from megaclass.distributed.compression import compression_hook
@@ -141,15 +142,18 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
 
 def build_margin(config: HeadConfig) -> Margin:
     margin, size_field = _MARGINS[config.margin]
-    if config.margin_size is None:
-        built: Margin = margin(scale=config.scale)
-        return built
-    if size_field is None:
-        raise ConfigError(
-            f"head.margin_size is {config.margin_size}, but the margin {config.margin} has no single size."
-        )
-    sized: Margin = margin(scale=config.scale, **{size_field: config.margin_size})
-    return sized
+    given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
+    if config.margin_size is not None:
+        if size_field is None:
+            raise ConfigError(
+                f"head.margin_size is {config.margin_size}, but the margin {config.margin} has no single size."
+            )
+        given[size_field] = config.margin_size
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if config.margin in ("arcface", "combined"):
+        fields["gradient"] = config.gradient
+    built: Margin = margin(scale=config.scale, **fields)
+    return built
 
 
 def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
@@ -170,6 +174,13 @@ def _build_backbone(config: Config, image_size: int, device: torch.device) -> tu
         if not isinstance(getattr(backbone, "dropout", None), nn.Dropout):
             raise ConfigError(f"backbone.dropout is {settings.dropout}, but {settings.name} has no layer `dropout`.")
         backbone.dropout = nn.Dropout(settings.dropout)
+    if settings.drop_path or settings.mask_patches:
+        if not isinstance(backbone, VisionTransformer):
+            raise ConfigError(
+                f"backbone.drop_path is {settings.drop_path} and backbone.mask_patches {settings.mask_patches}, but "
+                f"only the transformers (vit_t to vit_h) have them, not {settings.name}: set both to 0."
+            )
+        backbone.regularise(settings.drop_path, settings.mask_patches)
     dropouts = key_dropout(backbone, config.train.seed)
     if settings.batch_norm == "sync":
         synchronise_batch_norm(backbone)
@@ -196,9 +207,12 @@ def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
 
 
 def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
-    blocks = [module for module in backbone.modules() if isinstance(module, IBasicBlock)]
+    blocks = [module for module in backbone.modules() if isinstance(module, (IBasicBlock, TransformerBlock))]
     if not blocks:
-        raise ConfigError(f"backbone.checkpoint_activations is only known for the iresnets, not for {config.name}.")
+        raise ConfigError(
+            f"backbone.checkpoint_activations is on, but only the iresnets and the transformers support it, not "
+            f"{config.name}."
+        )
     for block in blocks:
         block.forward = partial(_forward_kept_lean, block, block.forward)  # type: ignore[method-assign]
 

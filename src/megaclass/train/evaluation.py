@@ -14,12 +14,21 @@ from megaclass.train.build import Model
 
 
 def evaluate_model(config: Config, model: Model, image_size: int, device: torch.device) -> list[SetResult]:
-    """Collective. Every *.bin beside the data, in the published ten-fold protocol; all ranks embed a part.
+    """Collective. The *.bin files beside the data, in the published ten-fold protocol; all ranks embed a part.
 
     A set that cannot be evaluated is noted in its result: it must not take a long run with it.
     """
     evaluator = Evaluator(network=model.backbone, image_size=image_size, device=device, num_threads=config.data.threads)
-    return evaluate_sets(evaluator, find_sets(verification_files(config.data.path)))
+    sets = find_sets(verification_files(config.data.path))
+    wanted = config.train.evaluate_sets
+    results = evaluate_sets(evaluator, [one for one in sets if not wanted or one.name in wanted])
+    found = {one.name for one in sets}
+    return results + [_missing(name, config.data.path) for name in wanted if name not in found]
+
+
+def _missing(name: str, data_path: str) -> SetResult:
+    reason = f"train.evaluate_sets names {name}, but there is no {name}.bin beside the data at {data_path}."
+    return SetResult(name=name, kind="pairs", path=f"{name}.bin", error=reason)
 
 
 def evaluate_between_steps(

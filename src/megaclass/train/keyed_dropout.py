@@ -1,8 +1,9 @@
-"""Dropout that depends on (seed, step, image), not on which rank has the image."""
+"""Dropout, dropped branches and left-out patches that depend on (seed, step, image), not on which rank has the image."""
 
 import torch
 from torch import Tensor, nn
 
+from megaclass.backbones.vit import DropPath, PatchMask
 from megaclass.head.counter_random import random_bits_rows, stream_keys
 
 _DROPOUT = 5
@@ -27,20 +28,51 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        return x * self.is_kept(x, x[0].numel()).view_as(x) / (1 - self.p)
+
+    def is_kept(self, x: Tensor, num_columns: int) -> Tensor:
+        """(B, num_columns) of independent choices, each True with probability 1 - p."""
+        return self.bits(x, num_columns) >= round((self.p - 0.5) * 2**32)
+
+    def bits(self, x: Tensor, num_columns: int) -> Tensor:
+        """(B, num_columns) int32 random bits for the images announced by expect()."""
         assert self._images_B is not None and len(self._images_B) == len(x), "expect() comes before forward"
         assert self._keys is not None
-        bits = random_bits_rows(self._keys, self._images_B, x[0].numel())
-        is_kept = (bits >= round((self.p - 0.5) * 2**32)).view_as(x)
-        return x * is_kept / (1 - self.p)
+        return random_bits_rows(self._keys, self._images_B, num_columns)
+
+
+class KeyedDropPath(KeyedDropout):
+    """Put in the place of a DropPath."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x * self.is_kept(x, 1)[:, :, None] / (1 - self.p)
+
+
+class KeyedPatchMask(KeyedDropout):
+    """Put in the place of a PatchMask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return PatchMask(self.p).smallest(self.bits(x, x.shape[1]))
+
+
+_KEYED: dict[type[nn.Module], type[KeyedDropout]] = {
+    nn.Dropout: KeyedDropout,
+    DropPath: KeyedDropPath,
+    PatchMask: KeyedPatchMask,
+}
 
 
 def key_dropout(module: nn.Module, seed: int) -> list[KeyedDropout]:
-    """Replaces every nn.Dropout; returns the new ones."""
+    """Replaces every nn.Dropout, DropPath and PatchMask; returns the new modules."""
     replaced: list[KeyedDropout] = []
     for parent in list(module.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, nn.Dropout) and child.p > 0:
-                keyed = KeyedDropout(child.p, seed, layer=len(replaced))
+            keyed_type = next((keyed for plain, keyed in _KEYED.items() if isinstance(child, plain)), None)
+            p = getattr(child, "p", 0.0)
+            if keyed_type is not None and p > 0:
+                keyed = keyed_type(p, seed, layer=len(replaced))
                 setattr(parent, name, keyed)
                 replaced.append(keyed)
     return replaced

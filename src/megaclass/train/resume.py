@@ -54,6 +54,7 @@ _MAY_CHANGE = {
     "train.init_centres",
     "train.on_nan",
     "train.evaluate_epochs",
+    "train.evaluate_sets",
     "train.compile",
     "train.tensorboard",
     "train.wandb_project",

@@ -115,9 +115,13 @@ def _margins() -> dict[str, Any]:
         "arcface": m.ArcFace(scale=16),
         "straight-through": m.ArcFace(scale=16, gradient="straight-through"),
         "wide angle": m.ArcFace(scale=16, margin=1.5),
+        "wide angle, straight-through": m.ArcFace(scale=16, margin=1.5, gradient="straight-through"),
         "cosface": m.CosFace(scale=16),
         "softmax": m.NormalisedSoftmax(scale=16),
         "combined": m.CombinedMargin(scale=16, angle=0.3, cosine=0.2),
+        "combined, straight-through": m.CombinedMargin(
+            scale=16, multiplier=1.35, angle=0.2, cosine=0.1, gradient="straight-through"
+        ),
         "adaface": m.AdaFace(scale=16),
         "magface": m.MagFace(scale=16),
         "curricular": m.CurricularFace(scale=16),
@@ -129,8 +133,8 @@ def _margins() -> dict[str, Any]:
 
 
 MARGINS = [
-    "arcface", "straight-through", "wide angle", "cosface", "softmax", "combined", "adaface", "magface", "curricular",
-    "curricular, shifted", "elastic", "shifted", "user's own",
+    "arcface", "straight-through", "wide angle", "wide angle, straight-through", "cosface", "softmax", "combined",
+    "combined, straight-through", "adaface", "magface", "curricular", "curricular, shifted", "elastic", "shifted", "user's own",
 ]  # fmt: skip
 
 

@@ -210,6 +210,8 @@ def settle_margin(
                 is_past_pi, 1.0, cos_margin + tl.where(square > 0, cosine / sine, 0.0) * sin_margin
             )
             if KIND == "straight-through":
+                # As InsightFace trains: the plain cos(theta + margin), its derivative taken as 1.
+                logit = scale * shifted
                 slope = scale + cosine * 0
         log_mass = tl.where(mass > 0, tl.log(tl.where(mass > 0, mass, 1.0)), float("-inf"))
         # A NaN mass (embeddings that are not finite) must stay one.

@@ -1,0 +1,51 @@
+"""The head that a recipe describes."""
+
+from typing import Any
+
+import pytest
+
+from megaclass import AdaFace, ArcFace, CombinedMargin, CosFace, Margin, NormalisedSoftmax
+from megaclass.config import HeadConfig
+from megaclass.errors import ConfigError
+from megaclass.train.build import build_margin
+
+
+@pytest.mark.parametrize(
+    ("settings", "margin"),
+    [
+        ({}, ArcFace(scale=64.0, margin=0.5)),
+        ({"gradient": "straight-through"}, ArcFace(scale=64.0, margin=0.5, gradient="straight-through")),
+        ({"margin": "cosface", "margin_size": 0.35, "gradient": "straight-through"}, CosFace(margin=0.35)),
+        ({"margin": "softmax", "gradient": "straight-through"}, NormalisedSoftmax()),
+        ({"margin": "combined"}, CombinedMargin()),
+        ({"margin": "combined", "margin_size": 0.3}, CombinedMargin(angle=0.3)),
+        ({"margin": "combined", "margin_size": 0.3, "m3": 0.2}, CombinedMargin(angle=0.3, cosine=0.2)),
+        (
+            {"margin": "combined", "m1": 0.9, "m2": 0.4, "m3": 0.15, "gradient": "straight-through"},
+            CombinedMargin(multiplier=0.9, angle=0.4, cosine=0.15, gradient="straight-through"),
+        ),
+        ({"margin": "adaface", "margin_size": 0.4}, AdaFace(margin=0.4)),
+    ],
+    ids=str,
+)
+def test_a_recipe_s_margin_is_the_one_it_names(settings: dict[str, Any], margin: Margin):
+    assert build_margin(HeadConfig(**settings)) == margin
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"margin": "adaface", "gradient": "straight-through"},
+            "head.gradient is straight-through; it must be exact for the margin adaface, which has no other.",
+        ),
+        (
+            {"margin": "combined", "margin_size": 0.3, "m2": 0.3},
+            "head.margin_size is 0.3; it must be unset where head.m2 is set: both are the angle of the margin combined.",
+        ),
+    ],
+)
+def test_settings_of_the_margin_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as raised:
+        HeadConfig(**settings)
+    assert str(raised.value) == message
