@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import DataError
+
+if TYPE_CHECKING:
+    from megaclass.image_size import ImageSize
 
 
 def add_data_commands(commands: Any) -> None:
@@ -96,7 +99,16 @@ def _add_pack(below: Any) -> None:
     pack.add_argument("--no-shuffle", action="store_true", help="keep the images of a class together")
     pack.add_argument("--seed", type=int, default=0, help="another seed, another order (0)")
     pack.add_argument(
-        "--size", type=int, help="resize to this square and encode anew; otherwise bytes stay as they are"
+        "--size",
+        type=_size,
+        metavar="SIDE|HEIGHTxWIDTH",
+        help="fit images to this size and encode anew, such as 112 or 112x96; otherwise bytes stay as they are",
+    )
+    pack.add_argument(
+        "--fit",
+        choices=("pad", "crop", "squash"),
+        default="squash",
+        help="with --size: black borders, edges cut off, or stretched (squash)",
     )
     pack.add_argument("--shard-images", type=int, default=10_000, help="images in a tar shard (10000)")
     pack.add_argument("--threads", type=int, default=_num_cores(), help="threads that read and encode (one a core)")
@@ -142,6 +154,7 @@ def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         labels=options.labels,
         shuffle_seed=None if options.no_shuffle else options.seed,
         image_size=options.size,
+        fit=options.fit,
         images_per_shard=options.shard_images,
     )
     return _pack_with(options.path, options.out, chosen, options.threads)
@@ -155,6 +168,7 @@ def _shuffle(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.pack import pack
+    from megaclass.image_size import compact_size, shown_size
     from megaclass.train.class_list import class_list
 
     source = _open(path)
@@ -166,6 +180,10 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
         text += f"; went on after {packed.num_resumed:,} that were there"
     if packed.labels_in_id2:
         text += "; classes are kept as 64-bit numbers in id2, as the second line of property says (labels=id2)"
+    if packed.num_other_size:
+        what = f"were fitted to it ({options.fit})" if options.image_size is not None else "are kept; --size fits them"
+        size = options.image_size if options.image_size is not None else compact_size(source.image_size)
+        text += f"; {packed.num_other_size:,} have another size than {shown_size(size)} and {what}"
     return 0, {"out": str(out), **packed.__dict__, "num_classes": source.num_classes}, text
 
 
@@ -277,6 +295,15 @@ def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
     from megaclass.train.progress import bar_on_demand
 
     return bar_on_demand(title)
+
+
+def _size(text: str) -> "ImageSize":
+    from megaclass.image_size import size_from_text
+
+    try:
+        return size_from_text(text.replace("x", ","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected 112, or height and width as 112x96") from None
 
 
 def _num_cores() -> int:

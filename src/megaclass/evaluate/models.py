@@ -9,9 +9,10 @@ print(embeddings @ embeddings.T)
 import hashlib
 import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +24,37 @@ from megaclass.backbones.recognise import BackboneShape, recognise
 from megaclass.checkpoint.insightface import load_backbone_, read_backbone
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
+from megaclass.data.decode import Fit
 from megaclass.errors import CheckpointError
 from megaclass.evaluate.embed import embed_part
 from megaclass.evaluate.images import FileImages
 from megaclass.evaluate.onnx_network import OnnxNetwork
+from megaclass.image_size import ImageSize, height_and_width, size_from_text
 
 _DEFAULT_IMAGE_SIZE = 112
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTreatment:
+    """How a model wants images that are embedded: as training treated them."""
+
+    fit: Fit | None = None
+    """How images of another size are fitted; None: the model does not say."""
+    mirror: bool = True
+    """Whether the embedding of the mirrored image is added; off where training did not mirror."""
+
+    @classmethod
+    def of(cls, said: Mapping[str, object]) -> "ImageTreatment":
+        """From the settings `data` of a run, or the metadata of a model file; what is missing or odd is left open."""
+        fits: dict[object, Fit] = {"pad": "pad", "crop": "crop", "squash": "squash"}
+        fit = said.get("fit")
+        return cls(
+            fit=fits.get(fit) if isinstance(fit, str) else None, mirror=said.get("mirror") not in (False, "false")
+        )
+
+    def chosen(self, fit: Fit | None, mirror: bool | None, *, resize: bool) -> tuple[Fit | None, bool]:
+        """What a user asked for (None: nothing), filled in by what the model says."""
+        return fit or self.fit or ("squash" if resize else None), self.mirror if mirror is None else mirror
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,18 +66,35 @@ class LoadedModel:
     path: Path
     """What was read: the checkpoint of a run folder, or the file."""
     network: nn.Module
-    """(B, 3, S, S) in [-1, 1] -> (B, D), not normalised."""
+    """(B, 3, H, W) in [-1, 1] -> (B, D), not normalised."""
     backbone: str
-    image_size: int
+    image_size: ImageSize
     embedding_dim: int
     device: torch.device
+    treatment: ImageTreatment = field(default_factory=lambda: ImageTreatment())
+    """How training treated images."""
 
-    def embed(self, paths: Sequence[str | Path], *, resize: bool = False, batch_size: int = 64) -> NDArray[np.float32]:
-        """(N, D): f(x) + f(mirrored x) of each image file, normalised; a product of two rows is their cosine."""
-        images = FileImages(paths=[Path(path) for path in paths], image_size=self.image_size, resize=resize)
+    def embed(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        resize: bool = False,
+        fit: Fit | None = None,
+        mirror: bool | None = None,
+        batch_size: int = 64,
+    ) -> NDArray[np.float32]:
+        """(N, D): f(x) + f(mirrored x) of each image file, normalised; a product of two rows is their cosine.
+
+        Images of another size are fitted as in training where the model says how, or as `fit` says; otherwise they are
+        refused, unless `resize` allows to stretch them. mirror: false gives f(x); None: as in training.
+        """
+        fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
+        images = FileImages(paths=[Path(path) for path in paths], image_size=self.image_size, fit=fit)
         if not paths:
             return np.empty((0, self.embedding_dim), dtype=np.float32)
-        rows = embed_part(self.network, images, range(len(paths)), device=self.device, batch_size=batch_size)
+        rows = embed_part(
+            self.network, images, range(len(paths)), device=self.device, batch_size=batch_size, mirror=mirror
+        )
         return nn.functional.normalize(rows[:, :-1]).cpu().numpy()
 
     def fingerprint(self) -> str:
@@ -78,8 +121,8 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedModel
     if not path.is_file():
         raise CheckpointError(f"There is no model at {path}: expected a run folder, .safetensors, .pth or .onnx.")
     if path.suffix == ".safetensors":
-        state, shape = _read_safetensors(path)
-        return _build(path.stem, path, state, shape, device)
+        state, shape, treatment = _read_safetensors(path)
+        return _build(path.stem, path, state, shape, device, treatment)
     if path.suffix in (".pth", ".pt", ".params"):
         state = read_backbone(path)
         return _build(path.stem, path, state, recognise(state, str(path)), device)
@@ -113,14 +156,19 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _load_run(run: Path, device: torch.device) -> LoadedModel:
     path, state = read_run_state(run)
-    return _build(run.name, path, state, _shape_of_run(run, path, state), device)
+    if not path.is_dir():
+        state, shape, treatment = _read_safetensors(path)
+        return _build(run.name, path, state, shape, device, treatment)
+    settings = tomllib.loads(read_manifest(path).config)
+    shape = _shape_of_run(run, path, state, settings)
+    return _build(run.name, path, state, shape, device, ImageTreatment.of(settings.get("data", {})))
 
 
-def _shape_of_run(run: Path, path: Path, state: dict[str, Tensor]) -> BackboneShape:
-    config = read_manifest(path).config if path.is_dir() else ""
-    settings = tomllib.loads(config).get("backbone", {})
+def _shape_of_run(run: Path, path: Path, state: dict[str, Tensor], config: Mapping[str, Any]) -> BackboneShape:
+    settings = config.get("backbone", {})
+    said = config.get("data", {}).get("size", 0)
     try:
-        return recognise(state, str(path))
+        return recognise(state, str(path), (said[0], said[1]) if isinstance(said, list) else said or None)
     except CheckpointError:
         # A backbone of the user's own: its name is in the settings, its input size beside its exported weights.
         exported = run / "model.safetensors"
@@ -132,8 +180,8 @@ def _shape_of_run(run: Path, path: Path, state: dict[str, Tensor]) -> BackboneSh
         )
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], BackboneShape]:
-    """Weights, and the shape the file's metadata states; files that state none are recognised by their names."""
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], BackboneShape, ImageTreatment]:
+    """Weights, and what the file's metadata states; files that state no shape are recognised by their names."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -143,14 +191,24 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], BackboneShape]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
     try:
-        return state, BackboneShape(
-            name=said["backbone"], embedding_dim=int(said["embedding_dim"]), image_size=int(said["image_size"])
+        shape = BackboneShape(
+            name=said["backbone"],
+            embedding_dim=int(said["embedding_dim"]),
+            image_size=size_from_text(said["image_size"]),
         )
     except (KeyError, ValueError):
-        return state, recognise(state, str(path))
+        shape = recognise(state, str(path))
+    return state, shape, ImageTreatment.of(said)
 
 
-def _build(name: str, path: Path, state: dict[str, Tensor], shape: BackboneShape, device: torch.device) -> LoadedModel:
+def _build(
+    name: str,
+    path: Path,
+    state: dict[str, Tensor],
+    shape: BackboneShape,
+    device: torch.device,
+    treatment: ImageTreatment | None = None,
+) -> LoadedModel:
     network = build_backbone(shape.name, embedding_dim=shape.embedding_dim, image_size=shape.image_size)
     load_backbone_(network, state, path)
     return LoadedModel(
@@ -161,6 +219,7 @@ def _build(name: str, path: Path, state: dict[str, Tensor], shape: BackboneShape
         image_size=shape.image_size,
         embedding_dim=shape.embedding_dim,
         device=device,
+        treatment=treatment or ImageTreatment(),
     )
 
 
@@ -173,6 +232,7 @@ def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
         network=network,
         backbone="onnx",
         image_size=image_size,
-        embedding_dim=network(torch.zeros(1, 3, image_size, image_size)).shape[1],
+        embedding_dim=network(torch.zeros(1, 3, *height_and_width(image_size))).shape[1],
         device=device,
+        treatment=ImageTreatment.of(network.metadata),
     )

@@ -116,7 +116,7 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "data_fingerprint": ("Data fingerprint", "{}"),
         "num_classes": ("Classes", "{:,}"),
         "num_images": ("Training images", "{:,}"),
-        "image_size": ("Image size", "{0} × {0}"),
+        "image_size": ("Image size", "{}"),
         "backbone": ("Backbone", "{}"),
         "embedding_dim": ("Numbers an embedding", "{}"),
         "world_size": ("Ranks", "{}"),
@@ -124,7 +124,14 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "final_loss": ("Final loss", "{:.4f}"),
         "images_per_second": ("Images per second", "{:,.0f}"),
     }
-    return {title: text.format(summary[key]) for key, (title, text) in shown.items() if summary.get(key) is not None}
+    facts = {title: text.format(summary[key]) for key, (title, text) in shown.items() if summary.get(key) is not None}
+    size = summary.get("image_size")
+    if isinstance(size, int):
+        facts["Image size"] = f"{size} × {size}"
+    elif isinstance(size, list):
+        # (height, width) of a rectangle.
+        facts["Image size"] = " × ".join(map(str, reversed(size)))
+    return facts
 
 
 def _centres(run: Path, device: torch.device) -> CentreHealth | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megaclass.evaluate.report_sets import headline
 from megaclass.evaluate.results import SetResult, read_results
+from megaclass.image_size import shown_size
 
 _USE = {
     "safetensors": """```python
@@ -52,7 +53,7 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str) -> str
             f"# {config['name']}",
             "",
             f"Backbone {config['backbone']}, {config['embedding_dim']} numbers an embedding, images of "
-            f"{config['image_size']} × {config['image_size']} pixels. Trained and exported with Megaclass "
+            f"{shown_size(config['image_size'])} pixels. Trained and exported with Megaclass "
             f"{config['version']}.",
             "",
             "## Data",

@@ -40,7 +40,8 @@ from megaclass.train.generators import restore_generators
 from megaclass.train.run_folder import RunFolder
 from megaclass.world import World
 
-# Settings that may change between a run and its continuation without making it another run.
+# Settings that may change between a run and its continuation without making it another run. Not among them, because
+# they change what the backbone sees: data.size, data.fit, data.mirror, data.augment.
 _MAY_CHANGE = {
     "train.run_dir",
     "train.nproc",
