@@ -9,26 +9,29 @@ print(embeddings @ embeddings.T)
 import hashlib
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megaclass.backbones import build_backbone
+from megaclass.backbones import BACKBONES, build_backbone
 from megaclass.backbones.recognise import BackboneShape, recognise
-from megaclass.checkpoint.insightface import load_backbone_, read_backbone
+from megaclass.checkpoint.insightface import check_fits, load_backbone_, read_backbone
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
-from megaclass.errors import CheckpointError
+from megaclass.errors import CheckpointError, ConfigError
 from megaclass.evaluate.embed import embed_part
 from megaclass.evaluate.images import FileImages
 from megaclass.evaluate.onnx_network import OnnxNetwork
 
 _DEFAULT_IMAGE_SIZE = 112
+# What a file may state; larger numbers are taken for damage. Recipes have the same limit for embeddings.
+_MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE = 65536, 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,17 +73,26 @@ def weights_fingerprint(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def load(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedModel:
-    """Opens a run folder, `.safetensors`, InsightFace `.pth`/`.pt` or `.onnx`; what it is decides how it is read."""
+def load(path: str | Path, *, device: str | torch.device = "cpu", backbone: str | None = None) -> LoadedModel:
+    """Opens a run folder, `.safetensors`, InsightFace `.pth`/`.pt` or `.onnx`; what it is decides how it is read.
+
+    backbone: `package.module:Class` of your own, for a model that is none of the built-in ones. A file can only name
+    built-in backbones: what is imported and called is the caller's choice, never the file's.
+    """
     path, device = Path(path), torch.device(device)
     if path.is_dir():
-        return _load_run(path, device)
+        return _load_run(path, device, backbone)
     if not path.is_file():
         raise CheckpointError(f"There is no model at {path}: expected a run folder, .safetensors, .pth or .onnx.")
     if path.suffix == ".safetensors":
-        state, shape = _read_safetensors(path)
-        return _build(path.stem, path, state, shape, device)
+        state, said = _read_safetensors(path)
+        return _build(path.stem, path, state, _stated_shape(state, said, path, backbone), device)
     if path.suffix in (".pth", ".pt", ".params"):
+        if backbone is not None:
+            raise CheckpointError(
+                f"{path} states no embedding size and no image size, so {backbone} cannot be built for it: backbones of "
+                f"your own are opened from a run folder or a .safetensors file."
+            )
         state = read_backbone(path)
         return _build(path.stem, path, state, recognise(state, str(path)), device)
     if path.suffix == ".onnx":
@@ -111,47 +123,86 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _load_run(run: Path, device: torch.device) -> LoadedModel:
+def _load_run(run: Path, device: torch.device, backbone: str | None) -> LoadedModel:
     path, state = read_run_state(run)
-    return _build(run.name, path, state, _shape_of_run(run, path, state), device)
+    return _build(run.name, path, state, _shape_of_run(run, path, state, backbone), device)
 
 
-def _shape_of_run(run: Path, path: Path, state: dict[str, Tensor]) -> BackboneShape:
-    config = read_manifest(path).config if path.is_dir() else ""
-    settings = tomllib.loads(config).get("backbone", {})
-    try:
+def _shape_of_run(run: Path, path: Path, state: dict[str, Tensor], backbone: str | None) -> BackboneShape:
+    exported = run / "model.safetensors"
+    if not path.is_dir():
+        return _stated_shape(state, _read_safetensors(exported)[1], path, backbone)
+    settings = _backbone_settings(path)
+    name = str(settings.get("name", ""))
+    if backbone is None and ":" not in name:
         return recognise(state, str(path))
-    except CheckpointError:
-        # A backbone of the user's own: its name is in the settings, its input size beside its exported weights.
-        exported = run / "model.safetensors"
-        if not settings or not exported.is_file():
-            raise
-        shape = _read_safetensors(exported)[1]
-        return BackboneShape(
-            name=settings["name"], embedding_dim=settings["embedding_dim"], image_size=shape.image_size
-        )
+    # A backbone of the user's own: its width is in the settings, its input size beside its exported weights.
+    said = _read_safetensors(exported)[1] if exported.is_file() else {}
+    stated = {"backbone": name, "embedding_dim": str(settings.get("embedding_dim")), **said}
+    return _stated_shape(state, stated, path, backbone)
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], BackboneShape]:
-    """Weights, and the shape the file's metadata states; files that state none are recognised by their names."""
+def _backbone_settings(checkpoint: Path) -> dict[str, Any]:
+    try:
+        settings = tomllib.loads(read_manifest(checkpoint).config).get("backbone", {})
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise CheckpointError(f"The settings in {checkpoint} cannot be read: {error}.") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights and metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             said = dict(file.metadata() or {})
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
-    try:
-        return state, BackboneShape(
-            name=said["backbone"], embedding_dim=int(said["embedding_dim"]), image_size=int(said["image_size"])
+    return state, said
+
+
+def _stated_shape(
+    state: Mapping[str, Tensor], said: Mapping[str, str], path: Path, backbone: str | None
+) -> BackboneShape:
+    """The shape that a file's metadata states; files that state none are recognised by their names.
+
+    Metadata is whatever the file's author wrote: it may choose among the built-in backbones and nothing else.
+    """
+    name = backbone or said.get("backbone", "")
+    if backbone is None and ":" in name:
+        raise CheckpointError(
+            f"{path} says that its backbone is {name[:80]!r}, code of its author's own. Files never choose code to run. If "
+            f"you trust this class and have it on the Python path, name it yourself: --backbone package.module:Class, or "
+            f"megaclass.load(path, backbone=…)."
         )
+    if backbone is None and name not in BACKBONES:
+        return recognise(state, str(path))
+    try:
+        shape = BackboneShape(name=name, embedding_dim=int(said["embedding_dim"]), image_size=int(said["image_size"]))
     except (KeyError, ValueError):
-        return state, recognise(state, str(path))
+        if backbone is None:
+            return recognise(state, str(path))
+        raise CheckpointError(
+            f"{path} does not state embedding_dim and image_size, which {backbone} needs: a run's model.safetensors states "
+            f"them in its metadata."
+        ) from None
+    if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 1 <= shape.image_size <= _MAX_IMAGE_SIZE):
+        raise CheckpointError(
+            f"{path} states embeddings of {shape.embedding_dim} numbers and images of {shape.image_size} pixels a side: at "
+            f"most {_MAX_EMBEDDING_DIM:,} and {_MAX_IMAGE_SIZE:,} are accepted."
+        )
+    return shape
 
 
 def _build(name: str, path: Path, state: dict[str, Tensor], shape: BackboneShape, device: torch.device) -> LoadedModel:
-    network = build_backbone(shape.name, embedding_dim=shape.embedding_dim, image_size=shape.image_size)
+    if ":" not in shape.name:
+        # Built without memory first: a size that the weights do not have is refused before it is allocated.
+        with torch.device("meta"):
+            outline = _built(shape, path)
+        check_fits(outline, state, path)
+    network = _built(shape, path)
     load_backbone_(network, state, path)
     return LoadedModel(
         name=name,
@@ -162,6 +213,13 @@ def _build(name: str, path: Path, state: dict[str, Tensor], shape: BackboneShape
         embedding_dim=shape.embedding_dim,
         device=device,
     )
+
+
+def _built(shape: BackboneShape, path: Path) -> nn.Module:
+    try:
+        return build_backbone(shape.name, embedding_dim=shape.embedding_dim, image_size=shape.image_size)
+    except ConfigError as error:
+        raise CheckpointError(f"Cannot build the backbone of {path}: {error}") from error
 
 
 def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
