@@ -37,7 +37,8 @@ _NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50
 def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated", backbone: str | None = None) -> Path:
     """Exports a run folder, or any model file that `megaclass.load` opens, to the folder `out`.
 
-    backbone: as for `megaclass.load`. An earlier export of that form there is replaced; a folder that holds anything else is refused.
+    backbone: as for `megaclass.load`.
+    An earlier export of that form there is replaced; a folder that holds anything else is refused.
     """
     _require_own(out, form)
     model = load(path, backbone=backbone)
