@@ -1,6 +1,8 @@
 """Model files and run folders from strangers: they give weights or an error, and never choose what code runs."""
 
+import struct
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -80,3 +82,26 @@ def test_sizes_that_the_weights_do_not_have_are_refused_before_they_are_allocate
     write_model(tmp_path / "model.safetensors", "iresnet50", **said)
     with pytest.raises(CheckpointError, match=r"does not fit this backbone|are accepted"):
         load(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("dims", [(-2, -2), (0, 2**62), (2**40, 1), (-1, 4)])
+def test_odd_dimensions_in_params_are_one_line(tmp_path, dims):
+    array = struct.pack("<IiIqqiii", 0xF993FAC9, 0, 2, *dims, 1, 0, 0) + bytes(16)
+    name = b"arg:fc1_gamma"
+    content = struct.pack("<QQQ", 0x112, 0, 1) + array + struct.pack("<QQ", 1, len(name)) + name
+    (tmp_path / "model.params").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"an array of shape .* cannot be in \d+ bytes"):
+        load(tmp_path / "model.params")
+
+
+def test_an_archive_that_unpacks_to_more_than_itself_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "model.pth", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(2**24))
+    with pytest.raises(CheckpointError, match=r"would unpack to 16,777,216"):
+        load(tmp_path / "model.pth")
+
+
+def test_a_tensor_that_shows_one_number_in_many_places_is_refused(tmp_path):
+    torch.save({"fc.weight": torch.zeros(1).expand(2**20, 2**20)}, tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match=r"fc\.weight of shape \(1048576, 1048576\) cannot be in"):
+        load(tmp_path / "model.pth")

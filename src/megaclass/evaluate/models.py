@@ -188,15 +188,15 @@ def _stated_shape(
             f"{path} does not state embedding_dim and image_size, which {backbone} needs: a run's model.safetensors states "
             f"them in its metadata."
         ) from None
-    if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 1 <= shape.image_size <= _MAX_IMAGE_SIZE):
-        raise CheckpointError(
-            f"{path} states embeddings of {shape.embedding_dim} numbers and images of {shape.image_size} pixels a side: at "
-            f"most {_MAX_EMBEDDING_DIM:,} and {_MAX_IMAGE_SIZE:,} are accepted."
-        )
     return shape
 
 
 def _build(name: str, path: Path, state: dict[str, Tensor], shape: BackboneShape, device: torch.device) -> LoadedModel:
+    if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 1 <= shape.image_size <= _MAX_IMAGE_SIZE):
+        raise CheckpointError(
+            f"{path} is of embeddings of {shape.embedding_dim} numbers and images of {shape.image_size} pixels a side: at "
+            f"most {_MAX_EMBEDDING_DIM:,} and {_MAX_IMAGE_SIZE:,} are accepted."
+        )
     if ":" not in shape.name:
         # Built without memory first: a size that the weights do not have is refused before it is allocated.
         with torch.device("meta"):
