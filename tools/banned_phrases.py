@@ -12,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".md", ".toml", ".yaml", ".j2", ".js", ".css"}
 FOLDERS = ("src/", "docs/", "examples/", "recipes/", "benchmarks/", "deploy/")
-_THINGS = "rank|process|host|image|class|step|second|epoch|embedding|line|file|folder|batch|row|identity|GPU|thread|index"
+_THINGS = (
+    "rank|process|host|image|class|step|second|epoch|embedding|line|file|folder|batch|row|identity|GPU|thread|index"
+)
 _COUNTED = "one|two|three|four|once|twice|images|bytes|files|threads|times|integer|number|line|folder|label|launch|row"
 
 PHRASES = {

@@ -60,6 +60,7 @@ def add_evaluate_commands(commands: Any) -> None:
     export.add_argument("--to", choices=("onnx", "safetensors", "insightface"), required=True, help="form of the model")
     export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORM)")
     export.add_argument("--licence", default="not stated", help="what the model card says about the licence")
+    _add_backbone(export)
     export.set_defaults(run=_export)
 
     embed = commands.add_parser("embed", help="embeddings of a folder of images, resumable")
@@ -70,7 +71,17 @@ def add_evaluate_commands(commands: Any) -> None:
     embed.set_defaults(run=_embed)
 
 
+def _add_backbone(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backbone",
+        metavar="MODULE:CLASS",
+        help="your own backbone, imported and built for this model; without it only built-in ones are built, whatever "
+        "the model's file says",
+    )
+
+
 def _add_running(parser: argparse.ArgumentParser) -> None:
+    _add_backbone(parser)
     parser.add_argument(
         "--fit", choices=("pad", "crop", "squash"), help="how images of another size are fitted (as in training)"
     )
@@ -191,7 +202,7 @@ def _export(options: argparse.Namespace, given: list[str]) -> int:
         raise ConfigError(f"{options.model} is not a run folder: say where to export it with --out FOLDER.")
     out = options.out or options.model / "export" / options.to
     with _writing(out):
-        print(export_model(options.model, options.to, out, licence=options.licence))
+        print(export_model(options.model, options.to, out, licence=options.licence, backbone=options.backbone))
     return 0
 
 
@@ -247,7 +258,7 @@ def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[Loa
     from megaclass.evaluate.models import load
 
     with process_group(world, device=options.device) as device:
-        return run(on_every_rank(lambda: load(options.model, device=device), device), world)
+        return run(on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device), world)
 
 
 def _bar(title: str, world: "World") -> "AbstractContextManager[Callable[[int, int], None] | None]":

@@ -45,7 +45,7 @@ def recognise(state: Mapping[str, Tensor], where: str, image_size: ImageSize | N
             return _iresnet(state, image_size)
         if "stem.0.weight" in state:
             return _with_fc(state, "slim", image_size, width=128)
-    except (KeyError, IndexError, ZeroDivisionError) as error:
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{where} looks like a backbone but lacks {error} or has another size of it.") from error
     shown = ", ".join(list(state)[:3]) or "none"
     raise CheckpointError(

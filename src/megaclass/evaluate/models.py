@@ -19,19 +19,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megaclass.backbones import build_backbone
+from megaclass.backbones import BACKBONES, build_backbone
 from megaclass.backbones.recognise import BackboneShape, recognise
-from megaclass.checkpoint.insightface import load_backbone_, read_backbone
+from megaclass.checkpoint.insightface import check_fits, load_backbone_, read_backbone
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.data.decode import Fit
-from megaclass.errors import CheckpointError
+from megaclass.errors import CheckpointError, ConfigError
 from megaclass.evaluate.embed import embed_part
 from megaclass.evaluate.images import FileImages
 from megaclass.evaluate.onnx_network import OnnxNetwork
-from megaclass.image_size import ImageSize, height_and_width, size_from_text
+from megaclass.image_size import ImageSize, height_and_width, shown_size, size_from_text
 
 _DEFAULT_IMAGE_SIZE = 112
+# What a file may state; larger numbers are taken for damage. Recipes have the same limit for embeddings.
+_MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE = 65536, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +115,27 @@ def weights_fingerprint(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def load(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedModel:
-    """Opens a run folder, `.safetensors`, InsightFace `.pth`/`.pt` or `.onnx`; what it is decides how it is read."""
+def load(path: str | Path, *, device: str | torch.device = "cpu", backbone: str | None = None) -> LoadedModel:
+    """Opens a run folder, `.safetensors`, InsightFace `.pth`/`.pt` or `.onnx`; what it is decides how it is read.
+
+    backbone: `package.module:Class` of your own, for a model that is none of the built-in ones. A file can only name
+    built-in backbones: what is imported and called is the caller's choice, never the file's.
+    """
     path, device = Path(path), torch.device(device)
     if path.is_dir():
-        return _load_run(path, device)
+        return _load_run(path, device, backbone)
     if not path.is_file():
         raise CheckpointError(f"There is no model at {path}: expected a run folder, .safetensors, .pth or .onnx.")
     if path.suffix == ".safetensors":
-        state, shape, treatment = _read_safetensors(path)
-        return _build(path.stem, path, state, shape, device, treatment)
+        state, said = _read_safetensors(path)
+        shape = _stated_shape(state, said, path, backbone)
+        return _build(path.stem, path, state, shape, device, ImageTreatment.of(said))
     if path.suffix in (".pth", ".pt", ".params"):
+        if backbone is not None:
+            raise CheckpointError(
+                f"{path} states no embedding size and no image size, so {backbone} cannot be built for it: backbones of "
+                f"your own are opened from a run folder or a .safetensors file."
+            )
         state = read_backbone(path)
         return _build(path.stem, path, state, recognise(state, str(path)), device)
     if path.suffix == ".onnx":
@@ -154,51 +166,94 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _load_run(run: Path, device: torch.device) -> LoadedModel:
+def _load_run(run: Path, device: torch.device, backbone: str | None) -> LoadedModel:
     path, state = read_run_state(run)
     if not path.is_dir():
-        state, shape, treatment = _read_safetensors(path)
-        return _build(run.name, path, state, shape, device, treatment)
-    settings = tomllib.loads(read_manifest(path).config)
-    shape = _shape_of_run(run, path, state, settings)
-    return _build(run.name, path, state, shape, device, ImageTreatment.of(settings.get("data", {})))
-
-
-def _shape_of_run(run: Path, path: Path, state: dict[str, Tensor], config: Mapping[str, Any]) -> BackboneShape:
-    settings = config.get("backbone", {})
-    said = config.get("data", {}).get("size", 0)
-    try:
-        return recognise(state, str(path), (said[0], said[1]) if isinstance(said, list) else said or None)
-    except CheckpointError:
-        # A backbone of the user's own: its name is in the settings, its input size beside its exported weights.
-        exported = run / "model.safetensors"
-        if not settings or not exported.is_file():
-            raise
-        shape = _read_safetensors(exported)[1]
-        return BackboneShape(
-            name=settings["name"], embedding_dim=settings["embedding_dim"], image_size=shape.image_size
+        said = _read_safetensors(path)[1]
+        return _build(
+            run.name, path, state, _stated_shape(state, said, path, backbone), device, ImageTreatment.of(said)
         )
+    settings = _settings_of(path)
+    shape = _shape_of_run(run, path, state, settings, backbone)
+    return _build(run.name, path, state, shape, device, ImageTreatment.of(_section(settings, "data")))
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], BackboneShape, ImageTreatment]:
-    """Weights, and what the file's metadata states; files that state no shape are recognised by their names."""
+def _shape_of_run(
+    run: Path, path: Path, state: dict[str, Tensor], settings: Mapping[str, Any], backbone: str | None
+) -> BackboneShape:
+    own = _section(settings, "backbone")
+    name = str(own.get("name", ""))
+    if backbone is None and ":" not in name:
+        return recognise(state, str(path), _stated_size(_section(settings, "data").get("size")))
+    # A backbone of the user's own: its width is in the settings, its input size beside its exported weights.
+    exported = run / "model.safetensors"
+    said = _read_safetensors(exported)[1] if exported.is_file() else {}
+    stated = {"backbone": name, "embedding_dim": str(own.get("embedding_dim")), **said}
+    return _stated_shape(state, stated, path, backbone)
+
+
+def _settings_of(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_manifest(checkpoint).config)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise CheckpointError(f"The settings in {checkpoint} cannot be read: {error}.") from error
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = settings.get(name, {})
+    return section if isinstance(section, dict) else {}
+
+
+def _stated_size(given: object) -> ImageSize | None:
+    """Returns `data.size` of a run, or None where it is not stated (0) or is damaged."""
+    if isinstance(given, int) and given > 0:
+        return given
+    if isinstance(given, list) and len(given) == 2 and all(isinstance(side, int) for side in given):
+        return given[0], given[1]
+    return None
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights and metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             said = dict(file.metadata() or {})
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
+    return state, said
+
+
+def _stated_shape(
+    state: Mapping[str, Tensor], said: Mapping[str, str], path: Path, backbone: str | None
+) -> BackboneShape:
+    """The shape that a file's metadata states; files that state none are recognised by their names.
+
+    Metadata is whatever the file's author wrote: it may choose among the built-in backbones and nothing else.
+    """
+    name = backbone or said.get("backbone", "")
+    if backbone is None and ":" in name:
+        raise CheckpointError(
+            f"{path} says that its backbone is {name[:80]!r}, code of its author's own. Files never choose code to run. If "
+            f"you trust this class and have it on the Python path, name it yourself: --backbone package.module:Class, or "
+            f"megaclass.load(path, backbone=…)."
+        )
+    if backbone is None and name not in BACKBONES:
+        return recognise(state, str(path))
     try:
         shape = BackboneShape(
-            name=said["backbone"],
-            embedding_dim=int(said["embedding_dim"]),
-            image_size=size_from_text(said["image_size"]),
+            name=name, embedding_dim=int(said["embedding_dim"]), image_size=size_from_text(said["image_size"])
         )
     except (KeyError, ValueError):
-        shape = recognise(state, str(path))
-    return state, shape, ImageTreatment.of(said)
+        if backbone is None:
+            return recognise(state, str(path))
+        raise CheckpointError(
+            f"{path} does not state embedding_dim and image_size, which {backbone} needs: a run's model.safetensors states "
+            f"them in its metadata."
+        ) from None
+    return shape
 
 
 def _build(
@@ -209,7 +264,18 @@ def _build(
     device: torch.device,
     treatment: ImageTreatment | None = None,
 ) -> LoadedModel:
-    network = build_backbone(shape.name, embedding_dim=shape.embedding_dim, image_size=shape.image_size)
+    sides = height_and_width(shape.image_size)
+    if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 1 <= min(sides) <= max(sides) <= _MAX_IMAGE_SIZE):
+        raise CheckpointError(
+            f"{path} is of embeddings of {shape.embedding_dim} numbers and images of {shown_size(shape.image_size)} pixels: "
+            f"at most {_MAX_EMBEDDING_DIM:,} numbers and {_MAX_IMAGE_SIZE:,} pixels per side are accepted."
+        )
+    if ":" not in shape.name:
+        # Built without memory first: a size that the weights do not have is refused before it is allocated.
+        with torch.device("meta"):
+            outline = _built(shape, path)
+        check_fits(outline, state, path)
+    network = _built(shape, path)
     load_backbone_(network, state, path)
     return LoadedModel(
         name=name,
@@ -221,6 +287,13 @@ def _build(
         device=device,
         treatment=treatment or ImageTreatment(),
     )
+
+
+def _built(shape: BackboneShape, path: Path) -> nn.Module:
+    try:
+        return build_backbone(shape.name, embedding_dim=shape.embedding_dim, image_size=shape.image_size)
+    except ConfigError as error:
+        raise CheckpointError(f"Cannot build the backbone of {path}: {error}") from error
 
 
 def _load_onnx(path: Path, device: torch.device) -> LoadedModel:

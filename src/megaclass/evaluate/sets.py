@@ -1,5 +1,6 @@
 """What `--on` names -> evaluation sets -> results. A set that cannot be evaluated is noted, and the others still run."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,7 +126,8 @@ def _evaluate_list(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
     pairs = on_every_rank(lambda: read_pairs_list(one.path), evaluator.device, evaluator.group)
     images = FileImages(paths=pairs.paths, image_size=evaluator.image_size, fit=evaluator.fit)
     scored = score_pair_images(evaluator, one.name, images, pairs.is_same_N, pairs.num_folds)
-    names = [str(path.relative_to(one.path.parent)) for path in pairs.paths]
+    # A list may name files anywhere.
+    names = [os.path.relpath(path, one.path.parent) for path in pairs.paths]
     return result_of_pairs(one.name, str(one.path), scored, _Encoded(pairs.paths), names)
 
 

@@ -37,13 +37,14 @@ _NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50
 }
 
 
-def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated") -> Path:
+def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated", backbone: str | None = None) -> Path:
     """Exports a run folder, or any model file that `megaclass.load` opens, to the folder `out`.
 
+    backbone: as for `megaclass.load`.
     An earlier export of that form there is replaced; a folder that holds anything else is refused.
     """
     _require_own(out, form)
-    model = load(path)
+    model = load(path, backbone=backbone)
     if model.backbone == "onnx":
         raise ExportError(
             f"{path} is an ONNX model: it runs, but has no parameters to export. Export the run it came from."
@@ -132,7 +133,8 @@ _WRITE: dict[str, Callable[[LoadedModel, Path, Path, dict[str, str]], None]] = {
 def _require_same(model: LoadedModel, file: Path, shown: Path) -> None:
     """Opens the written file as a user does; `shown` is where it will lie."""
     try:
-        network = load(file).network
+        own = model.backbone if ":" in model.backbone else None
+        network = load(file, backbone=own).network
     except CheckpointError as error:
         raise ExportError(f"Not written: {shown}. What was written cannot be opened: {error}") from error
 
