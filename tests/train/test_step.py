@@ -279,7 +279,7 @@ def test_evaluation_sees_the_running_mean_and_training_its_own_weights_again(run
         ({"backbone__freeze": ["layer9"]}, "no parameter of .* begins so"),
         ({"backbone__freeze": ["conv", "norm", "fc"]}, "leaves nothing of .* to train"),
         ({"train__precision": "bf16"}, "the device is a CPU"),
-        ({"backbone__checkpoint_activations": True}, "only known for the iresnets"),
+        ({"backbone__checkpoint_activations": True}, "only the iresnets and the transformers support it"),
         ({"backbone__name": "no.such.module:Net"}, "expected package.module:Class"),
     ],
 )
