@@ -87,7 +87,9 @@ def test_every_backbone_gives_embeddings_of_the_width_asked_for(name, size):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_parameters_have_the_names_of_insightfaces_state_dicts(name):
-    assert list(on_meta(name).state_dict()) == list(published_names(BLOCKS[name]))
+    state = on_meta(name).state_dict()
+    assert list(state) == list(published_names(BLOCKS[name]))
+    assert recognise(state, "a file").name == name
 
 
 def test_parameters_have_the_shapes_of_insightfaces_state_dicts():

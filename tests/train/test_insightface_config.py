@@ -1,6 +1,7 @@
 """InsightFace's configs as recipes: what is carried over, what is named, what is refused."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -282,7 +283,7 @@ def test_settings_without_an_effect_need_no_value_that_can_be_read(tmp_path):
     _, remarks = imported(tmp_path, more)
     assert "wandb_key was not carried over: log in with wandb login" in remarks
     assert "save_all_states was not carried over" in remarks
-    assert "resume" not in remarks
+    assert "not carried over, because switched off: resume, dali" in remarks
 
 
 @pytest.mark.parametrize(
@@ -304,6 +305,23 @@ def test_the_recipes_train_as_the_configs_they_name(tmp_path, recipe, name, samp
     assert shipped.head == replace(theirs.head, sample_rate=sample_rate, gradient=gradient)
     assert shipped.train.global_batch == theirs.train.global_batch
     assert shipped.train.epochs == theirs.train.epochs
+
+
+def test_every_line_is_carried_over_or_named(tmp_path):
+    carried = {
+        "margin_list",
+        "network",
+        "output",
+        "embedding_size",
+        "sample_rate",
+        "momentum",
+        "weight_decay",
+        "batch_size",
+    }
+    carried |= {"lr", "rec", "num_epoch", "warmup_epoch", "val_targets"}
+    _, remarks = imported(tmp_path)
+    names = re.findall(r"(?m)^config\.(\w+)", MS1MV3_R50)
+    assert [name for name in names if name not in carried and not re.search(rf"\b{name}\b", remarks)] == []
 
 
 def test_curves_of_these_tests_are_insightfaces():

@@ -20,7 +20,7 @@ from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
 from megaclass.head.measures import HeadMeasures
 from megaclass.train.build import Model, build_model
-from megaclass.train.keyed_dropout import KeyedDropout
+from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.meters import Meter, check_finite
 from megaclass.train.precision import LossScale, Precision
 from megaclass.train.step import StepResult, training_step
@@ -279,7 +279,7 @@ def test_evaluation_sees_the_running_mean_and_training_its_own_weights_again(run
         ({"backbone__freeze": ["layer9"]}, "no parameter of .* begins so"),
         ({"backbone__freeze": ["conv", "norm", "fc"]}, "leaves nothing of .* to train"),
         ({"train__precision": "bf16"}, "the device is a CPU"),
-        ({"backbone__checkpoint_activations": True}, "only known for the iresnets"),
+        ({"backbone__checkpoint_activations": True}, "only the iresnets and the transformers support it"),
         ({"backbone__name": "no.such.module:Net"}, "expected package.module:Class"),
     ],
 )
@@ -458,6 +458,24 @@ def test_dropout_is_compiled_once_for_all_steps_and_drops_the_same():
         assert torch.equal(embeddings_BD, network(images_BD))
         dropped.add(tuple((embeddings_BD == 0).flatten().tolist()))
     assert len(dropped) == 6
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_transformer_that_drops_and_masks_is_compiled_once_for_all_steps_and_gives_the_same():
+    from torch._dynamo.utils import counters
+
+    network = VisionTransformer(16, 3, 8, 32)
+    network.regularise(drop_path=0.5, mask_patches=0.4)
+    keyed = key_dropout(network, seed=0)
+    network.train().feature.eval()
+    compiled = torch.compile(network, dynamic=False, backend="eager")
+    torch._dynamo.reset()
+    counters.clear()
+    images = torch.randn(4, 3, 32, 32)
+    for step in range(4):
+        for one in keyed:
+            one.expect(torch.arange(4), step)
+        torch.testing.assert_close(compiled(images), network(images), rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
 
 

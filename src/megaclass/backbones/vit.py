@@ -53,10 +53,8 @@ class DropPath(nn.Module):
     def forward(self, x_BPD: Tensor) -> Tensor:
         if not self.training:
             return x_BPD
-        return self.scaled(x_BPD, torch.rand(len(x_BPD), device=x_BPD.device) >= self.p)
-
-    def scaled(self, x_BPD: Tensor, is_kept_B: Tensor) -> Tensor:
-        return x_BPD * is_kept_B[:, None, None] / (1 - self.p)
+        is_kept_B11 = torch.rand((len(x_BPD), 1, 1), device=x_BPD.device) >= self.p
+        return x_BPD * is_kept_B11 / (1 - self.p)
 
 
 class PatchMask(nn.Module):
@@ -68,11 +66,13 @@ class PatchMask(nn.Module):
 
     def forward(self, x_BPD: Tensor) -> Tensor:
         """Returns the (B, kept) indices of the patches that stay, rising in each row."""
-        return self.smallest(torch.rand(x_BPD.shape[:2], device=x_BPD.device))
+        return kept_patches(torch.rand(x_BPD.shape[:2], device=x_BPD.device), self.p)
 
-    def smallest(self, noise_BP: Tensor) -> Tensor:
-        num_kept = max(1, int(noise_BP.shape[1] * (1 - self.p)))
-        return noise_BP.argsort(dim=1, stable=True)[:, :num_kept].sort(dim=1).values
+
+def kept_patches(noise_BP: Tensor, p: float) -> Tensor:
+    """Indices of the patches with the smallest noise, rising in each row; a share p of the patches is left out."""
+    num_kept = max(1, int(noise_BP.shape[1] * (1 - p)))
+    return noise_BP.argsort(dim=1, stable=True)[:, :num_kept].sort(dim=1).values
 
 
 class TransformerBlock(nn.Module):

@@ -151,11 +151,12 @@ class _Translation:
 
     def _check_names(self) -> None:
         """Refuses lines of unknown meaning; remarks on those without an effect on what is learned."""
+        off: list[str] = []
         for name, line in self._lines.values.items():
-            if name in _WITHOUT_EFFECT:
-                # "No" to an extra needs no remark.
-                if line.value not in (False, None):
-                    self.remarks.append(f"{name} was not carried over: {_WITHOUT_EFFECT[name]}")
+            if name in _WITHOUT_EFFECT and line.value in (False, None):
+                off.append(name)
+            elif name in _WITHOUT_EFFECT:
+                self.remarks.append(f"{name} was not carried over: {_WITHOUT_EFFECT[name]}")
             elif name in _OLDER:
                 raise self._lines.error(
                     line, f"it belongs to older InsightFace code: {_OLDER[name]}, and delete the line from a copy."
@@ -170,6 +171,8 @@ class _Translation:
                 raise self._lines.error(
                     line, f"{line.value.reason}, and the file is not executed: write the value there."
                 )
+        if off:
+            self.remarks.append(f"not carried over, because switched off: {', '.join(off)}")
 
     def _gpus(self, given: int | None) -> int:
         """The number given; otherwise that in the name of the file, which may also name the whole batch (bs4k)."""

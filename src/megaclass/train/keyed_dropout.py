@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megaclass.backbones.vit import DropPath, PatchMask
+from megaclass.backbones.vit import DropPath, PatchMask, kept_patches
 from megaclass.head.counter_random import random_bits_rows, stream_keys
 
 _DROPOUT = 5
@@ -54,7 +54,7 @@ class KeyedPatchMask(KeyedDropout):
     """Put in the place of a PatchMask."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return PatchMask(self.p).smallest(self.bits(x, x.shape[1]))
+        return kept_patches(self.bits(x, x.shape[1]), self.p)
 
 
 _KEYED: dict[type[nn.Module], type[KeyedDropout]] = {
