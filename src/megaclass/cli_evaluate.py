@@ -160,6 +160,8 @@ def print_result(result: "SetResult") -> None:
             lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
     if result.numbers.get("xnorm") is not None:
         lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
+    if result.numbers.get("mirror") is False:
+        lines.append("without the embeddings of mirrored images")
     for line in lines:
         print(f"{'':16} {line}", flush=True)
 

@@ -92,6 +92,9 @@ def evaluate_sets(evaluator: Evaluator, sets: Sequence[EvaluationSet]) -> list[S
     for one in sets:
         try:
             result = _EVALUATE[one.kind](evaluator, one)
+            if not evaluator.mirror:
+                # Another protocol than the published one: its numbers say so wherever they are shown.
+                result = replace(result, numbers={**result.numbers, "mirror": False})
         except (UserError, OSError) as error:  # what ranks agree on; see on_every_rank
             result = SetResult(name=one.name, kind=_KINDS[one.kind], path=str(one.path), error=str(error))
         results.append(result)
