@@ -167,7 +167,10 @@ def _where_time_went(runs: Sequence[tuple[int, ModelReport]]) -> str:
 
 
 def time_parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of computing, and of waiting for data where the rows say so; from their elapsed time and their shares."""
+    """Seconds of computing, and of waiting for data and evaluating where the rows say so.
+
+    A row's share of waiting is of its time without evaluation.
+    """
     seconds: dict[str, float] = {}
     before = 0.0
     for row in metrics:
@@ -176,10 +179,14 @@ def time_parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         # A resumed run counts from zero again.
         passed = row["elapsed_s"] - before if row["elapsed_s"] >= before else row["elapsed_s"]
         before = row["elapsed_s"]
+        evaluating = min(float(row.get("evaluation_s") or 0.0), passed)
+        passed -= evaluating
         share = float(row.get("data_wait_share") or 0.0)
         seconds["computing"] = seconds.get("computing", 0.0) + passed * max(0.0, 1 - share)
         if "data_wait_share" in row:
             seconds["waiting for data"] = seconds.get("waiting for data", 0.0) + passed * share
+        if evaluating:
+            seconds["evaluating"] = seconds.get("evaluating", 0.0) + evaluating
     return seconds
 
 

@@ -258,6 +258,11 @@ def _are_galleries(value: object) -> bool:
     )
 
 
+def _is_training_data(value: object) -> bool:
+    keys = ("images", "found", "looked_at", "training_images")
+    return isinstance(value, dict) and all(_is_count(value.get(key)) for key in keys) and "is_held_out" in value
+
+
 _RATES: dict[str, Callable[[object], bool]] = {
     "num_pairs": _is_count,
     "num_same": _is_count,
@@ -273,6 +278,7 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
         "accuracy_std": _is_number,
         "threshold": _is_number,
         "fold_accuracies": lambda value: isinstance(value, list),
+        "training_data": _is_training_data,
         "published_tar_at_far_1e-3": lambda value: value is None or _is_number(value),
         "xnorm": lambda value: value is None or _is_number(value),
     },
@@ -281,6 +287,7 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
         "num_gallery": _is_count,
         "num_mated": _is_count,
         "num_unmated": _is_count,
+        "num_probes_in_gallery": _is_count,
         "rank_k": _are_ranks,
         "rank_k_95": _are_intervals,
         "tpir_at_fpir": _are_shares,
@@ -288,6 +295,8 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
     "distractors": {"num_pairs": _is_count, "num_probes": _is_count, "rank_k": _are_ranks_by_size},
 }
 _OPTIONAL = (
+    "training_data",
+    "num_probes_in_gallery",
     "tar_at_far_95",
     "rank_k_95",
     "xnorm",
