@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,11 +171,16 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(
-        json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n", encoding="utf-8"
-    )
+    with open_new(unfinished) as file:
+        file.write((json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n").encode())
     unfinished.replace(path)
     return path
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """A new file to write, whatever stood under this name: a link in a folder from elsewhere is not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 def read_results(folder: Path) -> list[SetResult]:
@@ -322,7 +327,8 @@ def _write_curves(path: Path, result: SetResult) -> None:
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp.npz")
-    np.savez_compressed(unfinished, **arrays)
+    with open_new(unfinished) as file:
+        np.savez_compressed(file, **arrays)
     unfinished.replace(path)
 
 

@@ -71,7 +71,8 @@ def finish_run(
         "images_per_second": outcome.images_per_second,
     }
     with _or_a_warning("A comparison of the verification sets with the training data"):
-        results = compared_with_training_data(results, source, config.data.path)
+        drawn = Path(config.data.path) / "verification.bin" if config.synth.identities else None
+        results = compared_with_training_data(results, source, config.data.path, drawn)
     evaluated = [result for result in results if result.error is None]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
