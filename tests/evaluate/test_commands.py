@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megaclass.cli import main
+from megaclass.data.pairs import read_pairs
 from megaclass.evaluate.models import ImageTreatment, load
 from megaclass.export.safetensors_file import save_model
 
@@ -104,9 +105,36 @@ def test_report_and_export_say_where_they_wrote(run, make_run, pairs_bin, capsys
     page = (run / "both.html").read_text()
     assert "Class centres: demo" in page
     assert "ab12" in page, "the data's fingerprint"
+    # Comparing runs leaves their own reports as they are.
+    (run / "report.html").write_text("its own")
+    assert main(["report", str(run), str(other)]) == 0
+    assert capsys.readouterr().out.strip() == str(run.resolve().parent / "demo-and-other.html")
+    assert (run / "report.html").read_text() == "its own"
     assert main(["export", str(run), "--to", "safetensors"]) == 0
     assert capsys.readouterr().out.strip() == str(run / "export" / "safetensors")
     assert (run / "export" / "safetensors" / "model.safetensors").is_file()
+
+
+def test_pairs_whose_images_are_in_the_training_data_are_told(run, pairs_bin, tmp_path, capsys):
+    bin_path = pairs_bin()
+    for number, encoded in enumerate(read_pairs(bin_path).images[:10]):
+        (tmp_path / "data" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / f"{number % 2}" / f"{number}.png").write_bytes(encoded)
+    command = [
+        "evaluate",
+        str(run),
+        "--on",
+        str(bin_path),
+        "--device",
+        "cpu",
+        "--training-data",
+        str(tmp_path / "data"),
+    ]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "WARNING: 10 of its 80 images are in the training data (all 10 training images were compared)" in said
+    assert main(["report", str(run)]) == 0
+    assert "10 of its 80 images are in the training data" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,11 +171,16 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(
-        json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n", encoding="utf-8"
-    )
+    with open_new(unfinished) as file:
+        file.write((json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n").encode())
     unfinished.replace(path)
     return path
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """A new file to write, whatever stood under this name: a link in a folder from elsewhere is not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 def read_results(folder: Path) -> list[SetResult]:
@@ -258,6 +263,11 @@ def _are_galleries(value: object) -> bool:
     )
 
 
+def _is_training_data(value: object) -> bool:
+    keys = ("images", "found", "looked_at", "training_images")
+    return isinstance(value, dict) and all(_is_count(value.get(key)) for key in keys) and "is_held_out" in value
+
+
 _RATES: dict[str, Callable[[object], bool]] = {
     "num_pairs": _is_count,
     "num_same": _is_count,
@@ -273,6 +283,7 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
         "accuracy_std": _is_number,
         "threshold": _is_number,
         "fold_accuracies": lambda value: isinstance(value, list),
+        "training_data": _is_training_data,
         "published_tar_at_far_1e-3": lambda value: value is None or _is_number(value),
         "xnorm": lambda value: value is None or _is_number(value),
     },
@@ -281,6 +292,7 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
         "num_gallery": _is_count,
         "num_mated": _is_count,
         "num_unmated": _is_count,
+        "num_probes_in_gallery": _is_count,
         "rank_k": _are_ranks,
         "rank_k_95": _are_intervals,
         "tpir_at_fpir": _are_shares,
@@ -288,6 +300,8 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
     "distractors": {"num_pairs": _is_count, "num_probes": _is_count, "rank_k": _are_ranks_by_size},
 }
 _OPTIONAL = (
+    "training_data",
+    "num_probes_in_gallery",
     "tar_at_far_95",
     "rank_k_95",
     "xnorm",
@@ -313,7 +327,8 @@ def _write_curves(path: Path, result: SetResult) -> None:
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp.npz")
-    np.savez_compressed(unfinished, **arrays)
+    with open_new(unfinished) as file:
+        np.savez_compressed(file, **arrays)
     unfinished.replace(path)
 
 

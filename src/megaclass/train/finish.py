@@ -18,6 +18,7 @@ from megaclass.data.source import ImageSource
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.baselines import score_histograms, score_pixels
 from megaclass.evaluate.models import weights_fingerprint
+from megaclass.evaluate.overlap import compared_with_training_data, training_data_line
 from megaclass.evaluate.report import write_report
 from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
 from megaclass.evaluate.run_report import BASELINES_FOLDER, report_of_runs, write_faces
@@ -73,6 +74,9 @@ def finish_run(
         "final_loss": outcome.final_loss,
         "images_per_second": outcome.images_per_second,
     }
+    with _or_a_warning("A comparison of the verification sets with the training data"):
+        drawn = Path(config.data.path) / "verification.bin" if config.synth.identities else None
+        results = compared_with_training_data(results, source, config.data.path, drawn)
     evaluated = [result for result in results if result.error is None]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
@@ -136,14 +140,17 @@ def _say_where(run: RunFolder, summary: dict[str, Any], results: list[SetResult]
         f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
         f"loss {summary['final_loss']:.3f}, {summary['images_per_second']:,.0f} images/s.",
     ]
-    if "verification_accuracy" in summary:
-        floor = ""
-        if "pixel_baseline_accuracy" in summary:
-            floor = (
-                f" (raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
-                f"colour histograms {summary['histogram_baseline_accuracy']:.1%})"
-            )
-        lines.append(f"Verification of unseen identities: {summary['verification_accuracy']:.1%}{floor}.")
+    floor = ""
+    if "pixel_baseline_accuracy" in summary:
+        floor = (
+            f" (raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
+            f"colour histograms {summary['histogram_baseline_accuracy']:.1%})"
+        )
+    for result in results:
+        if result.error is None:
+            lines.append(f"Verification on {result.name}: {result.numbers['accuracy']:.1%}{floor}.")
+            lines += [f"  {said}" for said in [training_data_line(result.numbers)] if said]
+            floor = ""  # measured on the first set alone
     lines += [f"Not evaluated: {result.name}: {result.error}" for result in results if result.error is not None]
     lines += ["", f"In {run.path}/:"]
     for name, meaning in (
