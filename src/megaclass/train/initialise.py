@@ -66,6 +66,7 @@ def initialise(
             saved_K = match_on_all_ranks(saved, classes, model, world, device, str(path)).saved_K
         target, num_subcentres = {"weight": model.head.rows()["weight"]}, model.head.store.num_subcentres
         on_every_rank_for_long(lambda: copy_matched_rows(shards, target, saved_K, num_subcentres, str(path)), device)
+        model.head.accept_rows()
 
 
 def _resolve(path: Path, device: torch.device, *, or_else: str | None) -> Path:

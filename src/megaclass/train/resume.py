@@ -171,6 +171,7 @@ def _load(model: Model, folder: Path, match: ClassMatch | None, world: World, de
     else:
         shards = saved_rows(folder, manifest, 0, manifest.num_classes)
         copy_matched_rows(shards, model.head.rows(), match.saved_K, model.head.store.num_subcentres, str(folder))
+        model.head.accept_rows()
     model.head.step_count = manifest.step
     if manifest.world_size == world.size:
         restore_generators(load_rank_state(folder, manifest, world.rank), device)
