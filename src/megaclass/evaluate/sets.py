@@ -286,7 +286,7 @@ def _image_keys(path: Path, start: int, stop: int) -> NDArray[np.int64]:
         contents = (row.tobytes() for row in rows_ND)
     else:
         features = sorted(path.rglob("*.bin")) if path.is_dir() else []
-        contents = (read_file(file) for file in (features or find_images(path))[start:stop])
+        contents = (read_image_file(file) for file in (features or find_images(path))[start:stop])
     keys = [int.from_bytes(hashlib.blake2b(one, digest_size=8).digest(), "little", signed=True) for one in contents]
     return np.array(keys, dtype=np.int64)
 
