@@ -268,7 +268,7 @@ def test_what_the_ranks_leave_behind_is_ended_with_them_and_named(run, daemon):
     sleeper = f"sleep 600.{int.from_bytes(os.urandom(4))}"
     done = run("-np", "2", "bash", "-c", f"{daemon.format(sleeper)} sleep 0.3; exit 0")
     assert done.code == 0
-    assert "megaclass: ending what the ranks on localhost left behind: sleep, sleep" in done.err
+    assert "megaclass: localhost: ending what its ranks left behind: sleep, sleep" in done.err
     assert subprocess.run(["pgrep", "-f", sleeper], capture_output=True).returncode == 1, "a sleeper is left"
 
 

@@ -136,7 +136,7 @@ class Agent:
 
     def _on_signals(self) -> None:
         if set(self._inbox.taken()) - {signal.SIGCHLD}:
-            self._say({"say": "note", "text": f"the agent on {socket.gethostname()} was told to end by a signal"})
+            self._say({"say": "note", "text": "the agent was told to end by a signal"})
             self._end(None)
 
     def _lose_driver(self, why: str) -> None:
@@ -247,7 +247,7 @@ class Agent:
             return
         self._end(None)
         if names:
-            text = f"ending what the ranks on {self._job['host']} left behind: {', '.join(names)}"
+            text = f"ending what its ranks left behind: {', '.join(names)}"
             self._say({"say": "note", "text": text})
 
     # ---- the clock ----

@@ -19,6 +19,7 @@ from megaclass.launch.hosts import Host, given_hosts, hosts_from_batch_system
 from megaclass.launch.inbox import SignalInbox
 from megaclass.launch.options import RunOptions
 from megaclass.launch.output import RankOutput, Screen
+from megaclass.launch.plain_text import plain_lines
 from megaclass.launch.plan import describe_plan, passed_on, place_ranks
 from megaclass.launch.ssh import SshSettings, agent_command
 
@@ -61,13 +62,16 @@ def run(options: RunOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScreenVoice:
-    """The driver's own sentences, between the lines of the ranks and never inside one."""
+    """The driver's own sentences, between the lines of the ranks and never inside one.
+
+    What they quote may come from another host: a terminal finds nothing in them to obey.
+    """
 
     screen: Screen
     is_verbose: bool
 
     def say(self, text: str) -> None:
-        self.screen.put("stderr", f"megaclass: {text}\n".encode(errors="surrogateescape"))
+        self.screen.put("stderr", f"megaclass: {plain_lines(text)}\n".encode())
 
     def detail(self, text: str) -> None:
         if self.is_verbose:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from megaclass.launch.plain_text import for_terminal
+
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20
 _MAX_WAITING_BYTES = 8 << 20
@@ -62,6 +64,7 @@ class Screen:
     def __init__(self, fds: dict[str, int]) -> None:
         self.fault: OSError | None = None
         self._fds = fds
+        self._are_terminals = {stream: os.isatty(fd) for stream, fd in fds.items()}
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
         self._changed = threading.Condition()
@@ -72,6 +75,10 @@ class Screen:
     @property
     def is_full(self) -> bool:
         return self._num_bytes > _MAX_WAITING_BYTES
+
+    def is_terminal(self, stream: str) -> bool:
+        """Whether the bytes reach a terminal, which obeys some of them, and not a file or a program."""
+        return self._are_terminals[stream]
 
     def put(self, stream: str, data: bytes) -> None:
         with self._changed:
@@ -173,6 +180,8 @@ class RankOutput:
         if self._colours[stream]:
             prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
         start = prefix.encode()
+        if self._screen.is_terminal(stream):
+            lines = [for_terminal(line) for line in lines]
         self._screen.put(stream, b"".join(start + line + b"\n" for line in lines))
 
     def _store(self, rank: int, stream: str, data: bytes) -> None:
