@@ -45,6 +45,7 @@ from megaclass.checkpoint.tensor_file import write_tensors
 from megaclass.data.fingerprint import DataMarks
 from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
+from megaclass.distributed.restart_progress import report_progress
 from megaclass.errors import CheckpointError
 
 T = TypeVar("T")
@@ -227,6 +228,7 @@ class CheckpointWriter:
         flush(save.unfinished)
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)
+        report_progress(snapshot.step)
         for old in superfluous(self._checkpoints, save.final, self._keep):
             # Out of sight first: half of a checkpoint must not look like one.
             name = checkpoint_folder(self._checkpoints, step_of(old)).name

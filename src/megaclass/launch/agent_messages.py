@@ -72,6 +72,7 @@ class AgentTalk:
                 "ssh": (_text, False),
                 "address": (ip_address, False),
                 "port": (_whole_number(1, 65535), 0 in self._ranks),
+                "store_port": (_whole_number(0, 65535), False),
                 "versions": (_versions, False),
             },
             "refuse": {"why": (_text, True)},

@@ -1,5 +1,6 @@
 """One start of all ranks on all hosts, from the first connection to the last process gone. Standard library only."""
 
+import contextlib
 import secrets
 import selectors
 import signal
@@ -20,6 +21,7 @@ from megaclass.launch.local import EXIT_RESUME_ME
 from megaclass.launch.output import RankOutput, Screen
 from megaclass.launch.plan import Placement
 from megaclass.launch.protocol import Message, ProtocolError
+from megaclass.launch.remote_sweep import RemoteSweep, start_sweep
 from megaclass.launch.roll import Roll
 from megaclass.launch.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.versions import differences
@@ -37,6 +39,8 @@ _LEAVE_S = 4.0
 """Beyond the grace: for the processes to vanish and the news of it to arrive."""
 _STDERR_READS = 16
 """At the end of a line: of what the other side goes on writing to stderr, only so much is waited for."""
+_MAX_SWEEPS = 64
+"""Where more hosts are lost at once, the network is; agents then end their ranks themselves."""
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -105,6 +109,7 @@ class Gang:
         self._token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
         self._links: list[Link] = []
+        self._sweeps: list[RemoteSweep] = []
         self._roll = Roll(placements)
         self._outcome: Outcome | None = None
         self._verdict = ""
@@ -112,6 +117,8 @@ class Gang:
         self._gives_up_at = float("inf")
         # Once a rank has left with 75: when those that have not are ended.
         self._left_by: float | None = None
+        # Of the last checkpoint that a rank reported.
+        self._step: int | None = None
         self._beat_at = 0.0
         self._is_paused = False
         self._printed_at = time.monotonic()
@@ -152,7 +159,7 @@ class Gang:
             {
                 "token": self._token,
                 # One for each agent: two names may be one machine, where an agent must not end the other one's ranks.
-                "run_id": f"{self._run_id}-{len(self._links)}",
+                "run_id": self._run_id_of(len(self._links)),
                 "restart": self._restart,
                 "host": placement.host.name,
                 "worlds": [asdict(world) for world in placement.worlds],
@@ -168,10 +175,23 @@ class Gang:
             }
         )
 
+    def _run_id_of(self, number: int) -> str:
+        return f"{self._run_id}-{number}"
+
     def _listen(self, link: Link) -> None:
         self._selector.register(link.stdout, selectors.EVENT_READ, partial(self._on_message, link))
         if not link.has_closed_stderr:
             self._selector.register(link.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+
+    @property
+    def has_started(self) -> bool:
+        """Whether any rank ran."""
+        return bool(self._roll.pids)
+
+    @property
+    def step(self) -> int | None:
+        """Of the last checkpoint that this start has published, as far as it was reported."""
+        return self._step
 
     def _is_everybody_here(self) -> bool:
         return self._outcome is not None or all(link.state is not LinkState.STARTING for link in self._links)
@@ -360,6 +380,8 @@ class Gang:
                 self._voice.say(stopped(message["rank"], link.name, message["pid"]))
             case "note":
                 self._voice.say(f"{link.name}: {message['text']}")
+            case "progress":
+                self._step = message["step"] if self._step is None else max(self._step, message["step"])
             case "done":
                 self._note_done(link)
 
@@ -396,6 +418,8 @@ class Gang:
             self._lose(link, f"was lost: {how} ended" + (f" with {how_it_ended(code)}" if code is not None else ""))
 
     def _lose(self, link: Link, why: str) -> None:
+        if link.state is LinkState.RUNNING:
+            self._start_sweep(link)
         link.state = LinkState.LOST
         self._stop_listening(link)
         link.close()
@@ -407,6 +431,15 @@ class Gang:
             self._end(Outcome(exit_code=EXIT_HOST_LOST, failed_hosts=(link.name,)))
         else:
             self._voice.detail(f"{link.name} {why}")
+
+    def _start_sweep(self, link: Link) -> None:
+        """Has the host's ranks killed, should agent and sweepers have died together; in vain where the host is down."""
+        if len(self._sweeps) == _MAX_SWEEPS:
+            return
+        run_id, grace_s = self._run_id_of(self._links.index(link) + 1), min(self._settings.grace_s, _LEAVE_S)
+        with contextlib.suppress(OSError):
+            sweep = start_sweep(link.placement.host, self._settings.ssh, run_id, link.hello["pid"], grace_s)
+            self._sweeps.append(sweep)
 
     def _on_stderr(self, link: Link) -> None:
         data = link.read_stderr()
@@ -501,6 +534,8 @@ class Gang:
     def _give_up(self) -> None:
         for link in self._links:
             if not link.is_over:
+                if link.state is LinkState.RUNNING:
+                    self._start_sweep(link)
                 link.state = LinkState.LOST
                 self._stop_listening(link)
                 self._voice.say(
@@ -513,6 +548,8 @@ class Gang:
         for link in self._links:
             link.wait(2.0 if link.state is LinkState.DONE else 0.1)
             link.close()
+        for sweep in self._sweeps:
+            sweep.wait()
         for rank in self._roll.hosts:
             self._output.finish(rank)
         # Last, below what the others had to say while they were being stopped.
