@@ -52,3 +52,18 @@ def test_a_lock_that_is_let_go_of_in_time_is_waited_for_and_one_that_is_not_is_r
         threading.Timer(0.5, other.pop_all().close).start()
         with run.locked(60):
             assert capsys.readouterr().err.count(f"still holds {tmp_path}: waiting up to 60 s") == 1
+
+
+def test_a_run_that_was_killed_says_how_to_resume_it_or_that_it_must_begin_again(tmp_path):
+    run = RunFolder(tmp_path)
+    run.write_config("[train]\n")
+    with pytest.raises(CheckpointError, match="ended before its first checkpoint, so begin it again with --overwrite"):
+        run.check_free()
+    for step in (40, 120):
+        (run.checkpoints / f"step-{step:09d}").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as error:
+        run.check_free(["megaclass", "train", "my recipe.toml", "train.nproc=2"])
+    assert (
+        "continue it with --resume (from step 120: megaclass train 'my recipe.toml' train.nproc=2 --resume), "
+        "replace it with --overwrite" in str(error.value)
+    )

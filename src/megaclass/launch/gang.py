@@ -301,7 +301,8 @@ class Gang:
             # While we do not read, we cannot tell who is silent.
             if link.state is LinkState.RUNNING and not self._is_paused and now - link.heard_at > silence_s:
                 silent_s = now - link.heard_at
-                self._lose(link, f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone")
+                why = f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone"
+                self._lose(link, why, is_silent=True)
         if self._outcome is None and (sentence := self._roll.name_who_left_early()) is not None:
             self._voice.say(sentence)
         self._end_what_hangs(now)
@@ -417,8 +418,9 @@ class Gang:
             how = "its agent" if link.placement.host.is_local else "its agent, or the ssh connection to it,"
             self._lose(link, f"was lost: {how} ended" + (f" with {how_it_ended(code)}" if code is not None else ""))
 
-    def _lose(self, link: Link, why: str) -> None:
-        if link.state is LinkState.RUNNING:
+    def _lose(self, link: Link, why: str, *, is_silent: bool = False) -> None:
+        # A host that is silent could not be reached for a sweep, either.
+        if link.state is LinkState.RUNNING and not is_silent:
             self._start_sweep(link)
         link.state = LinkState.LOST
         self._stop_listening(link)

@@ -4,11 +4,12 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaclass.checkpoint.retention import written_by_runs
+from megaclass.checkpoint.retention import published, step_of, written_by_runs
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
@@ -55,15 +56,25 @@ class RunFolder:
     def holds_a_run(self) -> bool:
         return any((self.path / name).exists() for name in _OWN_NAMES)
 
-    def check_free(self) -> None:
-        """Refuses a folder that holds another run, or files that are none of ours."""
+    def check_free(self, command: Sequence[str] = ()) -> None:
+        """Refuses a folder that holds another run, or files that are none of ours.
+
+        command: the command line that was typed, to show the one that resumes the run; empty where it is not known.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"The run folder {self.path} is a file: choose another train.run_dir.")
         if self.holds_a_run():
             raise CheckpointError(
-                f"The run folder {self.path} already holds a run: continue it with --resume, replace it with --overwrite, "
-                f"or choose another train.run_dir."
+                f"The run folder {self.path} already holds a run: {self._how_to_continue(command)}, or choose another "
+                f"train.run_dir."
             )
+
+    def _how_to_continue(self, command: Sequence[str]) -> str:
+        steps = [step_of(folder) for folder in published(self.checkpoints)]
+        if not steps:
+            return "it ended before its first checkpoint, so begin it again with --overwrite"
+        typed = f": {shlex.join([*command, '--resume'])}" if command else ""
+        return f"continue it with --resume (from step {steps[-1]}{typed}), replace it with --overwrite"
 
     def clear(self) -> None:
         """Removes what a run writes, what was made of it, and nothing else."""
