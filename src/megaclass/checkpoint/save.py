@@ -47,6 +47,7 @@ from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.distributed.restart_progress import report_progress
 from megaclass.errors import CheckpointError
+from megaclass.private_files import make_private_folder
 
 T = TypeVar("T")
 _POLL_S = 0.05
@@ -194,7 +195,8 @@ class CheckpointWriter:
         start, stop = snapshot.class_start, snapshot.class_stop
         if self._rank == 0:
             _clear_leftovers(self._checkpoints, but=save.unfinished)
-        save.unfinished.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._checkpoints)
+        make_private_folder(save.unfinished)
         self._rows_copy.wait()
         self._shared_copy.wait()
         name = f"head-{start:010d}-{stop:010d}.safetensors"

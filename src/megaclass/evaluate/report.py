@@ -21,6 +21,7 @@ from megaclass.evaluate.report_script import SCRIPT, script_digest
 from megaclass.evaluate.report_sets import headline, set_sections
 from megaclass.evaluate.report_style import STYLE
 from megaclass.evaluate.results import SetResult
+from megaclass.private_files import write_private
 
 _NUM_BINS = 40
 
@@ -54,7 +55,8 @@ def write_report(path: Path, report: ReportData) -> None:
     """Writes the page; a reader never sees half of one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(render_report(report), encoding="utf-8")
+        # It may show faces.
+        write_private(unfinished, render_report(report))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

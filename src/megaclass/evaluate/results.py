@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megaclass.errors import DataError
 from megaclass.evaluate.verification import Roc, ScoredPairs, roc_curve
+from megaclass.private_files import make_private_folder, open_private, write_private
 
 Floats = NDArray[np.float64]
 
@@ -149,7 +150,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
 
     An earlier file that cannot be read is replaced, with a word on standard error.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     path = folder / NUMBERS_FILE
     try:
         earlier = _read_json(path) if path.is_file() else {}
@@ -157,7 +158,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         print(f"megaclass: replaced: {error}", file=sys.stderr, flush=True)
         earlier = {}
     sets = dict(earlier.get("sets", {})) if earlier.get("model") == dict(model) else {}
-    (folder / CURVES_FOLDER).mkdir(exist_ok=True)
+    make_private_folder(folder / CURVES_FOLDER)
     for result in results:
         if result.error is not None and "error" not in sets.get(result.name, {"error": ""}):
             continue  # the numbers of before are still the model's
@@ -165,9 +166,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(
-        json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n", encoding="utf-8"
-    )
+    write_private(unfinished, json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n")
     unfinished.replace(path)
     return path
 
@@ -215,7 +214,8 @@ def _write_curves(path: Path, result: SetResult) -> None:
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp.npz")
-    np.savez_compressed(unfinished, **arrays)
+    with open_private(unfinished, "wb", follows_links=False) as file:
+        np.savez_compressed(file, **arrays)
     unfinished.replace(path)
 
 

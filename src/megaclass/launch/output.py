@@ -7,9 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from megaclass.launch.plain_text import for_terminal
+from megaclass.private_files import make_private_folder, open_private
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20
@@ -141,7 +142,7 @@ class RankOutput:
         self._folder = folder
         self._say = say
         self._cutters: dict[tuple[int, str], LineCutter] = {}
-        self._files: dict[tuple[int, str], BinaryIO | None] = {}
+        self._files: dict[tuple[int, str], IO[bytes] | None] = {}
 
     def put(self, rank: int, stream: str, data: bytes) -> list[bytes]:
         """Shows the whole lines; returns them."""
@@ -189,8 +190,9 @@ class RankOutput:
         path = self._folder / f"rank.{rank}" / stream
         try:
             if (rank, stream) not in self._files:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files[rank, stream] = path.open("ab", buffering=0)
+                make_private_folder(self._folder)
+                make_private_folder(path.parent)
+                self._files[rank, stream] = open_private(path, "ab", follows_links=False, buffering=0)
             file = self._files[rank, stream]
             if file is not None:
                 view = memoryview(data)

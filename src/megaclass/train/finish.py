@@ -23,6 +23,7 @@ from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
 from megaclass.evaluate.run_report import BASELINES_FOLDER, report_of_runs, write_faces
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
+from megaclass.private_files import make_private_folder
 from megaclass.train.build import Model
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import Outcome
@@ -105,6 +106,7 @@ def _write_baselines(run: Path, result: SetResult, image_size: int) -> dict[str,
     ):
         accuracies[key] = scored.verification.accuracy
         baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
+        make_private_folder(run / BASELINES_FOLDER)
         write_results(run / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
     return accuracies
 

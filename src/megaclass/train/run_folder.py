@@ -22,6 +22,7 @@ from megaclass.checkpoint.retention import published, step_of, written_by_runs
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
+from megaclass.private_files import make_private_folder, open_private, write_private
 
 # Network file systems may show a new file a moment late.
 _NETWORK_DELAY_S = 5.0
@@ -97,7 +98,7 @@ class RunFolder:
     def set_taken(self, is_taken: bool) -> None:
         """Whether the run in this locked folder is that of the job that holds it, or still the one of before."""
         try:
-            self._lock_file.write_text(_TAKEN if is_taken else "")
+            write_private(self._lock_file, _TAKEN if is_taken else "")
         except OSError as error:
             raise _cannot_write(self._lock_file, error) from error
 
@@ -111,7 +112,7 @@ class RunFolder:
         patience_s: how long it may take the one before to end.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.path)
             handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise CheckpointError(
@@ -161,7 +162,7 @@ class RunFolder:
         """
         name_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=device)
         token = self.path / f".seen-{int(gather_blocks(name_bits, group)[0]):014x}"
-        on_main_rank(lambda: token.touch(), device, group)
+        on_main_rank(lambda: token.touch(0o600), device, group)
         try:
             on_every_rank(lambda: self._look_for(token, group_rank(group)), device, group)
         finally:
@@ -192,7 +193,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         path = self.path / "metrics.jsonl"
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with open_private(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(dict(row)) + "\n")
         except OSError as error:
             raise _cannot_write(path, error) from error
@@ -221,7 +222,7 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         unfinished = self.path / f".{name}.tmp"
         try:
-            unfinished.write_text(text, encoding="utf-8")
+            write_private(unfinished, text)
             unfinished.replace(self.path / name)
         except OSError as error:
             raise _cannot_write(self.path / name, error) from error
