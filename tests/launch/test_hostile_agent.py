@@ -5,9 +5,12 @@ test gives it. The driver is the real one.
 """
 
 import json
+import os
 import random
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -241,3 +244,26 @@ def test_mutated_messages_have_no_effect_on_files(hostile, tmp_path):
         changed = {name for name, content in files(tmp_path).items() if before.get(name) != content}
         assert changed <= {"logs/rank.1/stdout", "logs/rank.1/stderr"}, ended.story()
         assert plain_lines(ended.err) == ended.err
+
+
+def test_a_host_that_floods_its_error_stream_fills_no_memory(run, tmp_path):
+    """With --verbose its lines are shown, and here nobody reads them."""
+    agent = tmp_path / "agent"
+    agent.write_text(
+        f"#!{sys.executable} -S\nimport json, os, sys\ntoken = json.loads(sys.stdin.readline())['token']\n"
+        'os.write(1, b\'megaclass-agent \' + token.encode() + b\'\\n{"say":"hello","pid":7,"port":1}\\n\')\n'
+        "while True: os.write(2, b'flood ' * 10_000 + b'\\n')\n"
+    )
+    agent.chmod(0o755)
+    reader, writer = os.pipe()
+    command = run.command("-np", "1", "--verbose", "--python", str(agent), "true")
+    driver = subprocess.Popen(command, env=run.env, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer)
+    try:
+        time.sleep(4)
+        status = Path(f"/proc/{driver.pid}/status").read_text()
+        assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 100_000
+    finally:
+        driver.kill()
+        driver.wait()
+        os.close(reader)
+        os.close(writer)
