@@ -20,7 +20,8 @@ from megaclass.evaluate.report_parts import colour, definitions, figure, image, 
 from megaclass.evaluate.report_script import SCRIPT, script_digest
 from megaclass.evaluate.report_sets import headline, set_sections
 from megaclass.evaluate.report_style import STYLE
-from megaclass.evaluate.results import SetResult, open_new
+from megaclass.evaluate.results import SetResult
+from megaclass.private_files import write_private
 
 _NUM_BINS = 40
 
@@ -54,8 +55,8 @@ def write_report(path: Path, report: ReportData) -> None:
     """Writes the page; a reader never sees half of one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open_new(unfinished) as file:
-            file.write(render_report(report).encode())
+        # It may show faces.
+        write_private(unfinished, render_report(report))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -14,13 +14,14 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
 from megaclass.evaluate.verification import Roc, ScoredPairs, roc_curve
+from megaclass.private_files import make_private_folder, open_private, write_private
 
 Floats = NDArray[np.float64]
 
@@ -154,7 +155,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
 
     An earlier file that cannot be read is replaced, with a word on standard error.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     path = folder / NUMBERS_FILE
     try:
         earlier = _read_json(path) if path.is_file() else {}
@@ -163,7 +164,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         earlier = {}
     kept = earlier.get("sets") if earlier.get("model") == dict(model) else None
     sets = {name: said for name, said in kept.items() if isinstance(said, dict)} if isinstance(kept, dict) else {}
-    (folder / CURVES_FOLDER).mkdir(exist_ok=True)
+    make_private_folder(folder / CURVES_FOLDER)
     for result in results:
         if result.error is not None and "error" not in sets.get(result.name, {"error": ""}):
             continue  # the numbers of before are still the model's
@@ -171,16 +172,9 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open_new(unfinished) as file:
-        file.write((json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n").encode())
+    write_private(unfinished, json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n")
     unfinished.replace(path)
     return path
-
-
-def open_new(path: Path) -> IO[bytes]:
-    """A new file to write, whatever stood under this name: a link in a folder from elsewhere is not followed."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
 
 
 def read_results(folder: Path) -> list[SetResult]:
@@ -327,7 +321,7 @@ def _write_curves(path: Path, result: SetResult) -> None:
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp.npz")
-    with open_new(unfinished) as file:
+    with open_private(unfinished, "wb", follows_links=False) as file:
         np.savez_compressed(file, **arrays)
     unfinished.replace(path)
 

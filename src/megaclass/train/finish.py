@@ -25,6 +25,7 @@ from megaclass.evaluate.run_report import BASELINES_FOLDER, report_of_runs, writ
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
 from megaclass.image_size import ImageSize, compact_size, size_to_text
+from megaclass.private_files import make_private_folder
 from megaclass.train.build import Model, input_size
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import Outcome
@@ -113,6 +114,7 @@ def _write_baselines(run: Path, result: SetResult, image_size: ImageSize, fit: F
     ):
         accuracies[key] = scored.verification.accuracy
         baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
+        make_private_folder(run / BASELINES_FOLDER)
         write_results(run / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
     return accuracies
 

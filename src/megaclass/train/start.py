@@ -87,7 +87,7 @@ def start_training(config: Config, arguments: Sequence[str], beginning: Beginnin
         return _train_as_rank(config, world, beginning)
     run = RunFolder(Path(config.train.run_dir))
     if beginning.needs_free_folder:
-        run.check_free()
+        run.check_free(["megaclass", "train", *arguments])
     require_packages(config)
     make_data(config)
     if config.train.nproc == 1:
