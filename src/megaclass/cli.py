@@ -13,7 +13,8 @@ from megaclass.cli_data import add_data_commands
 from megaclass.cli_evaluate import add_evaluate_commands
 from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, ConfigError, UserError, is_transient
 
-_FAILED_RANK_FIRST_S = 2.0
+# Whoever started the ranks ends the others as soon as the one that failed is gone; on a busy machine that takes a while.
+_FAILED_RANK_FIRST_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

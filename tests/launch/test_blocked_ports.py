@@ -103,7 +103,8 @@ def test_an_idle_rank_says_at_once_that_its_connections_are_blocked(bed, tmp_pat
     run = start(bed, tmp_path, IDLE_HOROVOD)
     run.says("step", times=3, timeout_s=100)
     with firewall(bed, "h3", FROM_ANYBODY):
-        run.says("has not been answered for", times=2, timeout_s=LIMIT_S + 15)
+        # By the end that notices first: the other end sees its connections closed then.
+        run.says("has not been answered for", timeout_s=LIMIT_S + 15)
 
 
 def test_an_outage_shorter_than_the_limit_costs_nothing(bed, tmp_path):

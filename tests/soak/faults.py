@@ -471,6 +471,12 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@contextlib.contextmanager
+def own_folder(folder: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="disk-", dir=folder) as place:
+        yield Path(place)
+
+
 def soak(
     kinds: dict[str, Kind], rounds: int, seed: int, on_trial: Callable[[dict[str, Tally]], None]
 ) -> dict[str, Tally]:
@@ -497,8 +503,8 @@ def soak(
                 hosts = ("-H", "h1:1,h2:1") if kind.on_hosts else ("-np", "2")
                 if bed is not None:
                     bed.runs = []
-                with small_disk(folder) as disk:
-                    # A folder of its own for each trial, with the data that is there already.
+                # A folder of its own for each trial, with the data that is there already. Hosts do not see new mounts.
+                with own_folder(folder) if kind.on_hosts else small_disk(folder) as disk:
                     trial(kind, Job(place, hosts, disk, folder / "data", rng), expected, tallies[name])
                 on_trial(tallies)
     finally:
