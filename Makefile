@@ -28,8 +28,11 @@ test-fast: $(VENV)/.dev-installed
 test-gpu: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m gpu
 
-soak: $(VENV)/.dev-installed
+# Each round meets every kind of fault once: 7 rounds are 210 trials. Needs root.
+ROUNDS ?= 7
+soak: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m soak --timeout=3600
+	$(BIN)/python tests/soak/faults.py --rounds $(ROUNDS) --out benchmarks/soak.md
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

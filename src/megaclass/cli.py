@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from megaclass import __version__
 from megaclass.cli_cluster import add_cluster_commands
 from megaclass.cli_data import add_data_commands
 from megaclass.cli_evaluate import add_evaluate_commands
-from megaclass.errors import AgreedError, ConfigError, UserError
+from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, ConfigError, UserError, is_transient
+
+# Whoever started the ranks ends the others as soon as the one that failed is gone; on a busy machine that takes a while.
+_FAILED_RANK_FIRST_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for what the user can mend, which is printed without a traceback."""
+    """Exit code: 0, 2 for what the user can mend, or 74 for what may pass by itself; both are printed without a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     # A bare --resume must not swallow the setting that follows it.
     given = ["--resume=auto" if a == "--resume" else a for a in arguments]
@@ -35,10 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.settings += later
     try:
         code: int = options.run(options, given)
+    except AgreedError as error:
+        # The rank that failed prints this, ends first, and is named as the cause; its supervisor then ends this one.
+        is_printed = _speaks_for_its_host()
+        if is_printed:
+            print(f"megaclass: {error}", file=sys.stderr, flush=True)
+        time.sleep(_FAILED_RANK_FIRST_S)
+        if not is_printed:
+            print(f"megaclass: {error}", file=sys.stderr, flush=True)
+        return EXIT_TRY_AGAIN if is_transient(error) else 2
     except UserError as error:
-        if not isinstance(error, AgreedError) or _speaks_for_its_host():
-            print(f"megaclass: {error}", file=sys.stderr)
-        return 2
+        print(f"megaclass: {error}", file=sys.stderr)
+        return EXIT_TRY_AGAIN if is_transient(error) else 2
+    except OSError as error:
+        if not is_transient(error):
+            raise
+        print(f"megaclass: {error}", file=sys.stderr)
+        return EXIT_TRY_AGAIN
     except KeyboardInterrupt:
         return 130
     return code

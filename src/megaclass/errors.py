@@ -1,4 +1,18 @@
-"""What a user can mend. The command line prints these without a traceback and exits with 2."""
+"""What a user can mend. The command line prints these without a traceback and exits with 2, or 74 where trying again helps."""
+
+import errno
+
+EXIT_TRY_AGAIN = 74
+"""Exit code after a full disk, an I/O error or a lost connection (sysexits' EX_IOERR): a restart may succeed."""
+
+_TRANSIENT = frozenset(
+    {
+        *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EBUSY, errno.EREMOTEIO),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EINTR),
+        *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ENOTCONN),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    }
+)
 
 
 class UserError(Exception):
@@ -7,6 +21,26 @@ class UserError(Exception):
 
 class AgreedError(UserError):
     """A UserError of another rank, which prints it; begins with that rank's number."""
+
+    def __init__(self, text: str, *, is_transient: bool = False) -> None:
+        super().__init__(text)
+        self.is_transient = is_transient
+
+
+class ConnectionLostError(UserError):
+    """A connection between ranks that the other end does not answer any more; names both ends."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same attempt may succeed later: the error, or one that it was raised from, is of a disk or network."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionLostError) or (isinstance(cause, AgreedError) and cause.is_transient):
+            return True
+        if isinstance(cause, OSError) and cause.errno in _TRANSIENT:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 class ConfigError(UserError):

@@ -26,7 +26,7 @@ from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.checkpoint.tensor_file import write_tensors
 from megaclass.distributed import agreement
 from megaclass.distributed.restart_progress import FD_NAME, ProgressMark, report_progress
-from megaclass.errors import CheckpointError, UserError
+from megaclass.errors import CheckpointError, UserError, is_transient
 from megaclass.head.shards import class_range
 
 CPU = torch.device("cpu")
@@ -204,32 +204,63 @@ def test_a_disk_slower_than_the_time_out_of_collectives_is_waited_for(run_ranks,
     assert run_ranks(2, _save_on_a_disk_slower_than_the_time_out, tmp_path) == [True, True]
 
 
-def _save_where_rank_1_fails(checkpoints, at_the_end):
+def _save_where_rank_1_fails(checkpoints, code, num_failures, last_step):
+    """Steps 1 to `last_step`; from step 2 on rank 1's disk refuses `num_failures` times. What was raised and what was said."""
+    left, said = num_failures, io.StringIO()
+
     def broken(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return write_tensors(*args)
+        raise OSError(code, os.strerror(code))
 
-    try:
-        with writer_for(checkpoints) as writer:
-            writer.save(snapshot_at(1))
-            writer.finish()
-            if dist.get_rank() == 1:
-                save_module.write_tensors = broken
-            writer.save(snapshot_at(2))
-            if not at_the_end:
-                writer.save(snapshot_at(3))
-    except UserError as error:
-        return str(error)
-    finally:
-        save_module.write_tensors = write_tensors
-    return "saved"
+    with contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(save_module, "_PAUSES_S", (0.1, 0.1, 0.1))
+        try:
+            with writer_for(checkpoints) as writer:
+                writer.save(snapshot_at(1))
+                writer.finish()
+                if dist.get_rank() == 1:
+                    monkeypatch.setattr(save_module, "write_tensors", broken)
+                for step in range(2, last_step + 1):
+                    writer.save(snapshot_at(step))
+        except UserError as error:
+            return str(error), is_transient(error), said.getvalue()
+    return "saved", None, said.getvalue()
 
 
-@pytest.mark.parametrize("at_the_end", [False, True], ids=["at the next save", "at the end"])
-def test_an_error_of_one_rank_in_the_background_is_raised_on_all(run_ranks, tmp_path, at_the_end):
-    messages = run_ranks(3, _save_where_rank_1_fails, tmp_path, at_the_end)
-    assert all("Rank 1 on " in message and "No space left on device" in message for message in messages)
+def test_training_goes_on_after_a_save_for_which_a_disk_was_full_and_the_next_one_works(run_ranks, tmp_path):
+    (raised, _, said), *others = run_ranks(3, _save_where_rank_1_fails, tmp_path, errno.ENOSPC, 1, 3)
+    assert raised == "saved" and all(raised == "saved" for raised, _, _ in others)
+    assert "WARNING megaclass: rank 1: Rank 1 on " in said and "No space left on device" in said
+    assert "training goes on" in said
+    assert not any(text for _, _, text in others), "one rank warns for all"
+    assert steps(tmp_path) == [1, 3] and holds_step(checkpoint_folder(tmp_path, 3), 3)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EMFILE], ids=["ENOSPC", "EIO", "EMFILE"])
+def test_the_last_save_is_tried_again_where_a_disk_fails_for_a_moment(run_ranks, tmp_path, code):
+    results = run_ranks(2, _save_where_rank_1_fails, tmp_path, code, 2, 2)
+    assert [raised for raised, _, _ in results] == ["saved", "saved"]
+    assert "it is tried again in 0.1 s" in results[0][2]
+    assert steps(tmp_path) == [1, 2] and holds_step(checkpoint_folder(tmp_path, 2), 2)
+
+
+def test_a_disk_that_stays_full_ends_the_last_save_on_all_ranks_and_allows_a_restart(run_ranks, tmp_path):
+    results = run_ranks(3, _save_where_rank_1_fails, tmp_path, errno.ENOSPC, 99, 2)
+    assert all("Rank 1 on " in raised and "No space left on device" in raised for raised, _, _ in results)
+    assert all(may_pass for _, may_pass, _ in results)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"], "nothing unfinished is left"
     assert holds_step(checkpoint_folder(tmp_path, 1), 1)
+
+
+@pytest.mark.parametrize("last_step", [3, 2], ids=["at the next save", "at the end"])
+def test_an_error_that_does_not_pass_is_raised_on_all_ranks(run_ranks, tmp_path, last_step):
+    results = run_ranks(3, _save_where_rank_1_fails, tmp_path, errno.EACCES, 99, last_step)
+    assert all("Rank 1 on " in raised and "Permission denied" in raised for raised, _, _ in results)
+    assert not any(may_pass for _, may_pass, _ in results)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"], "nothing unfinished is left"
 
 
 def test_a_loop_that_ends_with_an_error_first_lets_the_save_finish(tmp_path, monkeypatch):
@@ -422,8 +453,9 @@ def at_call(monkeypatch, kth, happens):
 
 
 def save_over(checkpoints, step):
-    """A save that removes an older checkpoint and steps over one of the same number: every kind of call."""
-    with writer_for(checkpoints, keep=1) as writer:
+    """A save that removes an older checkpoint and steps over one of the same number: every kind of call. Tried once."""
+    with pytest.MonkeyPatch.context() as monkeypatch, writer_for(checkpoints, keep=1) as writer:
+        monkeypatch.setattr(save_module, "_PAUSES_S", ())
         writer.save(snapshot_at(step))
 
 
@@ -510,7 +542,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_disk_that_is_full_ends_the_save_and_frees_what_it_had_taken(small_disk: Path):
+def test_a_disk_that_is_full_ends_the_save_and_frees_what_it_had_taken(small_disk: Path, monkeypatch):
+    monkeypatch.setattr(save_module, "_PAUSES_S", (0.0,))
     checkpoints = small_disk / "checkpoints"
     with pytest.raises(CheckpointError, match="No space left on device"), writer_for(checkpoints) as writer:
         writer.save(snapshot_at(1))

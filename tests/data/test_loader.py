@@ -1,6 +1,8 @@
 """Batches for a rank: the same images for any number of ranks and workers, and from any step on."""
 
+import errno
 import io
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import megaclass.data.loader as loader_module
 from megaclass.data.loader import BatchLoader, mirrored
 from megaclass.data.source import open_source
 from megaclass.data.synthesize import synthesize
@@ -168,6 +171,31 @@ def test_a_bad_image_is_replaced_by_the_same_one_on_any_number_of_ranks(source, 
     said = capfd.readouterr().err
     for index in alone.bad_images.indices:
         assert f"key {index + 1}: 7 bytes that are no image" in said
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_an_image_that_a_disk_refuses_for_a_moment_is_read_again_and_not_replaced(source, code, monkeypatch):
+    """Every image, and each of two attempts by another kind of error: as the system raises it, and as a source wraps it."""
+    expected = next(BatchLoader(source, global_batch=16).batches())
+    attempts: dict[int, int] = {}
+
+    class Refusing:
+        def __getattr__(self, name):
+            return getattr(source, name)
+
+        def read(self, index):
+            attempts[index] = attempts.get(index, 0) + 1
+            if attempts[index] == 1:
+                raise OSError(code, os.strerror(code))
+            if attempts[index] == 2:
+                raise DataError("Cannot read it.") from OSError(code, os.strerror(code))
+            return source.read(index)
+
+    monkeypatch.setattr(loader_module, "_READ_AGAIN_S", (0.001, 0.001, 0.001))
+    loader = BatchLoader(Refusing(), global_batch=16)
+    batch = next(loader.batches())
+    assert np.array_equal(batch.indices, expected.indices) and torch.equal(batch.images, expected.images)
+    assert loader.bad_images.num_bad == 0
 
 
 def test_too_many_bad_images_stop_the_run_and_name_the_last(source):

@@ -8,6 +8,9 @@ A save on rank r of W, while training goes on:
     thread 0  waits for W notes, writes the manifest, renames the folder, removes checkpoints no longer wanted
     loop      at the next save, or at the end: all ranks agree how it went
 
+A save that fails because a disk is full or gives an error for a while is warned about, and training goes on: the next save
+tries again. The last one is tried several times, because nothing comes after it.
+
 Nothing but files passes between the threads of different ranks: collectives belong to the loop.
 """
 
@@ -18,6 +21,7 @@ import shutil
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -46,13 +50,15 @@ from megaclass.data.fingerprint import DataMarks
 from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.distributed.restart_progress import report_progress
-from megaclass.errors import CheckpointError
+from megaclass.errors import CheckpointError, UserError, is_transient
 from megaclass.private_files import make_private_folder
 
 T = TypeVar("T")
 _POLL_S = 0.05
 # How long the notes of other ranks are waited for when this rank is ending because of an error.
 _LAST_WAIT_S = 20.0
+# Before each further attempt of the last save.
+_PAUSES_S = (1.0, 4.0, 15.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,8 @@ class Snapshot:
 class CheckpointWriter:
     """Saves the checkpoints of one run. The constructor, save and finish are collective; none runs in another thread.
 
-    A crash at any moment leaves the older checkpoints as they were; a rank that cannot write ends the save on all.
+    A crash at any moment leaves the older checkpoints as they were; a rank that cannot write ends the save on all. Where
+    the reason may pass (a full disk, an I/O error) that is a warning, and an error only when the last save fails.
     As a context manager it ends with finish(), or, when the block raised, says what became of a save under way.
     """
 
@@ -103,6 +110,9 @@ class CheckpointWriter:
         self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megaclass-checkpoint")
         self._under_way: _Save | None = None
+        self._last: Snapshot | None = None
+        self._failure: UserError | OSError | None = None
+        """Why the last save did not succeed, if the reason may pass; the same on all ranks but for the words."""
         self._job = self._agree_on_job()
 
     def __enter__(self) -> "CheckpointWriter":
@@ -128,9 +138,16 @@ class CheckpointWriter:
     def save(self, snapshot: Snapshot) -> Path:
         """Collective. Copies the state and starts to write checkpoints/step-N; returns the folder it will be.
 
-        First waits for the save before, whose errors are raised here, on all ranks.
+        First waits for the save before. Its errors are raised here, on all ranks; those that may pass are warned about.
         """
         self._settle()
+        if self._failure is not None:
+            self._warn("training goes on, and the checkpoint of this step is tried now")
+        self._last = snapshot
+        return self._start(snapshot)
+
+    def _start(self, snapshot: Snapshot) -> Path:
+        self._failure = None
         rows = self._rows_copy.take({**snapshot.head_rows, **_prefixed(snapshot.rank_state)})
         shared = self._shared_copy.take(snapshot.shared) if self._rank == 0 else {}
         final = checkpoint_folder(self._checkpoints, snapshot.step)
@@ -146,8 +163,20 @@ class CheckpointWriter:
         return final
 
     def finish(self) -> None:
-        """Collective. Waits until the last save is published; its errors are raised here, on all ranks."""
+        """Collective. Waits until the last save is published; its errors are raised here, on all ranks.
+
+        The state must still be that of the last save: it is written again where that failed and the reason may pass.
+        """
         self._settle()
+        for pause_s in _PAUSES_S:
+            if self._failure is None or self._last is None:
+                break
+            self._warn(f"it is tried again in {pause_s:g} s")
+            time.sleep(pause_s)
+            self._start(self._last)
+            self._settle()
+        if self._failure is not None:
+            raise self._failure
 
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
@@ -164,13 +193,24 @@ class CheckpointWriter:
             # However long the slowest disk takes.
             when_done_on_every_rank(save.written, self._device, self._group)
             when_done_on_every_rank(save.published or _done(), self._device, self._group)
-        except BaseException:
+        except BaseException as error:
             save.is_abandoned.set()
             if save.published is not None:
                 save.published.exception()
                 # Nobody writes there any more: all ranks have been heard.
                 shutil.rmtree(save.unfinished, ignore_errors=True)
-            raise
+            # Errors of this kind are raised on all ranks or none; what follows is collective.
+            if not isinstance(error, UserError | OSError) or not self._is_transient_for_all(error):
+                raise
+            self._failure = error
+
+    def _is_transient_for_all(self, error: UserError | OSError) -> bool:
+        is_permanent = torch.tensor([not is_transient(error)], dtype=torch.uint8, device=self._device)
+        return not gather_blocks(is_permanent, self._group).any()
+
+    def _warn(self, what_follows: str) -> None:
+        if self._rank == 0:
+            print(f"WARNING megaclass: {self._failure} Therefore {what_follows}.", file=sys.stderr, flush=True)
 
     def _end_alone(self) -> None:
         """The loop of this rank, and perhaps others, ended with an error: no collective may be called any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -20,11 +21,12 @@ from megaclass.data.decode import Fit, decode_into, normalise
 from megaclass.data.hashing import combine64
 from megaclass.data.order import ClassOrder, ImageOrder, Order, rank_batch
 from megaclass.data.source import ImageSource, PixelSource
-from megaclass.errors import DataError
+from megaclass.errors import DataError, is_transient
 
 _MIRROR_SALT = 0x6D6972726F72
 _REPLACE_SALT = 0x7265706C616365
 _MAX_REPLACEMENTS = 100
+_READ_AGAIN_S = (0.05, 0.5, 2.0)
 # Before this many images a share says little; sets smaller than that are judged by their own size.
 _IMAGES_BEFORE_JUDGING = 10_000
 
@@ -174,12 +176,23 @@ class BatchLoader:
         wanted = index
         for attempt in range(_MAX_REPLACEMENTS):
             try:
-                return index, decode_into(out_HW3, self.source.read(index), self.source.name_of(index), self.fit)
+                return index, decode_into(out_HW3, self._read(index), self.source.name_of(index), self.fit)
             except DataError as error:
                 self.bad_images.add_bad(index, error)
             chain = combine64(self.order.seed, _REPLACE_SALT, wanted, attempt)
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
+
+    def _read(self, index: int) -> bytes:
+        """Reads the image; what a disk refuses now it may give in a moment (an I/O error, too many open files)."""
+        for pause_s in _READ_AGAIN_S:
+            try:
+                return self.source.read(index)
+            except (DataError, OSError) as error:
+                if not is_transient(error):
+                    raise
+                time.sleep(pause_s)
+        return self.source.read(index)
 
 
 class _Buffers:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import AgreedError as AgreedError
-from megaclass.errors import UserError
+from megaclass.errors import UserError, is_transient
 
 T = TypeVar("T")
 _TEXT_BYTES = 4096
@@ -30,17 +30,20 @@ def on_every_rank(action: Callable[[], T], device: torch.device, group: dist.Pro
     except (UserError, OSError) as caught:
         error = caught
     text = b"" if error is None else (str(error) or type(error).__name__).encode(errors="replace")[:_TEXT_BYTES]
-    block = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    block = torch.zeros(_TEXT_BYTES + 1, dtype=torch.uint8)
     block[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    # The last byte says whether a restart may help.
+    block[-1] = error is not None and is_transient(error)
     blocks_W = gather_blocks(block.to(device), group).cpu()
     if not blocks_W.any():
         return result
-    texts_W = [bytes(row.tolist()).rstrip(b"\0") for row in blocks_W]
+    texts_W = [bytes(row[:-1].tolist()).rstrip(b"\0") for row in blocks_W]
     if error is not None and texts_W.index(text) == group_rank(group):
         raise error
     for rank, failed in enumerate(texts_W):
         if failed:
-            raise AgreedError(f"rank {rank}: {failed.decode(errors='replace')}")
+            may_pass = bool(blocks_W[rank, -1])
+            raise AgreedError(f"rank {rank}: {failed.decode(errors='replace')}", is_transient=may_pass)
     return result
 
 

@@ -1,5 +1,6 @@
 """The one place that calls init_process_group (Horovod's names, in hvd/, have their own life cycle and theirs)."""
 
+import ipaddress
 import os
 import socket
 import sys
@@ -13,12 +14,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.addresses import source_towards
+from megaclass.distributed.collectives import gather_blocks
+from megaclass.distributed.connection_watch import Address, ConnectionWatch, network_timeout
 from megaclass.distributed.rendezvous import interface_names, meeting_point
-from megaclass.errors import LaunchError
+from megaclass.errors import ConnectionLostError, LaunchError
 from megaclass.world import World
 
 _GLOO_LETS_GO_S = 0.2
 _HINT_S = 15.0
+_FAILED_RANK_FIRST_S = 1.0
+_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 @contextmanager
@@ -37,27 +43,68 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
         print(f"WARNING {world.name()}: {warning}", file=sys.stderr, flush=True)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    with watched_connections(world) as watch:
+        try:
+            dist.init_process_group(
+                backend,
+                store=_store(world, timeout_s),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=chosen if chosen.type == "cuda" else None,
+            )
+        except (RuntimeError, ValueError) as error:  # DistStoreError and friends are RuntimeErrors
+            raise LaunchError(
+                f"{world.name()} cannot join the others at {world.address}:{world.port} within {timeout_s:g} s: {error}"
+            ) from error
+        try:
+            if watch is not None:
+                watch.settle(_addresses_of_all(world, chosen), ends_process=True)
+            yield chosen
+        except RuntimeError as error:
+            if any(sign in str(error) for sign in _ECHOES):
+                # The echo of another rank's end, which is about to be reported: that rank is to be named as the cause.
+                time.sleep(_FAILED_RANK_FIRST_S)
+            raise
+        finally:
+            dist.destroy_process_group()
+            if backend == "gloo":
+                # Ranks have aborted at exit now and then; the suspicion is a gloo thread that lets go of its last tensors
+                # while the interpreter is taken apart.
+                time.sleep(_GLOO_LETS_GO_S)
+
+
+@contextmanager
+def watched_connections(world: World) -> Iterator[ConnectionWatch | None]:
+    """Ends this rank within MEGACLASS_NETWORK_TIMEOUT when another host does not answer any more; the error names both ends.
+
+    None where all ranks are on one machine.
+    """
+    if world.local_size == world.size:
+        yield None
+        return
+
+    def describe(address: Address) -> str:
+        is_rank_0 = address[1] == world.port and not world.is_main
+        return f" (rank 0, {world.address})" if is_rank_0 else ""
+
+    watch = ConnectionWatch(world.name(), network_timeout(), describe=describe).start()
     try:
-        dist.init_process_group(
-            backend,
-            store=_store(world, timeout_s),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=chosen if chosen.type == "cuda" else None,
-        )
-    except (RuntimeError, ValueError) as error:  # DistStoreError and friends are RuntimeErrors
-        raise LaunchError(
-            f"{world.name()} cannot join the others at {world.address}:{world.port} within {timeout_s:g} s: {error}"
-        ) from error
-    try:
-        yield chosen
+        yield watch
+    except Exception as error:
+        if watch.reason:
+            raise ConnectionLostError(watch.reason) from error
+        raise
     finally:
-        dist.destroy_process_group()
-        if backend == "gloo":
-            # Ranks have aborted at exit now and then; the suspicion is a gloo thread that lets go of its last tensors while
-            # the interpreter is taken apart.
-            time.sleep(_GLOO_LETS_GO_S)
+        watch.stop()
+
+
+def _addresses_of_all(world: World, device: torch.device) -> list[str]:
+    """Collective. The address by which each host reaches rank 0: an all-gather of 16 bytes per rank."""
+    own = ipaddress.ip_address(source_towards(world.address) or "127.0.0.1")
+    packed = own.packed if own.version == 6 else ipaddress.ip_address(f"::ffff:{own}").packed
+    block = torch.tensor(list(packed), dtype=torch.uint8, device=device)
+    return sorted({str(ipaddress.ip_address(bytes(row))) for row in gather_blocks(block, None).tolist()})
 
 
 def choose_device(device: str, world: World) -> torch.device:

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.connection_watch import ConnectionWatch
+from megaclass.errors import ConnectionLostError
 from megaclass.hvd import large_tensors, process_sets
 from megaclass.hvd.controller import Controller, Operation
 from megaclass.hvd.data_plane import DataPlane, SetGroups
 from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from megaclass.hvd.messages import Request
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.rendezvous import Meeter, Meeting, new_group
+from megaclass.hvd.rendezvous import Meeter, Meeting, new_group, watch_connections
 from megaclass.hvd.ring import Ring, connect_ring
 from megaclass.hvd.settings import Settings, settings_from_environment
 from megaclass.hvd.timeline import Timeline
@@ -31,6 +33,7 @@ class Job:
     timeline: Timeline
     data_plane: DataPlane
     process_sets: dict[int, tuple[int, ...]]
+    watch: ConnectionWatch
     controller: Controller = field(init=False)
     next_set: int = 1
     num_operations: int = 0
@@ -112,13 +115,28 @@ class _Basics:
 
     def _start(self, ranks: list[int] | None, wanted: list[ProcessSet]) -> Job:
         settings = settings_from_environment()
+        watch = watch_connections()
+        try:
+            job = self._meet(ranks, wanted, settings, watch)
+        except BaseException as error:
+            watch.stop()
+            if watch.reason and isinstance(error, Exception):
+                raise ConnectionLostError(watch.reason) from error
+            raise
+        # In a user's own loop operations fail, and the user may handle that.
+        watch.settle(ends_process=False)
+        return job
+
+    def _meet(
+        self, ranks: list[int] | None, wanted: list[ProcessSet], settings: Settings, watch: ConnectionWatch
+    ) -> Job:
         meeting = self._meeter.meet(ranks, settings)
         timeline = Timeline()
         if meeting.rank == 0 and settings.timeline not in ("", "DYNAMIC"):
             timeline.start(settings.timeline, settings.mark_cycles)
         data_plane = DataPlane(meeting.rank, timeline, uses_nccl=meeting.uses_nccl)
         everybody = tuple(range(meeting.size))
-        job = Job(meeting, settings, timeline, data_plane, {0: everybody})
+        job = Job(meeting, settings, timeline, data_plane, {0: everybody}, watch)
         gpu = None
         if meeting.uses_nccl:
             places = [dist.get_global_rank(meeting.group, rank) for rank in everybody]
@@ -137,6 +155,7 @@ class _Basics:
             job.process_sets,
             data_plane,
             meeting.links,
+            watch,
         )
         if wrong:
             self._job = job
@@ -153,6 +172,7 @@ class _Basics:
         job, self._job = self._job, None
         if job is None:
             return
+        job.watch.stop()
         job.controller.stop()
         job.timeline.stop()
         large_tensors.release()

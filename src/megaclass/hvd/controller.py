@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megaclass.distributed.connection_watch import ConnectionWatch
 from megaclass.hvd import links
 from megaclass.hvd.coordinator import Coordinator
 from megaclass.hvd.exceptions import DUPLICATE_NAME, SHUT_DOWN, HorovodInternalError
@@ -86,8 +87,10 @@ class Controller:
         process_sets: dict[int, tuple[int, ...]],
         work: "Work",
         peers: dict[int, Link],
+        watch: ConnectionWatch,
     ) -> None:
         self._rank = rank
+        self._watch = watch
         self._hosts = hosts
         self._settings = settings
         self._timeline = timeline
@@ -384,14 +387,18 @@ class Controller:
     def _lost(self, peer: int) -> None:
         if self._rank != 0:
             # Without rank 0 there is nobody to drain with.
-            self._close(f"Rank 0 ({self._hosts[0]}) is gone. {SHUT_DOWN}")
+            self._close(self._explained(f"Rank 0 ({self._hosts[0]}) is gone."))
             self._is_over = True
             return
         self._drained.add(peer)
         if self._stop_reason:
             self._end_if_drained()
         else:
-            self._announce_stop(f"Rank {peer} ({self._hosts[peer]}) is gone. {SHUT_DOWN}")
+            self._announce_stop(self._explained(f"Rank {peer} ({self._hosts[peer]}) is gone."))
+
+    def _explained(self, what: str) -> str:
+        """With the connection that was lost, where that is why."""
+        return " ".join(filter(None, (what, self._watch.reason, SHUT_DOWN)))
 
     # -- rank 0 ---------------------------------------------------------------------------------------------------
 
@@ -462,7 +469,7 @@ class Controller:
                     error = f"{response.requests[0].full_name} on {where} failed: {caught}"
                     self._finish(operations, error)
                     # The ranks are no longer at the same place: no further operation can be trusted.
-                    self._announce_stop(f"{error}. {SHUT_DOWN}")
+                    self._announce_stop(self._explained(f"{error}."))
                     continue
             self._finish(operations, error)
 

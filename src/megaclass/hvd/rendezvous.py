@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.connection_watch import ConnectionWatch, network_timeout
 from megaclass.distributed.rendezvous import interface_names, meeting_point
 from megaclass.errors import LaunchError
 from megaclass.hvd.links import Link, Reception, connect
@@ -93,6 +94,13 @@ class Meeter:
                 f"{world.name()} cannot join the others at {world.address}:{world.port} within "
                 f"{timeout.total_seconds():g} s: {error}"
             ) from error
+
+
+def watch_connections() -> ConnectionWatch:
+    """Watches the connections that this process makes to other hosts; nothing where all ranks are on one machine."""
+    world = _world()
+    limit_s = network_timeout() if world.local_size < world.size else 0.0
+    return ConnectionWatch(world.name(), limit_s).start()
 
 
 def new_group(ranks: list[int], settings: Settings, *, backend: str = "gloo", is_part: bool) -> dist.ProcessGroup:

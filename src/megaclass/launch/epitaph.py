@@ -7,7 +7,7 @@ from collections import deque
 _KEPT_LINES = 200
 _KEPT_LINE_BYTES = 2000
 _SHOWN_LINES = 16
-_SHOWN_WIDTH = 160
+_SHOWN_WIDTH = 320
 _TRACEBACK = "Traceback (most recent call last):"
 
 _HINTS = {

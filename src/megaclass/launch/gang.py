@@ -56,7 +56,7 @@ class GangSettings:
     interfaces: tuple[str, ...] = ()
     master_port: int = 0
     start_timeout_s: float = 30.0
-    heartbeat_s: float = 30.0
+    heartbeat_s: float = 40.0
     grace_s: float = 3.0
     hang_timeout_s: float = 0.0
     allows_mixed_versions: bool = False

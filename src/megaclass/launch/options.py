@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
 
     times = parser.add_argument_group("times in seconds, and restarts")
     times.add_argument("--start-timeout", type=seconds, default=30.0, metavar="S", help="for all hosts to answer (30)")
-    times.add_argument("--heartbeat", type=seconds, default=30.0, metavar="S", help="a silent host is lost within (30)")
+    times.add_argument("--heartbeat", type=seconds, default=40.0, metavar="S", help="a silent host is lost within (40)")
     times.add_argument("--grace", type=seconds, default=3.0, metavar="S", help="from SIGTERM to SIGKILL (3)")
     times.add_argument(
         "--hang-timeout",

@@ -65,7 +65,7 @@ class SshSettings:
     remote_prefix: str = ""
     """Shell text before the agent's command on other hosts: `nice -n 5`, `. /opt/env.sh &&`."""
     python: str = ""
-    heartbeat_s: float = 30.0
+    heartbeat_s: float = 40.0
 
 
 def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.launch.agent") -> list[str]:

@@ -196,8 +196,15 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         path = self.path / "metrics.jsonl"
         try:
-            with open_private(path, "a", follows_links=False, encoding="utf-8") as file:
-                file.write(json.dumps(dict(row)) + "\n")
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with open_private(path, "a", follows_links=False, encoding="utf-8") as file:
+                    file.write(json.dumps(dict(row)) + "\n")
+            except OSError:
+                # Half a row would spoil the next one.
+                with suppress(OSError):
+                    os.truncate(path, size)
+                raise
         except OSError as error:
             raise _cannot_write(path, error) from error
 

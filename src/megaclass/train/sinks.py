@@ -1,10 +1,12 @@
 """Where metrics go besides metrics.jsonl, which is the truth: TensorBoard and Weights & Biases, when asked for."""
 
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from megaclass.config import Config, to_toml
-from megaclass.errors import ConfigError, UserError
+from megaclass.errors import CheckpointError, ConfigError, UserError, is_transient
 from megaclass.private_files import make_private_folder
 from megaclass.train.run_folder import RunFolder
 
@@ -18,7 +20,7 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
     is_new: nothing was trained yet. Where a sink cannot be opened, the run folder is then left empty for the next try.
     """
     with ExitStack() as opened:
-        sinks: list[Sink] = [run.append_metrics]
+        sinks: list[Sink] = [opened.enter_context(_metrics_file(run))]
         try:
             if config.train.tensorboard:
                 sinks.append(opened.enter_context(_tensorboard(run)))
@@ -31,10 +33,48 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
             raise
 
         def send(row: Mapping[str, float]) -> None:
-            for sink in sinks:
-                sink(row)
+            for sink in list(sinks):
+                try:
+                    sink(row)
+                except OSError as error:
+                    # Only what draws the curves again: metrics.jsonl, the first, raises none.
+                    sinks.remove(sink)
+                    _warn(
+                        f"the copy of the metrics for TensorBoard cannot be written ({error}); the run goes on without it."
+                    )
 
         yield send
+
+
+@contextmanager
+def _metrics_file(run: RunFolder) -> Iterator[Sink]:
+    """Rows that a full disk refuses are kept and written with the next one: the run goes on meanwhile."""
+    waiting: deque[Mapping[str, float]] = deque()
+
+    def send(row: Mapping[str, float]) -> None:
+        waiting.append(dict(row))
+        try:
+            while waiting:
+                run.append_metrics(waiting[0])
+                waiting.popleft()
+        except CheckpointError as error:
+            if not is_transient(error):
+                raise
+            if len(waiting) == 1:
+                _warn(f"{error} Training goes on; rows of metrics are kept and written as soon as that is possible.")
+
+    try:
+        yield send
+    finally:
+        if waiting:
+            last = waiting.pop()
+            send(last)
+        if waiting:
+            _warn(f"the last {len(waiting)} rows of metrics could not be written.")
+
+
+def _warn(text: str) -> None:
+    print(f"WARNING megaclass: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -1,0 +1,258 @@
+"""Notices within a limit that the network between ranks carries nothing any more. Standard library only.
+
+gloo, NCCL over TCP, torch's store and Horovod's links wait for minutes on a connection whose packets a firewall drops, and
+the error then names neither end. All of these connections are file descriptors of this process, and the kernel knows of each
+when the other host last answered: a thread reads that every second or so. It sends nothing itself; it switches TCP
+keep-alive on, so that the kernel asks for a sign of life where no data flows. A process that is stopped or busy is no
+concern here, because its kernel answers for it.
+
+    joining     from start() to settle(): every connection that was not there before counts, also those being opened
+    settled     connections to the hosts of the job count: those seen while joining, and those told to settle()
+
+State, all of it the thread's own, except `reason` and `_peers`, which are assigned once by one thread and read by others:
+
+    _silent_since   connections that owe an answer (data without acknowledgement, an unanswered probe), by inode, with the
+                    time since when; those being opened by remote address, because a library opens a new one for each attempt
+"""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaclass.errors import EXIT_TRY_AGAIN, LaunchError
+
+LIMIT_NAME = "MEGACLASS_NETWORK_TIMEOUT"
+_DEFAULT_LIMIT_S = 30.0
+# Of the limit: what is left is for the other ranks and the driver to hear of it.
+_JUDGED_AFTER = 0.9
+_LEAVE_S = 2.0
+_ESTABLISHED, _SYN_SENT = 1, 2
+# struct tcp_info: 8 bytes (state, ca_state, retransmits, probes, backoff, …), then numbers of 4 bytes.
+_TCP_INFO = struct.Struct("8B13I")
+# Linux 6.15 and later: the longest pause between two retransmissions, in ms; it is 120 s otherwise.
+_TCP_RTO_MAX_MS = 44
+_RTO_MAX_MS = 5000
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A TCP connection of this process, as the kernel sees it."""
+
+    file: int
+    inode: str
+    local: Address
+    remote: Address
+    is_open: bool
+    """False while it is being opened."""
+    owes_answer: bool
+    """Whether data or a keep-alive probe is on its way that the other host has not acknowledged."""
+    silent_s: float
+    """Since the other host sent anything."""
+
+
+def network_timeout(env: Mapping[str, str] = os.environ) -> float:
+    """MEGACLASS_NETWORK_TIMEOUT in seconds: how long a connection between ranks may go unanswered; 0 waits forever."""
+    text = env.get(LIMIT_NAME, "")
+    try:
+        limit_s = float(text or _DEFAULT_LIMIT_S)
+    except ValueError:
+        limit_s = -1.0
+    if not (limit_s == 0 or 1 <= limit_s < float("inf")):
+        raise LaunchError(
+            f"{LIMIT_NAME}={text!r} in the environment: expected a number of seconds, 1 or more, or 0 to wait forever."
+        )
+    return limit_s
+
+
+class ConnectionWatch:
+    """Watches this process's connections to other hosts; ends those that are dead, and the process if that does not."""
+
+    def __init__(self, name: str, limit_s: float, *, describe: Callable[[Address], str] = lambda address: "") -> None:
+        """name: of this rank, for messages. describe: who listens at an address, in parentheses, or nothing."""
+        self.reason = ""
+        """Why connections were ended, naming both ends; empty while all is well."""
+        self._name, self._limit_s, self._describe = name, limit_s, describe
+        self._before = {inode for _, inode in _sockets()}
+        self._seen: set[str] = set()
+        self._peers: frozenset[str] | None = None
+        self._tuned: set[str] = set()
+        self._silent_since: dict[str | Address, float] = {}
+        self._is_over = threading.Event()
+        self._ends_process = True
+        self._thread = threading.Thread(target=self._run, daemon=True, name="megaclass-connections")
+
+    def start(self) -> "ConnectionWatch":
+        if self._limit_s:
+            self._thread.start()
+        return self
+
+    def settle(self, peers: Collection[str] = (), *, ends_process: bool) -> None:
+        """All ranks have met. From here on only connections to their hosts count.
+
+        ends_process: whether this process ends when it goes on for 2 s after its connections were ended. In a user's own
+        loop they raise errors, which the user may handle.
+        """
+        self._look_at(time.monotonic())
+        self._ends_process = ends_process
+        self._peers = frozenset(self._seen | set(map(_plain, peers)))
+
+    def stop(self) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        interval_s = min(1.0, self._limit_s / 20)
+        while not self._is_over.wait(interval_s):
+            dead = self._look_at(time.monotonic())
+            if dead and not self.reason:
+                self._end(dead)
+
+    def _look_at(self, now: float) -> list[Connection]:
+        """Connections that went unanswered for too long."""
+        judged_s = _JUDGED_AFTER * self._limit_s
+        dead: list[Connection] = []
+        silent: dict[str | Address, float] = {}
+        for connection in self._watched():
+            if not connection.is_open:
+                key: str | Address = connection.remote
+                since = silent[key] = self._silent_since.get(key, now)
+                is_dead = now - since >= judged_s
+            else:
+                self._seen.add(connection.remote[0])
+                self._tune(connection)
+                # One that was silent because nobody had anything to say owes an answer for a moment when that changes.
+                if not connection.owes_answer or connection.silent_s < judged_s / 4:
+                    continue
+                since = silent[connection.inode] = self._silent_since.get(connection.inode, now)
+                is_dead = connection.silent_s >= judged_s and now - since >= judged_s / 2
+            if is_dead:
+                dead.append(connection)
+        self._silent_since = silent
+        return dead
+
+    def _watched(self) -> Iterator[Connection]:
+        for connection in connections():
+            address = connection.remote[0]
+            if address == connection.local[0] or ipaddress.ip_address(address).is_loopback:
+                continue
+            if connection.inode not in self._before if self._peers is None else address in self._peers:
+                yield connection
+
+    def _tune(self, connection: Connection) -> None:
+        if connection.inode in self._tuned:
+            return
+        self._tuned.add(connection.inode)
+        probe_s = max(1, round(self._limit_s / 6))
+        with contextlib.suppress(OSError), _borrowed(connection.file) as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+            held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+            # This thread decides, not the kernel.
+            held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 100)
+            # Else the pauses between retransmissions double, and a network that is back is used after as long again.
+            held.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
+
+    def _end(self, dead: list[Connection]) -> None:
+        first = dead[0]
+        what = f"has not been answered for {_JUDGED_AFTER * self._limit_s:g} s"
+        kind = "connection" if first.is_open else "attempt to connect"
+        more = f", and {len(dead) - 1} other connection(s) likewise" if len(dead) > 1 else ""
+        self.reason = (
+            f"{self._name}: the {kind} from {first.local[0]} port {first.local[1]} to {first.remote[0]} port "
+            f"{first.remote[1]}{self._describe(first.remote)} {what}{more}. Does a firewall drop the packets, or is a host or "
+            f"cable down? {LIMIT_NAME}={self._limit_s:g} is the limit in seconds."
+        )
+        print(f"megaclass: {self.reason}", file=sys.stderr, flush=True)
+        hosts = {connection.remote[0] for connection in dead}
+        for connection in [connection for connection in self._watched() if connection.remote[0] in hosts]:
+            # Whoever waits for one gets an error; the other ranks learn of it from this one's end.
+            with contextlib.suppress(OSError), _borrowed(connection.file) as held:
+                held.shutdown(socket.SHUT_RDWR)
+        if self._ends_process and not self._is_over.wait(_LEAVE_S):
+            os._exit(EXIT_TRY_AGAIN)
+
+
+def connections() -> Iterator[Connection]:
+    """TCP connections of this process that are open or being opened."""
+    opening: dict[str, tuple[Address, Address]] | None = None
+    for file, inode in _sockets():
+        try:
+            with _borrowed(file) as held:
+                if held.family not in (socket.AF_INET, socket.AF_INET6) or held.type != socket.SOCK_STREAM:
+                    continue
+                state, _, retransmits, probes, backoff, *rest = _TCP_INFO.unpack(
+                    held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                )
+                if state == _ESTABLISHED:
+                    local, remote = _address(held.getsockname()), _address(held.getpeername())
+                    unacked, last_data_ms, last_ack_ms = rest[3 + 4], rest[3 + 11], rest[3 + 12]
+                    owes = bool(unacked or retransmits or probes or backoff)
+                    silent_s = min(last_data_ms, last_ack_ms) / 1000
+                    yield Connection(file, inode, local, remote, True, owes, silent_s)
+                elif state == _SYN_SENT:
+                    # getpeername() says nothing yet.
+                    opening = _being_opened() if opening is None else opening
+                    if inode in opening:
+                        yield Connection(file, inode, *opening[inode], False, True, 0.0)
+        except (OSError, struct.error):
+            continue  # closed in between, or no TCP
+
+
+@contextlib.contextmanager
+def _borrowed(file: int) -> Iterator[socket.socket]:
+    """A socket object for a descriptor that belongs to somebody else, through a copy of it."""
+    held = socket.socket(fileno=os.dup(file))
+    try:
+        yield held
+    finally:
+        held.close()
+
+
+def _sockets() -> Iterator[tuple[int, str]]:
+    """Descriptor and inode of every socket of this process."""
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(file.readlink())
+            if target.startswith("socket:["):
+                yield int(file.name), target[8:-1]
+
+
+def _being_opened() -> dict[str, tuple[Address, Address]]:
+    """Both ends of each connection of this host that is being opened, by inode."""
+    found: dict[str, tuple[Address, Address]] = {}
+    for table in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")):
+        with contextlib.suppress(OSError):
+            for line in table.read_text().splitlines()[1:]:
+                _, local, remote, state, *_, inode = line.split()[:10]
+                if int(state, 16) == _SYN_SENT:
+                    found[inode] = (_from_hex(local), _from_hex(remote))
+    return found
+
+
+def _from_hex(text: str) -> Address:
+    """'0100007F:1F90' -> ('127.0.0.1', 8080): words of 4 bytes in the order of this machine."""
+    digits, _, port = text.partition(":")
+    words = [int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8)]
+    return _plain(str(ipaddress.ip_address(b"".join(words)))), int(port, 16)
+
+
+def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
+    return _plain(name[0]), name[1]
+
+
+def _plain(address: str) -> str:
+    """Without the IPv6 notation of an IPv4 address, and without a zone."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)

@@ -1,0 +1,117 @@
+"""A firewall that drops packets between hosts while ssh stays alive: every rank and the driver know within the limit.
+
+The limit is set to 6 s here; it is 30 s otherwise. The rules are those of a real firewall (nftables) on one of the hosts.
+"""
+
+import re
+import subprocess
+import time
+from contextlib import contextmanager
+
+import pytest
+
+HOSTS = ("-H", "h1:1,h2:1,h3:1")
+LIMIT_S = 6
+FROM_ANYBODY, FROM_H2 = "10.123.0.0/24", "10.123.0.2"
+
+TRAINING = """
+import time, torch, torch.distributed as dist
+from megaclass.distributed.process_group import process_group
+from megaclass.world import world_from_environment
+with process_group(world_from_environment(), device="cpu"):
+    while True:
+        dist.all_reduce(torch.ones(1000))
+        print("step", flush=True)
+        time.sleep(0.1)
+"""
+HOROVOD = """
+import time, torch
+import megaclass.hvd as hvd
+hvd.init()
+while True:
+    hvd.allreduce(torch.ones(1000), name="step")
+    print("step", flush=True)
+    time.sleep(0.1)
+"""
+IDLE_HOROVOD = """
+import time, torch
+import megaclass.hvd as hvd
+hvd.init()
+hvd.allreduce(torch.ones(1000), name="step")
+print("step", flush=True)
+time.sleep(600)
+"""
+PROGRAMS = pytest.mark.parametrize("program", [TRAINING, HOROVOD], ids=["training", "hvd"])
+
+
+@contextmanager
+def firewall(bed, host, source):
+    """Drops what arrives at the host from the source; ssh passes."""
+    table = "add table inet f; add chain inet f in { type filter hook input priority 0; }"
+    rules = ("tcp dport 22 accept", "tcp sport 22 accept", f"meta l4proto tcp ip saddr {source} drop")
+    subprocess.run(
+        bed.inside(host, "nft", "; ".join((table, *(f"add rule inet f in {rule}" for rule in rules)))), check=True
+    )
+    try:
+        yield
+    finally:
+        subprocess.run(bed.inside(host, "nft", "delete table inet f"), check=True)
+
+
+def start(bed, tmp_path, program, *options):
+    file = tmp_path / "job.py"
+    file.write_text(program)
+    return bed.start(*HOSTS, "-x", f"MEGACLASS_NETWORK_TIMEOUT={LIMIT_S}", *options, "python", str(file))
+
+
+def assert_named(run, first, second):
+    """The last words name both ends, with their ports."""
+    ends = "|".join(f"{a} port [0-9]+ to {b} port [0-9]+" for a, b in ((first, second), (second, first)))
+    assert re.search(rf"from ({ends}).* has not been answered for", run.err), run.story()
+
+
+@PROGRAMS
+def test_a_connection_that_is_blocked_in_mid_run(bed, tmp_path, program):
+    run = start(bed, tmp_path, program)
+    run.says("step", times=12, timeout_s=100)
+    with firewall(bed, "h3", FROM_ANYBODY):
+        begun = time.monotonic()
+        assert run.wait(60) not in (0, 2, 75), run.story()
+        assert time.monotonic() - begun < LIMIT_S + 15, "far below the 300 or 600 s of gloo"
+    assert_named(run, r"10\.123\.0\.[12]", r"10\.123\.0\.3")
+    bed.seconds_until_nothing_is_left(timeout_s=5)
+
+
+@PROGRAMS
+def test_rank_0s_port_that_is_blocked_from_the_start(bed, tmp_path, program):
+    with firewall(bed, "h1", FROM_ANYBODY):
+        run = start(bed, tmp_path, program, "--master-port", "29555")
+        assert run.wait(100) == 74, run.story()
+    assert re.search(r"from 10\.123\.0\.[23] port \d+ to 10\.123\.0\.1 port 29555", run.err), run.story()
+    assert "step" not in run.out
+
+
+@PROGRAMS
+def test_two_hosts_that_cannot_reach_each_other_from_the_start(bed, tmp_path, program):
+    with firewall(bed, "h3", FROM_H2):
+        run = start(bed, tmp_path, program)
+        assert run.wait(100) == 74, run.story()
+    assert_named(run, r"10\.123\.0\.2", r"10\.123\.0\.3")
+
+
+def test_an_idle_rank_says_at_once_that_its_connections_are_blocked(bed, tmp_path):
+    run = start(bed, tmp_path, IDLE_HOROVOD)
+    run.says("step", times=3, timeout_s=100)
+    with firewall(bed, "h3", FROM_ANYBODY):
+        # By the end that notices first: the other end sees its connections closed then.
+        run.says("has not been answered for", timeout_s=LIMIT_S + 15)
+
+
+def test_an_outage_shorter_than_the_limit_costs_nothing(bed, tmp_path):
+    run = start(bed, tmp_path, TRAINING)
+    run.says("step", times=12, timeout_s=100)
+    with firewall(bed, "h3", FROM_ANYBODY):
+        time.sleep(2)
+    num_steps = run.out.count("step")
+    run.says("step", times=num_steps + 30, timeout_s=60)
+    assert "has not been answered" not in run.err
