@@ -7,16 +7,26 @@ BIN := $(VENV)/bin
 # What the tests of several hosts, of mpirun and Slurm, and of the report in a browser need; without them these are skipped.
 SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openmpi-bin slurm-wlm munge faketime chromium strace procps
 
-.PHONY: demo test lint bench docs soak clean system-packages
+.PHONY: demo test test-fast test-gpu lint bench docs soak clean system-packages
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass train recipes/demo.toml --overwrite
 
-# Tests with real processes, daemons and networks can be upset by a busy machine: one that fails is run once more, and listed.
-# Hundreds of processes are started: each would compile the package anew where byte code is not kept.
-test: export PYTHONDONTWRITEBYTECODE =
+# Tests marked `hosts` use real daemons and networks, which a busy machine can upset: one that fails is run once more and
+# listed. All other tests run once. Hundreds of processes are started, so byte code is kept.
+# Coverage counts the lines that ran in the test processes themselves, not those in the ranks and agents they started.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev-installed system-packages
-	$(BIN)/python -m pytest -m "not soak" --reruns 1 -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not soak and not gpu" -n 2 --dist worksteal --cov=megaclass --cov-report=
+	@echo "coverage of src/ in the test processes: $$($(BIN)/coverage report --format=total) %"
+
+# Only the tests that start no process: a quick check while editing.
+test-fast: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m unit -n 2 --dist worksteal
+
+# On a machine with a CUDA GPU.
+test-gpu: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m gpu
 
 soak: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m soak --timeout=3600
@@ -26,6 +36,8 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python tools/banned_phrases.py
 
 # Installed as root under CI=true, or with SYSTEM=1.
 system-packages:

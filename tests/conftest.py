@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -159,6 +160,50 @@ class RankPool:
             time.sleep(0.2)
             texts.append(f"--- rank {rank}, pid {pid} ---\n{self._ranks[rank].stacks.read_text()}")
         return "\n".join(texts)
+
+
+# ---- kinds of tests: unit, ranks, hosts, gpu, soak ----
+
+_KINDS = ("unit", "ranks", "hosts", "gpu", "soak")
+# A test that uses one of these fixtures starts hosts (namespaces, sshd, Slurm, Ray) or processes; all others are unit tests
+# unless they carry a mark of their own.
+_FIXTURES_WITH_HOSTS = {"bed_of_the_session", "slurm", "cluster", "mpirun_on_hosts"}
+_FIXTURES_WITH_PROCESSES = {"rank_pool", "run"}
+_running: list[pytest.Item] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(kind) for kind in _KINDS):
+            continue
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & _FIXTURES_WITH_HOSTS:
+            item.add_marker("hosts")
+            # Real daemons and networks: a busy machine can upset them, so one failure is tried again (and listed).
+            item.add_marker(pytest.mark.flaky(reruns=1))
+        else:
+            item.add_marker("ranks" if fixtures & _FIXTURES_WITH_PROCESSES else "unit")
+
+
+def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook: a unit test that starts a process has the wrong mark."""
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn") and _running:
+        item = _running[-1]
+        if item.get_closest_marker("unit"):
+            raise AssertionError(f"{item.nodeid} is a unit test but starts a process: mark it with pytest.mark.ranks.")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _running.append(item)
+    try:
+        return (yield)
+    finally:
+        _running.pop()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -76,7 +76,7 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(wheel):
     assert {name.split("/")[0] for name in names} == {"megaclass", f"megaclass-{megaclass.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "License-Expression: Apache-2.0" in metadata
-    for extra in ("ui", "report", "tensorboard", "wandb", "mlflow", "onnx", "retrieval", "hvd", "ray", "dev"):
+    for extra in ("ui", "tensorboard", "wandb", "onnx", "retrieval", "hvd", "ray", "dev"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 

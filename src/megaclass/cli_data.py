@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import DataError
+
+if TYPE_CHECKING:
+    from megaclass.image_size import ImageSize
 
 
 def add_data_commands(commands: Any) -> None:
@@ -34,11 +37,19 @@ def add_data_commands(commands: Any) -> None:
     shuffle.add_argument("--out", type=Path, required=True, help="folder to write")
     shuffle.add_argument("--seed", type=int, default=0, help="another seed, another order (0)")
 
+    _add_split(below)
+
     pairs = _command(below, "pairs", _pairs, "make a verification .bin of pairs, half of them of one class")
     pairs.add_argument("path", help="data, as data.path takes it")
     pairs.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="file to write")
     pairs.add_argument("--pairs", type=int, default=6000, help="how many (6000)")
     pairs.add_argument("--seed", type=int, default=0, help="another seed, other pairs (0)")
+    pairs.add_argument(
+        "--holdout",
+        type=float,
+        metavar="SHARE",
+        help="only of the identities that `data split --identities SHARE` with the same seed keeps out of training",
+    )
 
     stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
     stage.add_argument("path", nargs="?", help="data, as data.path takes it")
@@ -72,6 +83,21 @@ def _bench_step(options: argparse.Namespace, given: list[str]) -> int:
     return bench_step(config, given[2:], num_steps=max(1, options.steps), is_json=options.json)
 
 
+def _add_split(below: Any) -> None:
+    meaning = "hold out identities, or images of each, before training: OUT/train and OUT/holdout, with pairs"
+    split = _command(below, "split", _split, meaning)
+    split.add_argument("path", help="data, as data.path takes it")
+    split.add_argument("--out", type=Path, required=True, help="folder to write")
+    share = split.add_mutually_exclusive_group(required=True)
+    share.add_argument(
+        "--identities", type=float, metavar="SHARE", help="share of the identities to hold out, such as 0.1"
+    )
+    share.add_argument("--images", type=float, metavar="SHARE", help="share of the images of each identity to hold out")
+    split.add_argument("--seed", type=int, default=0, help="another seed, another choice (0)")
+    split.add_argument("--pairs", type=int, default=6000, help="pairs in train/holdout.bin at most (6000)")
+    split.add_argument("--threads", type=int, default=_num_cores(), help="threads that read (one a core)")
+
+
 def _add_synth(below: Any) -> None:
     synth = _command(below, "synth", _synth, "draw identities by code, as train.rec, train.idx, property and a .bin")
     synth.add_argument("--identities", type=int, required=True, help="how many")
@@ -96,7 +122,16 @@ def _add_pack(below: Any) -> None:
     pack.add_argument("--no-shuffle", action="store_true", help="keep the images of a class together")
     pack.add_argument("--seed", type=int, default=0, help="another seed, another order (0)")
     pack.add_argument(
-        "--size", type=int, help="resize to this square and encode anew; otherwise bytes stay as they are"
+        "--size",
+        type=_size,
+        metavar="SIDE|HEIGHTxWIDTH",
+        help="fit images to this size and encode anew, such as 112 or 112x96; otherwise bytes stay as they are",
+    )
+    pack.add_argument(
+        "--fit",
+        choices=("pad", "crop", "squash"),
+        default="squash",
+        help="with --size: black borders, edges cut off, or stretched (squash)",
     )
     pack.add_argument("--shard-images", type=int, default=10_000, help="images in a tar shard (10000)")
     pack.add_argument("--threads", type=int, default=_num_cores(), help="threads that read and encode (one a core)")
@@ -142,6 +177,7 @@ def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         labels=options.labels,
         shuffle_seed=None if options.no_shuffle else options.seed,
         image_size=options.size,
+        fit=options.fit,
         images_per_shard=options.shard_images,
     )
     return _pack_with(options.path, options.out, chosen, options.threads)
@@ -155,6 +191,7 @@ def _shuffle(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.pack import pack
+    from megaclass.image_size import compact_size, shown_size
     from megaclass.train.class_list import class_list
 
     source = _open(path)
@@ -166,6 +203,10 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
         text += f"; went on after {packed.num_resumed:,} that were there"
     if packed.labels_in_id2:
         text += "; classes are kept as 64-bit numbers in id2, as the second line of property says (labels=id2)"
+    if packed.num_other_size:
+        what = f"were fitted to it ({options.fit})" if options.image_size is not None else "are kept; --size fits them"
+        size = options.image_size if options.image_size is not None else compact_size(source.image_size)
+        text += f"; {packed.num_other_size:,} have another size than {shown_size(size)} and {what}"
     return 0, {"out": str(out), **packed.__dict__, "num_classes": source.num_classes}, text
 
 
@@ -219,14 +260,49 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return 0 if findings.is_sound or options.repair is not None else 1, result, "\n".join(lines)
 
 
+def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.split import Split, split_data
+    from megaclass.train.class_list import class_list
+
+    by = "identities" if options.identities is not None else "images"
+    split = Split(by=by, share=getattr(options, by), seed=options.seed)
+    source = _open(options.path)
+    with _progress("writing both parts") as on_progress:
+        made = split_data(
+            source,
+            split,
+            options.out,
+            class_names=class_list(options.path, source).text,
+            num_pairs=options.pairs,
+            num_threads=options.threads,
+            on_progress=on_progress,
+        )
+    train = options.out / "train"
+    lines = [
+        f"{train}: {made.num_train_images:,} images of {made.num_train_classes:,} classes: use it as data.path",
+        f"{options.out / 'holdout'}: {made.num_holdout_images:,} images of {made.num_holdout_classes:,} classes",
+        f"{train / 'holdout.bin'}: {made.num_pairs:,} pairs of held-out {by}; training evaluates them by itself"
+        if made.num_pairs
+        else "No pairs: too few images were held out.",
+    ]
+    return 0, {"out": str(options.out), "by": by, **made.__dict__}, "\n".join(lines)
+
+
 def _pairs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.make_pairs import make_pairs
     from megaclass.data.pairs import write_pairs
+    from megaclass.data.split import Split, held_out_part, mark_pairs
 
-    source = _open(options.path)
+    source = whole = _open(options.path)
+    split = None
+    if options.holdout is not None:
+        split = Split(by="identities", share=options.holdout, seed=options.seed)
+        source = held_out_part(whole, split)
     with _progress("reading pairs") as on_progress:
         pair_set = make_pairs(source, options.pairs, options.seed, on_progress)
     write_pairs(options.out, pair_set)
+    if split is not None:
+        mark_pairs(options.out, split, split.id_for(whole))
     return 0, {"out": str(options.out), "num_pairs": pair_set.num_pairs}, f"{options.out}: {pair_set.num_pairs:,} pairs"
 
 
@@ -277,6 +353,15 @@ def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
     from megaclass.train.progress import bar_on_demand
 
     return bar_on_demand(title)
+
+
+def _size(text: str) -> "ImageSize":
+    from megaclass.image_size import size_from_text
+
+    try:
+        return size_from_text(text.replace("x", ","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected 112, or height and width as 112x96") from None
 
 
 def _num_cores() -> int:

@@ -60,6 +60,7 @@ def add_evaluate_commands(commands: Any) -> None:
     export.add_argument("--to", choices=("onnx", "safetensors", "insightface"), required=True, help="form of the model")
     export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORM)")
     export.add_argument("--licence", default="not stated", help="what the model card says about the licence")
+    _add_backbone(export)
     export.set_defaults(run=_export)
 
     embed = commands.add_parser("embed", help="embeddings of a folder of images, resumable")
@@ -70,8 +71,30 @@ def add_evaluate_commands(commands: Any) -> None:
     embed.set_defaults(run=_embed)
 
 
+def _add_backbone(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backbone",
+        metavar="MODULE:CLASS",
+        help="your own backbone, imported and built for this model; without it only built-in ones are built, whatever "
+        "the model's file says",
+    )
+
+
 def _add_running(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resize", action="store_true", help="scale images of another size than the model's")
+    _add_backbone(parser)
+    parser.add_argument(
+        "--fit", choices=("pad", "crop", "squash"), help="how images of another size are fitted (as in training)"
+    )
+    parser.add_argument(
+        "--resize",
+        action="store_true",
+        help="stretch images of another size where the model does not say how to fit them",
+    )
+    parser.add_argument(
+        "--mirror",
+        action=argparse.BooleanOptionalAction,
+        help="add the embedding of the mirrored image (as in training: off after data.mirror=false)",
+    )
     parser.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
     parser.add_argument("--threads", type=int, default=2, help="threads a process that decode (2)")
     parser.add_argument(
@@ -87,6 +110,7 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
         from megaclass.evaluate.sets import Evaluator, evaluate_sets
 
         sets = on_every_rank(lambda: _sets(options), model.device)
+        fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
         evaluator = Evaluator(
             network=model.network,
             image_size=model.image_size,
@@ -94,7 +118,8 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
             device=model.device,
             batch_size=options.batch_size,
             num_threads=options.threads,
-            resize=options.resize,
+            fit=fit,
+            mirror=mirror,
             with_faiss=options.faiss,
         )
         results: list[SetResult] = []
@@ -177,7 +202,7 @@ def _export(options: argparse.Namespace, given: list[str]) -> int:
         raise ConfigError(f"{options.model} is not a run folder: say where to export it with --out FOLDER.")
     out = options.out or options.model / "export" / options.to
     with _writing(out):
-        print(export_model(options.model, options.to, out, licence=options.licence))
+        print(export_model(options.model, options.to, out, licence=options.licence, backbone=options.backbone))
     return 0
 
 
@@ -193,18 +218,24 @@ def _embed(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
         from megaclass.evaluate.embed_folder import embed_folder
 
+        fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
         with _bar("embedding", world) as on_progress:
-            num_images = embed_folder(
+            embedded = embed_folder(
                 model,
                 options.folder,
                 options.out,
-                resize=options.resize,
+                fit=fit,
+                mirror=mirror,
                 batch_size=options.batch_size,
                 num_threads=options.threads,
                 on_progress=on_progress,
             )
         if world.is_main:
-            print(f"{options.out}: {num_images:,} × {model.embedding_dim}, paths in {options.out.with_suffix('.txt')}")
+            text = f"{options.out}: {embedded.num_embedded:,} × {model.embedding_dim}"
+            text += f", paths in {options.out.with_suffix('.txt')}"
+            if embedded.num_bad:
+                text += f"; {embedded.num_bad:,} could not be read: {options.out.with_suffix('.bad.txt')}"
+            print(text)
         return 0
 
     return _on_ranks(options, given, run)
@@ -227,7 +258,7 @@ def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[Loa
     from megaclass.evaluate.models import load
 
     with process_group(world, device=options.device) as device:
-        return run(on_every_rank(lambda: load(options.model, device=device), device), world)
+        return run(on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device), world)
 
 
 def _bar(title: str, world: "World") -> "AbstractContextManager[Callable[[int, int], None] | None]":

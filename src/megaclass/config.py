@@ -52,8 +52,12 @@ class DataConfig:
 
     path: str
     """Folder with train.rec, label.txt, tar shards or folders of identities, several by commas; synthetic:C[xN]; debug."""
+    size: int | tuple[int, int] = 0
+    """Size of the model's input: one number for squares, or [height, width]; 0: the size of the first image."""
+    fit: Literal["pad", "crop", "squash"] = "squash"
+    """How images of another size are fitted: pad: scaled, black borders; crop: scaled, edges cut off; squash: stretched."""
     mirror: bool = True
-    """Mirror half of the images, chosen by (seed, epoch, image)."""
+    """Mirror half of the images, chosen by (seed, epoch, image); evaluation then adds the mirrored image's embedding."""
     augment: str = ""
     """Augmentations in order, with shares: crop:0.2,low_resolution,blur,colour,grey,occlusion,jpeg:0.1; empty: none."""
     order: Literal["images", "classes"] = "images"
@@ -71,6 +75,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require("data.path", self.path, bool(self.path), "a folder")
+        sides = (self.size,) if isinstance(self.size, int) else self.size
+        is_size = self.size == 0 or all(8 <= side <= 4096 for side in sides)
+        _require("data.size", self.size, is_size, "0, one number in [8, 4096], or two: [height, width]")
         _require("data.threads", self.threads, 1 <= self.threads <= 256, "in [1, 256]")
         is_group = self.images_per_class == 1 or (self.images_per_class > 1 and self.order == "classes")
         _require("data.images_per_class", self.images_per_class, is_group, "1, or more with data.order=classes")
@@ -490,7 +497,7 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(str(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        examples = {float: "[8, 14]", str: '["conv1"]'}
+        examples = {float: "[8, 14]", str: '["conv1"]', int: "[112, 96]"}
         return f"a list like {examples.get(typing.get_args(hint)[0], '[[0, 0.1], [8000, 1.0]]')}"
     return names[hint]
 

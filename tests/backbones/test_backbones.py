@@ -7,7 +7,7 @@ import torch
 
 from megaclass.backbones import BACKBONES, build_backbone, check_backbone
 from megaclass.backbones.recognise import recognise
-from megaclass.errors import ConfigError
+from megaclass.errors import CheckpointError, ConfigError
 
 BLOCKS = {
     "iresnet18": (2, 2, 2, 2),
@@ -58,6 +58,23 @@ def test_an_image_of_any_side_that_16_divides_becomes_an_embedding(name, size):
     assert embeddings_BD.shape == (2, 24)
     assert bool(embeddings_BD.isfinite().all())
     assert not torch.allclose(embeddings_BD[0], embeddings_BD[1])
+
+
+@pytest.mark.parametrize("size", [(112, 96), (32, 64), (16, 144)])
+@pytest.mark.parametrize("name", ["slim", "iresnet18", "mbf", "vit_t"])
+def test_rectangles_become_embeddings_where_16_divides_both_sides(name, size):
+    backbone = build_backbone(name, embedding_dim=24, image_size=size).eval()
+    with torch.inference_mode():
+        assert backbone(torch.zeros(2, 3, *size)).shape == (2, 24)
+    state = backbone.state_dict()
+    assert recognise(state, "here", size).image_size == size
+    if name == "mbf":
+        assert recognise(state, "here").image_size == size
+    elif size == (32, 64):
+        with pytest.raises(CheckpointError, match=r"no square: the size of its images cannot be told"):
+            recognise(state, "here")
+    with pytest.raises(ConfigError, match="multiples of 16 pixels, not 90 × 112"):
+        check_backbone(name, (112, 90))
 
 
 # One size for the deepest: its 1,030 blocks take a while even without memory.
@@ -119,5 +136,5 @@ def test_an_unknown_name_is_shown_the_nearest(name, hint):
 
 @pytest.mark.parametrize("size", [17, 100, 8])
 def test_a_side_that_16_does_not_divide_is_refused(size):
-    with pytest.raises(ConfigError, match=f"a multiple of 16 pixels, not {size}"):
+    with pytest.raises(ConfigError, match=f"multiples of 16 pixels, not {size} × {size}"):
         check_backbone("slim", size)

@@ -146,6 +146,37 @@ def test_pairs_are_half_of_one_class_and_none_comes_twice(capsys, folder, tmp_pa
     assert code == 2 and "there are 40 pairs of one class (50 are needed)" in err
 
 
+def test_pairs_hold_no_image_that_is_broken(capsys, tmp_path):
+    for number in range(24):
+        path = tmp_path / "faces" / f"{number // 6}" / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (number, number, number)).save(path)
+        if number % 6 == 1:
+            path.write_bytes(path.read_bytes()[:50])
+    code, _, err = run(capsys, "pairs", tmp_path / "faces", "--out", tmp_path / "a.bin", "--pairs", 30)
+    assert code == 0 and "left out a bad image: Cannot decode" in err
+    pair_set = read_pairs(tmp_path / "a.bin")
+    assert len(pair_set.images) == 60
+    for image in pair_set.images:
+        assert decode_image(image, "pair").shape == (16, 16, 3)
+    code, _, err = run(capsys, "pairs", tmp_path / "faces", "--out", tmp_path / "b.bin", "--pairs", 90)
+    assert code == 2 and "different pairs of images that decode" in err and not (tmp_path / "b.bin").exists()
+
+
+def test_pack_fits_images_to_a_rectangle_and_says_how_many(capsys, tmp_path):
+    for number, size in enumerate([(16, 16), (16, 16), (40, 20)]):
+        (tmp_path / "faces" / f"{number}").mkdir(parents=True)
+        Image.new("RGB", size).save(tmp_path / "faces" / f"{number}" / "a.png")
+    code, out, _ = run(capsys, "pack", tmp_path / "faces", "--out", tmp_path / "a")
+    assert code == 0 and "; 1 have another size than 16 × 16 and are kept; --size fits them" in out
+    fitting = ["--size", "32x16", "--fit", "pad"]
+    code, out, _ = run(capsys, "pack", tmp_path / "faces", "--out", tmp_path / "b", *fitting)
+    assert code == 0 and "; 3 have another size than 16 × 32 and were fitted to it (pad)" in out
+    assert open_source(tmp_path / "b").image_size == (32, 16)
+    with pytest.raises(SystemExit):
+        run(capsys, "pack", tmp_path / "faces", "--out", tmp_path / "c", "--size", "32x16x3")
+
+
 def test_stage_copies_and_removes(capsys, folder, tmp_path):
     staged = run_json(capsys, "stage", folder, "--to", tmp_path / "ram")["path"]
     assert open_source(staged).num_images == 20

@@ -96,6 +96,43 @@ def test_a_prepared_batch_is_what_every_insightface_model_expects(source):
     assert torch.allclose(prepared, (batch.images.float() / 255 - 0.5) / 0.5, atol=1e-6)
 
 
+def write_faces(folder: Path, sizes: list[int]) -> Path:
+    for number, size in enumerate(sizes):
+        path = folder / f"{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (2 * size, size), (200, 200, 200)).save(path)
+    return folder
+
+
+def test_images_of_another_size_are_fitted_as_asked_and_counted(tmp_path):
+    source = open_source(write_faces(tmp_path, [8, 8, 8, 24, 40, 16]))
+    for fit, top in (("pad", 0), ("crop", 200), ("squash", 200)):
+        loader = BatchLoader(source, global_batch=6, image_size=(16, 16), fit=fit)
+        batch = loader.load(0, 0)
+        assert int(batch.images[:, :, 0].max()) == top, fit
+        assert loader.num_resized == 6
+        assert "6 of 6 images read had another size and were fitted to 16 × 16" in loader.describe_resized()
+    exact = BatchLoader(source, global_batch=6, image_size=(8, 16))
+    exact.load(0, 0)
+    assert exact.num_resized == 3
+
+
+def test_an_image_on_which_a_decoder_fails_in_any_way_costs_one_image(tmp_path, monkeypatch):
+    source = open_source(write_faces(tmp_path, [8, 8, 8, 8]))
+    Image.new("RGB", (16, 8), (7, 7, 7)).save(source.path_of(2))
+    odd, as_ever = source.read(2), Image.open
+
+    def fail_on_it(stream, **options):
+        if stream.getvalue() == odd:
+            raise RuntimeError("odd")
+        return as_ever(stream, **options)
+
+    monkeypatch.setattr(Image, "open", fail_on_it)
+    loader = BatchLoader(source, global_batch=4, max_bad_fraction=0.25)
+    assert 2 not in loader.load(0, 0).indices
+    assert loader.bad_images.indices == {2}
+
+
 def test_images_are_resized_to_the_models_size(source):
     assert next(BatchLoader(source, global_batch=4, image_size=(32, 16)).batches()).images.shape == (4, 3, 32, 16)
 

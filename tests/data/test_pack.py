@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from megaclass.data import pack as pack_module
+from megaclass.data.decode import decode_image
 from megaclass.data.pack import PackOptions, pack
 from megaclass.data.record_index import read_index
 from megaclass.data.recordio import RecordReader
@@ -101,14 +102,35 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bytes(faces, tmp_path, monke
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_half_a_run_is_not_continued_with_other_data_or_options(faces, tmp_path):
+@pytest.mark.parametrize("layout", ["rec", "tar"])
+def test_what_a_failed_run_left_does_not_block_one_with_other_data_or_options(faces, tmp_path, capsys, layout):
     def stop(done, total):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pack(faces, tmp_path / "out", on_progress=stop)
-    with pytest.raises(DataError, match="holds what an earlier run with other data or options left"):
-        pack(faces, tmp_path / "out", PackOptions(shuffle_seed=1))
+        pack(faces, tmp_path / "out", PackOptions(layout=layout), on_progress=stop)
+    pack(faces, tmp_path / "fresh", PackOptions(shuffle_seed=1))
+    assert pack(faces, tmp_path / "out", PackOptions(shuffle_seed=1)).num_resumed == 0
+    assert "removed what an earlier run with other data or options left" in capsys.readouterr().err
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "fresh").iterdir()}
+
+
+def test_an_image_that_was_removed_after_a_failed_run_does_not_block_the_next_one(faces, tmp_path):
+    bad = tmp_path / "faces" / "c" / "40.jpg"
+    bad.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"c/40\.jpg"):
+        pack(faces, tmp_path / "out", PackOptions(image_size=16))
+    bad.unlink()
+    assert pack(open_source(tmp_path / "faces"), tmp_path / "out", PackOptions(image_size=16)).num_images == 7
+
+
+def test_files_of_a_user_in_the_way_are_not_removed(faces, tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match=r"holds thesis\.tex, which is none of its files"):
+        pack(faces, tmp_path / "out")
+    assert (tmp_path / ".out.partial" / "thesis.tex").read_text() == "years of work"
 
 
 def test_a_folder_that_holds_something_is_left_alone(faces, tmp_path):
@@ -122,6 +144,27 @@ def test_images_are_resized_on_request(faces, tmp_path):
     packed = open_source(tmp_path / "out")
     assert packed.image_size == (24, 24)
     assert Image.open(io.BytesIO(packed.read(0))).size == (24, 24)
+
+
+def test_images_are_fitted_to_a_rectangle_and_counted(faces, tmp_path):
+    (tmp_path / "faces" / "c" / "41.jpg").write_bytes(jpeg(200, 48))
+    mixed = open_source(tmp_path / "faces")
+    assert pack(mixed, tmp_path / "as-is").num_other_size == 1
+    packed = pack(mixed, tmp_path / "padded", PackOptions(image_size=(16, 32), fit="pad"))
+    assert packed.num_other_size == 9
+    source = open_source(tmp_path / "padded")
+    assert source.image_size == (16, 32)
+    pixels = decode_image(source.read(4), "c/41.jpg")
+    assert pixels.shape == (16, 32, 3)
+    assert pixels[:, :6].max() < 10 and pixels[:, 10:22].min() > 190 and pixels[:, 26:].max() < 10
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "GIF", "BMP", "WEBP"])
+def test_shards_hold_images_of_every_format(tmp_path, kind):
+    (tmp_path / "faces" / "a").mkdir(parents=True)
+    Image.new("RGB", (16, 16), (9, 9, 9)).save(tmp_path / "faces" / "a" / "x.png", kind)
+    pack(open_source(tmp_path / "faces"), tmp_path / "out", PackOptions(layout="tar"))
+    assert decode_image(open_source(tmp_path / "out").read(0), "x").shape == (16, 16, 3)
 
 
 def test_an_empty_image_is_named(faces, tmp_path):

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -147,3 +149,49 @@ def test_any_bytes_give_pairs_or_a_data_error(tmp_path):
         except DataError:
             num_refused += 1
     assert num_refused > 100
+
+
+MEBIBYTE = pickle.dumps(bytearray(2**20), protocol=5)[:-1]
+
+GREEDY = {
+    "a bytearray of 2 GiB in 15 bytes": b"\x80\x05\x96" + (2**31).to_bytes(8, "little") + b"\x88\x88\x86.",
+    "one bytearray converted 4,000 times": b"(" + MEBIBYTE + b"q\x01" + b"h\x01" * 4000 + b"l" + b"]\x86.",
+    "one array converted 4,000 times": pickle.dumps(([np.zeros(2**20, np.uint8)] * 4000, [True] * 2000), protocol=4),
+    "one text encoded 4,000 times": b"X\0\0\x10\0" + b"a" * 2**20 + b"q\x010("
+    + b"c_codecs\nencode\nh\x01X\x06\0\0\0latin1\x86R" * 4000 + b"l]\x86.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", GREEDY.values(), ids=GREEDY.keys())
+def test_a_small_file_never_takes_much_memory(tmp_path, content):
+    """In a process of its own, whose peak is its own."""
+    path = written(tmp_path, content)
+    script = """
+import resource, sys
+from pathlib import Path
+from megaclass.data.pairs import read_pairs
+from megaclass.errors import DataError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_pairs(Path(sys.argv[1]))
+except DataError as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    found = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    assert int(found.stdout.split()[-1]) < 64 * 1024, found.stdout
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # A key of nested tuples, whose hash overflows the stack; a giant number as the whole content; the state of a list.
+        b"}" + b")" + b"\x85" * 200_000 + b"Ns.",
+        b"\x8b" + (2**20).to_bytes(4, "little") + b"\x7f" * 2**20 + b".",
+        b"]}X\x06\0\0\0appendNsb.",
+        b"\x8f(" + b")" + b"\x85" * 100_000 + b"\x90.",
+    ],
+)
+def test_odd_pickles_are_refused(tmp_path, content):
+    with pytest.raises(DataError, match="Cannot read the pairs"):
+        read_pairs(written(tmp_path, content))

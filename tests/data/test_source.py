@@ -194,3 +194,9 @@ def test_a_truncated_file_is_noticed_when_it_is_opened(tmp_path):
     (tmp_path / "train.rec").write_bytes(whole[:-40])
     with pytest.raises(DataError, match=r"train\.rec, byte .* the file ends after"):
         open_source(tmp_path)
+
+
+def test_a_property_that_says_giant_images_is_refused_before_any_is_reserved(tmp_path):
+    place = write_folder(tmp_path, {1: image_record(0, b"x", 1, is_label_in_id2=False)}, properties="1,99999,99999\n")
+    with pytest.raises(DataError, match=r"property says that images have 99999 × 99999 pixels: at most 33,554,432"):
+        open_source(place)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from megaclass.data.decode import IMAGE_SUFFIXES
 from megaclass.data.loader import BatchLoader
 from megaclass.data.source import check_source, open_source, verification_files
 from megaclass.data.synthesize import synthesize
@@ -58,15 +59,39 @@ def test_folders_are_identities_in_the_order_of_their_names(tmp_path):
     assert source.labels.tolist() == [0, 1, 1, 3, 3, 3]
     assert [grey_of(source.read(index)) for index in range(6)] == [30, 10, 20, 40, 50, 60]
     assert source.describe() == (
-        f"one folder an identity at {tmp_path / 'faces'}: 6 images of 4 classes, 20 × 24; 1 classes without images"
+        f"one folder an identity at {tmp_path / 'faces'}: 6 images of 4 classes, 20 × 24; 1 classes without images; "
+        f"1 file that is no image is left out: bob/notes.txt"
     )
+
+
+def test_folders_hold_images_of_every_suffix_and_name_what_is_none(tmp_path):
+    for number, suffix in enumerate(IMAGE_SUFFIXES):
+        path = tmp_path / "faces" / "anna" / f"{number:02d}{suffix.upper() if number % 2 else suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (16, 16), 10 * number).save(path, Image.registered_extensions()[suffix])
+    for name in ("a.jp2", "b.json", "c.mov", "d.txt", ".hidden"):
+        (tmp_path / "faces" / "anna" / name).write_bytes(b"x")
+    (tmp_path / "faces" / "lost.jpg").write_bytes(jpeg(1))
+    source = open_source(tmp_path / "faces")
+    assert source.num_images == len(IMAGE_SUFFIXES)
+    batch = BatchLoader(source, global_batch=source.num_images, max_bad_fraction=0).load(0, 0)
+    assert len(batch.images) == source.num_images
+    left_out = "5 files that are no images are left out: lost.jpg (in no identity's folder), anna/a.jp2, anna/b.json, …"
+    assert source.describe().endswith(left_out)
+
+
+def test_folders_without_any_image_say_what_they_hold(tmp_path):
+    (tmp_path / "anna").mkdir()
+    (tmp_path / "anna" / "a.heic").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"no image in it \(1 file that is no image is left out: anna/a\.heic\)"):
+        open_source(tmp_path)
 
 
 def test_a_list_names_paths_and_labels(tmp_path):
     root = write_identities(tmp_path)
-    (root / "label.txt").write_text("bob/10.jpg\t7\nalice/30.jpg\t70000000000\r\n\n")
+    (root / "label.txt").write_text("bob/10.jpg\t7\nalice/30.jpg\t60000000\r\n\n")
     source = open_source(root)
-    assert source.labels.tolist() == [7, 70000000000] and source.num_classes == 70000000001
+    assert source.labels.tolist() == [7, 60000000] and source.num_classes == 60000001
     assert grey_of(source.read(1)) == 30
     assert open_source(root / "label.txt").describe().startswith("list label.txt at ")
 
@@ -85,6 +110,16 @@ def test_a_bad_line_of_a_list_is_named(tmp_path, line):
     (tmp_path / "label.txt").write_text(f"a.jpg\t0\n{line}\n")
     with pytest.raises(DataError, match=r"label\.txt, line 2"):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["tar", "list"])
+def test_a_label_that_asks_for_absurdly_many_classes_is_refused_and_named(tmp_path, kind):
+    write_tar(tmp_path / "a.tar", samples(3, 900_000_000_000))
+    (tmp_path / "a.txt").write_text("x.jpg\t3\ny.jpg\t900000000000\n")
+    named = r"a\.tar, byte \d+" if kind == "tar" else r"y\.jpg"
+    message = named + r" has label 900000000000, which makes 900,000,000,001 classes of 2 images: at most 67,108,864"
+    with pytest.raises(DataError, match=message):
+        open_source(tmp_path / ("a.tar" if kind == "tar" else "a.txt"))
 
 
 def test_shards_hold_images_and_classes_side_by_side(tmp_path):

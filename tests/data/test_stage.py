@@ -1,5 +1,6 @@
 """A copy of the data in memory: once a host, used again, removed on request."""
 
+import json
 import os
 import shutil
 import signal
@@ -122,3 +123,86 @@ def test_the_names_of_classes_come_along(data, tmp_path, name):
     staged = stage(str(tmp_path / "named"), tmp_path / "ram")
     assert (tmp_path / "ram" / "0" / "classes.txt").read_bytes() == b"x\ny\nz\n"
     assert class_list(staged, open_source(staged)).text == b"x\ny\nz\n"
+
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder that belongs to another user")
+
+
+@pytest.fixture
+def precious(tmp_path):
+    """A file of the user's own that no staging may touch."""
+    (tmp_path / "home").mkdir()
+    file = tmp_path / "home" / "precious.txt"
+    file.write_text("mine")
+    yield file
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_list_that_names_files_outside_removes_none_of_them(data, tmp_path, precious, absolute):
+    ram = tmp_path / "ram"
+    ram.mkdir(mode=0o700)
+    name = str(precious) if absolute else "0/../../home/precious.txt"
+    (ram / ".staged.json").write_text(json.dumps([[name, 4, 0]]))
+    for attempt in (lambda: unstage(ram), lambda: stage(str(data), ram)):
+        with pytest.raises(DataError, match=r"\.staged\.json names .*precious\.txt.*outside"):
+            attempt()
+
+
+def test_links_in_a_staging_folder_are_not_followed(data, tmp_path, precious):
+    ram = tmp_path / "ram"
+    ram.mkdir(mode=0o700)
+    for name in (".staged.json.partial", ".lock"):
+        (ram / name).symlink_to(precious)
+    with pytest.raises(DataError, match=r"Cannot stage .*symbolic link"):
+        stage(str(data), ram)
+    (ram / ".lock").unlink()
+    assert open_source(stage(str(data), ram)).num_images == 12
+    # A copied file that is replaced by a link is copied again; what the link points to stays.
+    (ram / "0" / "property").unlink()
+    (ram / "0" / "property").symlink_to(precious)
+    os.utime(data / "property", ns=(1, 1))
+    assert open_source(stage(str(data), ram)).num_images == 12
+    assert not (ram / "0" / "property").is_symlink()
+    shutil.rmtree(ram / "0")
+    (tmp_path / "home" / "property").write_text("mine")
+    (ram / "0").symlink_to(tmp_path / "home")
+    with pytest.raises(DataError, match="symbolic link"):
+        unstage(ram)
+    assert (tmp_path / "home" / "property").read_text() == "mine"
+
+
+def test_a_staging_folder_that_is_a_link_is_refused(data, tmp_path, precious):
+    (tmp_path / "ram").symlink_to(precious.parent)
+    for attempt in (lambda: stage(str(data), tmp_path / "ram"), lambda: unstage(tmp_path / "ram")):
+        with pytest.raises(DataError, match=r"is a symbolic link: name the folder itself"):
+            attempt()
+    assert sorted(path.name for path in precious.parent.iterdir()) == ["precious.txt"]
+
+
+@needs_root
+def test_a_folder_of_another_user_is_refused(data, tmp_path, precious):
+    ram = tmp_path / "ram"
+    ram.mkdir(mode=0o777)
+    (ram / ".staged.json").write_text(json.dumps([["0/a", 4, 0]]))
+    os.chown(ram, NOBODY, NOBODY)
+    for attempt in (lambda: stage(str(data), ram), lambda: unstage(ram)):
+        with pytest.raises(DataError, match=r"belongs to user 65534 .*, not to you: choose a folder of your own"):
+            attempt()
+
+
+def test_a_folder_that_everybody_may_write_to_is_refused(data, tmp_path):
+    (tmp_path / "ram").mkdir()
+    (tmp_path / "ram").chmod(0o1777)
+    with pytest.raises(DataError, match="every user may write to it"):
+        stage(str(data), tmp_path / "ram")
+
+
+@pytest.mark.parametrize("content", ["[[1, 2]]", '[["0/a"]]', '[["0/a", "1", 2]]', "{}", "[" * 100_000, "\udcff"])
+def test_a_damaged_list_is_copied_anew(data, tmp_path, content):
+    stage(str(data), tmp_path / "ram")
+    (tmp_path / "ram" / ".staged.json").write_text(content, errors="surrogateescape")
+    assert open_source(stage(str(data), tmp_path / "ram")).num_images == 12
+    unstage(tmp_path / "ram")
+    assert not (tmp_path / "ram").exists()

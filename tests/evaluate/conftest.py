@@ -78,12 +78,16 @@ def pairs_bin(tmp_path, picture) -> Callable[..., Path]:
 def make_run(tmp_path) -> Callable[..., Path]:
     """make_run("demo"): a run folder as training leaves it, with one checkpoint."""
 
-    def make(name: str = "demo", backbone: str = "slim", class_names: bytes = b"", ema: bool = False) -> Path:
+    def make(
+        name: str = "demo", backbone: str = "slim", class_names: bytes = b"", ema: bool = False, own: str = ""
+    ) -> Path:
+        """own: what the settings call a backbone of the user's own, a linear layer."""
         from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 
-        run, model = tmp_path / name, trained_backbone(backbone)
+        run = tmp_path / name
+        model = torch.nn.ModuleDict({"linear": torch.nn.Linear(768, 8)}) if own else trained_backbone(backbone)
         run.mkdir()
-        config = f'[backbone]\nname = "{backbone}"\nembedding_dim = {WIDTH}\n'
+        config = f'[backbone]\nname = "{own or backbone}"\nembedding_dim = {8 if own else WIDTH}\n'
         shared = {f"backbone.{key}": tensor for key, tensor in model.state_dict().items()}
         if ema:
             shared |= {f"ema.{key}": parameter.detach() + 1 for key, parameter in model.named_parameters()}

@@ -1,3 +1,4 @@
+import contextlib
 import io
 from unittest import mock
 
@@ -110,10 +111,10 @@ def _count_work_and_traffic(num_pairs: int) -> tuple[list[int], list[int]]:
 
 
 def test_ranks_do_equal_work_and_send_their_part_once(run_ranks):
-    # 10 images over 3 ranks: 4 each (two of them repeats), in batches of 2, both flips; rows of D + 1 = 6 floats.
+    # 10 images over 3 ranks: 4 each (two of them repeats), in batches of 2, both flips; rows of D + 2 = 7 floats.
     for batches, gathered in run_ranks(3, _count_work_and_traffic, 5):
         assert batches == [2, 2, 2, 2]
-        assert gathered == [4096, 4 * 6]
+        assert gathered == [4096, 4 * 7]
 
 
 def test_parts_are_contiguous_equal_and_cover_all_images():
@@ -156,8 +157,31 @@ def test_images_of_another_size_are_refused_unless_scaling_is_asked_for():
     pair_set = PairSet([_png(pixels) for pixels in _pixels(4, size=13)], np.array([True, False]))
     with pytest.raises(DataError, match=r"image 0 of lfw\.bin \(pair 0\) has 13 × 13 pixels, the model takes 8 × 8"):
         embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, name="lfw.bin")
-    embeddings, _ = embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, resize=True)
+    embeddings, _ = embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, fit="squash")
     assert embeddings.shape == (4, 5)
+
+
+def _resized_on_this_rank() -> str:
+    pair_set = PairSet([_png(pixels) for size in (_SIZE, 13) for pixels in _pixels(3, size)], np.array([True] * 3))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, batch_size=2, name="lfw.bin", fit="pad")
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_rank_0_says_how_many_images_of_all_ranks_were_fitted(run_ranks, num_ranks):
+    line = "3 of 6 images (from image 0 of lfw.bin (pair 0) on) had another size and were fitted to 8 × 8."
+    assert run_ranks(num_ranks, _resized_on_this_rank) == [f"megaclass: {line}\n", *[""] * (num_ranks - 1)]
+
+
+def test_without_mirroring_an_embedding_is_that_of_the_image_alone():
+    backbone = TinyBackbone().eval()
+    images = (torch.from_numpy(_pixels(4)).float().permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
+    with torch.no_grad():
+        want = backbone(images)
+    embeddings, xnorm = embed_pairs(backbone, _pair_set(2), image_size=_SIZE, device=_CPU, mirror=False)
+    np.testing.assert_allclose(embeddings, nn.functional.normalize(want).numpy(), atol=1e-6)
+    assert xnorm == pytest.approx(want.norm(dim=1).mean().item(), rel=1e-6)
 
 
 def test_threads_that_decode_change_nothing():

@@ -9,7 +9,7 @@ import torch
 
 from megaclass.errors import DataError
 from megaclass.evaluate import embed_folder as module
-from megaclass.evaluate.embed_folder import embed_folder
+from megaclass.evaluate.embed_folder import EmbeddedFolder, embed_folder
 from megaclass.evaluate.models import LoadedModel, load
 
 _NUM_IMAGES = 11
@@ -36,13 +36,14 @@ def small_chunks(monkeypatch):
 
 def _embed_on_this_rank(run: str, folder: str, out: str) -> int:
     module._CHUNK = 4
-    return embed_folder(load(run), Path(folder), Path(out))
+    return embed_folder(load(run), Path(folder), Path(out)).num_embedded
 
 
 def test_rows_are_those_of_the_model_in_the_order_of_the_list(tmp_path, folder, model):
     done: list[tuple[int, int]] = []
     out = tmp_path / "embeddings.npy"
-    assert embed_folder(model, folder, out, on_progress=lambda *report: done.append(report)) == _NUM_IMAGES
+    embedded = embed_folder(model, folder, out, on_progress=lambda *report: done.append(report))
+    assert embedded == EmbeddedFolder(num_embedded=_NUM_IMAGES, num_bad=0)
     names = out.with_suffix(".txt").read_text().splitlines()
     assert names == sorted(names)
     np.testing.assert_allclose(np.load(out), model.embed([folder / name for name in names]), atol=1e-6)
@@ -105,18 +106,57 @@ def test_chunks_of_another_model_or_folder_are_not_used(tmp_path, folder, model,
     assert sum(batches) == 2 * (_NUM_IMAGES + (change == "images"))
 
 
-def test_an_image_that_does_not_decode_is_named_and_the_rest_is_kept(tmp_path, folder, model):
+def test_bad_files_are_left_out_named_and_listed(tmp_path, folder, model, capsys):
     out = tmp_path / "embeddings.npy"
-    broken = folder / "person-2" / "8.png"
+    embed_folder(model, folder, tmp_path / "all.npy")
+    rows = dict(zip((tmp_path / "all.txt").read_text().splitlines(), np.load(tmp_path / "all.npy"), strict=True))
+    (folder / "person-2" / "8.png").write_bytes(b"no image")
+    (folder / "person-0" / "empty.jpg").write_bytes(b"")
+    (folder / "person-0" / "gone.jpg").symlink_to("nowhere")
+    assert embed_folder(model, folder, out) == EmbeddedFolder(num_embedded=_NUM_IMAGES - 1, num_bad=3)
+    names = out.with_suffix(".txt").read_text().splitlines()
+    assert names == [name for name in rows if name != "person-2/8.png"]
+    np.testing.assert_allclose(np.load(out), [rows[name] for name in names], atol=1e-6)
+    bad = ["person-0/empty.jpg", "person-0/gone.jpg", "person-2/8.png"]
+    assert out.with_suffix(".bad.txt").read_text().splitlines() == bad
+    said = capsys.readouterr().err
+    assert all(f"{folder / name}" in said for name in bad)
+    for name in bad:
+        (folder / name).unlink()
+    embed_folder(model, folder, out)
+    assert not out.with_suffix(".bad.txt").exists()
+
+
+def test_an_image_that_was_mended_after_an_interruption_gets_its_row(tmp_path, folder, model):
+    out = tmp_path / "embeddings.npy"
+    broken = folder / "person-0" / "0.png"
     whole = broken.read_bytes()
     broken.write_bytes(b"no image".ljust(len(whole)))
-    with pytest.raises(DataError, match=r"Cannot decode .*person-2/8\.png"):
-        embed_folder(model, folder, out)
-    assert not out.exists()
+    _interrupt(model, folder, out)
     broken.write_bytes(whole)
-    batches = _counting(model)
-    embed_folder(model, folder, out)
-    assert sum(batches) == 2 * 3
+    assert embed_folder(model, folder, out).num_bad == 0
+
+
+def test_a_folder_in_which_nothing_can_be_read_is_an_error(tmp_path, model):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(b"no image")
+    with pytest.raises(DataError, match="None of the 1 images can be read"):
+        embed_folder(model, tmp_path / "images", tmp_path / "e.npy")
+
+
+def test_files_that_are_no_images_are_counted_and_named(tmp_path, folder, model, picture, capsys):
+    (folder / "person-0" / "notes.txt").write_text("x")
+    (folder / "person-0" / "a.PGM").write_bytes(picture(5, image_format="PPM"))
+    (folder / "person-0" / "a.tif").write_bytes(picture(5, image_format="TIFF"))
+    (folder / "person-0" / "._a.jpg").write_bytes(b"a Macintosh was here")
+    assert embed_folder(model, folder, tmp_path / "e.npy").num_embedded == _NUM_IMAGES + 2
+    assert f"{folder}: 1 file that is no image is left out: person-0/notes.txt" in capsys.readouterr().err
+
+
+def test_images_of_another_size_are_fitted_and_counted(tmp_path, folder, model, picture, capsys):
+    (folder / "large.png").write_bytes(picture(1, size=48))
+    embed_folder(model, folder, tmp_path / "e.npy", fit="pad")
+    assert "1 of 12 images" in capsys.readouterr().err
 
 
 def test_what_cannot_be_embedded_is_refused(tmp_path, folder, model, picture):

@@ -204,7 +204,7 @@ def test_resizing_must_be_asked_for(pairs_bin):
     path = pairs_bin("large", size=48)
     (refused,) = evaluate_sets(_evaluator(), find_sets([path]))
     assert "--resize" in refused.error
-    (scaled,) = evaluate_sets(_evaluator(resize=True), find_sets([path]))
+    (scaled,) = evaluate_sets(_evaluator(fit="squash"), find_sets([path]))
     assert scaled.error is None
 
 

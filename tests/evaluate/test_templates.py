@@ -168,4 +168,4 @@ def test_a_photo_that_is_missing_or_damaged_is_named(ijb_folder):
     (ijb_folder / "loose_crop" / "7.png").write_bytes(b"no image")
     assert "7.png" in _evaluate_on_this_rank(str(ijb_folder))["error"]
     (ijb_folder / "loose_crop" / "3.png").unlink()
-    assert "Cannot read the image" in _evaluate_on_this_rank(str(ijb_folder))["error"]
+    assert "Cannot read " in _evaluate_on_this_rank(str(ijb_folder))["error"]

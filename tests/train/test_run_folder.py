@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -52,3 +52,30 @@ def test_a_lock_that_is_let_go_of_in_time_is_waited_for_and_one_that_is_not_is_r
         threading.Timer(0.5, other.pop_all().close).start()
         with run.locked(60):
             assert capsys.readouterr().err.count(f"still holds {tmp_path}: waiting up to 60 s") == 1
+
+
+@pytest.mark.parametrize("name", [".lock", ".config.toml.tmp", "metrics.jsonl", ".metrics.jsonl.tmp"])
+def test_a_link_in_a_foreign_run_folder_has_no_other_file_written(tmp_path, name):
+    """A run folder that came from elsewhere may hold links to the user's own files."""
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / name).symlink_to(precious)
+    with suppress(CheckpointError), run.locked():
+        run.set_taken(True)
+        run.write_config("[train]\n")
+        run.append_metrics({"step": 1})
+        run.forget_metrics_after(0)
+    assert precious.read_text() == "mine"
+
+
+def test_clearing_a_run_removes_a_link_and_not_what_it_points_to(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious.txt").write_text("mine")
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / "evaluation").symlink_to(tmp_path / "elsewhere")
+    run.clear()
+    assert not (run.path / "evaluation").exists()
+    assert (tmp_path / "elsewhere" / "precious.txt").read_text() == "mine"

@@ -12,8 +12,9 @@ from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.slim import SlimNet
 from megaclass.backbones.vit import VisionTransformer
 from megaclass.errors import ConfigError
+from megaclass.image_size import ImageSize, height_and_width, shown_size
 
-BACKBONES: dict[str, Callable[[int, int], nn.Module]] = {
+BACKBONES: dict[str, Callable[[int, ImageSize], nn.Module]] = {
     "slim": SlimNet,
     "iresnet18": partial(IResNet, (2, 2, 2, 2)),
     "iresnet34": partial(IResNet, (3, 4, 6, 3)),
@@ -31,7 +32,7 @@ BACKBONES: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def check_backbone(name: str, image_size: int) -> None:
+def check_backbone(name: str, image_size: ImageSize) -> None:
     """Refuses what `build_backbone` could not build, before any process starts."""
     if ":" in name:
         _own_backbone(name)
@@ -40,14 +41,18 @@ def check_backbone(name: str, image_size: int) -> None:
         close = difflib.get_close_matches(name, BACKBONES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(BACKBONES)}."
         raise ConfigError(f"backbone.name is {name!r}, which is not known; {hint}")
-    if image_size % 16:
-        raise ConfigError(f"Backbone {name} takes images whose side is a multiple of 16 pixels, not {image_size}.")
+    if any(side % 16 for side in height_and_width(image_size)):
+        raise ConfigError(
+            f"Backbone {name} takes images whose sides are multiples of 16 pixels, not {shown_size(image_size)}: "
+            f"data.size sets another size."
+        )
 
 
-def build_backbone(name: str, *, embedding_dim: int, image_size: int) -> nn.Module:
-    """A new backbone for square images of this size; its weights come from torch's global generator.
+def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> nn.Module:
+    """A new backbone for images of this size; its weights come from torch's global generator.
 
-    name: one of BACKBONES, or `package.module:Class` of your own, called with the same two arguments.
+    name: one of BACKBONES, or `package.module:Class` of your own, called with the same two arguments: the size
+    is one number for squares and (height, width) for rectangles.
     """
     check_backbone(name, image_size)
     if ":" not in name:
@@ -58,7 +63,7 @@ def build_backbone(name: str, *, embedding_dim: int, image_size: int) -> nn.Modu
     return backbone
 
 
-def _own_backbone(name: str) -> Callable[[int, int], object]:
+def _own_backbone(name: str) -> Callable[[int, ImageSize], object]:
     module_name, _, attribute = name.partition(":")
     try:
         maker = getattr(importlib.import_module(module_name), attribute)
@@ -68,5 +73,5 @@ def _own_backbone(name: str) -> Callable[[int, int], object]:
         ) from error
     if not callable(maker):
         raise ConfigError(f"backbone.name is {name!r}, which is not a class or function.")
-    made: Callable[[int, int], object] = maker
+    made: Callable[[int, ImageSize], object] = maker
     return made

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megaclass.backbones.convolutions import few_channels, strided_pointwise
 from megaclass.backbones.norm import norm_act, norm_and_input
+from megaclass.image_size import ImageSize, height_and_width
 
 _WIDTHS = (64, 128, 256, 512)
 _BN_EPS = 1e-5
@@ -45,7 +46,7 @@ class IBasicBlock(nn.Module):
 class IResNet(nn.Module):
     """Four stages of blocks at strides 2, 4, 8, 16, then BN, a linear layer and BN."""
 
-    def __init__(self, blocks: Sequence[int], embedding_dim: int, image_size: int) -> None:
+    def __init__(self, blocks: Sequence[int], embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, _WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(_WIDTHS[0], eps=_BN_EPS)
@@ -57,7 +58,8 @@ class IResNet(nn.Module):
             in_width = width
         self.bn2 = nn.BatchNorm2d(in_width, eps=_BN_EPS)
         self.dropout = nn.Dropout(0.0)
-        self.fc = nn.Linear(in_width * (image_size // 16) ** 2, embedding_dim)
+        height, width = height_and_width(image_size)
+        self.fc = nn.Linear(in_width * (height // 16) * (width // 16), embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim, eps=_BN_EPS)
         # The head normalises embeddings, so a learned scale here would be undone; InsightFace fixes it too.
         nn.init.constant_(self.features.weight, 1.0)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from megaclass.image_size import ImageSize, height_and_width
+
 _END_WIDTH = 512
 
 
@@ -34,9 +36,10 @@ class MobileFaceNet(nn.Module):
     (1, 4, 6, 2) at scale 2 (mbf) and (2, 8, 12, 4) at scale 4 (mbf_large).
     """
 
-    def __init__(self, blocks: Sequence[int], scale: int, embedding_dim: int, image_size: int) -> None:
+    def __init__(self, blocks: Sequence[int], scale: int, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()
         narrow, wide = 64 * scale, 128 * scale
+        height, width = height_and_width(image_size)
         # One block at the full map would be a whole bottleneck: the small network has a single grouped convolution there.
         first = _conv(narrow, narrow, 3, groups=64) if blocks[0] == 1 else _residual(narrow, blocks[0], inner=128)
         self.layers = nn.ModuleList(
@@ -54,7 +57,7 @@ class MobileFaceNet(nn.Module):
         self.conv_sep = _conv(wide, _END_WIDTH, 1)
         self.features = _Layers(
             _Layers(
-                nn.Conv2d(_END_WIDTH, _END_WIDTH, image_size // 16, groups=_END_WIDTH, bias=False),
+                nn.Conv2d(_END_WIDTH, _END_WIDTH, (height // 16, width // 16), groups=_END_WIDTH, bias=False),
                 nn.BatchNorm2d(_END_WIDTH),
             ),
             nn.Flatten(),

@@ -5,6 +5,8 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+from megaclass.image_size import ImageSize, height_and_width
+
 _WIDTHS = (16, 32, 64, 128)
 
 
@@ -31,14 +33,15 @@ class _Block(nn.Module):
 class SlimNet(nn.Module):
     """Four halvings, then a linear layer over the whole map, because where a feature lies matters."""
 
-    def __init__(self, embedding_dim: int, image_size: int) -> None:
+    def __init__(self, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, _WIDTHS[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(_WIDTHS[0]), nn.PReLU(_WIDTHS[0])
         )
         self.blocks = nn.Sequential(*(_Block(a, b) for a, b in itertools.pairwise(_WIDTHS)))
         self.dropout = nn.Dropout(0.0)
-        self.fc = nn.Linear(_WIDTHS[-1] * (image_size // 16) ** 2, embedding_dim, bias=False)
+        height, width = height_and_width(image_size)
+        self.fc = nn.Linear(_WIDTHS[-1] * (height // 16) * (width // 16), embedding_dim, bias=False)
         self.features = nn.BatchNorm1d(embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ ranks. Without masking, `mask_token`, which published files always carry, is kep
 import torch
 from torch import Tensor, nn
 
+from megaclass.image_size import ImageSize, height_and_width
+
 PATCH_SIZE = 9
 _NUM_HEADS = 8
 _HIDDEN_FACTOR = 4
@@ -105,9 +107,10 @@ class _PatchEmbed(nn.Module):
 class VisionTransformer(nn.Module):
     """Letters here: P patches, D the transformer's width."""
 
-    def __init__(self, width: int, depth: int, embedding_dim: int, image_size: int) -> None:
+    def __init__(self, width: int, depth: int, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()
-        num_patches = (image_size // PATCH_SIZE) ** 2
+        height, image_width = height_and_width(image_size)
+        num_patches = (height // PATCH_SIZE) * (image_width // PATCH_SIZE)
         self.patch_embed = _PatchEmbed(width)
         self.pos_embed = nn.Parameter(torch.zeros(1, num_patches, width))
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width), requires_grad=False)

@@ -4,7 +4,6 @@
 """
 
 import itertools
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -25,6 +24,8 @@ def read_backbone(path: Path) -> dict[str, Tensor]:
         return backbone_state(read_params(path), path)
     loaded = _load(path)
     state = loaded.get("state_dict_backbone", loaded)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: state_dict_backbone is a {type(state).__name__}, expected names with tensors.")
     # DDP and torch.compile leave their mark in front of every name.
     state = {re.sub(r"^(?:module\.|_orig_mod\.)+", "", str(name)): tensor for name, tensor in state.items()}
     if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
@@ -35,7 +36,11 @@ def read_backbone(path: Path) -> dict[str, Tensor]:
 def load_backbone_(backbone: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Copies the state in; any difference in names or shapes is shown, and nothing is copied."""
     check_fits(backbone, state, path)
-    backbone.load_state_dict(dict(state), strict=False)
+    try:
+        backbone.load_state_dict(dict(state), strict=False)
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[-1].strip()
+        raise CheckpointError(f"{path} does not fit this backbone: {reason}") from error
 
 
 def check_fits(backbone: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
@@ -114,13 +119,44 @@ def _only_array(path: Path) -> Tensor:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
+        num_bytes = path.stat().st_size
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            _check_archive(path, num_bytes)
         # Files of before torch 1.6 are no archives and cannot be mapped.
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except FileNotFoundError:
         raise CheckpointError(f"There is no file {path}.") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except CheckpointError:
+        raise
+    # torch's reader of old files fails on damaged ones with whatever comes up first: AttributeError, IndexError,
+    # struct.error, UnicodeDecodeError, OverflowError … All mean the same here.
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"Cannot read {path} as tensors only: {reason}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, expected a state dict.")
+    _check_tensors(loaded, path, num_bytes)
     return loaded
+
+
+def _check_archive(path: Path, num_bytes: int) -> None:
+    """torch stores tensors as they are: what claims to unpack to more than the file is no work of torch's."""
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > num_bytes:
+        raise CheckpointError(
+            f"{path} has {num_bytes:,} bytes and would unpack to {unpacked:,}: torch wrote no such file."
+        )
+
+
+def _check_tensors(loaded: dict[Any, Any], path: Path, num_bytes: int) -> None:
+    """Refuses tensors that show one stored number in many places, or are no plain tensors: copying them takes any memory."""
+    parts = [loaded, *(part for part in loaded.values() if isinstance(part, dict))]
+    for name, tensor in ((name, value) for part in parts for name, value in part.items() if isinstance(value, Tensor)):
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise CheckpointError(f"{path}: {str(name)[:80]} is not a plain tensor ({tensor.layout}, {tensor.dtype}).")
+        if tensor.numel() * tensor.element_size() > num_bytes:
+            raise CheckpointError(
+                f"{path}: {str(name)[:80]} of shape {tuple(tensor.shape)} cannot be in {num_bytes:,} bytes."
+            )

@@ -122,21 +122,35 @@ def _manifest_as_told(folder: Path, digest: str, rank: int) -> Manifest:
 
 def load_shared(folder: Path) -> dict[str, Tensor]:
     """Backbone, its optimizer and the head's small state, on the CPU."""
+    return _tensors_of(folder / SHARED)
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """Its bytes are those of the manifest, but nobody promises that a foreign checkpoint's manifest lists safetensors."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return dict(load_file(folder / SHARED))
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
 
 
 def saved_rows(
     folder: Path, manifest: Manifest, class_start: int, class_stop: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(first class, rows) of every shard that overlaps classes [class_start, class_stop), one shard in memory at a time."""
-    from safetensors.torch import load_file
-
     for name, saved in manifest.files.items():
         if saved.class_start < class_stop and class_start < saved.class_stop:
-            tensors = load_file(folder / name)
-            yield saved.class_start, {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}
+            tensors = _tensors_of(folder / name)
+            rows_of = {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}
+            num_classes = saved.class_stop - saved.class_start
+            for key, rows in rows_of.items():
+                if rows.ndim == 0 or len(rows) == 0 or len(rows) % num_classes:
+                    raise CheckpointError(
+                        f"{folder / name}: {key!r} has shape {tuple(rows.shape)}, the manifest says {num_classes} classes."
+                    )
+            yield saved.class_start, rows_of
 
 
 def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
@@ -144,6 +158,10 @@ def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Te
     from safetensors import safe_open
 
     shards = sorted((s.class_start, name) for name, s in manifest.files.items() if s.class_start < s.class_stop)
+    if rank >= len(shards):
+        raise CheckpointError(
+            f"{folder} holds {len(shards)} shards of centres, but says that {manifest.world_size} ranks saved it."
+        )
     with safe_open(folder / shards[rank][1], framework="pt") as file:
         names = [name for name in file.keys() if name.startswith(RANK_PREFIX)]  # noqa: SIM118 (not a dict)
         return {name.removeprefix(RANK_PREFIX): file.get_tensor(name) for name in names}

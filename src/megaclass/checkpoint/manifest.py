@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -65,13 +66,51 @@ def read_manifest(folder: Path) -> Manifest:
         del values["format"]
         files = {str(name): SavedFile(**entry) for name, entry in values.pop("files").items()}
         data = DataMarks(**values.pop("data", {}))
-        return Manifest(files=files, data=data, **values)
+        manifest = Manifest(files=files, data=data, **values)
+        _check_types(manifest)
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the folder is no checkpoint, or one that was never finished."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Whoever can write a manifest can also write its digest: every field is looked at before anything is done with it."""
+
+    def require(field_name: str, value: object, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise TypeError(f"{field_name} is {str(value)[:60]!r}, expected {expected}")
+
+    for name in ("step", "num_classes", "world_size"):
+        value = getattr(manifest, name)
+        require(name, value, _is_count(value), "a whole number from 0")
+    require("config", manifest.config, isinstance(manifest.config, str), "text")
+    for name, saved in manifest.files.items():
+        for key in ("num_bytes", "class_start", "class_stop"):
+            value = getattr(saved, key)
+            require(f"{key} of {name[:60]!r}", value, _is_count(value), "a whole number from 0")
+        require(f"sha256 of {name[:60]!r}", saved.sha256, isinstance(saved.sha256, str), "text")
+    metrics, marks = manifest.metrics, manifest.data
+    # A loss may be infinite or not a number.
+    is_right = isinstance(metrics, dict) and all(
+        isinstance(value, float) or _is_count(value) or _is_count(-1 * value) for value in metrics.values()
+    )
+    require("metrics", metrics, is_right, "names with numbers")
+    require("fingerprint of data", marks.fingerprint, isinstance(marks.fingerprint, str), "text")
+    is_right = isinstance(marks.class_images, dict) and all(
+        re.fullmatch("[0-9]{1,18}", label) is not None
+        and isinstance(digests, list)
+        and all(isinstance(digest, str) for digest in digests)
+        for label, digests in marks.class_images.items()
+    )
+    require("class_images of data", marks.class_images, is_right, "class numbers with lists of digests")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _digest(values: Mapping[str, Any]) -> str:

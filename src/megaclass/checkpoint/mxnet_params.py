@@ -151,4 +151,10 @@ class _Reader:
             raise CheckpointError(
                 f"{self._path}, byte {self._at - 4}: an array of {count} dimensions; is the file damaged?"
             )
-        return [self.number(code) for _ in range(count)]
+        dims = [self.number(code) for _ in range(count)]
+        if any(not 1 <= dim <= len(self._data) for dim in dims):
+            raise CheckpointError(
+                f"{self._path}, byte {self._at}: an array of shape {dims} cannot be in {len(self._data)} bytes; is the file "
+                f"damaged?"
+            )
+        return dims

@@ -5,25 +5,72 @@ from __future__ import annotations
 import os
 import stat
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import MAX_ENCODED_BYTES, first_image_size
+from megaclass.data.decode import IMAGE_SUFFIXES, MAX_ENCODED_BYTES, first_image_size
 from megaclass.errors import DataError
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
+_NUM_NAMED = 3
+# A label decides how many classes there are, and memory is asked for that many: more than this for each image is a mistake.
+_CLASSES_PER_IMAGE = 1000
+_MAX_SPARSE_CLASSES = 2**26
+
+
+class LeftOut:
+    """Counts files that are no images by their names, and keeps the first few names."""
+
+    def __init__(self) -> None:
+        self.num_files = 0
+        self._names: list[str] = []
+
+    def add(self, name: str) -> None:
+        self.num_files += 1
+        if len(self._names) < _NUM_NAMED:
+            self._names.append(name)
+
+    def describe(self) -> str:
+        """Empty where there are none."""
+        if not self.num_files:
+            return ""
+        what = "file that is no image is" if self.num_files == 1 else "files that are no images are"
+        more = ", …" if self.num_files > len(self._names) else ""
+        return f"{self.num_files:,} {what} left out: {', '.join(self._names)}{more}"
+
+
+def has_image_name(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def require_plausible_labels(labels: NDArray[np.int64], name_of: Callable[[int], str]) -> None:
+    """Refuses a label that would make up more classes than any such data has; `name_of` names the image."""
+    largest, allowed = int(labels.max()), max(_MAX_SPARSE_CLASSES, _CLASSES_PER_IMAGE * len(labels))
+    if largest >= allowed:
+        raise DataError(
+            f"{name_of(int(labels.argmax()))} has label {largest}, which makes {largest + 1:,} classes of {len(labels):,} "
+            f"images: at most {allowed:,} are accepted. Number the classes 0, 1, 2, …"
+        )
 
 
 class FileSource:
     """Images by name below a folder. The names are one run of bytes: millions of Python strings take gigabytes."""
 
-    def __init__(self, root: Path, kind: str, names: Iterator[tuple[bytes, int]], num_classes: int | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        kind: str,
+        names: Iterator[tuple[bytes, int]],
+        num_classes: int | None,
+        left_out: LeftOut | None = None,
+    ) -> None:
+        """left_out: files that `names` passes over while it is read."""
         self.root = root
         self._kind = kind
+        self.left_out = left_out or LeftOut()
         text = bytearray()
         ends, labels = array("q", [0]), array("q")
         for name, label in names:
@@ -31,10 +78,16 @@ class FileSource:
             ends.append(len(text))
             labels.append(label)
         if not labels:
-            raise DataError(f"Cannot open the data at {root}: {kind}, and no image in it.")
+            others = f" ({self.left_out.describe()})" if self.left_out.num_files else ""
+            raise DataError(
+                f"Cannot open the data at {root}: {kind}, and no image in it{others}. "
+                f"Names of images end in {', '.join(IMAGE_SUFFIXES)}."
+            )
         self._text = bytes(text)
         self._ends = np.array(ends, dtype=np.int64)
         self.labels: NDArray[np.int64] = np.array(labels, dtype=np.int64)
+        if num_classes is None:
+            require_plausible_labels(self.labels, self.name_of)
         self.num_classes = num_classes if num_classes is not None else int(self.labels.max()) + 1
 
     @property
@@ -60,16 +113,23 @@ class FileSource:
         contents = f"{self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
         num_empty = self.num_classes - len(np.unique(self.labels))
         without = f"; {num_empty:,} classes without images" if num_empty else ""
-        return f"{self._kind} at {self.root}: {contents}{without}"
+        others = f"; {self.left_out.describe()}" if self.left_out.num_files else ""
+        return f"{self._kind} at {self.root}: {contents}{without}{others}"
 
 
 def open_folders(root: Path) -> FileSource:
     """Sorted names of the folders are the labels 0, 1, …; a folder without images keeps its label."""
+    left_out = LeftOut()
     try:
-        identities = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != ".")
+        entries = sorted((entry.name, entry.is_dir()) for entry in os.scandir(root) if entry.name[0] != ".")
     except OSError as error:
         raise DataError(f"Cannot open the data at {root}: {error.strerror}.") from error
-    return FileSource(root, "one folder an identity", _names_in_folders(root, identities), len(identities))
+    for name, is_folder in entries:
+        if not is_folder and has_image_name(name):
+            left_out.add(f"{name} (in no identity's folder)")
+    identities = [name for name, is_folder in entries if is_folder]
+    names = _names_in_folders(root, identities, left_out)
+    return FileSource(root, "one folder an identity", names, len(identities), left_out)
 
 
 def open_list(path: Path) -> FileSource:
@@ -98,18 +158,17 @@ def read_image_file(path: Path) -> bytes:
         raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _names_in_folders(root: Path, identities: list[str]) -> Iterator[tuple[bytes, int]]:
+def _names_in_folders(root: Path, identities: list[str], left_out: LeftOut) -> Iterator[tuple[bytes, int]]:
     for label, identity in enumerate(identities):
         try:
-            names = sorted(
-                entry.name
-                for entry in os.scandir(root / identity)
-                if entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.name[0] != "."
-            )
+            found = sorted(entry.name for entry in os.scandir(root / identity) if entry.name[0] != ".")
         except OSError as error:
             raise DataError(f"Cannot read the folder {root / identity}: {error.strerror}.") from error
-        for name in names:
-            yield os.fsencode(f"{identity}/{name}"), label
+        for name in found:
+            if has_image_name(name):
+                yield os.fsencode(f"{identity}/{name}"), label
+            else:
+                left_out.add(f"{identity}/{name}")
 
 
 def _names_in_list(path: Path) -> Iterator[tuple[bytes, int]]:

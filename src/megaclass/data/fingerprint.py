@@ -60,9 +60,8 @@ def foreign_class(marks: DataMarks, source: ImageSource) -> int | None:
 
 def _images_of(source: ImageSource, labels: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
     """Numbers of the images of these classes, in order; classes without images are left out."""
-    is_wanted = np.zeros(source.num_classes, dtype=np.bool_)
-    is_wanted[labels[labels < source.num_classes]] = True
-    found = np.flatnonzero(is_wanted[source.labels])
+    # NumPy takes a table of all classes only where there are images enough for them: a file may say any number of classes.
+    found = np.flatnonzero(np.isin(source.labels, labels))
     found_labels = source.labels[found]
     images = {int(label): found[found_labels == label] for label in labels}
     return {label: numbers for label, numbers in images.items() if len(numbers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megaclass.data.source import ImageSource
 from megaclass.errors import DataError
 
 _NUM_SIZED = 2000
+_NUM_SURVEYED = 1000
 _BAR_WIDTH = 50
 _GRID_COLUMNS, _GRID_ROWS = 12, 6
 _INK, _PAPER, _BAR = (40, 40, 40), (255, 255, 255), (58, 110, 165)
@@ -100,6 +102,40 @@ def inspect_source(source: ImageSource, on_progress: Callable[[int, int], None] 
         num_sized=len(looked_at),
         num_unreadable=len(looked_at) - num_readable,
         mean_bytes=num_bytes / max(1, num_readable),
+    )
+
+
+@dataclass(frozen=True)
+class SizeSurvey:
+    """How many of the images that could be looked at have another size than wanted."""
+
+    num_looked_at: int
+    is_all: bool
+    """Whether these are all images of the source."""
+    num_other_size: int
+    num_other_shape: int
+    """Of those: with another ratio of the sides, too."""
+
+    def looked_at(self) -> str:
+        return f"all {self.num_looked_at:,} images" if self.is_all else f"{self.num_looked_at:,} images looked at"
+
+
+def survey_sizes(source: ImageSource, image_size: tuple[int, int]) -> SizeSurvey:
+    """Reads the headers of all images, or of 1,000 spread over them where there are more."""
+    looked_at = np.unique(np.linspace(0, source.num_images - 1, _NUM_SURVEYED).astype(np.int64))
+    sizes: Counter[tuple[int, int]] = Counter()
+    for index in looked_at.tolist():
+        with contextlib.suppress(DataError):
+            sizes[image_dimensions(source.read(index), source.name_of(index))] += 1
+    others = {size: count for size, count in sizes.items() if size != image_size}
+    height, width = image_size
+    # Within a pixel: 113 x 112 has the shape of a square for anyone's eyes.
+    shapes = [count for (h, w), count in others.items() if abs(h * width - w * height) > max(h, w, height, width)]
+    return SizeSurvey(
+        num_looked_at=sizes.total(),
+        is_all=sizes.total() == source.num_images,
+        num_other_size=sum(others.values()),
+        num_other_shape=sum(shapes),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from megaclass.data.augment import Augment, augment_, mirror_
-from megaclass.data.decode import decode_into, normalise
+from megaclass.data.decode import Fit, decode_into, normalise
 from megaclass.data.hashing import combine64
 from megaclass.data.order import ClassOrder, ImageOrder, Order, rank_batch
 from megaclass.data.source import ImageSource, PixelSource
@@ -84,6 +84,7 @@ class BatchLoader:
         mirror: bool = True,
         augment: Augment | None = None,
         image_size: tuple[int, int] | None = None,
+        fit: Fit = "squash",
         keep_last: bool = False,
         order: Literal["images", "classes"] = "images",
         images_per_class: int = 1,
@@ -92,7 +93,10 @@ class BatchLoader:
         num_parts: int = 1,
         fewest_in_part: int = 2,
     ) -> None:
-        """num_parts: that a rank's images of a step are cut into, each of at least fewest_in_part; checked here."""
+        """image_size: (height, width); None: that of the source. Images of another size are fitted to it as `fit` says.
+
+        num_parts: that a rank's images of a step are cut into, each of at least fewest_in_part; checked here.
+        """
         self.source = source
         self.order = _build_order(source, global_batch, seed, keep_last, order, images_per_class)
         _require_fillable(source, self.order, global_batch, world_size, num_parts, fewest_in_part)
@@ -101,6 +105,10 @@ class BatchLoader:
         self.mirror = mirror
         self.augment = augment
         self.image_size = image_size or source.image_size
+        self.fit: Fit = fit
+        self.num_resized = 0
+        """Images of another size that this rank has fitted so far."""
+        self._counting = threading.Lock()
         self.num_workers = max(1, num_workers)
         self.num_prefetched = max(self.num_workers + 1, num_prefetched)
         self.bad_images = BadImages(source, max_bad_fraction)
@@ -137,20 +145,36 @@ class BatchLoader:
             images_BHW3 = self.source.pixels(indices_B, self.image_size)
         else:
             images_BHW3 = self._buffers.take(len(indices_B))
+            num_resized = 0
             for row, index in enumerate(indices_B.tolist()):
-                indices_B[row] = self._fill(images_BHW3[row], index)
+                indices_B[row], is_resized = self._fill(images_BHW3[row], index)
+                num_resized += is_resized
             self.bad_images.add_read(len(indices_B))
+            with self._counting:
+                self.num_resized += num_resized
         labels_B = torch.from_numpy(self.source.labels[indices_B])
         treatment = Treatment(self.order.seed, epoch * self.steps_per_epoch + step, self.mirror, self.augment)
         return Batch(torch.from_numpy(images_BHW3).permute(0, 3, 1, 2), labels_B, indices_B, epoch, step, treatment)
 
-    def _fill(self, out_HW3: NDArray[np.uint8], index: int) -> int:
-        """Decodes the image, or the first sound one of a chain that depends on the seed and the image alone."""
+    def describe_resized(self) -> str:
+        """Empty where every image had the size."""
+        if not self.num_resized:
+            return ""
+        height, width = self.image_size
+        return (
+            f"{self.num_resized:,} of {self.bad_images.num_read:,} images read had another size and were fitted to "
+            f"{width} × {height} (data.fit = {self.fit})."
+        )
+
+    def _fill(self, out_HW3: NDArray[np.uint8], index: int) -> tuple[int, bool]:
+        """Decodes the image, or the first sound one of a chain that depends on the seed and the image alone.
+
+        Returns which one, and whether it had another size.
+        """
         wanted = index
         for attempt in range(_MAX_REPLACEMENTS):
             try:
-                decode_into(out_HW3, self.source.read(index), self.source.name_of(index))
-                return index
+                return index, decode_into(out_HW3, self.source.read(index), self.source.name_of(index), self.fit)
             except DataError as error:
                 self.bad_images.add_bad(index, error)
             chain = combine64(self.order.seed, _REPLACE_SALT, wanted, attempt)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.data.decode import decode_image
 from megaclass.data.hashing import combine64
 from megaclass.data.pairs import PairSet
 from megaclass.data.source import ImageSource
@@ -19,7 +21,10 @@ _MAX_ATTEMPTS = 1000
 def make_pairs(
     source: ImageSource, num_pairs: int, seed: int = 0, on_progress: Callable[[int, int], None] | None = None
 ) -> PairSet:
-    """Half of the pairs show one class, half two, in turn, so that every fold is balanced. No pair comes twice."""
+    """Half of the pairs show one class, half two, in turn, so that every fold is balanced. No pair comes twice.
+
+    A pair with an image that cannot be decoded is drawn again, and the image is named on standard error.
+    """
     order = np.argsort(source.labels, kind="stable")
     by_class = np.split(order, np.flatnonzero(np.diff(source.labels[order])) + 1)
     several = [images for images in by_class if len(images) > 1]
@@ -30,11 +35,12 @@ def make_pairs(
             f"Cannot make {num_pairs} pairs of {source.describe()}: "
             f"there are {num_possible:,} pairs of one class ({num_same} are needed) and {len(by_class)} classes."
         )
-    same = _distinct(lambda draws: _draw_same(several, draws), num_same, seed, 0)
-    different = _distinct(lambda draws: _draw_different(by_class, draws), num_pairs - num_same, seed, 1)
+    sound = _SoundImages(source)
+    same = _distinct(lambda draws: _draw_same(several, draws), sound, num_same, seed, 0)
+    different = _distinct(lambda draws: _draw_different(by_class, draws), sound, num_pairs - num_same, seed, 1)
     images: list[bytes] = []
     for number in range(num_pairs):
-        images += [source.read(index) for index in next(same if number % 2 == 0 else different)]
+        images += next(same if number % 2 == 0 else different)
         if on_progress is not None:
             on_progress(number + 1, num_pairs)
     return PairSet(images, np.arange(num_pairs) % 2 == 0)
@@ -56,19 +62,44 @@ def _choose(images: NDArray[np.int64], draw: int) -> int:
     return int(images[draw % len(images)])
 
 
+class _SoundImages:
+    """Encoded images that decode; says once of each other one why not."""
+
+    def __init__(self, source: ImageSource) -> None:
+        self._source = source
+        self._bad: set[int] = set()
+
+    def read(self, index: int) -> bytes | None:
+        if index in self._bad:
+            return None
+        try:
+            encoded = self._source.read(index)
+            decode_image(encoded, self._source.name_of(index))
+        except DataError as error:
+            self._bad.add(index)
+            print(f"megaclass: left out a bad image: {error}", file=sys.stderr, flush=True)
+            return None
+        return encoded
+
+
 def _distinct(
-    draw: Callable[[list[int]], tuple[int, int]], num_pairs: int, seed: int, salt: int
-) -> Iterator[tuple[int, int]]:
-    """Pairs that differ; a draw that repeats one is drawn again."""
+    draw: Callable[[list[int]], tuple[int, int]], sound: _SoundImages, num_pairs: int, seed: int, salt: int
+) -> Iterator[list[bytes]]:
+    """Pairs that differ, encoded; a draw that repeats one, or names a bad image, is drawn again."""
     seen: set[tuple[int, int]] = set()
     for number in range(num_pairs):
         for attempt in range(_MAX_ATTEMPTS):
             draws = combine64(seed, _SALT, salt, number, attempt, np.arange(4, dtype=np.uint64)).tolist()
             first, second = draw(draws)
             pair = (min(first, second), max(first, second))
-            if pair not in seen:
+            if pair in seen:
+                continue
+            images = [image for image in map(sound.read, (first, second)) if image is not None]
+            if len(images) == 2:
                 break
         else:
-            raise DataError(f"Cannot find {num_pairs} different pairs: {len(seen)} were found. Ask for fewer.")
+            raise DataError(
+                f"Cannot find {num_pairs} different pairs of images that decode: {len(seen)} were found. Ask for fewer."
+            )
         seen.add(pair)
-        yield first, second
+        yield images

@@ -1,7 +1,8 @@
 """Any source -> `train.rec`, `train.idx`, `property`, or tar shards of (jpg, cls); `classes.txt` where classes have names.
 
 The files are written in a hidden folder beside the target and published by one rename. What is written is a pure function
-of the source and the arguments, so a run that was cut off goes on after the last whole record or shard.
+of the source and the arguments, so a run that was cut off goes on after the last whole record or shard; what one with other
+data or options left is removed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import io
 import itertools
 import json
 import os
+import re
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +25,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import decode_batch
+from megaclass.data.decode import Fit, decode_image, fit_image, image_dimensions, image_suffix
 from megaclass.data.order import shuffled
 from megaclass.data.parallel import ordered_map
 from megaclass.data.record_source import LABELS_IN_ID2
@@ -36,11 +39,12 @@ from megaclass.data.recordio import (
 )
 from megaclass.data.source import CLASSES_FILE, ImageSource
 from megaclass.errors import DataError
+from megaclass.image_size import ImageSize, height_and_width
 
 JPEG_QUALITY = 95
 _ARGUMENTS_FILE = "pack.json"
+_LOCK_FILE = ".lock"
 _BLOCK_IMAGES = 64
-_SUFFIXES = {b"\xff\xd8\xff": "jpg", b"\x89PN": "png", b"RIF": "webp", b"BM": "bmp", b"GIF": "gif"}
 
 Progress = Callable[[int, int], None]
 
@@ -53,13 +57,16 @@ class PackOptions:
     """Where a .rec keeps classes: float32, exact to 2^24, or id2, 64 bits. auto: id2 only where it must be."""
     shuffle_seed: int | None = 0
     """Order in the file; None keeps images of a class together. Keys are grouped by class either way."""
-    image_size: int | None = None
-    """Images are resized to this square and encoded anew; None keeps their bytes."""
+    image_size: ImageSize | None = None
+    """Images are fitted to this size and encoded anew; None keeps their bytes."""
+    fit: Fit = "squash"
+    """How images of another size are fitted."""
     images_per_shard: int = 10_000
     """Images in a tar shard."""
 
     def __post_init__(self) -> None:
-        if self.images_per_shard < 1 or (self.image_size is not None and not 8 <= self.image_size <= 4096):
+        sides = height_and_width(self.image_size) if self.image_size is not None else ()
+        if self.images_per_shard < 1 or not all(8 <= side <= 4096 for side in sides):
             raise DataError("Cannot pack: images_per_shard is at least 1, and the size of images lies in [8, 4096].")
 
 
@@ -69,6 +76,8 @@ class Packed:
     num_resumed: int
     """Records that an earlier run, cut off, had written."""
     labels_in_id2: bool
+    num_other_size: int
+    """Of the images written now: how many had another size than the rest. With an image_size these were fitted to it."""
 
 
 def pack(
@@ -89,22 +98,25 @@ def pack(
     if options.layout == "rec" and not is_in_id2:
         require_exact_label(source.num_classes - 1)
     job = _Job(source, options, is_in_id2, class_names, num_threads, on_progress)
-    arguments = {**asdict(options), "source": job.fingerprint()}
+    # Through JSON, so that it compares with what a file says.
+    arguments = json.loads(json.dumps({**asdict(options), "source": job.fingerprint()}))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"Cannot write {out}: it is there already. Remove it or choose another folder.")
     partial = out.with_name(f".{out.name}.partial")
+    if partial.is_symlink():
+        raise DataError(f"Cannot write {out}: {partial}, where it is written first, is a link. Remove it.")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial, out):
-            _require_same_job(partial, arguments)
+            _clear_other_job(partial, arguments)
             num_resumed = job.write_records(partial) if options.layout == "rec" else job.write_shards(partial)
             job.write_class_names(partial)
-            (partial / ".lock").unlink()
+            (partial / _LOCK_FILE).unlink()
             _sync(partial)
             partial.rename(out)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
-    return Packed(source.num_images, num_resumed, is_in_id2 and options.layout == "rec")
+    return Packed(source.num_images, num_resumed, is_in_id2 and options.layout == "rec", job.num_other_size)
 
 
 class _Job:
@@ -124,6 +136,8 @@ class _Job:
         self.num_threads = num_threads
         self.on_progress = on_progress
         self.by_class = np.argsort(source.labels, kind="stable")
+        self.image_size = source.image_size if options.image_size is None else height_and_width(options.image_size)
+        self.num_other_size = 0
 
     def fingerprint(self) -> str:
         """What would make half a file written from one source go on with another."""
@@ -138,7 +152,7 @@ class _Job:
         with RecordWriter(folder / "train.rec", keys[: len(offsets)], offsets) as writer:
             for key, record in zip(keys[len(offsets) :].tolist(), self._records(len(offsets)), strict=True):
                 writer.write(key, record)
-        height, width = (self.options.image_size,) * 2 if self.options.image_size else self.source.image_size
+        height, width = self.image_size
         text = f"{self.source.num_classes},{height},{width}\n" + (f"{LABELS_IN_ID2}\n" if self.is_label_in_id2 else "")
         (folder / "property").write_text(text, encoding="ascii")
         return len(offsets)
@@ -156,7 +170,7 @@ class _Job:
             unfinished = shard.with_suffix(".partial")
             with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as tar:
                 for key, label, payload in self._images(start, stop):
-                    _add(tar, f"{key:010d}.{_suffix(payload)}", payload)
+                    _add(tar, f"{key:010d}{_suffix(payload)}", payload)
                     _add(tar, f"{key:010d}.cls", str(label).encode())
             unfinished.replace(shard)
         return num_resumed
@@ -197,23 +211,31 @@ class _Job:
         """(key, label, encoded) at the positions of the file from `start` to `stop`."""
         blocks = (range(at, min(at + _BLOCK_IMAGES, stop)) for at in range(start, stop, _BLOCK_IMAGES))
         done = start
-        for block in ordered_map(self._read_block, blocks, self.num_threads):
+        for block, num_other_size in ordered_map(self._read_block, blocks, self.num_threads):
             yield from block
             done += len(block)
+            self.num_other_size += num_other_size
             if self.on_progress is not None:
                 self.on_progress(done, self.source.num_images)
 
-    def _read_block(self, positions: range) -> list[tuple[int, int, bytes]]:
-        found = []
+    def _read_block(self, positions: range) -> tuple[list[tuple[int, int, bytes]], int]:
+        """(key, label, encoded) of each image, and how many had another size."""
+        found, num_other_size = [], 0
         for place in self._positions(positions.start, positions.stop).tolist():
             index = int(self.by_class[place])
             payload = self.source.read(index)
             if not payload:
                 raise DataError(f"Cannot pack {self.source.name_of(index)}: it is empty.")
-            if self.options.image_size:
-                payload = _encode_anew(payload, self.options.image_size, self.source.name_of(index))
+            if self.options.image_size is not None:
+                image_HW3 = decode_image(payload, self.source.name_of(index))
+                num_other_size += image_HW3.shape[:2] != self.image_size
+                payload = _encode(fit_image(image_HW3, self.image_size, self.options.fit))
+            else:
+                # An image that is broken is copied as it is: `verify` finds it, and training passes over it.
+                with contextlib.suppress(DataError):
+                    num_other_size += image_dimensions(payload, self.source.name_of(index)) != self.image_size
             found.append((place + 1, int(self.source.labels[index]), payload))
-        return found
+        return found, num_other_size
 
     def _positions(self, start: int, stop: int) -> NDArray[np.int64]:
         """Place in the order of classes of each position in the file."""
@@ -242,7 +264,7 @@ def _recover(path: Path) -> NDArray[np.int64]:
 
 @contextlib.contextmanager
 def _locked(partial: Path, out: Path) -> Iterator[None]:
-    handle = os.open(partial / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    handle = os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -252,14 +274,33 @@ def _locked(partial: Path, out: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _require_same_job(partial: Path, arguments: dict[str, object]) -> None:
+def _clear_other_job(partial: Path, arguments: dict[str, object]) -> None:
+    """Keeps what an earlier run of the same job has written, and removes what another one left: nobody goes on with it.
+
+    The caller holds the lock, so no process writes there.
+    """
     file = partial / _ARGUMENTS_FILE
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    if found is not None and found != arguments:
-        raise DataError(
-            f"{partial} holds what an earlier run with other data or options left: remove it, or repeat that run."
-        )
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    except ValueError:
+        found = None
+    left = [path for path in partial.iterdir() if path.name != _LOCK_FILE]
+    if found != arguments and left:
+        foreign = [path for path in left if not _is_own(path)]
+        if foreign:
+            raise DataError(
+                f"{partial}, where pack writes before it publishes, holds {foreign[0].name}, which is none of its files: "
+                f"move it away or remove {partial}."
+            )
+        for path in left:
+            path.unlink()
+        print(f"megaclass: removed what an earlier run with other data or options left in {partial}", file=sys.stderr)
     file.write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_own(path: Path) -> bool:
+    is_name = path.name in ("train.rec", "train.idx", "property", CLASSES_FILE, _ARGUMENTS_FILE)
+    return (is_name or re.fullmatch(r"shard-[0-9]+\.(tar|partial)", path.name) is not None) and path.is_file()
 
 
 def _sync(folder: Path) -> None:
@@ -275,15 +316,18 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _suffix(payload: bytes) -> str:
-    for beginning, suffix in _SUFFIXES.items():
-        if payload.startswith(beginning):
-            return suffix
-    raise DataError(f"Cannot tell what kind of image begins with {payload[:8]!r}: give a size to encode it anew.")
+    try:
+        return image_suffix(payload, "an image to pack")
+    except DataError:
+        raise DataError(
+            f"Cannot tell what kind of image begins with {payload[:8]!r}: give a size to encode it anew."
+        ) from None
 
 
-def _encode_anew(payload: bytes, size: int, name: str) -> bytes:
+def _encode(image_HW3: NDArray[np.uint8]) -> bytes:
     import simplejpeg
 
-    image_HW3 = decode_batch([payload], (size, size), [name])[0]
-    encoded: bytes = simplejpeg.encode_jpeg(image_HW3, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444")
+    encoded: bytes = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(image_HW3), quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444"
+    )
     return encoded

@@ -7,9 +7,10 @@ import io
 import os
 import pickle
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ def read_pairs(path: Path) -> PairSet:
         ) from error
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise DataError(f"Cannot read the pairs {path}: expected (images, is_same), found {_describe(found)}.")
-    images = [_as_bytes(item, number, path) for number, item in enumerate(_as_list(found[0], "images", path))]
+    images = _as_images(_as_list(found[0], "images", path), path)
     is_same = [_as_bool(item, number, path) for number, item in enumerate(_as_list(found[1], "is_same", path))]
     _require_two_images_a_pair(path, len(images), len(is_same))
     return PairSet(images, np.array(is_same, dtype=bool))
@@ -91,17 +92,58 @@ _BAD_PICKLE = (
 )
 
 
+# What pairs are written with, by any tool and any version of Python: numbers, bytes, text, lists, tuples and arrays. No
+# dictionaries or sets (hashing a deeply nested key overflows the stack) and no instances of classes.
+_ADMITTED_OPCODES = (
+    pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.POP + pickle.POP_MARK
+    + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE
+    + pickle.INT + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG + pickle.LONG1 + pickle.LONG4
+    + pickle.STRING + pickle.BINSTRING + pickle.SHORT_BINSTRING
+    + pickle.BINBYTES + pickle.SHORT_BINBYTES + pickle.BINBYTES8 + pickle.BYTEARRAY8
+    + pickle.UNICODE + pickle.BINUNICODE + pickle.SHORT_BINUNICODE + pickle.BINUNICODE8
+    + pickle.EMPTY_LIST + pickle.LIST + pickle.APPEND + pickle.APPENDS
+    + pickle.EMPTY_TUPLE + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
+    + pickle.PUT + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE + pickle.GET + pickle.BINGET + pickle.LONG_BINGET
+    + pickle.GLOBAL + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.BUILD
+)  # fmt: skip
+
+
 class _PairUnpickler(pickle._Unpickler):
     """Admits arrays of numbers and bytes, and refuses every other name.
 
     The Python version of the unpickler, because the one in C reserves whatever memory a damaged file asks for. No class
-    or function of NumPy is handed out: stand-ins take the pickled state and check it, so the file can call nothing.
+    or function of NumPy is handed out: stand-ins take the pickled state and check it, so the file can call nothing. What
+    it makes is at most a few times as large as the file.
     """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: pickle._Unpickler.dispatch[code] for code in _ADMITTED_OPCODES
+    }
 
     def __init__(self, content: bytes, path: Path) -> None:
         # Files made by Python 2 keep their images in what Python 3 would read as text.
         super().__init__(io.BytesIO(content), encoding="bytes")
         self._path = path
+        # Old protocols make one object out of another: twice the file at most, and some room.
+        self._left = _Allowance(4 * len(content))
+
+    def load_bytearray8(self) -> None:
+        """Python's own reserves what the length says before it reads."""
+        (length,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]
+        self._left.take(length)
+        self.append(bytearray(self.read(length)))  # type: ignore[attr-defined]
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
+    def load_build(self) -> None:
+        """Python's own sets any attribute of any object."""
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        state = stack.pop()
+        if not isinstance(stack[-1], _Array | _Dtype):
+            raise pickle.UnpicklingError(f"a state for {_describe(stack[-1])}")
+        stack[-1].__setstate__(state)
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         stand_in = _ADMITTED.get(f"{module}.{name}")
@@ -110,7 +152,19 @@ class _PairUnpickler(pickle._Unpickler):
                 f"The pairs {self._path} ask for {module}.{name} when opened: only bytes and arrays are admitted. "
                 f"Do not trust this file."
             )
-        return stand_in()
+        return _MakeBytes(self._left) if stand_in is _MakeBytes else stand_in()
+
+
+class _Allowance:
+    """How many bytes may still be made out of a file: copying its content over and over would fill any memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        if self._num_bytes < 0:
+            raise pickle.UnpicklingError("it asks for more bytes than it holds")
 
 
 class _Array:
@@ -194,9 +248,14 @@ class _MakeScalar:
 class _MakeBytes:
     """`bytes(…)` and `_codecs.encode(…)` as pickles use them; `bytes(10**12)` would be a request for memory."""
 
-    __slots__ = ()
+    __slots__ = ("_left",)
+
+    def __init__(self, left: _Allowance) -> None:
+        self._left = left
 
     def __call__(self, content: Any = b"", encoding: Any = "latin1") -> bytes:
+        if isinstance(content, str | bytes | bytearray | list):
+            self._left.take(len(content))
         if isinstance(content, str) and encoding in ("latin1", "latin-1", b"latin1", b"latin-1"):
             return content.encode("latin1")
         if isinstance(content, bytes | bytearray | list):
@@ -230,6 +289,15 @@ def _as_list(found: Any, what: str, path: Path) -> list[Any]:
     raise DataError(f"Cannot read the pairs {path}: {what} is {_describe(found)}, expected a list.")
 
 
+def _as_images(items: list[Any], path: Path) -> list[bytes]:
+    """One that occurs several times is converted once: a small file may name it a million times."""
+    converted: dict[int, bytes] = {}
+    for number, item in enumerate(items):
+        if id(item) not in converted:
+            converted[id(item)] = _as_bytes(item, number, path)
+    return [converted[id(item)] for item in items]
+
+
 def _as_bytes(item: Any, number: int, path: Path) -> bytes:
     if isinstance(item, bytes | bytearray):
         return bytes(item)
@@ -251,6 +319,8 @@ def _describe(found: Any) -> str:
         return f"an array of shape {found.shape}"
     if isinstance(found, list | tuple):
         return f"a {type(found).__name__} of {len(found)}"
+    if isinstance(found, int) and found.bit_length() > 64:
+        return f"a number of {found.bit_length()} bits"
     return (
         f"{type(found).__name__} {str(found)[:40]!r}"
         if isinstance(found, int | float | str)

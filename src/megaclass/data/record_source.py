@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.column_cache import Columns, ColumnWriter, cached_columns, describe_uncached
-from megaclass.data.decode import first_image_size
+from megaclass.data.decode import MAX_PIXELS, first_image_size
 from megaclass.data.record_index import RecordIndex, open_index
 from megaclass.data.recordio import MAGIC, MAX_EXACT_LABEL, MAX_PART_BYTES, RecordReader
 from megaclass.errors import DataError
@@ -304,4 +304,9 @@ def read_property(path: Path) -> Property:
             f"and a second line {LABELS_IN_ID2} where classes are kept in id2."
         )
     num_classes, height, width = map(int, fields.groups()[:3])
+    if height * width > MAX_PIXELS:
+        # Whole batches of this size are reserved before the first image is decoded.
+        raise DataError(
+            f"{path} says that images have {width} × {height} pixels: at most {MAX_PIXELS:,} in all are accepted."
+        )
     return Property(num_classes, (height, width), fields.group(4) is not None)

@@ -2,23 +2,32 @@
 
 A copy carries a list of its files, and once it is finished the sizes and times of the originals: it is used again as long
 as those are what they were. Nothing but what is in that list is ever removed.
+
+Staging folders lie in places that all users share, so what is found there is not trusted. The folder must belong to the
+user and not be open to everybody (data/own_folder.py); every file is opened, replaced and removed relative to the opened
+folder, without following a link; and a list that names anything outside is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
+from megaclass.data.own_folder import OwnFolder, is_inside
 from megaclass.data.source import CLASSES_FILE, kind_of, split_path
 from megaclass.errors import DataError
 
 _LIST = ".staged.json"
+_LOCK = ".lock"
 _COPY_BYTES = 2**24
+# What opening the copy writes beside it.
+_CACHES = ("*.idx.cache", "*.idx.sorted.cache", "*.rec.labels", "*.tar.cache", "shards.cache")
 
 Progress = Callable[[int, int], None]
 
@@ -32,22 +41,25 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
     if all(kind_of(part) in ("synthetic", "debug") for part in parts):
         return path
     wanted = {
-        Path(f"{number}") / file.relative_to(_base(part)): file
+        PurePosixPath(f"{number}") / file.relative_to(_base(part)): file
         for number, part in enumerate(parts)
         for file in _files(part)
     }
-    listed = [[str(name), *_size_and_time(file)] for name, file in sorted(wanted.items())]
+    listed: _List = [(str(name), *_size_and_time(file)) for name, file in sorted(wanted.items())]
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(folder):
-            before = _read_list(folder)
+        with OwnFolder(folder) as own, _locked(own):
+            before = _read_list(own)
             if before != listed:
-                _remove_unwanted(before or [], wanted, folder)
-                _copy_all(wanted, folder, on_progress)
-                _write_list(folder, listed)
+                for name in (PurePosixPath(name) for name, *_ in before or ()):
+                    if name not in wanted:
+                        # It would otherwise stay in the copy as an image that the data no longer has.
+                        own.remove(name)
+                _copy_all(wanted, own, on_progress)
+                _write_list(own, listed)
             for number, part in enumerate(parts):
                 if kind_of(part) == "folders":
-                    _match_identities(Path(part), folder / f"{number}")
+                    _match_identities(Path(part), own, PurePosixPath(f"{number}"))
     except OSError as error:
         raise DataError(f"Cannot stage {path} in {folder}: {error.strerror or error}.") from error
     return ",".join(str(folder / f"{number}" / _inside(part)) for number, part in enumerate(parts))
@@ -55,21 +67,28 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
 
 def unstage(folder: Path) -> int:
     """Removes a staged copy, and nothing that was not copied; returns how many files."""
-    listed = _read_list(folder)
-    if listed is None:
-        raise DataError(f"{folder} holds no staged data: there is no {_LIST} in it, so nothing is removed.")
-    for name, *_ in listed:
-        (folder / str(name)).unlink(missing_ok=True)
-        _partial(folder / str(name)).unlink(missing_ok=True)
-    (folder / _LIST).unlink()
-    (folder / ".lock").unlink(missing_ok=True)
-    for below in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
-        _remove_caches(below)
-        with contextlib.suppress(OSError):
-            below.rmdir()
+    if not folder.exists() and not folder.is_symlink():
+        raise DataError(f"{folder} holds no staged data: there is no such folder.")
+    try:
+        with OwnFolder(folder) as own:
+            listed = _read_list(own)
+            if listed is None:
+                raise DataError(f"{folder} holds no staged data: there is no {_LIST} in it, so nothing is removed.")
+            for name in (PurePosixPath(name) for name, *_ in listed):
+                own.remove(name)
+                own.remove(_partial(name))
+            own.remove(PurePosixPath(_LIST))
+            own.remove(PurePosixPath(_LOCK))
+            own.remove_empty_folders(lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _CACHES))
+    except OSError as error:
+        raise DataError(f"Cannot remove the copy in {folder}: {error.strerror or error}.") from error
     with contextlib.suppress(OSError):
         folder.rmdir()
     return len(listed)
+
+
+_List = list[tuple[str, int, int]]
+"""Name below the staging folder, size and time of the original."""
 
 
 def _base(part: str) -> Path:
@@ -105,23 +124,16 @@ def _files(part: str) -> Iterator[Path]:
         yield from (record_file, index, *(file for file in beside if file.is_file()))
 
 
-def _remove_unwanted(before: list[list[object]], wanted: dict[Path, Path], folder: Path) -> None:
-    """What an earlier copy brought and the data no longer has: it would go on as an image."""
-    for name, *_ in before:
-        if Path(str(name)) not in wanted:
-            (folder / str(name)).unlink(missing_ok=True)
-
-
-def _match_identities(original: Path, copy: Path) -> None:
+def _match_identities(original: Path, own: OwnFolder, copy: PurePosixPath) -> None:
     """An identity without images has a label, too: its folder must be there, and one that has gone must not."""
     wanted = {entry.name for entry in os.scandir(original) if entry.is_dir()}
-    copy.mkdir(exist_ok=True)
     for name in wanted:
-        (copy / name).mkdir(exist_ok=True)
-    for path in copy.iterdir():
-        if path.is_dir() and path.name not in wanted:
+        with own.opened(copy / name, create=True):
+            pass
+    with own.opened(copy, create=True) as handle:
+        for name in {entry.name for entry in os.scandir(handle) if entry.is_dir(follow_symlinks=False)} - wanted:
             with contextlib.suppress(OSError):
-                path.rmdir()
+                os.rmdir(name, dir_fd=handle)
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
@@ -132,46 +144,42 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _copy_all(wanted: dict[Path, Path], folder: Path, on_progress: Progress | None) -> None:
-    to_copy = {
-        name: file
-        for name, file in wanted.items()
-        if not (folder / name).exists() or _size_and_time(folder / name) != _size_and_time(file)
-    }
+def _copy_all(wanted: Mapping[PurePosixPath, Path], own: OwnFolder, on_progress: Progress | None) -> None:
+    to_copy = {name: file for name, file in wanted.items() if own.size_and_time(name) != _size_and_time(file)}
     total = sum(_size_and_time(file)[0] for file in to_copy.values())
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(own.path).free
     if total > free:
         raise DataError(
-            f"Cannot stage the data in {folder}: it takes {total / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free there. "
+            f"Cannot stage the data in {own.path}: it takes {total / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free there. "
             f"Choose another data.stage, or none."
         )
     # Until the copy is finished: what `unstage` may remove.
-    _write_list(folder, [[str(name), -1, -1] for name in sorted(wanted)])
+    _write_list(own, [(str(name), -1, -1) for name in sorted(wanted)])
     done = 0
     for name, file in to_copy.items():
-        partial = _partial(folder / name)
-        partial.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with file.open("rb") as source, partial.open("wb") as target:
+            with file.open("rb") as source, own.new_file(_partial(name)) as target:
                 while block := source.read(_COPY_BYTES):
                     target.write(block)
                     done += len(block)
                     if on_progress is not None:
                         on_progress(done, total)
-            # The same times, so that the caches, which know the originals by them, fit the copies.
-            shutil.copystat(file, partial)
-            partial.replace(folder / name)
+                target.flush()
+                # The same times, so that the caches, which know the originals by them, fit the copies.
+                found = os.fstat(source.fileno())
+                os.utime(target.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+            own.rename(_partial(name), name)
         finally:
-            partial.unlink(missing_ok=True)
+            own.remove(_partial(name))
 
 
-def _partial(file: Path) -> Path:
-    return file.with_name(f".{file.name}.partial")
+def _partial(name: PurePosixPath) -> PurePosixPath:
+    return name.with_name(f".{name.name}.partial")
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(own: OwnFolder) -> Iterator[None]:
+    handle = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=own.handle)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -179,22 +187,32 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _read_list(folder: Path) -> list[list[object]] | None:
+def _read_list(own: OwnFolder) -> _List | None:
+    """None where there is none, or a damaged one. Names outside the folder are no accident and are refused."""
     try:
-        found = json.loads((folder / _LIST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with own.existing_file(PurePosixPath(_LIST)) as file:
+            found = json.loads(file.read())
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) else None
+    if not isinstance(found, list):
+        return None
+    listed: _List = []
+    for entry in found:
+        match entry:
+            case [str(name), int(size), int(time)]:
+                if not is_inside(name):
+                    raise DataError(
+                        f"{own.path / _LIST} names {name[:200]!r}, which lies outside the folder: something other than "
+                        f"megaclass wrote it. Nothing was changed. Choose another folder, or remove this one by hand."
+                    )
+                listed.append((name, size, time))
+            case _:
+                return None
+    return listed
 
 
-def _write_list(folder: Path, listed: list[list[object]]) -> None:
-    partial = folder / f"{_LIST}.partial"
-    partial.write_text(json.dumps(listed), encoding="utf-8")
-    partial.replace(folder / _LIST)
-
-
-def _remove_caches(folder: Path) -> None:
-    """What opening the copy wrote beside it."""
-    for pattern in ("*.idx.cache", "*.idx.sorted.cache", "*.rec.labels", "*.tar.cache", "shards.cache"):
-        for cache in folder.glob(pattern):
-            cache.unlink(missing_ok=True)
+def _write_list(own: OwnFolder, listed: _List) -> None:
+    unfinished = PurePosixPath(f"{_LIST}.partial")
+    with own.new_file(unfinished) as file:
+        file.write(json.dumps(listed).encode())
+    own.rename(unfinished, PurePosixPath(_LIST))

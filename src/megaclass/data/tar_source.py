@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.column_cache import ColumnWriter, cached_columns, describe_uncached
-from megaclass.data.decode import MAX_ENCODED_BYTES, first_image_size
-from megaclass.data.file_source import IMAGE_SUFFIXES
+from megaclass.data.decode import IMAGE_SUFFIXES, MAX_ENCODED_BYTES, first_image_size
+from megaclass.data.file_source import require_plausible_labels
 from megaclass.errors import DataError
 
 _BLOCK = 512
@@ -90,7 +90,9 @@ def open_tars(place: Path) -> TarSource:
     is_sound = shard_of.min() >= 0 and shard_of.max() < len(shards) and labels.min() >= 0 and offsets.min() >= 0
     if not is_sound or lengths.min() < 0 or lengths.max() > MAX_ENCODED_BYTES:
         raise DataError(f"The cache {shards[0].parent / name} is damaged: remove it, and it is made anew.")
-    return TarSource(shards, shard_of, offsets, lengths, labels, columns.why_uncached)
+    source = TarSource(shards, shard_of, offsets, lengths, labels, columns.why_uncached)
+    require_plausible_labels(labels, source.name_of)
+    return source
 
 
 def _samples(shard: Path) -> Iterator[tuple[int, int, int]]:

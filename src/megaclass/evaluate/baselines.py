@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import decode_batch
+from megaclass.data.decode import Fit, decode_batch
 from megaclass.data.pairs import PairSet
 from megaclass.evaluate.verification import Floats, ScoredPairs, verify_distances
+from megaclass.image_size import ImageSize, height_and_width
 
 _LEVELS = 8
 """Steps of each colour channel in a histogram: 8 x 8 x 8 = 512 bins."""
@@ -18,14 +19,18 @@ _LEVELS = 8
 Images = NDArray[np.uint8]
 
 
-def score_pixels(pair_set: PairSet, *, image_size: int, name: str = "the pairs") -> ScoredPairs:
+def score_pixels(
+    pair_set: PairSet, *, image_size: ImageSize, fit: Fit = "squash", name: str = "the pairs"
+) -> ScoredPairs:
     """Verification by the cosine of the raw pixel values (0 to 255, all positions and channels)."""
-    return _score("raw pixels", pixel_cosine, pair_set, image_size, name)
+    return _score("raw pixels", pixel_cosine, pair_set, image_size, fit, name)
 
 
-def score_histograms(pair_set: PairSet, *, image_size: int, name: str = "the pairs") -> ScoredPairs:
+def score_histograms(
+    pair_set: PairSet, *, image_size: ImageSize, fit: Fit = "squash", name: str = "the pairs"
+) -> ScoredPairs:
     """Verification by the overlap of 8 x 8 x 8 RGB histograms (Bhattacharyya coefficient)."""
-    return _score("colour histograms", histogram_overlap, pair_set, image_size, name)
+    return _score("colour histograms", histogram_overlap, pair_set, image_size, fit, name)
 
 
 def pixel_cosine(first: Images, second: Images) -> float:
@@ -47,13 +52,18 @@ def _histogram(image_HW3: Images) -> Floats:
 
 
 def _score(
-    title: str, similarity: Callable[[Images, Images], float], pair_set: PairSet, image_size: int, name: str
+    title: str,
+    similarity: Callable[[Images, Images], float],
+    pair_set: PairSet,
+    image_size: ImageSize,
+    fit: Fit,
+    name: str,
 ) -> ScoredPairs:
     similarities_N = np.empty(len(pair_set.is_same))
     for pair in range(len(similarities_N)):
         indices = [2 * pair, 2 * pair + 1]
         names = [f"image {index} of {name} (pair {pair})" for index in indices]
-        both = decode_batch([pair_set.images[index] for index in indices], (image_size, image_size), names)
+        both = decode_batch([pair_set.images[index] for index in indices], height_and_width(image_size), names, fit)
         similarities_N[pair] = similarity(both[0], both[1])
     # A cosine s is a squared distance 2 - 2 s. These baselines crowd into a small part of [0, 4], where the published
     # grid is too coarse to do them justice: every distance that occurs may be the threshold, and one above them all.

@@ -100,6 +100,20 @@ class SavedCentres:
         listed = itertools.islice(enumerate(self.classes.names()), max(numbers, default=-1) + 1)
         return {number: name.decode(errors="replace") for number, name in listed if number in numbers}
 
+    def check(self) -> None:
+        """Refuses shards that hold no centres, or others than the manifest says."""
+        from safetensors import SafetensorError
+
+        try:
+            shapes = [shape for _, shape in self._files()]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"Cannot read the centres of {self.folder}: {error}") from error
+        num_rows = sum(shape[0] for shape in shapes)
+        if not num_rows or num_rows % self.num_classes or len({shape[1] for shape in shapes}) != 1:
+            raise CheckpointError(
+                f"The centres of {self.folder} have the shapes {shapes[:3]}, the manifest says {self.num_classes} classes."
+            )
+
     def in_memory(self) -> ClassCentres:
         names = [name.decode(errors="replace") for name in self.classes.names()]
         return ClassCentres(weight_RD=torch.cat([rows for _, rows in self.blocks()]), names=names)
@@ -141,7 +155,9 @@ def read_run_centres(run: Path) -> SavedCentres:
         why = f" ({reasons[0]})" if reasons else ""
         raise CheckpointError(f"There is no whole checkpoint in {run / 'checkpoints'} to take centres from{why}.")
     manifest = read_manifest(folder)
-    return SavedCentres(folder=folder, manifest=manifest, classes=saved_classes(folder, manifest))
+    centres = SavedCentres(folder=folder, manifest=manifest, classes=saved_classes(folder, manifest))
+    centres.check()
+    return centres
 
 
 def centre_health(centres: Centres, *, device: torch.device) -> CentreHealth:

@@ -1,5 +1,6 @@
 """Images -> embeddings, every rank working on its part."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,15 +12,18 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megaclass.data.decode import normalise, to_tensor
+from megaclass.data.decode import Fit, normalise, to_tensor
 from megaclass.data.pairs import PairSet
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import DataError
-from megaclass.evaluate.images import Images, PairImages
+from megaclass.evaluate.images import Images, OtherSizeError, PairImages
+from megaclass.image_size import ImageSize, height_and_width, shown_size
 
 OnProgress = Callable[[int, int], None]
 """Images done, and in all."""
+OnBad = Callable[[int, DataError], None]
+"""An image that cannot be read, and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,9 +31,9 @@ class Embedded:
     """N images in the space of a model."""
 
     sums_ND: NDArray[np.float32]
-    """f(x) + f(mirrored x), not normalised."""
+    """f(x) + f(mirrored x), or f(x) alone without mirroring, not normalised."""
     norms_N: NDArray[np.float32]
-    """Mean of the norms of f(x) and f(mirrored x)."""
+    """Mean of the norms of f(x) and f(mirrored x), or that of f(x)."""
 
     @property
     def xnorm(self) -> float:
@@ -46,15 +50,18 @@ def embed_images(
     device: torch.device,
     batch_size: int = 64,
     num_threads: int = 1,
+    mirror: bool = True,
     group: dist.ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Embedded:
     """All images, the same on every rank; the network comes back in the mode it was in.
 
+    Rank 0 says how many images had another size and were fitted to the model's.
+
     Every rank embeds a contiguous part, decoding batch by batch: two batches of pixels are held at a time. An image that
     does not decode, has another size or an embedding that is not finite is an error on every rank, which names it.
 
-    Traffic: one all-gather of 4 KiB a rank (did all go well?), one of ceil(N / W) x (D + 1) floats a rank.
+    Traffic: one all-gather of 4 KiB a rank (did all go well?), one of ceil(N / W) x (D + 2) floats a rank.
     """
     num_ranks = group_size(group)
     part = part_of_rank(len(images), group_rank(group), num_ranks)
@@ -72,29 +79,45 @@ def embed_images(
             device=device,
             batch_size=batch_size,
             num_threads=num_threads,
+            mirror=mirror,
             on_progress=report,
         ),
         device,
         group,
     )
-    gathered = gather_blocks(rows, group).flatten(0, 1)[: len(images)].cpu().numpy()
-    return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-1]), norms_N=np.ascontiguousarray(gathered[:, -1]))
+    is_resized = rows.new_tensor([[float(index in images.resized)] for index in part])
+    gathered = gather_blocks(torch.cat([rows, is_resized], dim=1), group).flatten(0, 1)[: len(images)].cpu().numpy()
+    if group_rank(group) == 0:
+        say_resized(int(gathered[:, -1].sum()), len(images), images.image_size, f"from {images.name(0)} on")
+    return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-2]), norms_N=np.ascontiguousarray(gathered[:, -2]))
+
+
+def say_resized(num_resized: int, num_images: int, image_size: ImageSize, which: str) -> None:
+    """The one line about images of another size, where there are any."""
+    if num_resized:
+        print(
+            f"megaclass: {num_resized:,} of {num_images:,} images ({which}) had another size and were fitted to "
+            f"{shown_size(image_size)}.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def embed_pairs(
     model: nn.Module,
     pair_set: PairSet,
     *,
-    image_size: int,
+    image_size: ImageSize,
     device: torch.device,
     batch_size: int = 64,
+    mirror: bool = True,
     group: dist.ProcessGroup | None = None,
     name: str = "the pairs",
-    resize: bool = False,
+    fit: Fit | None = None,
 ) -> tuple[NDArray[np.float32], float]:
     """Normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm: the same on every rank."""
-    images = PairImages(pair_set=pair_set, image_size=image_size, set_name=name, resize=resize)
-    embedded = embed_images(model, images, device=device, batch_size=batch_size, group=group)
+    images = PairImages(pair_set=pair_set, image_size=image_size, set_name=name, fit=fit)
+    embedded = embed_images(model, images, device=device, batch_size=batch_size, mirror=mirror, group=group)
     return embedded.normalised_ND(), embedded.xnorm
 
 
@@ -130,17 +153,24 @@ def embed_part(
     device: torch.device,
     batch_size: int = 64,
     num_threads: int = 1,
+    mirror: bool = True,
     on_progress: OnProgress | None = None,
+    on_bad: OnBad | None = None,
 ) -> Tensor:
-    """(len(part), D + 1) on the device, nothing exchanged: f(x) + f(mirrored x), and the mean norm in the last column."""
+    """(len(part), D + 1) on the device, nothing exchanged: f(x) + f(mirrored x), and the mean norm in the last column.
+
+    mirror: false gives f(x) and its norm. on_bad: hears of an image that cannot be read, whose row is then NaN; without it
+    such an image is an error.
+    """
     if not part:
         raise DataError("Nothing to embed: there are no images.")
     rows: Tensor | None = None
     done = 0
     with evaluating(network), ThreadPoolExecutor(num_threads) as threads:
-        for indices, pixels in _decoded_ahead(images, part, batch_size, threads):
-            embedded = _embed_batch(network, pixels.to(device))
-            _require_usable(embedded, indices, images)
+        for indices, pixels, is_bad_B in _decoded_ahead(images, part, batch_size, threads, on_bad):
+            embedded = _embed_batch(network, pixels.to(device), mirror)
+            _require_usable(embedded, indices, images, is_bad_B.to(device))
+            embedded[is_bad_B.to(device)] = torch.nan
             if rows is None:
                 # One block for all: small results kept between large temporary ones would riddle the heap with holes
                 # (1.1 GB instead of 0.3 GB for 12,000 images).
@@ -154,28 +184,43 @@ def embed_part(
 
 
 def _decoded_ahead(
-    images: Images, part: Sequence[int], batch_size: int, threads: ThreadPoolExecutor
-) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Batches of pixels; while the device works on one the threads decode the next, and no more than that."""
+    images: Images, part: Sequence[int], batch_size: int, threads: ThreadPoolExecutor, on_bad: OnBad | None
+) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
+    """Batches of pixels, black where an image is bad, and which are; while the device works on one the threads decode the
+    next, and no more than that."""
     batches = [part[start : start + batch_size] for start in range(0, len(part), batch_size)]
     upcoming = [threads.submit(images.pixels, index) for index in batches[0]]
     for place, indices in enumerate(batches):
         current = upcoming
         upcoming = [threads.submit(images.pixels, i) for i in batches[place + 1]] if place + 1 < len(batches) else []
-        yield indices, to_tensor(np.stack([future.result() for future in current]))
+        is_bad_B = torch.zeros(len(indices), dtype=torch.bool)
+        pixels = []
+        for row, future in enumerate(current):
+            try:
+                pixels.append(future.result())
+            except DataError as error:
+                if on_bad is None or isinstance(error, OtherSizeError):
+                    raise
+                on_bad(indices[row], error)
+                is_bad_B[row] = True
+                pixels.append(np.zeros((*height_and_width(images.image_size), 3), dtype=np.uint8))
+        yield indices, to_tensor(np.stack(pixels)), is_bad_B
 
 
-def _embed_batch(network: nn.Module, pixels_B: Tensor) -> Tensor:
+def _embed_batch(network: nn.Module, pixels_B: Tensor, mirror: bool) -> Tensor:
     images_B = normalise(pixels_B)
-    straight_BD, mirrored_BD = network(images_B).float(), network(images_B.flip(3)).float()
+    straight_BD = network(images_B).float()
+    if not mirror:
+        return torch.cat([straight_BD, straight_BD.norm(dim=1, keepdim=True)], dim=1)
+    mirrored_BD = network(images_B.flip(3)).float()
     norms_B1 = (straight_BD.norm(dim=1, keepdim=True) + mirrored_BD.norm(dim=1, keepdim=True)) / 2
     return torch.cat([straight_BD + mirrored_BD, norms_B1], dim=1)
 
 
-def _require_usable(rows_BD1: Tensor, indices: Sequence[int], images: Images) -> None:
+def _require_usable(rows_BD1: Tensor, indices: Sequence[int], images: Images, is_bad_B: Tensor) -> None:
     """A row that cannot be normalised would turn into a distance that looks like any other."""
     lengths_B = rows_BD1[:, :-1].norm(dim=1)
-    is_usable_B = torch.isfinite(lengths_B) & (lengths_B > 0)
+    is_usable_B = (torch.isfinite(lengths_B) & (lengths_B > 0)) | is_bad_B
     if not is_usable_B.all():
         first = int((~is_usable_B).nonzero()[0])
         what = "all zeros" if lengths_B[first] == 0 else "not finite (NaN or infinity)"

@@ -1,27 +1,43 @@
 """Numbered images of one size, decoded one at a time: what is embedded, wherever it comes from.
 
-An image of another size than the model's is refused, because a set cut for another model gives numbers that look
-plausible and are wrong; `resize` says that scaling is meant.
+Without a `fit` an image of another size than the model's is refused, because a set cut for another model gives numbers
+that look plausible and are wrong. A model that was trained on fitted images says how, and others are told by --fit.
 """
 
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import decode_image
+from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image
+from megaclass.data.file_source import LeftOut, has_image_name, read_image_file
 from megaclass.data.pairs import PairSet
+from megaclass.distributed.collectives import group_rank
 from megaclass.errors import DataError
 from megaclass.evaluate.alignment import align
+from megaclass.image_size import ImageSize, height_and_width, shown_size
 
 Pixels = NDArray[np.uint8]
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+
+
+class OtherSizeError(DataError):
+    """The image is sound, but the user must say how it is to be fitted: nothing to skip it for."""
 
 
 class Images(Protocol):
+    @property
+    def image_size(self) -> ImageSize: ...
+
+    @property
+    def resized(self) -> set[int]:
+        """Numbers of the images asked for so far that had another size."""
+        ...
+
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
@@ -29,7 +45,7 @@ class Images(Protocol):
         ...
 
     def pixels(self, index: int) -> Pixels:
-        """(S, S, 3) RGB, or a DataError that names the image."""
+        """(H, W, 3) RGB, or a DataError that names the image."""
         ...
 
 
@@ -38,9 +54,10 @@ class PairImages:
     """The 2N encoded images of a verification set."""
 
     pair_set: PairSet
-    image_size: int
+    image_size: ImageSize
     set_name: str = "the pairs"
-    resize: bool = False
+    fit: Fit | None = None
+    resized: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.pair_set.images)
@@ -50,7 +67,8 @@ class PairImages:
 
     def pixels(self, index: int) -> Pixels:
         name = self.name(index)
-        return fitted(decode_image(self.pair_set.images[index], name), self.image_size, name, resize=self.resize)
+        image_HW3 = decode_image(self.pair_set.images[index], name)
+        return _fitted(image_HW3, index, name, self.image_size, self.fit, self.resized)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +76,9 @@ class FileImages:
     """Image files, read when they are needed."""
 
     paths: Sequence[Path]
-    image_size: int
-    resize: bool = False
+    image_size: ImageSize
+    fit: Fit | None = None
+    resized: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -69,7 +88,8 @@ class FileImages:
 
     def pixels(self, index: int) -> Pixels:
         name = self.name(index)
-        return fitted(decode_image(read_file(self.paths[index]), name), self.image_size, name, resize=self.resize)
+        image_HW3 = decode_image(read_image_file(self.paths[index]), name)
+        return _fitted(image_HW3, index, name, self.image_size, self.fit, self.resized)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +98,9 @@ class AlignedImages:
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
-    image_size: int
+    image_size: ImageSize
+    resized: set[int] = field(default_factory=set)
+    """Always empty: aligning brings every photo to the model's size."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -87,37 +109,52 @@ class AlignedImages:
         return str(self.paths[index])
 
     def pixels(self, index: int) -> Pixels:
-        photo = decode_image(read_file(self.paths[index]), self.name(index))
-        return align(photo, self.points_N52[index], self.image_size, where=self.name(index))
-
-
-def fitted(image_HW3: Pixels, image_size: int, name: str, *, resize: bool) -> Pixels:
-    """The image as it is when it has the model's size, scaled when that is allowed, refused otherwise."""
-    height, width = image_HW3.shape[:2]
-    if (height, width) == (image_size, image_size):
-        return image_HW3
-    if not resize:
-        raise DataError(
-            f"{name} has {width} × {height} pixels, the model takes {image_size} × {image_size}: evaluate a model of that "
-            f"input size, or allow scaling with --resize."
-        )
-    from PIL import Image
-
-    return np.asarray(Image.fromarray(image_HW3).resize((image_size, image_size), Image.Resampling.BILINEAR))
+        height, width = height_and_width(self.image_size)
+        if height != width:
+            raise DataError(
+                f"Cannot align {self.name(index)}: the model takes {shown_size(self.image_size)}, and the standard face "
+                f"that landmarks are brought onto is a square."
+            )
+        photo = decode_image(read_image_file(self.paths[index]), self.name(index))
+        return align(photo, self.points_N52[index], height, where=self.name(index))
 
 
 def find_images(folder: Path) -> list[Path]:
-    """All image files below the folder, in the order of their names."""
+    """All image files below the folder, in the order of their names; rank 0 says which files are no images.
+
+    Names that begin with a dot are passed over, as in folders of training data.
+    """
     if not folder.is_dir():
         raise DataError(f"Cannot read the images of {folder}: there is no such folder.")
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    found: list[Path] = []
+    left_out = LeftOut()
+    for parent, folders, files in os.walk(folder, followlinks=False):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        for name in sorted(files):
+            if has_image_name(name) and name[0] != ".":
+                found.append(Path(parent, name))
+            elif name[0] != ".":
+                left_out.add(str(Path(parent, name).relative_to(folder)))
     if not found:
-        raise DataError(f"{folder} holds no images: looked for {', '.join(SUFFIXES)} in it and below.")
-    return found
+        others = f" ({left_out.describe()})" if left_out.num_files else ""
+        raise DataError(f"{folder} holds no images: looked for {', '.join(IMAGE_SUFFIXES)} in it and below{others}.")
+    if left_out.num_files and group_rank(None) == 0:
+        print(f"megaclass: {folder}: {left_out.describe()}", file=sys.stderr, flush=True)
+    return sorted(found)
 
 
-def read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"Cannot read the image {path}: {error.strerror}.") from error
+def _fitted(
+    image_HW3: Pixels, index: int, name: str, image_size: ImageSize, fit: Fit | None, resized: set[int]
+) -> Pixels:
+    """The image as it is when it has the model's size, fitted to it when that is allowed, refused otherwise."""
+    size = height_and_width(image_size)
+    if image_HW3.shape[:2] == size:
+        return image_HW3
+    if fit is None:
+        height, width = image_HW3.shape[:2]
+        raise OtherSizeError(
+            f"{name} has {width} × {height} pixels, the model takes {shown_size(image_size)}: evaluate a model of that "
+            f"input size, or allow scaling with --resize, or with --fit pad, crop or squash."
+        )
+    resized.add(index)
+    return fit_image(image_HW3, size, fit)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megaclass.errors import CheckpointError
+from megaclass.image_size import ImageSize, compact_size
 
 
 class OnnxNetwork(nn.Module):
@@ -36,12 +37,12 @@ class OnnxNetwork(nn.Module):
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].shape[1] != 3:
             shown = ", ".join(f"{one.name} {one.shape}" for one in inputs)
-            raise CheckpointError(f"{path} takes {shown}: expected one input of shape (batch, 3, side, side).")
+            raise CheckpointError(f"{path} takes {shown}: expected one input of shape (batch, 3, height, width).")
         self._input, self._output = inputs[0].name, outputs[0].name
         batch, _, height, width = inputs[0].shape
-        if isinstance(height, int) and height != width:
-            raise CheckpointError(f"{path} takes images of {width} × {height} pixels: expected square ones.")
-        self.image_size: int | None = height if isinstance(height, int) else None
+        is_fixed = isinstance(height, int) and isinstance(width, int)
+        self.image_size: ImageSize | None = compact_size((height, width)) if is_fixed else None
+        self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         # Some published files take one image at a time.
         self._batch: int | None = batch if isinstance(batch, int) else None
 

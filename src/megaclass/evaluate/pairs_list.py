@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.data.decode import IMAGE_SUFFIXES
 from megaclass.errors import DataError
-from megaclass.evaluate.images import SUFFIXES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,11 +59,11 @@ def _pair(words: list[str], folder: Path, where: str) -> tuple[Path, Path, bool]
 
 def _numbered(folder: Path, name: str, number: str, where: str) -> Path:
     stem = folder / name / f"{name}_{int(number):04d}"
-    for suffix in SUFFIXES:
+    for suffix in IMAGE_SUFFIXES:
         if stem.with_name(stem.name + suffix).is_file():
             return stem.with_name(stem.name + suffix)
     raise DataError(
-        f"{where} names image {number} of {name}, but there is no {stem}.jpg (nor {', '.join(SUFFIXES[1:])})."
+        f"{where} names image {number} of {name}, but there is no {stem}.jpg (nor {', '.join(IMAGE_SUFFIXES[1:])})."
     )
 
 

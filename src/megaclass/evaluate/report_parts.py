@@ -5,6 +5,9 @@ import io
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from megaclass.data.decode import decode_image
+from megaclass.errors import DataError
+
 NUM_COLOURS = 8
 
 
@@ -73,7 +76,10 @@ def percent(share: float) -> str:
 
 
 def image(encoded: bytes, alt: str) -> str:
-    return f'<img src="{_data_uri(encoded)}" alt="{escape(alt)}">'
+    try:
+        return f'<img src="{_data_uri(encoded)}" alt="{escape(alt)}">'
+    except DataError as error:
+        return f'<span class="empty">{escape(str(error))}</span>'
 
 
 def _data_uri(encoded: bytes) -> str:
@@ -84,7 +90,7 @@ def _data_uri(encoded: bytes) -> str:
     else:  # whatever else the data may hold (BMP, WebP ...), not every browser shows
         from PIL import Image
 
-        with Image.open(io.BytesIO(encoded)) as opened, io.BytesIO() as converted:
-            opened.convert("RGB").save(converted, format="PNG")
+        with io.BytesIO() as converted:
+            Image.fromarray(decode_image(encoded, "a picture in the report")).save(converted, format="PNG")
             encoded, kind = converted.getvalue(), "png"
     return f"data:image/{kind};base64,{base64.b64encode(encoded).decode('ascii')}"

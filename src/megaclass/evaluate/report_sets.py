@@ -140,10 +140,11 @@ def _template_numbers(columns: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     for gallery in columns[0][1].get("identification", {}):
         for key, title in (("rank_k", "rank-{}"), ("tpir_at_fpir", "TPIR at FPIR {}")):
             for k in columns[0][1]["identification"][gallery][key]:
-                cells = [_share(n["identification"][gallery][key].get(k)) for _, n in columns]
+                found = [n.get("identification", {}).get(gallery, {}).get(key, {}) for _, n in columns]
+                cells = [_share(shares.get(k)) for shares in found]
                 rows.append((f"1:N {gallery}, {title.format(k)}", cells))
     for fpir in columns[0][1].get("published_tpir_at_fpir", {}):
-        cells = [_share(n["published_tpir_at_fpir"].get(fpir)) for _, n in columns]
+        cells = [_share(n.get("published_tpir_at_fpir", {}).get(fpir)) for _, n in columns]
         rows.append((f"1:N joined, TPIR at FPIR {fpir}, published threshold", cells))
     return table([title for title, _ in columns], rows)
 

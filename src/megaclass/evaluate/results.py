@@ -4,11 +4,14 @@ evaluation.json holds the numbers of all sets and why a set was not evaluated. e
 draws: ROC, histogram and the pictures of the worst mistakes, so that a report needs neither the model nor the data.
 """
 
+import io
 import json
+import math
 import os
+import re
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ _FORMAT = 1
 _NUM_BINS = 60
 _MAX_ROC_POINTS = 600
 _MISTAKES_KEPT = 12
+# Of an .npz: two dozen pairs of pictures are a few MiB.
+_MAX_UNPACKED = 2**28
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,7 +161,8 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
     except DataError as error:
         print(f"megaclass: replaced: {error}", file=sys.stderr, flush=True)
         earlier = {}
-    sets = dict(earlier.get("sets", {})) if earlier.get("model") == dict(model) else {}
+    kept = earlier.get("sets") if earlier.get("model") == dict(model) else None
+    sets = {name: said for name, said in kept.items() if isinstance(said, dict)} if isinstance(kept, dict) else {}
     (folder / CURVES_FOLDER).mkdir(exist_ok=True)
     for result in results:
         if result.error is not None and "error" not in sets.get(result.name, {"error": ""}):
@@ -178,9 +184,15 @@ def read_results(folder: Path) -> list[SetResult]:
     if not path.is_file():
         return []
     results = []
-    for name, numbers in _read_json(path).get("sets", {}).items():
-        said = dict(numbers)
-        kind, where, error = said.pop("kind", "pairs"), said.pop("path", ""), said.pop("error", None)
+    sets = _read_json(path).get("sets", {})
+    if not isinstance(sets, dict):
+        raise DataError(f"{path} holds no results by set: {str(sets)[:60]!r}. Evaluate again.")
+    for name, numbers in sets.items():
+        said = dict(numbers) if isinstance(numbers, dict) else {}
+        kind, where, error = said.pop("kind", "pairs"), str(said.pop("path", "")), said.pop("error", None)
+        error = None if error is None else str(error)
+        if fault := _fault_of_set(name, kind, said) if error is None else "":
+            raise DataError(f"{path} is damaged: {fault}. Evaluate again.")
         curves_path = folder / CURVES_FOLDER / f"{name}.npz"
         curves, hard = _read_curves(curves_path) if error is None and curves_path.is_file() else (None, [])
         results.append(
@@ -192,11 +204,97 @@ def read_results(folder: Path) -> list[SetResult]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"Cannot read {path}: {error}. Evaluate again.") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise DataError(f"{path} is no evaluation of this version of megaclass. Evaluate again.")
     return values
+
+
+def _fault_of_set(name: str, kind: object, numbers: Mapping[str, Any]) -> str:
+    """Empty for numbers that a report can show."""
+    if Path(name).name != name:
+        # Its curves are looked for under this name.
+        return f"{name[:60]!r} is not the name of a set"
+    if not isinstance(kind, str) or kind not in _EXPECTED:
+        return f"the set {name!r} is of kind {str(kind)[:60]!r}, expected one of {', '.join(_EXPECTED)}"
+    for key, is_right in _EXPECTED[kind].items():
+        if not is_right(numbers[key]) if key in numbers else key not in _OPTIONAL:
+            return f"{key} of the set {name!r} is {str(numbers.get(key, 'missing'))[:60]!r}"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e15)
+
+
+def _is_count(value: object) -> bool:
+    return _is_number(value) and isinstance(value, int)
+
+
+def _are_shares(value: object) -> bool:
+    return isinstance(value, dict) and all(one is None or _is_number(one) for one in value.values())
+
+
+def _are_intervals(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        one is None or (isinstance(one, list) and len(one) == 2 and all(map(_is_number, one))) for one in value.values()
+    )
+
+
+def _are_ranks(value: object) -> bool:
+    return isinstance(value, dict) and _are_shares(value) and "1" in value
+
+
+def _are_ranks_by_size(value: object) -> bool:
+    is_named = isinstance(value, dict) and bool(value) and all(re.fullmatch("[0-9]{1,18}", size) for size in value)
+    return isinstance(value, dict) and is_named and all(map(_are_ranks, value.values()))
+
+
+def _are_galleries(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(one, dict) and _are_ranks(one.get("rank_k")) and _are_shares(one.get("tpir_at_fpir"))
+        for one in value.values()
+    )
+
+
+_RATES: dict[str, Callable[[object], bool]] = {
+    "num_pairs": _is_count,
+    "num_same": _is_count,
+    "auc": _is_number,
+    "eer": _is_number,
+    "tar_at_far": _are_shares,
+    "tar_at_far_95": _are_intervals,
+}
+_EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
+    "pairs": _RATES
+    | {
+        "accuracy": _is_number,
+        "accuracy_std": _is_number,
+        "threshold": _is_number,
+        "fold_accuracies": lambda value: isinstance(value, list),
+        "published_tar_at_far_1e-3": lambda value: value is None or _is_number(value),
+        "xnorm": lambda value: value is None or _is_number(value),
+    },
+    "templates": _RATES | {"identification": _are_galleries, "published_tpir_at_fpir": _are_shares},
+    "identification": {
+        "num_gallery": _is_count,
+        "num_mated": _is_count,
+        "num_unmated": _is_count,
+        "rank_k": _are_ranks,
+        "rank_k_95": _are_intervals,
+        "tpir_at_fpir": _are_shares,
+    },
+    "distractors": {"num_pairs": _is_count, "num_probes": _is_count, "rank_k": _are_ranks_by_size},
+}
+_OPTIONAL = (
+    "tar_at_far_95",
+    "rank_k_95",
+    "xnorm",
+    "published_tar_at_far_1e-3",
+    "identification",
+    "published_tpir_at_fpir",
+)
 
 
 def _write_curves(path: Path, result: SetResult) -> None:
@@ -220,19 +318,74 @@ def _write_curves(path: Path, result: SetResult) -> None:
 
 
 def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair]]:
+    arrays = read_arrays(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-        curves = None
-        if "far" in arrays:
-            threshold, num_different = arrays["marks"].tolist()
-            parts = {name: arrays[name] for name in ("far", "tar", "edges", "same", "different")}
-            curves = Curves(**parts, threshold=threshold, num_different=int(num_different))
+        curves = _curves_in(arrays) if "far" in arrays else None
         hard = []
         said = json.loads(arrays["hard_pairs"].tobytes()) if "hard_pairs" in arrays else []
         for place, one in enumerate(said):
             pictures = (arrays[f"picture_{place}_0"].tobytes(), arrays[f"picture_{place}_1"].tobytes())
-            hard.append(HardPair(**{**one, "names": tuple(one["names"])}, pictures=pictures))
+            first, second = map(str, one["names"])
+            hard.append(
+                HardPair(
+                    pair=int(one["pair"]),
+                    similarity=float(one["similarity"]),
+                    is_same=bool(one["is_same"]),
+                    is_wrong=bool(one["is_wrong"]),
+                    pictures=pictures,
+                    names=(first, second),
+                )
+            )
+        if hard and curves is None:
+            raise ValueError("hard pairs without curves")
         return curves, hard
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"Cannot read {path}: {error}. Evaluate again.") from error
+
+
+def _curves_in(arrays: Mapping[str, NDArray[Any]]) -> Curves:
+    threshold, num_different = arrays["marks"].astype(np.float64).tolist()
+    parts = {name: arrays[name].astype(np.float64) for name in ("far", "tar", "edges", "same", "different")}
+    if not all(part.ndim == 1 and len(part) and np.isfinite(part).all() for part in parts.values()):
+        raise ValueError("curves are finite numbers in a row")
+    curves = Curves(**parts, threshold=float(threshold), num_different=int(num_different))
+    if len(curves.far) != len(curves.tar) or not (curves.far == 0).any():
+        raise ValueError("an ROC begins where nothing is accepted")
+    if (
+        not len(curves.edges) == len(curves.same) + 1 == len(curves.different) + 1
+        or not (np.diff(curves.edges) > 0).all()
+    ):
+        raise ValueError("a histogram has one edge more than bins, in rising order")
+    if any(part.min() < -1 or part.max() > 1.001 for part in parts.values()) or not 0 <= curves.num_different < 2**53:
+        raise ValueError("shares lie between 0 and 1, cosines between -1 and 1")
+    return curves
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz by name. Sizes are compared with what the file holds before anything is allocated."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            unpacked = sum(entry.file_size for entry in entries)
+            if unpacked > _MAX_UNPACKED:
+                raise DataError(f"{path} would unpack to {unpacked:,} bytes: at most {_MAX_UNPACKED:,} are accepted.")
+            if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+                raise DataError(f"{path} is packed in a way that NumPy does not use.")
+            return {entry.filename.removesuffix(".npy"): _array_in(archive.read(entry)) for entry in entries}
+    except DataError:
+        raise
+    # zipfile, zlib and NumPy's header parser raise what they come across in damaged bytes: a dozen types.
+    except Exception as error:
+        raise DataError(f"Cannot read {path}: {error or type(error).__name__}. Evaluate again.") from error
+
+
+def _array_in(content: bytes) -> NDArray[Any]:
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(file)
+    if dtype.kind not in "biuf" or len(shape) > 1:
+        raise ValueError(f"an array of {dtype} and shape {shape}")
+    if math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+        raise ValueError(f"an array of shape {shape} in {len(content)} bytes")
+    return np.frombuffer(content, dtype=dtype, offset=file.tell()).reshape(shape)

@@ -15,7 +15,7 @@ import megaclass
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.centres import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report import ModelReport, ReportData
-from megaclass.evaluate.results import NUMBERS_FILE, read_results
+from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
 
 BASELINES_FOLDER = "baselines"
 _FACES_FILE = "faces.npz"
@@ -62,9 +62,8 @@ def read_faces(run: Path) -> list[list[bytes]]:
     if not path.is_file():
         return []
     rows: dict[str, list[bytes]] = {}
-    with np.load(path, allow_pickle=False) as file:
-        for name in sorted(file.files):
-            rows.setdefault(name.split("_")[0], []).append(file[name].tobytes())
+    for name, encoded in sorted(read_arrays(path).items()):
+        rows.setdefault(name.split("_")[0], []).append(encoded.tobytes())
     return list(rows.values())
 
 
@@ -79,7 +78,7 @@ def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
         results=read_results(run),
         metrics=_read_metrics(run / "metrics.jsonl"),
         facts=_facts(summary),
-        config_text=config.read_text(encoding="utf-8") if config.is_file() else "",
+        config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         centres=_centres(run, device),
         sample_faces=read_faces(run),
     )
@@ -96,18 +95,27 @@ def _read_summary(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"Cannot read {path}: {error}") from error
     return values if isinstance(values, dict) else {}
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Whole rows; a last one cut off by a crash is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    """Whole rows; a last one cut off by a crash is left out, and so are values that are no numbers."""
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"Cannot read {path}: {error}") from error
+    return [
+        {key: value for key, value in row.items() if value is None or _is_number(value)}
+        for row in rows
+        if isinstance(row, dict) and _is_number(row.get("step"))
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
 
 
 def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -116,7 +124,7 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "data_fingerprint": ("Data fingerprint", "{}"),
         "num_classes": ("Classes", "{:,}"),
         "num_images": ("Training images", "{:,}"),
-        "image_size": ("Image size", "{0} × {0}"),
+        "image_size": ("Image size", "{}"),
         "backbone": ("Backbone", "{}"),
         "embedding_dim": ("Numbers an embedding", "{}"),
         "world_size": ("Ranks", "{}"),
@@ -124,7 +132,19 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "final_loss": ("Final loss", "{:.4f}"),
         "images_per_second": ("Images per second", "{:,.0f}"),
     }
-    return {title: text.format(summary[key]) for key, (title, text) in shown.items() if summary.get(key) is not None}
+    facts = {}
+    for key, (title, text) in shown.items():
+        value = summary.get(key)
+        if value is not None:
+            is_plain = text == "{}" or _is_number(value)
+            facts[title] = text.format(value) if is_plain else str(value)
+    size = summary.get("image_size")
+    if isinstance(size, int):
+        facts["Image size"] = f"{size} × {size}"
+    elif isinstance(size, list):
+        # (height, width) of a rectangle.
+        facts["Image size"] = " × ".join(map(str, reversed(size)))
+    return facts
 
 
 def _centres(run: Path, device: torch.device) -> CentreHealth | None:

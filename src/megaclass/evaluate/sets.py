@@ -1,5 +1,6 @@
 """What `--on` names -> evaluation sets -> results. A set that cannot be evaluated is noted, and the others still run."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,17 +11,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from megaclass.data.decode import Fit
+from megaclass.data.file_source import read_image_file
 from megaclass.data.pairs import read_pairs
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError, UserError
-from megaclass.evaluate.embed import OnProgress, embed_images, embed_part
+from megaclass.evaluate.embed import OnProgress, embed_images, embed_part, say_resized
 from megaclass.evaluate.identification import identify, labels_of, rank_among_distractors, read_megaface_features
-from megaclass.evaluate.images import FileImages, PairImages, find_images, read_file
+from megaclass.evaluate.images import FileImages, PairImages, find_images
 from megaclass.evaluate.pairs_list import read_pairs_list
 from megaclass.evaluate.results import SetResult, curves_of, result_of_pairs
 from megaclass.evaluate.search import GalleryShard, range_of_rank
 from megaclass.evaluate.templates import evaluate_ijb, find_ijb, read_ijb
 from megaclass.evaluate.verification import ScoredPairs, score_embeddings
+from megaclass.image_size import ImageSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +32,16 @@ class Evaluator:
     """A network and the way it is run; every method is collective and gives the same on every rank."""
 
     network: nn.Module
-    image_size: int
+    image_size: ImageSize
     device: torch.device
     embedding_dim: int | None = None
     """Where embeddings from files must have the model's width; None: nothing to compare."""
     batch_size: int = 64
     num_threads: int = 1
-    resize: bool = False
+    fit: Fit | None = None
+    """How images of another size are fitted to the model's; None: they are refused."""
+    mirror: bool = True
+    """Whether the embedding of the mirrored image is added."""
     with_faiss: bool = False
     group: dist.ProcessGroup | None = None
     on_progress: OnProgress | None = None
@@ -101,6 +108,7 @@ def score_pair_images(
         device=evaluator.device,
         batch_size=evaluator.batch_size,
         num_threads=evaluator.num_threads,
+        mirror=evaluator.mirror,
         group=evaluator.group,
         on_progress=evaluator.on_progress,
     )
@@ -109,18 +117,17 @@ def score_pair_images(
 
 def _evaluate_bin(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
     pair_set = on_every_rank(lambda: read_pairs(one.path), evaluator.device, evaluator.group)
-    images = PairImages(
-        pair_set=pair_set, image_size=evaluator.image_size, set_name=str(one.path), resize=evaluator.resize
-    )
+    images = PairImages(pair_set=pair_set, image_size=evaluator.image_size, set_name=str(one.path), fit=evaluator.fit)
     scored = score_pair_images(evaluator, one.name, images, pair_set.is_same)
     return result_of_pairs(one.name, str(one.path), scored, pair_set.images)
 
 
 def _evaluate_list(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
     pairs = on_every_rank(lambda: read_pairs_list(one.path), evaluator.device, evaluator.group)
-    images = FileImages(paths=pairs.paths, image_size=evaluator.image_size, resize=evaluator.resize)
+    images = FileImages(paths=pairs.paths, image_size=evaluator.image_size, fit=evaluator.fit)
     scored = score_pair_images(evaluator, one.name, images, pairs.is_same_N, pairs.num_folds)
-    names = [str(path.relative_to(one.path.parent)) for path in pairs.paths]
+    # A list may name files anywhere.
+    names = [os.path.relpath(path, one.path.parent) for path in pairs.paths]
     return result_of_pairs(one.name, str(one.path), scored, _Encoded(pairs.paths), names)
 
 
@@ -133,6 +140,7 @@ def _evaluate_templates(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         device=evaluator.device,
         batch_size=evaluator.batch_size,
         num_threads=evaluator.num_threads,
+        mirror=evaluator.mirror,
         group=evaluator.group,
         on_progress=evaluator.on_progress,
     )
@@ -206,10 +214,11 @@ def _embeddings_at(evaluator: Evaluator, path: Path) -> tuple[NDArray[np.float32
     files = on_every_rank(lambda: find_images(path), evaluator.device, evaluator.group)
     embedded = embed_images(
         evaluator.network,
-        FileImages(paths=files, image_size=evaluator.image_size, resize=evaluator.resize),
+        FileImages(paths=files, image_size=evaluator.image_size, fit=evaluator.fit),
         device=evaluator.device,
         batch_size=evaluator.batch_size,
         num_threads=evaluator.num_threads,
+        mirror=evaluator.mirror,
         group=evaluator.group,
         on_progress=evaluator.on_progress,
     )
@@ -233,7 +242,7 @@ def _shard_at(evaluator: Evaluator, path: Path, width: int) -> tuple[GalleryShar
         else:
             # A rank without a row of its own embeds one all the same, to know the width.
             part = range(start, stop) or range(1)
-            images = FileImages(paths=files, image_size=evaluator.image_size, resize=evaluator.resize)
+            images = FileImages(paths=files, image_size=evaluator.image_size, fit=evaluator.fit)
             rows = embed_part(
                 evaluator.network,
                 images,
@@ -241,8 +250,10 @@ def _shard_at(evaluator: Evaluator, path: Path, width: int) -> tuple[GalleryShar
                 device=evaluator.device,
                 batch_size=evaluator.batch_size,
                 num_threads=evaluator.num_threads,
+                mirror=evaluator.mirror,
                 on_progress=evaluator.on_progress,
             )
+            say_resized(len(images.resized), len(part), evaluator.image_size, f"of {path}, on this rank")
             rows_ND = nn.functional.normalize(rows[: stop - start, :-1]).cpu().numpy()
         if rows_ND.shape[1] != width:
             raise DataError(
@@ -314,7 +325,7 @@ class _Encoded(Sequence[bytes]):
         return len(self._paths)
 
     def __getitem__(self, index: int) -> bytes:  # type: ignore[override]
-        return read_file(self._paths[index])
+        return read_image_file(self._paths[index])
 
 
 def _with_distinct_names(sets: list[EvaluationSet]) -> list[EvaluationSet]:

@@ -30,6 +30,7 @@ from megaclass.evaluate.verification import (
     tar_at_far,
     tar_intervals,
 )
+from megaclass.image_size import ImageSize
 
 Integers = NDArray[np.int64]
 _PAIRS_AT_ONCE = 2**16
@@ -140,10 +141,11 @@ def evaluate_ijb(
     network: nn.Module,
     ijb: IjbSet,
     *,
-    image_size: int,
+    image_size: ImageSize,
     device: torch.device,
     batch_size: int = 64,
     num_threads: int = 1,
+    mirror: bool = True,
     group: dist.ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> TemplateResult:
@@ -155,6 +157,7 @@ def evaluate_ijb(
         device=device,
         batch_size=batch_size,
         num_threads=num_threads,
+        mirror=mirror,
         group=group,
         on_progress=on_progress,
     )

@@ -9,17 +9,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.errors import ExportError
+from megaclass.image_size import ImageSize, height_and_width
 
 MIN_COSINE = 0.99999
 # The cosine does not see a wrong scale, and the embedding is published un-normalised.
 MAX_NORM_DIFFERENCE = 1e-3
 
 
-def fixed_inputs(image_size: int) -> torch.Tensor:
+def fixed_inputs(image_size: ImageSize) -> torch.Tensor:
     """Seven images of coarse random patches, the same on every machine: like photos they have large even areas."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randint(0, 256, (7, 3, 7, 7), generator=generator).float()
-    pixels = torch.nn.functional.interpolate(coarse, size=(image_size, image_size), mode="nearest")
+    pixels = torch.nn.functional.interpolate(coarse, size=height_and_width(image_size), mode="nearest")
     return (pixels - 127.5) / 127.5
 
 

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megaclass.errors import DataError
 from megaclass.evaluate.report_sets import headline
 from megaclass.evaluate.results import SetResult, read_results
+from megaclass.image_size import shown_size
 
 _USE = {
     "safetensors": """```python
@@ -52,7 +54,7 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str) -> str
             f"# {config['name']}",
             "",
             f"Backbone {config['backbone']}, {config['embedding_dim']} numbers an embedding, images of "
-            f"{config['image_size']} × {config['image_size']} pixels. Trained and exported with Megaclass "
+            f"{shown_size(config['image_size'])} pixels. Trained and exported with Megaclass "
             f"{config['version']}.",
             "",
             "## Data",
@@ -84,7 +86,10 @@ def _summary(run: Path | None) -> Mapping[str, Any]:
     path = run / "summary.json" if run is not None else None
     if path is None or not path.is_file():
         return {}
-    values = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read {path}: {error}") from error
     return values if isinstance(values, dict) else {}
 
 

@@ -1,6 +1,6 @@
 """Backbone -> model.onnx: one file, any batch, checked against the model it came from before it appears.
 
-Input "input": float32 (batch, 3, S, S), RGB, (x - 127.5) / 127.5.
+Input "input": float32 (batch, 3, H, W), RGB, (x - 127.5) / 127.5.
 Output "embedding": float32 (batch, D), not normalised. This is what InsightFace's tools expect.
 """
 
@@ -21,12 +21,15 @@ from torch import nn
 from megaclass.errors import ExportError
 from megaclass.export.check import fixed_inputs, require_same_embeddings
 from megaclass.export.publish import published_file
+from megaclass.image_size import ImageSize
 
 # A protobuf, and so a model in one file, ends at 2 GiB.
 _MAX_BYTES = 2**31 - 2**20
 
 
-def export_onnx(path: Path, backbone: nn.Module, *, image_size: int, metadata: Mapping[str, str] | None = None) -> None:
+def export_onnx(
+    path: Path, backbone: nn.Module, *, image_size: ImageSize, metadata: Mapping[str, str] | None = None
+) -> None:
     """Exports a copy of the backbone in eval mode and float32; the backbone itself is not touched.
 
     onnxruntime must give torch's embeddings on fixed inputs, one image and seven (cosine of at least 0.99999, norm

@@ -28,6 +28,7 @@ from megaclass.export.model_card import model_card
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.publish import published_folder
 from megaclass.export.safetensors_file import save_model
+from megaclass.image_size import size_to_text
 
 _NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50, 100, 200, 2060)} | {
     **{name: name for name in ("mbf", "mbf_large", "vit_t", "vit_s", "vit_b", "vit_h")},
@@ -36,20 +37,21 @@ _NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50
 }
 
 
-def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated") -> Path:
+def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated", backbone: str | None = None) -> Path:
     """Exports a run folder, or any model file that `megaclass.load` opens, to the folder `out`.
 
+    backbone: as for `megaclass.load`.
     An earlier export of that form there is replaced; a folder that holds anything else is refused.
     """
     _require_own(out, form)
-    model = load(path)
+    model = load(path, backbone=backbone)
     if model.backbone == "onnx":
         raise ExportError(
             f"{path} is an ONNX model: it runs, but has no parameters to export. Export the run it came from."
         )
     config = _config(model, form)
     with published_folder(out.resolve()) as unfinished:
-        _WRITE[form](model, unfinished, out, {key: str(value) for key, value in config.items() if key in _STATED})
+        _WRITE[form](model, unfinished, out, {key: _as_text(config[key]) for key in _STATED if key in config})
         if form == "safetensors" and path.is_dir():
             _write_centres(path, unfinished)
         (unfinished / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
@@ -71,7 +73,7 @@ def _require_own(out: Path, form: str) -> None:
 
 _FILES = {"onnx": "model.onnx", "safetensors": "model.safetensors", "insightface": "backbone.pth"}
 _BESIDE = ("centres.safetensors", "config.json", "README.md")
-_STATED = ("format", "version", "backbone", "embedding_dim", "image_size")
+_STATED = ("format", "version", "backbone", "embedding_dim", "image_size", "fit", "mirror")
 
 
 def _config(model: LoadedModel, form: str) -> dict[str, Any]:
@@ -84,9 +86,18 @@ def _config(model: LoadedModel, form: str) -> dict[str, Any]:
         "insightface_name": _NAMES_OF_INSIGHTFACE.get(model.backbone),
         "embedding_dim": model.embedding_dim,
         "image_size": model.image_size,
-        "input": "float32 (batch, 3, side, side), RGB, (x - 127.5) / 127.5",
+        **({"fit": model.treatment.fit} if model.treatment.fit is not None else {}),
+        "mirror": model.treatment.mirror,
+        "input": "float32 (batch, 3, height, width), RGB, (x - 127.5) / 127.5",
         "output": "float32 (batch, embedding_dim), not normalised",
     }
+
+
+def _as_text(value: Any) -> str:
+    """As a model file's metadata states it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return size_to_text(value) if isinstance(value, tuple) else str(value)
 
 
 def _write_safetensors(model: LoadedModel, folder: Path, out: Path, stated: dict[str, str]) -> None:
@@ -122,7 +133,8 @@ _WRITE: dict[str, Callable[[LoadedModel, Path, Path, dict[str, str]], None]] = {
 def _require_same(model: LoadedModel, file: Path, shown: Path) -> None:
     """Opens the written file as a user does; `shown` is where it will lie."""
     try:
-        network = load(file).network
+        own = model.backbone if ":" in model.backbone else None
+        network = load(file, backbone=own).network
     except CheckpointError as error:
         raise ExportError(f"Not written: {shown}. What was written cannot be opened: {error}") from error
 

@@ -11,7 +11,8 @@ from megaclass.errors import LaunchError
 from megaclass.world import tasks_on_slurm_nodes
 
 # ASCII only, and no dash in front: what is no plain name never reaches ssh, which would read an option in it.
-_WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+# Nor two dots in a row: Python's name look-up raises UnicodeError for an empty part.
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
 _NAME = re.compile(rf"(?:{_WORD}@)?(?:{_WORD}|\[[0-9A-Fa-f:.]+(?:%{_WORD})?\])")
 _MAX_NAME = 255
 _MAX_SLOTS = 4096
@@ -124,7 +125,7 @@ def is_this_machine(name: str) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)  # works for addresses of this machine alone
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name has more than 63 characters
         return False
     return True
 

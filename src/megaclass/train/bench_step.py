@@ -89,7 +89,7 @@ def measure_step(
     num_steps: int,
 ) -> StepBench:
     """Collective: every rank takes the same steps."""
-    noise = SyntheticSource(source.num_classes, source.num_images, source.image_size[0])
+    noise = SyntheticSource(source.num_classes, source.num_images, loader.image_size[0])
     loaders = {
         "real": loader,
         "synthetic": make_loader(config, noise, world),

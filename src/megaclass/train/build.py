@@ -34,6 +34,7 @@ from megaclass.head.margins import (
 )
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from megaclass.image_size import ImageSize, compact_size, height_and_width
 from megaclass.train.ema import Ema
 from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.precision import LossScale, Precision, choose_precision
@@ -103,10 +104,16 @@ class Model:
             self.ema.load(_part(state, "ema."))
 
 
+def input_size(config: Config, source: ImageSource) -> tuple[int, int]:
+    """(height, width) of what the backbone takes: data.size, or else the size of the data's images."""
+    return height_and_width(config.data.size) if config.data.size else source.image_size
+
+
 def build_model(config: Config, source: ImageSource, world: World, device: torch.device) -> Model:
     """Collective: DDP gives all ranks the weights of rank 0, the head compares its settings."""
     precision = choose_precision(config.train, device)
-    backbone, dropouts = _build_backbone(config, source.image_size[0], device)
+    image_size = compact_size(input_size(config, source))
+    backbone, dropouts = _build_backbone(config, image_size, device)
     head = PartialFC(
         config.backbone.embedding_dim,
         source.num_classes,
@@ -122,7 +129,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         stored_bytes=round(config.head.stored_gib * 2**30),
         device=device,
     )
-    parallel = data_parallel(_compiled(backbone, source.image_size[0]) if config.train.compile else backbone)
+    parallel = data_parallel(_compiled(backbone, image_size) if config.train.compile else backbone)
     if config.train.compression != "none":
         parallel.register_comm_hook(*compression_hook(config.train.compression))
     elif device.type == "cpu":
@@ -166,7 +173,9 @@ def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
     return optimizer
 
 
-def _build_backbone(config: Config, image_size: int, device: torch.device) -> tuple[nn.Module, list[KeyedDropout]]:
+def _build_backbone(
+    config: Config, image_size: ImageSize, device: torch.device
+) -> tuple[nn.Module, list[KeyedDropout]]:
     torch.manual_seed(config.train.seed)
     settings = config.backbone
     backbone = build_backbone(settings.name, embedding_dim=settings.embedding_dim, image_size=image_size)
@@ -242,10 +251,10 @@ def _statistics_stay(block: nn.Module) -> Iterator[None]:
             norm.momentum = momentum
 
 
-def _compiled(backbone: nn.Module, image_size: int) -> nn.Module:
+def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
     """Tried on two images at once, because torch.compile fails at the first call, not here."""
     device = next(backbone.parameters()).device
-    images = torch.zeros((2, 3, image_size, image_size), device=device).to(memory_format=torch.channels_last)
+    images = torch.zeros((2, 3, *height_and_width(image_size)), device=device).to(memory_format=torch.channels_last)
     # Static shapes: the second size seen would otherwise make the batch dynamic, and the kernels slower.
     compiled = torch.compile(backbone, dynamic=False)
     was_training = backbone.training

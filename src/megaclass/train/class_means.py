@@ -24,7 +24,7 @@ from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import evaluating
 from megaclass.head.exchange import gather_batch
-from megaclass.train.build import Model
+from megaclass.train.build import Model, input_size
 from megaclass.train.data_errors import DataErrors
 from megaclass.train.progress import progress_bar
 from megaclass.world import World
@@ -72,7 +72,7 @@ def _sum_by_class(
     sums = torch.zeros((len(own) + 1, width), device=device)
     bar_of = progress_bar("class means", source.num_images) if world.is_main else nullcontext(None)
     starts = range(0, source.num_images, config.train.global_batch)
-    nothing = torch.zeros((0, 3, *source.image_size), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
+    nothing = torch.zeros((0, 3, *input_size(config, source)), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
     batches = data_errors.kept(_batches(config, source, world, starts), nothing)
     is_failed = torch.zeros((), dtype=torch.bool)
     with evaluating(model.backbone), bar_of as bar:
@@ -100,7 +100,7 @@ def _batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(uint8 images, labels): this rank's part of every batch, in the order of the data; unreadable images left out."""
     bad_images = BadImages(source, config.data.max_bad_fraction)
-    size = source.image_size
+    size = input_size(config, source)
 
     def load(start: int) -> tuple[Tensor, Tensor]:
         stop = min(start + config.train.global_batch, source.num_images)
@@ -112,7 +112,7 @@ def _batches(
             is_read_B = np.ones(len(indices_B), dtype=bool)
             for row, index in enumerate(indices_B.tolist()):
                 try:
-                    decode_into(images_BHW3[row], source.read(index), source.name_of(index))
+                    decode_into(images_BHW3[row], source.read(index), source.name_of(index), config.data.fit)
                 except DataError as error:
                     bad_images.add_bad(index, error)
                     is_read_B[row] = False

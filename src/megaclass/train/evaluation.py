@@ -13,12 +13,19 @@ from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
 from megaclass.train.build import Model
 
 
-def evaluate_model(config: Config, model: Model, image_size: int, device: torch.device) -> list[SetResult]:
+def evaluate_model(config: Config, model: Model, image_size: tuple[int, int], device: torch.device) -> list[SetResult]:
     """Collective. The *.bin files beside the data, in the published ten-fold protocol; all ranks embed a part.
 
     A set that cannot be evaluated is noted in its result: it must not take a long run with it.
     """
-    evaluator = Evaluator(network=model.backbone, image_size=image_size, device=device, num_threads=config.data.threads)
+    evaluator = Evaluator(
+        network=model.backbone,
+        image_size=image_size,
+        device=device,
+        num_threads=config.data.threads,
+        fit=config.data.fit,
+        mirror=config.data.mirror,
+    )
     sets = find_sets(verification_files(config.data.path))
     wanted = config.train.evaluate_sets
     results = evaluate_sets(evaluator, [one for one in sets if not wanted or one.name in wanted])
@@ -32,7 +39,7 @@ def _missing(name: str, data_path: str) -> SetResult:
 
 
 def evaluate_between_steps(
-    config: Config, model: Model, image_size: int, device: torch.device, errors_told: set[str]
+    config: Config, model: Model, image_size: tuple[int, int], device: torch.device, errors_told: set[str]
 ) -> list[SetResult]:
     """Collective. Of the weights that would be exported now; training goes on unchanged.
 

@@ -11,7 +11,7 @@ import torch
 
 import megaclass
 from megaclass.config import Config
-from megaclass.data.decode import decode_image
+from megaclass.data.decode import Fit, decode_image
 from megaclass.data.fingerprint import fingerprint
 from megaclass.data.pairs import read_pairs
 from megaclass.data.source import ImageSource
@@ -23,7 +23,8 @@ from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
 from megaclass.evaluate.run_report import BASELINES_FOLDER, report_of_runs, write_faces
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
-from megaclass.train.build import Model
+from megaclass.image_size import ImageSize, compact_size, size_to_text
+from megaclass.train.build import Model, input_size
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import Outcome
 from megaclass.train.run_folder import RunFolder
@@ -34,7 +35,7 @@ _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
 
 def evaluate_run(config: Config, model: Model, source: ImageSource, device: torch.device) -> list[SetResult]:
     """Collective. What the summary and the report say about the sets beside the data."""
-    return evaluate_model(config, model, source.image_size[0], device)
+    return evaluate_model(config, model, input_size(config, source), device)
 
 
 def finish_run(
@@ -47,13 +48,15 @@ def finish_run(
     results: list[SetResult],
 ) -> None:
     """Rank 0 alone. Writes model, summary, evaluation and report into the run folder, and says where they are."""
-    image_size = source.image_size[0]
+    image_size = compact_size(input_size(config, source))
     metadata = {
         "format": "megaclass",
         "version": megaclass.__version__,
         "backbone": config.backbone.name,
         "embedding_dim": str(config.backbone.embedding_dim),
-        "image_size": str(image_size),
+        "image_size": size_to_text(image_size),
+        "fit": config.data.fit,
+        "mirror": str(config.data.mirror).lower(),
     }
     save_model(run.path / "model.safetensors", model.backbone, metadata=metadata)
     summary: dict[str, Any] = {
@@ -62,6 +65,7 @@ def finish_run(
         "num_classes": source.num_classes,
         "num_images": source.num_images,
         "image_size": image_size,
+        "fit": config.data.fit,
         "backbone": config.backbone.name,
         "embedding_dim": config.backbone.embedding_dim,
         "world_size": world.size,
@@ -73,7 +77,7 @@ def finish_run(
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
         with _or_a_warning("The baselines"):
-            summary |= _write_baselines(run.path, evaluated[0], image_size)
+            summary |= _write_baselines(run.path, evaluated[0], image_size, config.data.fit)
     summary["verification"] = {result.name: result.to_json() for result in results}
     run.write_summary(summary)
     with _or_a_warning(f"The report, which megaclass report {run.path} can make later,"):
@@ -95,13 +99,13 @@ def _or_a_warning(what: str) -> Iterator[None]:
         print(f"megaclass: {what} could not be made: {error}", file=sys.stderr, flush=True)
 
 
-def _write_baselines(run: Path, result: SetResult, image_size: int) -> dict[str, float]:
+def _write_baselines(run: Path, result: SetResult, image_size: ImageSize, fit: Fit) -> dict[str, float]:
     """What raw pixels and colour histograms verify on the same pairs: the floor the model must leave."""
     pair_set = read_pairs(Path(result.path))
     accuracies = {}
     for key, scored in (
-        ("pixel_baseline_accuracy", score_pixels(pair_set, image_size=image_size, name=result.path)),
-        ("histogram_baseline_accuracy", score_histograms(pair_set, image_size=image_size, name=result.path)),
+        ("pixel_baseline_accuracy", score_pixels(pair_set, image_size=image_size, fit=fit, name=result.path)),
+        ("histogram_baseline_accuracy", score_histograms(pair_set, image_size=image_size, fit=fit, name=result.path)),
     ):
         accuracies[key] = scored.verification.accuracy
         baseline = result_of_pairs(result.name, result.path, scored, pictures=None)

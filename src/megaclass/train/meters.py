@@ -20,8 +20,8 @@ class Meter:
         self._results: list[StepResult] = []
         self._waited_s = 0.0
         self._num_steps = 0
-        self.last_loss = earlier[-1]["loss"] if earlier else float("nan")
-        self._last_speed = earlier[-1]["images_per_second"] if earlier else 0.0
+        self.last_loss = earlier[-1].get("loss", float("nan")) if earlier else float("nan")
+        self._last_speed = earlier[-1].get("images_per_second", 0.0) if earlier else 0.0
 
     def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches; the time spent waiting for them is noted."""

@@ -40,7 +40,8 @@ from megaclass.train.generators import restore_generators
 from megaclass.train.run_folder import RunFolder
 from megaclass.world import World
 
-# Settings that may change between a run and its continuation without making it another run.
+# Settings that may change between a run and its continuation without making it another run. Not among them, because
+# they change what the backbone sees: data.size, data.fit, data.mirror, data.augment.
 _MAY_CHANGE = {
     "train.run_dir",
     "train.nproc",
@@ -220,7 +221,7 @@ def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:
     try:
         # Through Config, so that a setting which is newer than the checkpoint counts as its default.
         saved_config = load_config_values(tomllib.loads(manifest.config), where=f"the settings in {folder}")
-    except (ConfigError, tomllib.TOMLDecodeError) as error:
+    except (ConfigError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
     saved, current = (tomllib.loads(to_toml(each)) for each in (saved_config, config))
     names = {f"{section}.{key}" for tree in (saved, current) for section, part in tree.items() for key in part}

@@ -40,6 +40,8 @@ _OWN_NAMES = (
     "baselines",
     "faces.npz",
 )
+# Of a row of metrics: what a resumed run goes on with.
+_READ_BACK = ("loss", "images_per_second")
 # What other commands and services made of a run; a folder that holds nothing else holds no run.
 _MADE_OF_A_RUN = ("export", "wandb")
 
@@ -71,7 +73,7 @@ class RunFolder:
             *written_by_runs(self.checkpoints),
             *(self.path / name for name in (*_OWN_NAMES, *_MADE_OF_A_RUN) if name != self.checkpoints.name),
         ):
-            if target.is_dir():
+            if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
@@ -86,12 +88,15 @@ class RunFolder:
     def set_taken(self, is_taken: bool) -> None:
         """Whether the run in this locked folder is that of the job that holds it, or still the one of before."""
         try:
-            self._lock_file.write_text(_TAKEN if is_taken else "")
+            # Opened, never made anew: the lock is on this very file.
+            handle = os.open(self._lock_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(_TAKEN if is_taken else "")
         except OSError as error:
             raise _cannot_write(self._lock_file, error) from error
 
     def is_taken(self) -> bool:
-        return self._lock_file.is_file() and self._lock_file.read_text() == _TAKEN
+        return self._lock_file.is_file() and self._lock_file.read_bytes()[:100] == _TAKEN.encode()
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
@@ -101,7 +106,8 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o600)
+            # A run folder may have come from somewhere else: a link in it must not have another file truncated.
+            handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise CheckpointError(
                 f"Cannot write to the run folder {self.path}: {error.strerror}; choose another train.run_dir."
@@ -170,7 +176,7 @@ class RunFolder:
     def holds_config(self, toml: str) -> bool:
         """Whether the run that the folder holds was started with these settings."""
         file = self.path / "config.toml"
-        return file.is_file() and file.read_text() == toml
+        return file.is_file() and file.read_bytes() == toml.encode()
 
     def write_config(self, text: str) -> None:
         self._write("config.toml", text)
@@ -181,7 +187,8 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         path = self.path / "metrics.jsonl"
         try:
-            with path.open("a", encoding="utf-8") as file:
+            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            with os.fdopen(handle, "a", encoding="utf-8") as file:
                 file.write(json.dumps(dict(row)) + "\n")
         except OSError as error:
             raise _cannot_write(path, error) from error
@@ -210,7 +217,10 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         unfinished = self.path / f".{name}.tmp"
         try:
-            unfinished.write_text(text, encoding="utf-8")
+            # A new file, whatever stood under this name: a link there is not followed.
+            unfinished.unlink(missing_ok=True)
+            with unfinished.open("x", encoding="utf-8") as file:
+                file.write(text)
             unfinished.replace(self.path / name)
         except OSError as error:
             raise _cannot_write(self.path / name, error) from error
@@ -219,9 +229,10 @@ class RunFolder:
 def _row(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if is_row and all(isinstance(row.get(key, 0.0), int | float) for key in _READ_BACK) else None
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -20,8 +20,9 @@ from megaclass.checkpoint.tensor_file import check_dtypes
 from megaclass.config import Config, to_toml
 from megaclass.data.augment import parse_augment
 from megaclass.data.fingerprint import DataMarks, marks_of
+from megaclass.data.inspection import survey_sizes
 from megaclass.data.loader import BatchLoader
-from megaclass.data.source import ImageSource, check_source, open_source
+from megaclass.data.source import ImageSource, PixelSource, check_source, open_source
 from megaclass.data.stage import stage
 from megaclass.data.synthesize import synthesize
 from megaclass.distributed.agreement import (
@@ -33,8 +34,9 @@ from megaclass.distributed.agreement import (
 )
 from megaclass.distributed.process_group import process_group
 from megaclass.errors import CheckpointError, ConfigError, DataError, ExportError, TrainError
+from megaclass.image_size import compact_size
 from megaclass.launch.local import EXIT_RESUME_ME, run_local
-from megaclass.train.build import Model, build_margin, build_model
+from megaclass.train.build import Model, build_margin, build_model, input_size
 from megaclass.train.class_list import class_list
 from megaclass.train.finish import evaluate_run, finish_run
 from megaclass.train.initialise import initialise
@@ -73,7 +75,7 @@ class Beginning:
 
 def start_training(config: Config, arguments: Sequence[str], beginning: Beginning) -> int:
     """Exit code of the run. `arguments`: the command line that made this config, to start ranks with."""
-    check_backbone(config.backbone.name, config.synth.size if config.synth.identities else 16)
+    check_backbone(config.backbone.name, config.data.size or (config.synth.size if config.synth.identities else 16))
     build_margin(config.head)
     parse_augment(config.data.augment)
     world = world_from_environment()
@@ -185,14 +187,32 @@ def _staged(config: Config) -> str:
 
 def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
     source = open_source(_staged(config))
-    height, width = source.image_size
-    if height != width:
+    height, width = size = input_size(config, source)
+    if height != width and not config.data.size:
+        # Not taken as they are: a first photo of any shape would make a model of that shape.
         raise DataError(
-            f"The images at {config.data.path} have {width} × {height} pixels: backbones take square ones. "
-            f"Make them so with megaclass data pack {config.data.path} --out FOLDER --size 112."
+            f"The images at {config.data.path} have {width} × {height} pixels, no square. Say what the model takes: "
+            f"data.size=112 and data.fit=pad, crop or squash for squares, or data.size=[{height},{width}] for rectangles."
         )
-    check_backbone(config.backbone.name, height)
+    check_backbone(config.backbone.name, compact_size(size))
     return source, make_loader(config, source, world)
+
+
+def _describe_sizes(config: Config, source: ImageSource) -> str:
+    """Which size the model takes and why, and how many images have another."""
+    height, width = size = input_size(config, source)
+    reason = "as data.size says" if config.data.size else "the size of the data's first image; data.size sets another"
+    text = f"megaclass: the model takes images of {width} × {height} pixels, {reason}"
+    if isinstance(source, PixelSource):
+        return f"{text}."
+    found = survey_sizes(source, size)
+    if not found.num_other_size:
+        return f"{text}; {found.looked_at()} have it."
+    text += (
+        f"; {found.num_other_size:,} of {found.looked_at()} have another and are fitted (data.fit={config.data.fit})"
+    )
+    change = {"pad": "get black borders", "crop": "lose edges", "squash": "are distorted"}[config.data.fit]
+    return f"{text}, {found.num_other_shape:,} of these {change}."
 
 
 def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoader:
@@ -205,6 +225,8 @@ def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoade
         num_workers=config.data.threads,
         mirror=config.data.mirror,
         augment=parse_augment(config.data.augment),
+        image_size=input_size(config, source),
+        fit=config.data.fit,
         keep_last=config.data.keep_last,
         order=config.data.order,
         images_per_class=config.data.images_per_class,
@@ -265,6 +287,7 @@ def train_in_group(
     source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
     classes = on_every_rank(lambda: class_list(config.data.path, source), device)
     marks = on_every_rank_for_long(lambda: marks_of(source) if world.is_main else DataMarks(), device)
+    sizes = on_every_rank_for_long(lambda: _describe_sizes(config, source) if world.is_main else "", device)
     model = build_model(config, source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
     matches_classes = beginning.matches_classes
@@ -286,6 +309,7 @@ def train_in_group(
     on_main_rank(take_over, device)
     if world.is_main:
         print(source.describe(), file=sys.stderr)
+        print(sizes, file=sys.stderr)
     signals = StopSignals(is_main=world.is_main)
     with signals.heard():
         with CheckpointWriter(
@@ -303,4 +327,6 @@ def train_in_group(
         outcome = replace(outcome, stop=signals.of_any_rank(device))
     if loader.bad_images.num_bad:
         print(f"megaclass: rank {world.rank}: {loader.bad_images.describe()}", file=sys.stderr)
+    if loader.num_resized:
+        print(f"megaclass: rank {world.rank}: {loader.describe_resized()}", file=sys.stderr)
     return Trained(run, source, model, outcome)

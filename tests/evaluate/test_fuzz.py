@@ -1,0 +1,264 @@
+"""Models, checkpoints, results and host lists under fire: any bytes give what they say or a UserError of one line."""
+
+import copy
+import json
+import multiprocessing
+import resource
+import signal
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.data.test_fuzz import mutate
+
+from megaclass.backbones.recognise import recognise
+from megaclass.checkpoint.insightface import read_backbone
+from megaclass.checkpoint.load import load_rank_state, load_shared, newest_whole, saved_rows
+from megaclass.checkpoint.manifest import _digest, read_manifest
+from megaclass.checkpoint.save import CheckpointWriter, Snapshot
+from megaclass.errors import UserError
+from megaclass.evaluate.models import load
+from megaclass.evaluate.report import render_report
+from megaclass.evaluate.results import result_of_pairs, write_results
+from megaclass.evaluate.run_report import report_of_runs, write_faces
+from megaclass.evaluate.verification import score_embeddings
+from megaclass.launch.hosts import hosts_from_option
+
+SOAK_MUTATIONS = 100_000
+SAMPLE_MUTATIONS = 400
+MAX_SECONDS = 20
+MAX_BYTES = 2**29
+ODD_VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    1e308,
+    10**30,
+    "",
+    "../x",
+    "a" * 300,
+    [],
+    {},
+    [[]],
+    {"1": None},
+    "NaN",
+    float("inf"),
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    whole: bytes
+    attempt: Callable[[bytes], None]
+    mutate: Callable[[bytes, np.random.Generator], bytes] = mutate
+
+
+def mutate_json(whole: bytes, rng: np.random.Generator) -> bytes:
+    """Half of the time as bytes, otherwise one to three values of the tree, so that it stays JSON."""
+    if rng.random() < 0.3:
+        return mutate(whole, rng)
+    tree = json.loads(whole)
+    for _ in range(int(rng.integers(1, 4))):
+        at, key = tree, None
+        while isinstance(at, dict | list) and at and (key is None or rng.random() < 0.7):
+            above, key = (
+                at,
+                (list(at)[int(rng.integers(len(at)))] if isinstance(at, dict) else int(rng.integers(len(at)))),
+            )
+            at = above[key]
+        if key is None:
+            break
+        chosen = int(rng.integers(len(ODD_VALUES) + 2))
+        if chosen < len(ODD_VALUES):
+            above[key] = copy.deepcopy(ODD_VALUES[chosen])
+        elif chosen == len(ODD_VALUES):
+            del above[key]
+        elif isinstance(above, dict):
+            above["other"] = above.pop(key)
+    return json.dumps(tree).encode()
+
+
+def with_its_digest(whole: bytes, rng: np.random.Generator) -> bytes:
+    """A manifest by somebody who knows how to write one."""
+    content = mutate_json(whole, rng)
+    try:
+        values = json.loads(content)
+        values.pop("sha256", None)
+        return json.dumps({**values, "sha256": _digest(values)}).encode()
+    except (ValueError, TypeError, AttributeError):
+        return content
+
+
+STATE = {
+    "stem.0.weight": torch.arange(8.0),
+    "fc.weight": torch.ones(2, 128),
+    "layer1.0.conv1.weight": torch.zeros(2, 2, dtype=torch.float16),
+    "bn.num_batches_tracked": torch.tensor(3),
+}
+
+
+def params_file() -> bytes:
+    """An MXNet .params of three arrays, of three versions of the format."""
+    array = np.arange(4, dtype="<f4").tobytes()
+    new = struct.pack("<IiIqqiii", 0xF993FAC9, 0, 2, 2, 2, 1, 0, 0) + array
+    older = struct.pack("<IIqqiii", 0xF993FAC8, 2, 2, 2, 1, 0, 0) + array
+    oldest = struct.pack("<IIIiii", 2, 2, 2, 1, 0, 0) + array
+    names = [b"arg:fc1_gamma", b"arg:bn0_beta", b"aux:bn1_moving_mean"]
+    listed = b"".join(struct.pack("<Q", len(name)) + name for name in names)
+    return struct.pack("<QQQ", 0x112, 0, 3) + new + older + oldest + struct.pack("<Q", 3) + listed
+
+
+def write_run(run: Path) -> None:
+    """A run folder with results, pictures and a small checkpoint of nothing known."""
+    rng = np.random.default_rng(0)
+    pictures = [b"\x89PNG\r\n\x1a\n" + bytes([number]) for number in range(80)]
+    scored = score_embeddings("model", rng.normal(size=(80, 4)), np.arange(40) % 2 == 0, xnorm=2.0)
+    write_results(run, {"name": "run"}, [result_of_pairs("lfw", "lfw.bin", scored, pictures)])
+    write_faces(run, [pictures[:2], pictures[2:4]])
+    (run / "summary.json").write_text(json.dumps({"num_classes": 3, "final_loss": 1.5, "image_size": 16, "steps": 7}))
+    rows = [{"step": step, "loss": 1.0, "elapsed_s": step, "data_wait_share": 0.1} for step in range(1, 4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_checkpoint(run: Path) -> Path:
+    with CheckpointWriter(run / "checkpoints", config="[backbone]\n", keep=1, device=torch.device("cpu")) as writer:
+        writer.save(
+            Snapshot(
+                step=20,
+                shared={f"backbone.{name}": tensor for name, tensor in STATE.items()},
+                head_rows={"weight": torch.ones(3, 4)},
+                class_start=0,
+                class_stop=3,
+                num_classes=3,
+                rank_state={"generator": torch.zeros(4, dtype=torch.uint8)},
+                metrics={"loss": 1.0},
+            )
+        )
+    return next((run / "checkpoints").glob("step-*")) / "manifest.json"
+
+
+def make_target(name: str, folder: Path) -> Target:
+    def at(path: Path, read: Callable[[], object], change: Callable[..., bytes] = mutate) -> Target:
+        whole = path.read_bytes()
+
+        def attempt(content: bytes) -> None:
+            path.write_bytes(content)
+            read()
+
+        return Target(whole, attempt, change)
+
+    def weights() -> None:
+        for tensor in (state := read_backbone(path)).values():
+            tensor.float().sum()
+        recognise(state, str(path))
+
+    if name == "hosts":
+        text = b"gpu-1:8,10.0.0.1:4,[fd00::1]:2,user@host.domain:1,10..1:1"
+        return Target(text, lambda content: hosts_from_option(content.decode("latin1")))
+    if name.endswith(".pth"):
+        path = folder / "model.pth"
+        torch.save(STATE, path, _use_new_zipfile_serialization=name == "archive .pth")
+        return at(path, weights)
+    if name == ".params":
+        path = folder / "model.params"
+        path.write_bytes(params_file())
+        return at(path, weights)
+    if name == ".safetensors":
+        path = folder / "model.safetensors"
+        said = {"backbone": "slim", "embedding_dim": "2", "image_size": "16"}
+        save_file({"fc.weight": torch.ones(2, 128), "stem.0.weight": torch.ones(3)}, path, metadata=said)
+        return at(path, lambda: load(path))
+    if name == "manifest":
+        path = write_checkpoint(folder)
+        return at(path, lambda: read_checkpoint(folder), with_its_digest)
+    write_run(folder)
+    change = mutate_json if name.endswith(".json") else mutate
+    return at(folder / name, lambda: render_report(report_of_runs([folder], device=torch.device("cpu"))), change)
+
+
+def read_checkpoint(run: Path) -> None:
+    found, reasons = newest_whole(run / "checkpoints")
+    assert found is not None or reasons
+    if found is not None:
+        manifest = read_manifest(found)
+        load_shared(found)
+        assert sum(len(rows["weight"]) for _, rows in saved_rows(found, manifest, 0, manifest.num_classes)) == 3
+        load_rank_state(found, manifest, manifest.world_size - 1)
+        report_of_runs([run], device=torch.device("cpu"))
+        load(run)
+
+
+NAMES = [
+    "legacy .pth",
+    "archive .pth",
+    ".params",
+    ".safetensors",
+    "manifest",
+    "faces.npz",
+    "evaluation.json",
+    "evaluation/lfw.npz",
+    "summary.json",
+    "metrics.jsonl",
+    "hosts",
+]
+
+
+def fuzz(name: str, num_mutations: int, seed: int) -> int:
+    """How many were refused; anything but a result or a UserError fails with the bytes that did it."""
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    rng, num_refused = np.random.default_rng([seed, sum(name.encode())]), 0
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        target = make_target(name, Path(folder))
+        target.attempt(target.whole) if name in ("faces.npz", "evaluation.json", "summary.json") else None
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in range(num_mutations):
+            content = target.mutate(target.whole, rng)
+            signal.alarm(MAX_SECONDS)
+            try:
+                target.attempt(content)
+            except UserError as error:
+                assert str(error)
+                num_refused += 1
+            except Exception as error:
+                raise AssertionError(f"mutation {number} of {name}, seed {seed}: {content[:4000]!r}") from error
+            finally:
+                signal.alarm(0)
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_BYTES
+    return num_refused
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_of_damaged_files_gives_a_result_or_one_line(name, capfd):
+    assert fuzz(name, SAMPLE_MUTATIONS, seed=0) > 0
+
+
+def in_a_process_of_its_own(name: str, report) -> None:
+    # What a mutation asks for beyond this is a MemoryError.
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2 * 2**30, used + 2 * 2**30))
+    report.send(fuzz(name, SOAK_MUTATIONS, seed=1))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hundred_thousand_damaged_files_give_a_result_or_one_line(name):
+    """A crash or a hang ends the process."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=in_a_process_of_its_own, args=(name, theirs))
+    process.start()
+    theirs.close()
+    process.join()
+    assert process.exitcode == 0
+    print(f"{name}: {ours.recv():,} of {SOAK_MUTATIONS:,} refused")
