@@ -76,7 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--match-classes",
         action="store_true",
-        help="keep centres by class name, or number, where the list of classes or the data has changed",
+        help="keep centres by class name, or number, where the list of classes has changed",
+    )
+    train.add_argument(
+        "--same-numbers",
+        action="store_true",
+        help="classes without names are the same people under the same numbers, although their images are others "
+        "(encoded anew): do not refuse them",
     )
     train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and end")
     train.set_defaults(run=_train)
@@ -139,7 +145,12 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.train.start import Beginning, start_training
     from megaclass.world import world_from_environment
 
-    beginning = Beginning(resume=options.resume, overwrite=options.overwrite, matches_classes=options.match_classes)
+    beginning = Beginning(
+        resume=options.resume,
+        overwrite=options.overwrite,
+        matches_classes=options.match_classes,
+        trusts_numbers=options.same_numbers,
+    )
     code = start_training(config, given[1:], beginning)
     if world_from_environment().size > 1:
         # A rank is done; ranks have aborted now and then while the interpreter took itself apart (docs/decisions.md).

@@ -39,6 +39,11 @@ def add_evaluate_commands(commands: Any) -> None:
     evaluate.add_argument("--gallery", type=Path, help="who is known: folder of identities, or embeddings .npy")
     evaluate.add_argument("--probes", type=Path, help="who is looked for: folder of identities, or embeddings .npy")
     evaluate.add_argument("--distractors", type=Path, help="MegaFace's: images, embeddings .npy or its feature files")
+    evaluate.add_argument(
+        "--training-data",
+        metavar="PATH",
+        help="data the model was trained on, as data.path: says how many images of each .bin are in it",
+    )
     evaluate.add_argument("--out", type=Path, help="folder for evaluation.json (the run folder, if MODEL is one)")
     evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
@@ -49,7 +54,11 @@ def add_evaluate_commands(commands: Any) -> None:
     report.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run folder, or one that evaluate --out wrote"
     )
-    report.add_argument("--out", type=Path, help="page to write (report.html in the first run)")
+    report.add_argument(
+        "--out",
+        type=Path,
+        help="page to write (report.html in the run; of several runs, A-and-B.html beside the first)",
+    )
     report.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where class centres are compared (cpu)"
     )
@@ -105,7 +114,9 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
+        from megaclass.data.source import open_source
         from megaclass.distributed.agreement import on_every_rank
+        from megaclass.evaluate.overlap import compared_with_training_data
         from megaclass.evaluate.results import write_results
         from megaclass.evaluate.sets import Evaluator, evaluate_sets
 
@@ -125,7 +136,10 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
         results: list[SetResult] = []
         for one in sets:
             with _bar(f"evaluating {one.name}", world) as on_progress:
-                results += evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
+                found = evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
+            if world.is_main and options.training_data is not None:
+                found = compared_with_training_data(found, open_source(options.training_data), options.training_data)
+            results += found
             if world.is_main and not options.json:
                 print_result(results[-1])
         if world.is_main:
@@ -143,7 +157,8 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
 
 def print_result(result: "SetResult") -> None:
     """A few lines of numbers, or why there are none."""
-    from megaclass.evaluate.report_sets import headline, share_with_interval
+    from megaclass.evaluate.overlap import training_data_line
+    from megaclass.evaluate.report_sets import headline, probes_in_gallery_line, share_with_interval
 
     print(f"{result.name:16} {headline(result)}", flush=True)
     lines = [] if result.error is None else [result.error]
@@ -160,6 +175,9 @@ def print_result(result: "SetResult") -> None:
             lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
     if result.numbers.get("xnorm") is not None:
         lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
+    if result.numbers.get("mirror") is False:
+        lines.append("without the embeddings of mirrored images")
+    lines += [line for line in (training_data_line(result.numbers), probes_in_gallery_line(result.numbers)) if line]
     for line in lines:
         print(f"{'':16} {line}", flush=True)
 
@@ -187,12 +205,21 @@ def _report(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.evaluate.report import write_report
     from megaclass.evaluate.run_report import report_of_runs
 
-    out = options.out or options.runs[0] / "report.html"
+    out = options.out or _place_of_report(options.runs)
     report = report_of_runs(options.runs, device=torch.device(options.device))
     with _writing(out):
         write_report(out, report)
     print(out)
     return 0
+
+
+def _place_of_report(runs: list[Path]) -> Path:
+    """A page over several runs is none of theirs: it lies beside the first one and leaves their own reports alone."""
+    if len(runs) == 1:
+        return runs[0] / "report.html"
+    first, *others = (run.resolve() for run in runs)
+    rest = others[0].name if len(others) == 1 else f"{len(others)}-others"
+    return first.parent / f"{first.name}-and-{rest}.html"
 
 
 def _export(options: argparse.Namespace, given: list[str]) -> int:

@@ -25,6 +25,7 @@ from megaclass.checkpoint.retention import best_folder, checkpoint_folder
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.checkpoint.tensor_file import write_tensors
 from megaclass.distributed import agreement
+from megaclass.distributed.restart_progress import FD_NAME, ProgressMark, report_progress
 from megaclass.errors import CheckpointError, UserError
 from megaclass.head.shards import class_range
 
@@ -62,6 +63,23 @@ def holds_step(folder, step):
 
 def steps(checkpoints):
     return [int(path.name.removeprefix("step-")) for path in sorted(checkpoints.glob("step-*"))]
+
+
+def test_a_published_checkpoint_is_reported_to_the_agent_that_keeps_the_rank(tmp_path, monkeypatch):
+    mark = ProgressMark()
+    monkeypatch.setenv(FD_NAME, str(mark.fileno()))
+    with writer_for(tmp_path) as writer:
+        writer.save(snapshot_at(3))
+        writer.save(snapshot_at(7))
+    assert mark.step() == 7
+    mark.close()
+
+
+def test_a_step_is_never_written_into_another_file_that_has_the_number(tmp_path, monkeypatch):
+    with (tmp_path / "other").open("w+b") as other:
+        monkeypatch.setenv(FD_NAME, str(other.fileno()))
+        report_progress(7)
+    assert (tmp_path / "other").read_bytes() == b""
 
 
 class Gate:

@@ -7,15 +7,16 @@ import signal
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from megaclass.data.decode import decode_image, decode_into
+from megaclass.data.decode import decode_image, decode_into, image_dimensions
 from megaclass.data.faces import draw_faces
 from megaclass.data.pairs import read_pairs
 from megaclass.data.source import open_source
@@ -170,17 +171,25 @@ def _image_targets() -> list[Target]:
     out = np.empty((24, 24, 3), dtype=np.uint8)
 
     def attempt(content: bytes) -> None:
-        decode_into(out, content, "fuzzed image")
+        for fit in ("pad", "crop", "squash"):
+            with suppress(DataError):
+                decode_into(out, content, "fuzzed image", fit)
+        with suppress(DataError):
+            image_dimensions(content, "fuzzed image")
         decode_image(content, "fuzzed image")
 
-    return [
-        Target(f"{kind} image", encoded(kind), attempt) for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-    ]
+    # Lying on its side as EXIF says, and of 16 bits: paths of their own through the decoder.
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    kinds = {kind: encoded(kind) for kind in ("PNG", "WEBP", "BMP", "GIF", "TIFF")}
+    kinds["JPEG"] = encoded("JPEG", exif=exif.tobytes())
+    kinds["PPM"] = b"P5 12 12 65535\n" + np.arange(144, dtype=">u2").tobytes()
+    return [Target(f"{kind} image", content, attempt) for kind, content in kinds.items()]
 
 
-def encoded(kind: str) -> bytes:
+def encoded(kind: str, **options: Any) -> bytes:
     stream = io.BytesIO()
-    Image.fromarray(draw_faces(0, np.array([1]), np.array([1]), 24)[0]).save(stream, kind)
+    Image.fromarray(draw_faces(0, np.array([1]), np.array([1]), 24)[0]).save(stream, kind, **options)
     return stream.getvalue()
 
 

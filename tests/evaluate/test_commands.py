@@ -4,11 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megaclass.cli import main
+from megaclass.data.pairs import read_pairs
+from megaclass.evaluate.models import ImageTreatment, load
+from megaclass.export.safetensors_file import save_model
 
 
 @pytest.fixture
@@ -101,9 +105,36 @@ def test_report_and_export_say_where_they_wrote(run, make_run, pairs_bin, capsys
     page = (run / "both.html").read_text()
     assert "Class centres: demo" in page
     assert "ab12" in page, "the data's fingerprint"
+    # Comparing runs leaves their own reports as they are.
+    (run / "report.html").write_text("its own")
+    assert main(["report", str(run), str(other)]) == 0
+    assert capsys.readouterr().out.strip() == str(run.resolve().parent / "demo-and-other.html")
+    assert (run / "report.html").read_text() == "its own"
     assert main(["export", str(run), "--to", "safetensors"]) == 0
     assert capsys.readouterr().out.strip() == str(run / "export" / "safetensors")
     assert (run / "export" / "safetensors" / "model.safetensors").is_file()
+
+
+def test_pairs_whose_images_are_in_the_training_data_are_told(run, pairs_bin, tmp_path, capsys):
+    bin_path = pairs_bin()
+    for number, encoded in enumerate(read_pairs(bin_path).images[:10]):
+        (tmp_path / "data" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / f"{number % 2}" / f"{number}.png").write_bytes(encoded)
+    command = [
+        "evaluate",
+        str(run),
+        "--on",
+        str(bin_path),
+        "--device",
+        "cpu",
+        "--training-data",
+        str(tmp_path / "data"),
+    ]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "WARNING: 10 of its 80 images are in the training data (all 10 training images were compared)" in said
+    assert main(["report", str(run)]) == 0
+    assert "10 of its 80 images are in the training data" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -126,3 +157,48 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(run, capsys, arguments
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+def test_mirroring_follows_training_unless_it_is_asked_for(make_run, pairs_bin, picture, tmp_path, capsys):
+    path = pairs_bin()
+    plain = make_run("plain")
+
+    def evaluate(model, *options):
+        assert main(["evaluate", str(model), "--on", str(path), "--device", "cpu", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)["lfw"]
+
+    mirrored, alone = evaluate(plain), evaluate(plain, "--no-mirror")
+    assert "mirror" not in mirrored and alone["mirror"] is False
+    assert alone["xnorm"] != mirrored["xnorm"]
+    exported = tmp_path / "exported"
+    model = load(plain)
+    treated = replace(model, treatment=ImageTreatment(fit="crop", mirror=False))
+    save_model(
+        tmp_path / "model.safetensors",
+        treated.network,
+        metadata={"backbone": "slim", "embedding_dim": "16", "image_size": "32", "fit": "crop", "mirror": "false"},
+    )
+    assert load(tmp_path / "model.safetensors").treatment == treated.treatment
+    assert evaluate(tmp_path / "model.safetensors")["xnorm"] == pytest.approx(alone["xnorm"])
+    assert evaluate(tmp_path / "model.safetensors", "--mirror")["xnorm"] == pytest.approx(mirrored["xnorm"])
+
+    main(["export", str(tmp_path / "model.safetensors"), "--to", "safetensors", "--out", str(exported)])
+    assert load(exported / "model.safetensors").treatment == treated.treatment
+    assert json.loads((exported / "config.json").read_text())["fit"] == "crop"
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "a.png").write_bytes(picture(1))
+    for options in ([], ["--mirror"]):
+        out = tmp_path / f"e{len(options)}.npy"
+        assert main(["embed", str(exported / "model.safetensors"), str(pictures), "--out", str(out), *options]) == 0
+    assert not np.allclose(np.load(tmp_path / "e0.npy"), np.load(tmp_path / "e1.npy"))
+
+
+def test_images_of_another_size_are_fitted_where_the_model_says_how_or_the_user_does(make_run, pairs_bin, capsys):
+    run, path = make_run(), pairs_bin("large", size=48)
+    on = ["evaluate", str(run), "--on", str(path), "--device", "cpu"]
+    assert main(on) == 2
+    assert "--fit pad, crop or squash" in capsys.readouterr().out
+    for options in (["--resize"], ["--fit", "pad"]):
+        assert main([*on, *options]) == 0
+        assert "80 of 80 images" in capsys.readouterr().err

@@ -216,6 +216,33 @@ def test_health_of_the_centres_names_the_closest():
     assert "3 are zero or not finite" in words
 
 
+def test_bold_marks_the_best_model_of_each_row_and_not_the_first():
+    report = _report()
+    better, worse = _pairs("lfw", 0.9, 1), _pairs("lfw", 0.05, 2)
+    assert better.numbers["accuracy"] > worse.numbers["accuracy"] and better.numbers["eer"] < worse.numbers["eer"]
+    models = [ModelReport(name=name, results=[one]) for name, one in (("worse", worse), ("better", better))]
+    html = render_report(dataclasses.replace(report, models=models))
+    best = re.findall(r'<td class="best">([^<]*)</td>', html)
+    assert f"{100 * better.numbers['accuracy']:.2f} %" in best and f"{better.numbers['auc']:.4f}" in best
+    assert f"{100 * better.numbers['eer']:.2f} %" in best
+    assert f"{100 * worse.numbers['accuracy']:.2f} %" not in best
+    assert "nth-child(2)" not in html
+    # One model alone is the best of nothing; equal ones are all marked.
+    alone = render_report(dataclasses.replace(report, models=models[:1]))
+    assert 'class="best"' not in alone
+    equal = render_report(dataclasses.replace(report, models=[models[0], dataclasses.replace(models[0], name="again")]))
+    row = re.search(r'<tr><th scope="row">Accuracy</th>(.*?)</tr>', equal)
+    assert row is not None and row[1].count('class="best"') == 2
+
+
+def test_evaluation_has_its_own_part_of_the_time():
+    rows = [
+        {"elapsed_s": 10.0, "data_wait_share": 0.5, "evaluation_s": 6.0},
+        {"elapsed_s": 12.0, "data_wait_share": 0.0},
+    ]
+    assert time_parts(rows) == {"computing": 4.0, "waiting for data": 2.0, "evaluating": 6.0}
+
+
 def test_where_time_went_adds_up():
     # 98 s in all, a quarter of it waiting.
     parts = time_parts(_report().models[0].metrics)

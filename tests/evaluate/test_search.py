@@ -107,3 +107,23 @@ def test_ranks_without_a_row_take_part(run_ranks):
 def test_embeddings_of_another_width_are_refused():
     with pytest.raises(DataError, match="probes have 4 numbers, those of the gallery 5"):
         search(_unit(2, 4, 0), GalleryShard(embeddings_ND=_unit(3, 5, 1)), k=1, device=_CPU)
+
+
+@pytest.mark.parametrize("with_faiss", [False, True])
+def test_a_probe_does_not_find_its_own_image(with_faiss):
+    """Probes 0 to 22 are also gallery rows; leaving these out finds what a gallery without them gives to each."""
+    if with_faiss:
+        pytest.importorskip("faiss")
+    probes, probe_labels, gallery, gallery_labels = _case()
+    rows = np.arange(23) * 3 + 1
+    gallery[rows], gallery_labels[rows] = probes, probe_labels
+    keys = np.arange(len(gallery))
+    shard = GalleryShard(embeddings_ND=gallery, labels_N=gallery_labels, keys_N=keys)
+    found = search(
+        probes, shard, k=5, device=_CPU, probe_labels_P=probe_labels, probe_keys_P=keys[rows], with_faiss=with_faiss
+    )
+    for probe, row in enumerate(rows):
+        others = GalleryShard(embeddings_ND=np.delete(gallery, row, 0), labels_N=np.delete(gallery_labels, row))
+        alone = search(probes[[probe]], others, k=5, device=_CPU, probe_labels_P=probe_labels[[probe]])
+        np.testing.assert_allclose(found.other_scores_Pk[probe], alone.other_scores_Pk[0], atol=1e-6)
+        np.testing.assert_allclose(found.mate_scores_P[probe], alone.mate_scores_P[0], atol=1e-6)

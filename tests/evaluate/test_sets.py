@@ -265,3 +265,25 @@ def test_results_that_cannot_be_read_say_so(tmp_path, content):
     (tmp_path / "evaluation.json").write_text(content)
     with pytest.raises(DataError, match=r"evaluation\.json"):
         read_results(tmp_path)
+
+
+def test_probes_that_are_in_the_gallery_do_not_find_themselves(tmp_path, picture):
+    """A folder against itself: with a network that tells nobody apart, everybody was found at rank 1."""
+
+    class FirstPixel(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(1)[:, :2] + 3
+
+    gallery = _people(tmp_path / "gallery", picture, range(6), [0, 1])
+    _people(tmp_path / "probes", picture, range(3), [1, 2])
+    evaluator = _evaluator(FirstPixel())
+    sets = [
+        EvaluationSet(name=name, kind="identification", path=gallery, probes=tmp_path / name)
+        for name in ("gallery", "probes")
+    ]
+    itself, some = (result.numbers for result in evaluate_sets(evaluator, sets))
+    assert itself["num_probes_in_gallery"] == 12 and itself["rank_k"]["1"] < 1
+    assert (some["num_probes_in_gallery"], some["num_mated"]) == (3, 6)
+    alone = _people(tmp_path / "alone", picture, range(4), [0])
+    (only,) = evaluate_sets(evaluator, [EvaluationSet(name="a", kind="identification", path=alone, probes=alone)])
+    assert only.numbers["num_mated"] == 0 and only.numbers["rank_k"]["1"] is None

@@ -15,18 +15,19 @@ NAMES = ["anna", "bert", "zoë"]
 def make_run(tmp_path) -> Callable[..., Path]:
     """make_run("mbf"): a run folder as training leaves it, with one checkpoint of three named classes."""
 
-    def make(backbone: str = "mbf", size: int = SIZE) -> Path:
+    def make(backbone: str = "mbf", size: int | tuple[int, int] = SIZE, settings: str = "") -> Path:
         from megaclass.backbones import build_backbone
         from megaclass.checkpoint.save import CheckpointWriter, Snapshot
+        from megaclass.image_size import height_and_width
 
         torch.manual_seed(0)
         run, model = tmp_path / "run", build_backbone(backbone, embedding_dim=WIDTH, image_size=size)
         run.mkdir()
-        model(torch.rand(4, 3, size, size) * 2 - 1)
+        model(torch.rand(4, 3, *height_and_width(size)) * 2 - 1)
         centres = torch.randn(len(NAMES), WIDTH)
         with CheckpointWriter(
             run / "checkpoints",
-            config=f'[backbone]\nname = "{backbone}"\nembedding_dim = {WIDTH}\n',
+            config=f'[backbone]\nname = "{backbone}"\nembedding_dim = {WIDTH}\n{settings}',
             keep=1,
             device=torch.device("cpu"),
             class_names="".join(f"{name}\n" for name in NAMES).encode(),

@@ -9,7 +9,7 @@ import torch
 from megaclass.backbones import build_backbone
 from megaclass.errors import ExportError
 from megaclass.evaluate.centres import read_run_centres
-from megaclass.evaluate.models import load
+from megaclass.evaluate.models import ImageTreatment, load
 from megaclass.evaluate.results import SetResult, write_results
 from megaclass.export import run_export
 from megaclass.export.centres_file import load_centres
@@ -53,6 +53,26 @@ def test_insightface_gets_the_state_dict_it_loads(make_run, tmp_path):
     build_backbone("iresnet18", embedding_dim=16, image_size=32).load_state_dict(state, strict=True)
     assert "layer1.0.downsample.0.weight" in state
     assert 'get_model("r18", num_features=16)' in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "onnx"])
+def test_a_model_of_rectangles_carries_its_size_and_how_images_are_treated(make_run, tmp_path, form):
+    if form == "onnx":
+        pytest.importorskip("onnxruntime", reason="the extra megaclass[onnx] is not installed")
+    settings = '[data]\nsize = [32, 48]\nfit = "crop"\nmirror = false\n'
+    run = make_run("slim", size=(32, 48), settings=settings)
+    out = export_model(run, form, tmp_path / "out")
+    for model in (load(run), load(out / f"model.{form}")):
+        assert (model.image_size, model.embedding_dim) == ((32, 48), 16)
+        assert model.treatment == ImageTreatment(fit="crop", mirror=False)
+    assert json.loads((out / "config.json").read_text())["image_size"] == [32, 48]
+    assert "48 × 32 pixels" in (out / "README.md").read_text()
+
+
+def test_weights_of_rectangles_without_their_size_are_not_exported(make_run, tmp_path):
+    run = make_run("iresnet18", size=(32, 48), settings="[data]\nsize = [32, 48]\n")
+    with pytest.raises(ExportError, match="the size of its images cannot be told"):
+        export_model(run, "insightface", tmp_path / "out")
 
 
 def test_an_export_can_be_exported_again_in_another_form(make_run, tmp_path):

@@ -333,11 +333,11 @@ def test_the_state_moves_in_step_and_forward_uses_the_one_the_step_began_with():
     embeddings_BD, labels_B = torch.eye(4, dtype=torch.float64), torch.arange(4)
     first, second = head(embeddings_BD, labels_B), head(embeddings_BD, labels_B)
     assert first.item() == second.item()
-    assert head.get_buffer("margin_t").item() == 0
+    assert head.margin_state["t"].item() == 0
     cosines = cosine_similarity(embeddings_BD, head.centres(labels_B))
     second.backward()
     head.step(lr=0.1)
-    assert head.get_buffer("margin_t").item() == pytest.approx(0.5 * cosines.mean().item(), abs=1e-15)
+    assert head.margin_state["t"].item() == pytest.approx(0.5 * cosines.mean().item(), abs=1e-15)
 
 
 class _Recorder(ElasticFace):
@@ -628,7 +628,7 @@ def test_the_head_is_the_dense_softmax_over_the_classes_that_take_part(monkeypat
         torch.testing.assert_close(head.rows()["weight"], dense.weight_RD, rtol=0, atol=1e-10)
         weight_RD, state = dense.weight_RD, dense.state
         for name, value in state.items():
-            assert head.get_buffer(f"margin_{name}").item() == pytest.approx(value, abs=1e-10)
+            assert head.margin_state[name].item() == pytest.approx(value, abs=1e-10)
 
 
 class NoisyNegatives(Margin):
@@ -727,7 +727,7 @@ def _five_steps(margin: Margin, settings: dict[str, Any], num_labels: int) -> di
         head.step(lr=1e-3)
         losses.append(loss.item())
         grads.append(embeddings_BD.grad)
-        states.append({name: head.get_buffer(f"margin_{name}").item() for name in margin.initial_state})
+        states.append({name: head.margin_state[name].item() for name in margin.initial_state})
     return {"losses": losses, "grads": grads, "rows": head.rows()["weight"], "states": states}
 
 

@@ -15,9 +15,12 @@ import torch
 
 import megaclass
 from megaclass.cli import main
+from megaclass.launch.check_answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
 from megaclass.launch.check_facts import clock_finding, default_slots, difference_findings, host_findings
 from megaclass.launch.check_findings import Report, State, bad, good
 from megaclass.launch.check_host import code_digest
+from megaclass.launch.plain_text import plain_lines
+from megaclass.launch.protocol import ProtocolError
 
 _MEMORY = {"free_bytes": 130 << 30, "total_bytes": 140 << 30}
 GPU = {"name": "NVIDIA H200", "microseconds": 25.0, "is_right": True, **_MEMORY}
@@ -425,3 +428,96 @@ def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp
 def test_a_host_list_that_cannot_be_read_is_refused(capsys):
     assert main(["check", "-H", "h1:1,-oProxyCommand=x:1"]) == 2
     assert "Cannot read host '-oProxyCommand=x:1'" in capsys.readouterr().err
+
+
+# ---- a host that was taken over ----
+
+ODD = [
+    None,
+    True,
+    -1,
+    2**70,
+    float("nan"),
+    [],
+    {},
+    [None],
+    "",
+    "x; rm -rf ~",
+    "\x1b[2J",
+    "$(id)",
+    "9" * 5000,
+    {"a": []},
+]
+
+
+def test_facts_of_a_host_pass_unchanged():
+    assert facts_in(FACTS, "/work") == FACTS
+    assert facts_in({**FACTS, "torch": None, "workdir": None}, "/work")["workdir"] is None
+    assert facts_in({**FACTS, "torch": {"fault": "cannot import"}}, "/work")["torch"] == {"fault": "cannot import"}
+
+
+def places(value):
+    """Ways to replace each part of a nested value by another."""
+    yield lambda other: other
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        for place in places(part):
+            yield (
+                lambda other, key=key, place=place: (
+                    {**value, key: place(other)}
+                    if isinstance(value, dict)
+                    else [*value[:key], place(other), *value[key + 1 :]]
+                )
+            )
+
+
+def test_facts_of_a_hostile_host_are_refused_or_give_findings_that_no_terminal_obeys():
+    num_accepted = 0
+    for place in places(FACTS):
+        for odd in ODD:
+            try:
+                facts = facts_in(place(odd), "/work")
+            except ProtocolError:
+                continue
+            num_accepted += 1
+            findings = [
+                *host_findings(facts, 2),
+                *difference_findings({"a": FACTS, "b": facts}, None, "/work", "python"),
+            ]
+            text = Report(findings={"b": findings}).table()
+            assert plain_lines(text) == text
+            advice = " ".join(finding.advice for finding in findings if "Type" in finding.advice)
+            assert "rm -rf" not in advice and "$(id)" not in advice
+    assert num_accepted
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_other_answers_of_a_hostile_host_are_refused_or_harmless(odd):
+    for check, reply in (
+        (time_in, {"time": odd}),
+        (listening_in, {"port": odd, "fault": None}),
+        (lambda reply: reached_in(reply, ["h2 10.0.0.2 1"]), {"towards": odd, "faults": {"h2 10.0.0.2 1": None}}),
+        (lambda reply: reached_in(reply, ["h2 10.0.0.2 1"]), {"towards": "eth0", "faults": odd}),
+    ):
+        try:
+            assert plain_lines(str(check(reply))) == str(check(reply))
+        except ProtocolError as error:
+            assert "makes no sense" in str(error)
+    assert rows_in(odd) == [] and rows_in([{"backend": odd}]) == []
+    assert connection_in({"ssh": f"{odd} 1 {odd} 22"}) == []
+
+
+def test_a_host_whose_answers_make_no_sense_is_named_and_training_would_not_start(tmp_path, capsys):
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable} -S\nimport json, sys\n"
+        "def say(text): sys.stdout.write(text + chr(10)); sys.stdout.flush()\n"
+        "say('megaclass-agent ' + json.loads(sys.stdin.readline())['token'])\n"
+        "say(json.dumps({'ssh': ''}))\nsys.stdin.readline()\n"
+        "say(json.dumps({'hostname': chr(27) + ']0;owned', 'python': [1]}))\nsys.stdin.readline()\n"
+    )
+    python.chmod(0o755)
+    assert main(["check", "--python", str(python)]) == 1
+    out = capsys.readouterr().out
+    assert "[!] answers" in out and "its answer about facts makes no sense: python: expected a text" in out
+    assert plain_lines(out) == out

@@ -290,3 +290,18 @@ def test_more_processes_than_the_machine_can_bear_are_refused_before_one_starts(
     with pytest.raises(LaunchError, match=r"1000 processes were asked for .* at most \d+\. For several machines"):
         run_local(program(_HELLO), 1000)
     assert [path.name for path in tmp_path.iterdir()] == ["rank.py"]
+
+
+def test_a_stopped_rank_is_named_each_time_it_is_stopped(parent, tmp_path):
+    process = parent(_HELLO + "wait_for('over')", 2)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    stopped = int((tmp_path / "pid1").read_text())
+    for _ in range(2):
+        os.kill(stopped, signal.SIGSTOP)
+        line = process.stderr.readline()
+        assert f"(pid {stopped}) is stopped: somebody sent it SIGSTOP; SIGCONT lets it go on." in line
+        assert line.startswith("megaclass: rank 1 on ")
+        os.kill(stopped, signal.SIGCONT)
+        time.sleep(0.3)  # for the news that it goes on
+    (tmp_path / "over").touch()
+    assert process.wait(30) == 0 and process.stderr.read() == ""

@@ -242,21 +242,46 @@ def test_everything_is_gone_soon_after_all_that_names_megaclass_is_killed(run, s
     run.seconds_until_nothing_is_left(timeout_s=5)
 
 
-def test_a_killed_sweeper_is_replaced(run):
+def test_killed_sweepers_are_replaced(run):
     started = run.start("-np", "1", "--heartbeat", "5", "bash", "-c", "echo up; sleep 600; echo never")
     started.says("up")
 
-    def sweepers():
-        return [pid for pid in run.processes() if b"-I\0-S\0-\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-    [first] = sweepers()
-    os.kill(first, signal.SIGKILL)
+    first = sweepers(run)
+    assert len(first) == 2
+    for pid in first:
+        os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while not sweepers() or sweepers() == [first]:
+    while len(now := sweepers(run)) < 2 or set(now) & set(first):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     started.send(signal.SIGTERM)
     assert started.wait() == 143
+
+
+def sweepers(run):
+    return [pid for pid in run.processes() if b"-I\0-S\0-\0" in command_line(pid)]
+
+
+def command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize("also", ["one sweeper", "both sweepers", "one sweeper and the driver"])
+def test_an_agent_killed_together_with_its_watchers_leaves_nothing_behind(run, also):
+    """Behind a shell, in sessions of their own, where the kernel does not end them with the agent."""
+    started = run.start("-np", "2", "bash", "-c", "echo up; (setsid sleep 600 &) ; sleep 601; echo never")
+    started.says("up", times=2)
+    [agent] = [pid for pid in run.processes() if b"megaclass.launch.agent" in command_line(pid)]
+    killed = [agent, *sweepers(run)[: 2 if "both" in also else 1], *([started.pid] if "driver" in also else [])]
+    for pid in killed:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    run.seconds_until_nothing_is_left(timeout_s=5)
+    assert started.wait() == (-9 if "driver" in also else 255)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +293,7 @@ def test_what_the_ranks_leave_behind_is_ended_with_them_and_named(run, daemon):
     sleeper = f"sleep 600.{int.from_bytes(os.urandom(4))}"
     done = run("-np", "2", "bash", "-c", f"{daemon.format(sleeper)} sleep 0.3; exit 0")
     assert done.code == 0
-    assert "megaclass: ending what the ranks on localhost left behind: sleep, sleep" in done.err
+    assert "megaclass: localhost: ending what its ranks left behind: sleep, sleep" in done.err
     assert subprocess.run(["pgrep", "-f", sleeper], capture_output=True).returncode == 1, "a sleeper is left"
 
 
@@ -358,11 +383,33 @@ def test_a_rank_that_fails_after_another_stopped_as_asked_is_the_one_that_counts
 
 
 def test_an_interrupt_between_two_starts_ends_the_run(run, script):
-    started = run.start("-np", "1", "--restarts", "9", *script("sys.exit(6)"))
-    # The fourth start waits for 3 s, the fifth for 7.
+    started = run.start("-np", "1", "--restarts", "9", "--workdir", "/no/such/folder", *script("sys.exit(6)"))
+    # The fourth start waits for 3 s, the fifth for 7. No rank has run, so all nine may be used.
     started.says("starts ended within 60 s: the next one in 7 s")
     started.send(signal.SIGINT)
     assert started.wait() == 130 and "restart 5" not in started.err
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_restarts", "reason"),
+    [
+        ([], 2, "the last 3 starts made no progress (no checkpoint, and none ran for 60 s)"),
+        ([5, 5, 5, 5, 9], 3, "the last 3 starts made no progress (no checkpoint after step 5)"),
+        ([5, None, 6, None, None, None, 8], 5, "the last 3 starts made no progress (no checkpoint after step 6)"),
+    ],
+    ids=["a program that reports nothing", "the same step again and again", "some starts advance"],
+)
+def test_restarts_stop_after_three_starts_without_progress(run, tmp_path, steps, num_restarts, reason):
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, sys\nfrom megaclass.distributed.restart_progress import report_progress\n"
+        f"step = dict(enumerate({steps})).get(int(os.environ['MEGACLASS_RESTART']))\n"
+        "if step is not None: report_progress(step)\n"
+        "sys.exit(6)\n"
+    )
+    done = run("-np", "1", "--restarts", "20", "sh", "-c", f"{sys.executable} {program}", timeout_s=250)
+    assert done.code == 6 and done.err.count("megaclass: restart ") == num_restarts, done.story()
+    assert f"megaclass: no restart: {reason}" in done.err.splitlines()[-1]
 
 
 def test_restarts_end_with_the_last_failure_and_an_interrupt_is_none(run, script):

@@ -399,6 +399,19 @@ def test_an_agent_that_is_killed(bed, record_property, host):
     )
 
 
+@pytest.mark.parametrize("host", ["h1", "h2"], ids=["the driver's own", "another"])
+def test_an_agent_that_is_killed_together_with_both_its_sweepers(bed, record_property, host):
+    run = bed.start(*HOSTS, *BEHIND_A_SHELL)
+    run.says("up", times=4)
+    killed = [*agents(bed, host), *bed.pids_of(host, " -I -S - ")]
+    assert len(killed) == 3
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in killed:
+            os.kill(pid, number)
+    gone_in_time(bed, record_property, f"kill -9 of an agent and its sweepers ({host})")
+    assert run.wait() == 255
+
+
 def test_agents_that_are_all_killed_at_once(bed, record_property):
     run = bed.start(*HOSTS, *BEHIND_A_SHELL)
     run.says("up", times=4)

@@ -87,10 +87,24 @@ def test_other_data_with_as_many_numbered_classes_is_refused_on_all_ranks_and_bo
         said, errors = resumed_with(run_ranks, begun, data, tmp_path / "run")
         for error in errors:
             assert "was trained on other data" in error and f"class {foreign} holds none of the images" in error
-            assert len(fingerprints_in(error)) == 2 and "--match-classes goes on" in error
+            assert len(fingerprints_in(error)) == 2 and "--same-numbers goes on" in error
         assert "resuming from" not in said
-    said, errors = resumed_with(run_ranks, begun, others, tmp_path / "run", matches_classes=True)
+    # Numbers that match say nothing about people: --match-classes does not help where there are no names.
+    fewer = renumbered(others, tmp_path / "fewer", list(range(NUM_CLASSES - 2)))
+    for data in (others, fewer):
+        _, errors = resumed_with(run_ranks, begun, data, tmp_path / "run", matches_classes=True)
+        assert all("class 0 holds none of the images that it is known by" in error for error in errors)
+    said, errors = resumed_with(run_ranks, begun, others, tmp_path / "run", trusts_numbers=True)
     assert errors == ["", ""] and "the data has changed, going on with it" in said and len(fingerprints_in(said)) == 2
+
+
+def test_centres_of_other_people_under_the_same_numbers_are_refused(run_ranks, begun, tmp_path):
+    values = settings(draw(tmp_path / "others", seed=5), tmp_path / "run", train__epochs=1)
+    values["train"]["init_centres"] = str(begun.run_dir)
+    for beginning in (Beginning(), Beginning(matches_classes=True)):
+        for _, _, error in run_ranks(2, _train, values, beginning):
+            assert "was trained on other data: class 0 holds none of the images" in error
+    assert run_ranks(2, _train, values, Beginning(trusts_numbers=True))[0][2] == ""
 
 
 def test_the_same_classes_with_more_or_fewer_images_in_another_order_and_format_go_on(run_ranks, begun, tmp_path):

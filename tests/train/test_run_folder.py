@@ -79,3 +79,18 @@ def test_clearing_a_run_removes_a_link_and_not_what_it_points_to(tmp_path):
     run.clear()
     assert not (run.path / "evaluation").exists()
     assert (tmp_path / "elsewhere" / "precious.txt").read_text() == "mine"
+
+
+def test_a_run_that_was_killed_says_how_to_resume_it_or_that_it_must_begin_again(tmp_path):
+    run = RunFolder(tmp_path)
+    run.write_config("[train]\n")
+    with pytest.raises(CheckpointError, match="ended before its first checkpoint, so begin it again with --overwrite"):
+        run.check_free()
+    for step in (40, 120):
+        (run.checkpoints / f"step-{step:09d}").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as error:
+        run.check_free(["megaclass", "train", "my recipe.toml", "train.nproc=2"])
+    assert (
+        "continue it with --resume (from step 120: megaclass train 'my recipe.toml' train.nproc=2 --resume), "
+        "replace it with --overwrite" in str(error.value)
+    )

@@ -399,6 +399,18 @@ def test_the_meter_leaves_skipped_steps_out_of_the_mean():
     assert row["skipped_steps"] == 1
 
 
+def test_the_meter_leaves_evaluation_out_of_the_speed(monkeypatch):
+    clock = iter([0.0, 2.0, 102.0, 4.0 + 100.0, 104.0])  # begun, pause begins, pause ends, read, end
+    monkeypatch.setattr("megaclass.train.meters.time.monotonic", lambda: next(clock))
+    meter = Meter(12, [], CPU)
+    meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+    with meter.paused():
+        pass
+    row = meter.read()
+    assert (row["images_per_second"], row["evaluation_s"], row["elapsed_s"]) == (3.0, 100.0, 104.0)
+    assert meter.images_per_second() == 3.0
+
+
 def test_the_meter_tells_the_measures_of_the_last_step_unless_that_was_skipped():
     measures = HeadMeasures(*torch.tensor([0.25, 3.0, 0.5], dtype=torch.float64))
     meter = Meter(12, [], CPU)

@@ -45,7 +45,9 @@ from megaclass.checkpoint.tensor_file import write_tensors
 from megaclass.data.fingerprint import DataMarks
 from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
+from megaclass.distributed.restart_progress import report_progress
 from megaclass.errors import CheckpointError
+from megaclass.private_files import make_private_folder
 
 T = TypeVar("T")
 _POLL_S = 0.05
@@ -193,7 +195,8 @@ class CheckpointWriter:
         start, stop = snapshot.class_start, snapshot.class_stop
         if self._rank == 0:
             _clear_leftovers(self._checkpoints, but=save.unfinished)
-        save.unfinished.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._checkpoints)
+        make_private_folder(save.unfinished)
         self._rows_copy.wait()
         self._shared_copy.wait()
         name = f"head-{start:010d}-{stop:010d}.safetensors"
@@ -227,6 +230,7 @@ class CheckpointWriter:
         flush(save.unfinished)
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)
+        report_progress(snapshot.step)
         for old in superfluous(self._checkpoints, save.final, self._keep):
             # Out of sight first: half of a checkpoint must not look like one.
             name = checkpoint_folder(self._checkpoints, step_of(old)).name

@@ -121,7 +121,8 @@ def _cache_folders(data: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    # A link that another user put there must not have a file made elsewhere.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         # Some network file systems have no locks: then several may build, and the last rename wins with equal content.
         with contextlib.suppress(OSError):

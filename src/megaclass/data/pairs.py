@@ -38,7 +38,9 @@ def write_pairs(path: Path, pair_set: PairSet) -> None:
     _require_two_images_a_pair(path, len(pair_set.images), len(pair_set.is_same))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        # Exclusively: whatever another user put under this name is not followed.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
             pickle.dump(
                 (list(pair_set.images), [bool(same) for same in pair_set.is_same]), file, protocol=_PICKLE_PROTOCOL
             )

@@ -6,7 +6,7 @@ nobody.
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Identification:
     num_mated: int
     """Probes whose identity is in the gallery."""
     num_unmated: int
+    num_in_gallery: int = 0
+    """Probes that are themselves in the gallery; each was compared with the other entries only."""
     rank_k: dict[int, float | None]
     """Share of the mated probes with a mate above all but k - 1 entries of others; None without mated probes."""
     rank_intervals: dict[int, Interval | None]
@@ -46,6 +48,7 @@ class Identification:
             "num_gallery": self.num_gallery,
             "num_mated": self.num_mated,
             "num_unmated": self.num_unmated,
+            "num_probes_in_gallery": self.num_in_gallery,
             "rank_k": {str(k): share for k, share in self.rank_k.items()},
             "rank_k_95": {str(k): ends and list(ends) for k, ends in self.rank_intervals.items()},
             "tpir_at_fpir": {f"{fpir:g}": share for fpir, share in self.tpir_at_fpir.items()},
@@ -60,25 +63,32 @@ def identify(
     num_gallery: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    probe_keys_P: NDArray[np.int64] | None = None,
+    num_in_gallery: int = 0,
     max_block_bytes: int | None = None,
     with_faiss: bool = False,
 ) -> Identification:
-    """Collective: every rank holds all probes and its shard of the gallery, and gets the same numbers."""
+    """Collective: every rank holds all probes and its shard of the gallery, and gets the same numbers.
+
+    probe_keys_P: where probes may be in the gallery themselves; see `GalleryShard.keys_N`.
+    """
     found = search(
         probes_PD,
         gallery,
         k=max(RANKS),
         device=device,
         probe_labels_P=probe_labels_P,
+        probe_keys_P=probe_keys_P,
         group=group,
         max_block_bytes=max_block_bytes,
         with_faiss=with_faiss,
     )
-    return numbers_of_scores(
+    numbers = numbers_of_scores(
         found.mate_scores_P.double().cpu().numpy(),
         found.other_scores_Pk.double().cpu().numpy(),
         num_gallery=num_gallery,
     )
+    return replace(numbers, num_in_gallery=num_in_gallery)
 
 
 def numbers_of_scores(

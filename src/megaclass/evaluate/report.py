@@ -21,6 +21,7 @@ from megaclass.evaluate.report_script import SCRIPT, script_digest
 from megaclass.evaluate.report_sets import headline, set_sections
 from megaclass.evaluate.report_style import STYLE
 from megaclass.evaluate.results import SetResult
+from megaclass.private_files import write_private
 
 _NUM_BINS = 40
 
@@ -54,7 +55,8 @@ def write_report(path: Path, report: ReportData) -> None:
     """Writes the page; a reader never sees half of one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(render_report(report), encoding="utf-8")
+        # It may show faces.
+        write_private(unfinished, render_report(report))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -167,7 +169,10 @@ def _where_time_went(runs: Sequence[tuple[int, ModelReport]]) -> str:
 
 
 def time_parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of computing, and of waiting for data where the rows say so; from their elapsed time and their shares."""
+    """Seconds of computing, and of waiting for data and evaluating where the rows say so.
+
+    A row's share of waiting is of its time without evaluation.
+    """
     seconds: dict[str, float] = {}
     before = 0.0
     for row in metrics:
@@ -176,10 +181,14 @@ def time_parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         # A resumed run counts from zero again.
         passed = row["elapsed_s"] - before if row["elapsed_s"] >= before else row["elapsed_s"]
         before = row["elapsed_s"]
+        evaluating = min(float(row.get("evaluation_s") or 0.0), passed)
+        passed -= evaluating
         share = float(row.get("data_wait_share") or 0.0)
         seconds["computing"] = seconds.get("computing", 0.0) + passed * max(0.0, 1 - share)
         if "data_wait_share" in row:
             seconds["waiting for data"] = seconds.get("waiting for data", 0.0) + passed * share
+        if evaluating:
+            seconds["evaluating"] = seconds.get("evaluating", 0.0) + evaluating
     return seconds
 
 

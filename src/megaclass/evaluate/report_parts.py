@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -20,13 +21,28 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
 
 
+class Best(str):
+    """A cell of a table that holds the best value of its row."""
+
+
+def best_marked(cells: Sequence[str], values: Sequence[float | None], *, is_lower_better: bool = False) -> list[str]:
+    """The cells, those of the best value marked; none where there is nothing to compare."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if len(known) < 2:
+        return list(cells)
+    best = min(known) if is_lower_better else max(known)
+    return [Best(cell) if value == best else cell for cell, value in zip(cells, values, strict=True)]
+
+
 def table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Cells that are `Best` stand out."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, cells in rows
-    )
+    body = "".join(f'<tr><th scope="row">{escape(name)}</th>{"".join(map(_cell, cells))}</tr>' for name, cells in rows)
     return f'<div class="scroll"><table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(cell: str) -> str:
+    return f'<td class="best">{escape(cell)}</td>' if isinstance(cell, Best) else f"<td>{escape(cell)}</td>"
 
 
 def figure(title: str, content: str, legend: Sequence[tuple[str, str]], *, has_toggles: bool = False) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from megaclass.evaluate.charts import Series, fixed_axis, histogram_chart, line_chart, log_axis
-from megaclass.evaluate.report_parts import colour, figure, image, percent, section, table, tabs
+from megaclass.evaluate.overlap import training_data_line
+from megaclass.evaluate.report_parts import best_marked, colour, figure, image, percent, section, table, tabs
 from megaclass.evaluate.results import Curves, HardPair, SetResult
 
 Column = tuple[str, SetResult | None]
@@ -50,10 +51,29 @@ def headline(result: SetResult) -> str:
     return f"rank-1 {_share(numbers['rank_k'][size]['1'])} of {int(size):,}"
 
 
+def _headline_value(result: SetResult) -> float | None:
+    """The number in the headline: the higher, the better."""
+    if result.error is not None:
+        return None
+    numbers = result.numbers
+    value: float | None
+    if result.kind == "pairs":
+        value = numbers["accuracy"]
+    elif result.kind == "templates":
+        value = numbers["tar_at_far"].get("1e-4")
+    elif result.kind == "identification":
+        value = numbers["rank_k"]["1"]
+    else:
+        value = numbers["rank_k"][max(numbers["rank_k"], key=int)]["1"]
+    return value
+
+
 def _overview(names: Sequence[str], models: Sequence[tuple[str, Mapping[str, SetResult]]]) -> str:
-    rows = [
-        (name, [headline(results[name]) if name in results else _ABSENT for _, results in models]) for name in names
-    ]
+    rows = []
+    for name in names:
+        found = [results.get(name) for _, results in models]
+        cells = [_ABSENT if one is None else headline(one) for one in found]
+        rows.append((name, best_marked(cells, [None if one is None else _headline_value(one) for one in found])))
     return table([title for title, _ in models], rows)
 
 
@@ -92,6 +112,8 @@ def _lead(result: SetResult) -> str:
             f"{numbers['num_pairs']:,} pairs, {numbers['num_same']:,} of the same identity. Accuracy: the threshold is "
             f"chosen on {folds - 1} folds and judged on the one left out. In brackets: 95 % confidence."
         )
+        if said := training_data_line(numbers):
+            text = f"{text} {said}"
     elif result.kind == "templates":
         text = f"{numbers['num_pairs']:,} pairs of templates, {numbers['num_same']:,} of the same person."
     elif result.kind == "identification":
@@ -99,14 +121,24 @@ def _lead(result: SetResult) -> str:
             f"{numbers['num_gallery']:,} in the gallery; {numbers['num_mated']:,} probes have a mate there, "
             f"{numbers['num_unmated']:,} have none."
         )
+        if said := probes_in_gallery_line(numbers):
+            text = f"{text} {said}"
     else:
         text = f"{numbers['num_pairs']:,} pairs of {numbers['num_probes']:,} probe images among distractors."
     return f"<p>{escape(text)}</p>"
 
 
+def probes_in_gallery_line(numbers: Mapping[str, Any]) -> str:
+    """Empty where no probe is in the gallery."""
+    num_inside = numbers.get("num_probes_in_gallery", 0)
+    return (
+        f"{num_inside:,} probes are in the gallery themselves: each was compared with the others." if num_inside else ""
+    )
+
+
 def _pair_numbers(columns: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     rows = [
-        ("Accuracy", [percent(n["accuracy"]) for _, n in columns]),
+        ("Accuracy", best_marked([percent(n["accuracy"]) for _, n in columns], [n["accuracy"] for _, n in columns])),
         ("Deviation over folds", [percent(n["accuracy_std"]) for _, n in columns]),
         *_rate_rows(columns),
         *_published_rows(columns),
@@ -121,17 +153,20 @@ def _published_rows(columns: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tu
     """What InsightFace prints, for comparison; left out where too few different pairs make it a matter of luck."""
     if all(n["tar_at_far"].get("1e-3") is None for _, n in columns):
         return []
-    return [("TAR at FAR 1e-3, published grid", [_share(n.get("published_tar_at_far_1e-3")) for _, n in columns])]
+    return [("TAR at FAR 1e-3, published grid", _shares([n.get("published_tar_at_far_1e-3") for _, n in columns]))]
 
 
 def _rate_rows(columns: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, list[str]]]:
     rows = [
-        ("Area under the ROC", [f"{n['auc']:.4f}" for _, n in columns]),
-        ("Equal error rate", [percent(n["eer"]) for _, n in columns]),
+        ("Area under the ROC", best_marked([f"{n['auc']:.4f}" for _, n in columns], [n["auc"] for _, n in columns])),
+        (
+            "Equal error rate",
+            best_marked([percent(n["eer"]) for _, n in columns], [n["eer"] for _, n in columns], is_lower_better=True),
+        ),
     ]
     for far in columns[0][1]["tar_at_far"]:
         cells = [share_with_interval(n["tar_at_far"].get(far), n.get("tar_at_far_95", {}).get(far)) for _, n in columns]
-        rows.append((f"TAR at FAR {far}", cells))
+        rows.append((f"TAR at FAR {far}", best_marked(cells, [n["tar_at_far"].get(far) for _, n in columns])))
     return rows
 
 
@@ -141,10 +176,10 @@ def _template_numbers(columns: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         for key, title in (("rank_k", "rank-{}"), ("tpir_at_fpir", "TPIR at FPIR {}")):
             for k in columns[0][1]["identification"][gallery][key]:
                 found = [n.get("identification", {}).get(gallery, {}).get(key, {}) for _, n in columns]
-                cells = [_share(shares.get(k)) for shares in found]
+                cells = _shares([shares.get(k) for shares in found])
                 rows.append((f"1:N {gallery}, {title.format(k)}", cells))
     for fpir in columns[0][1].get("published_tpir_at_fpir", {}):
-        cells = [_share(n.get("published_tpir_at_fpir", {}).get(fpir)) for _, n in columns]
+        cells = _shares([n.get("published_tpir_at_fpir", {}).get(fpir) for _, n in columns])
         rows.append((f"1:N joined, TPIR at FPIR {fpir}, published threshold", cells))
     return table([title for title, _ in columns], rows)
 
@@ -153,9 +188,9 @@ def _identification_numbers(columns: Sequence[tuple[str, Mapping[str, Any]]]) ->
     rows = []
     for k in columns[0][1]["rank_k"]:
         cells = [share_with_interval(n["rank_k"].get(k), n.get("rank_k_95", {}).get(k)) for _, n in columns]
-        rows.append((f"Rank-{k}", cells))
+        rows.append((f"Rank-{k}", best_marked(cells, [n["rank_k"].get(k) for _, n in columns])))
     rows += [
-        (f"TPIR at FPIR {fpir}", [_share(n["tpir_at_fpir"].get(fpir)) for _, n in columns])
+        (f"TPIR at FPIR {fpir}", _shares([n["tpir_at_fpir"].get(fpir) for _, n in columns]))
         for fpir in columns[0][1]["tpir_at_fpir"]
     ]
     return table([title for title, _ in columns], rows)
@@ -165,7 +200,7 @@ def _distractor_numbers(columns: Sequence[tuple[str, Mapping[str, Any]]]) -> str
     rows = []
     for size, ranks in columns[0][1]["rank_k"].items():
         for k in ranks:
-            cells = [_share(n["rank_k"].get(size, {}).get(k)) for _, n in columns]
+            cells = _shares([n["rank_k"].get(size, {}).get(k) for _, n in columns])
             rows.append((f"Rank-{k}, {int(size):,} distractors", cells))
     return table([title for title, _ in columns], rows)
 
@@ -180,6 +215,11 @@ _NUMBERS: dict[str, Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]] = 
 
 def _share(share: float | None) -> str:
     return _NOT_MEASURABLE if share is None else percent(share)
+
+
+def _shares(shares: Sequence[float | None]) -> list[str]:
+    """One a column, the highest marked."""
+    return best_marked([_share(share) for share in shares], shares)
 
 
 def share_with_interval(share: float | None, ends: Sequence[float] | None) -> str:

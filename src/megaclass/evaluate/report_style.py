@@ -38,7 +38,7 @@ th, td { padding: 6px 0 6px 28px; text-align: right; white-space: nowrap; border
 thead th, thead td { border-bottom: 1px solid var(--ink); }
 tbody tr:last-child > * { border-bottom: 1px solid var(--ink); }
 th[scope=row] { text-align: left; font-weight: 400; color: var(--quiet); padding-left: 0; }
-tbody td:nth-child(2) { font-weight: 600; }
+tbody td.best { font-weight: 600; }
 .charts, .columns { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 24px 32px; }
 figure { margin: 0; min-width: 0; }
 .three { grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); }

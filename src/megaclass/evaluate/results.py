@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from megaclass.errors import DataError
 from megaclass.evaluate.verification import Roc, ScoredPairs, roc_curve
+from megaclass.private_files import make_private_folder, open_private, write_private
 
 Floats = NDArray[np.float64]
 
@@ -154,7 +155,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
 
     An earlier file that cannot be read is replaced, with a word on standard error.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     path = folder / NUMBERS_FILE
     try:
         earlier = _read_json(path) if path.is_file() else {}
@@ -163,7 +164,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         earlier = {}
     kept = earlier.get("sets") if earlier.get("model") == dict(model) else None
     sets = {name: said for name, said in kept.items() if isinstance(said, dict)} if isinstance(kept, dict) else {}
-    (folder / CURVES_FOLDER).mkdir(exist_ok=True)
+    make_private_folder(folder / CURVES_FOLDER)
     for result in results:
         if result.error is not None and "error" not in sets.get(result.name, {"error": ""}):
             continue  # the numbers of before are still the model's
@@ -171,9 +172,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(
-        json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n", encoding="utf-8"
-    )
+    write_private(unfinished, json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n")
     unfinished.replace(path)
     return path
 
@@ -258,6 +257,11 @@ def _are_galleries(value: object) -> bool:
     )
 
 
+def _is_training_data(value: object) -> bool:
+    keys = ("images", "found", "looked_at", "training_images")
+    return isinstance(value, dict) and all(_is_count(value.get(key)) for key in keys) and "is_held_out" in value
+
+
 _RATES: dict[str, Callable[[object], bool]] = {
     "num_pairs": _is_count,
     "num_same": _is_count,
@@ -273,6 +277,7 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
         "accuracy_std": _is_number,
         "threshold": _is_number,
         "fold_accuracies": lambda value: isinstance(value, list),
+        "training_data": _is_training_data,
         "published_tar_at_far_1e-3": lambda value: value is None or _is_number(value),
         "xnorm": lambda value: value is None or _is_number(value),
     },
@@ -281,6 +286,7 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
         "num_gallery": _is_count,
         "num_mated": _is_count,
         "num_unmated": _is_count,
+        "num_probes_in_gallery": _is_count,
         "rank_k": _are_ranks,
         "rank_k_95": _are_intervals,
         "tpir_at_fpir": _are_shares,
@@ -288,6 +294,8 @@ _EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
     "distractors": {"num_pairs": _is_count, "num_probes": _is_count, "rank_k": _are_ranks_by_size},
 }
 _OPTIONAL = (
+    "training_data",
+    "num_probes_in_gallery",
     "tar_at_far_95",
     "rank_k_95",
     "xnorm",
@@ -313,7 +321,8 @@ def _write_curves(path: Path, result: SetResult) -> None:
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp.npz")
-    np.savez_compressed(unfinished, **arrays)
+    with open_private(unfinished, "wb", follows_links=False) as file:
+        np.savez_compressed(file, **arrays)
     unfinished.replace(path)
 
 

@@ -16,6 +16,7 @@ from megaclass.errors import DataError, UserError
 from megaclass.evaluate.centres import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report import ModelReport, ReportData
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
+from megaclass.private_files import open_private
 
 BASELINES_FOLDER = "baselines"
 _FACES_FILE = "faces.npz"
@@ -53,7 +54,8 @@ def write_faces(run: Path, rows: Sequence[Sequence[bytes]]) -> None:
         for column, encoded in enumerate(images)
     }
     unfinished = run / f".faces.{os.getpid()}.tmp.npz"
-    np.savez(unfinished, **arrays)  # type: ignore[arg-type]
+    with open_private(unfinished, "wb", follows_links=False) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
     unfinished.replace(run / _FACES_FILE)
 
 

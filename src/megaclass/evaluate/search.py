@@ -43,6 +43,8 @@ class GalleryShard:
     embeddings_ND: NDArray[np.float32] | Tensor
     labels_N: NDArray[np.int64] | None = None
     first: int = 0
+    keys_N: NDArray[np.int64] | None = None
+    """The image behind each row, by a number. A probe of the same number is that very image and does not find the row."""
 
     def __len__(self) -> int:
         return len(self.embeddings_ND)
@@ -72,6 +74,7 @@ def search(
     k: int,
     device: torch.device,
     probe_labels_P: NDArray[np.int64] | None = None,
+    probe_keys_P: NDArray[np.int64] | None = None,
     group: dist.ProcessGroup | None = None,
     max_block_bytes: int | None = None,
     with_faiss: bool = False,
@@ -88,9 +91,10 @@ def search(
             f"{gallery.embeddings_ND.shape[1]}: they come from different models."
         )
     if with_faiss:
-        own = _search_shard_with_faiss(probes, gallery, k, probe_labels_P)
+        own = _search_shard_with_faiss(probes, gallery, k, probe_labels_P, probe_keys_P)
     else:
-        own = _search_shard(probes, gallery, k, device, probe_labels_P, max_block_bytes or _BLOCK_BYTES[device.type])
+        block_bytes = max_block_bytes or _BLOCK_BYTES[device.type]
+        own = _search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, block_bytes)
     scores_WPk = gather_blocks(own.other_scores_Pk.to(device), group)
     indices_WPk = gather_blocks(own.other_indices_Pk.to(device), group)
     scores_Pk, indices_Pk = _best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
@@ -105,6 +109,7 @@ def _search_shard(
     k: int,
     device: torch.device,
     probe_labels_P: NDArray[np.int64] | None,
+    probe_keys_P: NDArray[np.int64] | None,
     max_block_bytes: int,
 ) -> Neighbours:
     num_probes = len(probes_PD)
@@ -112,6 +117,7 @@ def _search_shard(
     indices_Pk = torch.zeros((num_probes, k), dtype=torch.int64, device=device)
     mates_P = torch.full((num_probes,), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
+    keys_P = None if probe_keys_P is None else torch.as_tensor(probe_keys_P, device=device)
     gallery_block = min(_MAX_GALLERY_BLOCK, max(1, len(gallery)))
     probe_block = max(1, max_block_bytes // (4 * gallery_block))
     with _full_precision():
@@ -120,9 +126,14 @@ def _search_shard(
             labels_B = None
             if labels_P is not None and gallery.labels_N is not None:
                 labels_B = torch.as_tensor(gallery.labels_N[start : start + gallery_block]).to(device)
+            keys_B = None
+            if keys_P is not None and gallery.keys_N is not None:
+                keys_B = torch.as_tensor(gallery.keys_N[start : start + gallery_block]).to(device)
             for first in range(0, num_probes, probe_block):
                 here = slice(first, first + probe_block)
                 block_PB = probes_PD[here] @ rows_BD.T
+                if keys_P is not None and keys_B is not None:
+                    block_PB.masked_fill_(keys_P[here, None] == keys_B, _NOTHING)
                 if labels_P is not None and labels_B is not None:
                     is_mate_PB = (labels_P[here, None] == labels_B) & (labels_B != NO_LABEL)
                     mates = block_PB.masked_fill(~is_mate_PB, _NOTHING).amax(dim=1)
@@ -157,7 +168,11 @@ def _full_precision() -> Iterator[None]:
 
 
 def _search_shard_with_faiss(
-    probes_PD: Tensor, gallery: GalleryShard, k: int, probe_labels_P: NDArray[np.int64] | None
+    probes_PD: Tensor,
+    gallery: GalleryShard,
+    k: int,
+    probe_labels_P: NDArray[np.int64] | None,
+    probe_keys_P: NDArray[np.int64] | None,
 ) -> Neighbours:
     """The same by faiss's exact index on this host's cores. Mates are among what it finds, or ranked beyond k others."""
     try:
@@ -167,18 +182,22 @@ def _search_shard_with_faiss(
     num_probes = len(probes_PD)
     rows_ND = np.ascontiguousarray(torch.as_tensor(gallery.embeddings_ND).float().cpu().numpy())
     labels_N = gallery.labels_N if probe_labels_P is not None and len(rows_ND) else None
-    most_mates = 0 if labels_N is None else int(np.unique(labels_N, return_counts=True)[1].max())
+    keys_N = gallery.keys_N if probe_keys_P is not None and len(rows_ND) else None
+    # As many as may be taken out of what is found.
+    most_mates = sum(int(np.unique(one, return_counts=True)[1].max()) for one in (labels_N, keys_N) if one is not None)
     index = faiss.IndexFlatIP(probes_PD.shape[1])
     index.add(rows_ND)
     scores, places = index.search(probes_PD.cpu().numpy(), max(1, min(k + most_mates, len(rows_ND))))
     # Of an empty shard faiss says place -1.
     scores = np.where(places < 0, np.float32(_NOTHING), scores)
+    if probe_keys_P is not None and keys_N is not None:
+        scores = np.where(keys_N[places] == probe_keys_P[:, None], np.float32(_NOTHING), scores)
     mates_P = np.full(num_probes, _NOTHING, dtype=np.float32)
     if probe_labels_P is not None and labels_N is not None:
         found = labels_N[places]
         is_mate = (found == probe_labels_P[:, None]) & (found != NO_LABEL)
         mates_P = np.where(is_mate, scores, np.float32(_NOTHING)).max(axis=1)
-        _add_far_mates(mates_P, probes_PD, rows_ND, probe_labels_P, labels_N)
+        _add_far_mates(mates_P, probes_PD, rows_ND, probe_labels_P, labels_N, probe_keys_P, keys_N)
         scores = np.where(is_mate, np.float32(_NOTHING), scores)
     missing = max(0, k - scores.shape[1])
     scores_Pk, indices_Pk = _best(
@@ -195,8 +214,13 @@ def _add_far_mates(
     rows_ND: NDArray[np.float32],
     probe_labels_P: NDArray[np.int64],
     labels_N: NDArray[np.int64],
+    probe_keys_P: NDArray[np.int64] | None,
+    keys_N: NDArray[np.int64] | None,
 ) -> None:
     """A probe whose mates lie beyond what was looked at has mates all the same: their scores are computed here."""
     for probe in np.flatnonzero(np.isneginf(mates_P) & np.isin(probe_labels_P, labels_N[labels_N != NO_LABEL])):
-        own = rows_ND[labels_N == probe_labels_P[probe]]
-        mates_P[probe] = float((own @ probes_PD[probe].cpu().numpy()).max())
+        is_mate_N = labels_N == probe_labels_P[probe]
+        if probe_keys_P is not None and keys_N is not None:
+            is_mate_N &= keys_N != probe_keys_P[probe]
+        if is_mate_N.any():
+            mates_P[probe] = float((rows_ND[is_mate_N] @ probes_PD[probe].cpu().numpy()).max())

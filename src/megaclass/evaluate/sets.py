@@ -1,5 +1,6 @@
 """What `--on` names -> evaluation sets -> results. A set that cannot be evaluated is noted, and the others still run."""
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from megaclass.data.decode import Fit
 from megaclass.data.file_source import read_image_file
 from megaclass.data.pairs import read_pairs
 from megaclass.distributed.agreement import on_every_rank
+from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.embed import OnProgress, embed_images, embed_part, say_resized
 from megaclass.evaluate.identification import identify, labels_of, rank_among_distractors, read_megaface_features
@@ -92,6 +94,9 @@ def evaluate_sets(evaluator: Evaluator, sets: Sequence[EvaluationSet]) -> list[S
     for one in sets:
         try:
             result = _EVALUATE[one.kind](evaluator, one)
+            if not evaluator.mirror:
+                # Another protocol than the published one: its numbers say so wherever they are shown.
+                result = replace(result, numbers={**result.numbers, "mirror": False})
         except (UserError, OSError) as error:  # what ranks agree on; see on_every_rank
             result = SetResult(name=one.name, kind=_KINDS[one.kind], path=str(one.path), error=str(error))
         results.append(result)
@@ -158,15 +163,24 @@ def _evaluate_templates(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
 
 def _evaluate_identification(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
     assert one.probes is not None
-    probes_PD, probe_names = _embeddings_at(evaluator, one.probes)
+    probes = one.probes
+    probes_PD, probe_names = _embeddings_at(evaluator, probes)
     shard, gallery_names = _shard_at(evaluator, one.path, probes_PD.shape[1])
     known = {name: number for number, name in enumerate(dict.fromkeys(gallery_names))}
     labels_N = labels_of(gallery_names, known)[shard.first : shard.first + len(shard)]
+    # An image that looks for itself finds itself, whatever the model: it is compared with the other entries.
+    keys_P = on_every_rank(lambda: _image_keys(probes, 0, len(probe_names)), evaluator.device, evaluator.group)
+    stop = shard.first + len(shard)
+    keys_N = on_every_rank(lambda: _image_keys(one.path, shard.first, stop), evaluator.device, evaluator.group)
+    is_inside_P = torch.from_numpy(np.isin(keys_P, keys_N)).to(evaluator.device)
+    num_in_gallery = int(gather_blocks(is_inside_P.to(torch.int64), evaluator.group).amax(dim=0).sum())
     numbers = identify(
         probes_PD,
         labels_of(probe_names, known),
-        replace(shard, labels_N=labels_N),
+        replace(shard, labels_N=labels_N, keys_N=keys_N),
         num_gallery=len(gallery_names),
+        probe_keys_P=keys_P,
+        num_in_gallery=num_in_gallery,
         device=evaluator.device,
         group=evaluator.group,
         with_faiss=evaluator.with_faiss,
@@ -263,6 +277,18 @@ def _shard_at(evaluator: Evaluator, path: Path, width: int) -> tuple[GalleryShar
         return GalleryShard(embeddings_ND=rows_ND, first=start), names
 
     return on_every_rank(read, evaluator.device, evaluator.group)
+
+
+def _image_keys(path: Path, start: int, stop: int) -> NDArray[np.int64]:
+    """A number for the content of each of these images, feature files or rows: equal ones are the same image."""
+    if path.suffix == ".npy":
+        rows_ND = read_embeddings(path)[0][start:stop]
+        contents = (row.tobytes() for row in rows_ND)
+    else:
+        features = sorted(path.rglob("*.bin")) if path.is_dir() else []
+        contents = (read_image_file(file) for file in (features or find_images(path))[start:stop])
+    keys = [int.from_bytes(hashlib.blake2b(one, digest_size=8).digest(), "little", signed=True) for one in contents]
+    return np.array(keys, dtype=np.int64)
 
 
 _Rows = Callable[[int, int], NDArray[np.float32]]

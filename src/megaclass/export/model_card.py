@@ -113,4 +113,9 @@ def _number_lines(results: list[SetResult]) -> list[str]:
         "identification": "1:N",
         "distractors": "MegaFace",
     }
-    return lines + [f"| {result.name} | {protocols[result.kind]} | {headline(result)} |" for result in done]
+    for result in done:
+        protocol = protocols[result.kind]
+        if result.numbers.get("mirror") is False:
+            protocol = protocol.replace(", both flips", "") + ", not mirrored"
+        lines.append(f"| {result.name} | {protocol} | {headline(result)} |")
+    return lines

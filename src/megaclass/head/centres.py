@@ -1,9 +1,10 @@
 """The class centres of one rank and their optimizer state, row for row."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaclass.errors import HeadError
 from megaclass.head.counter_random import (
@@ -16,6 +17,7 @@ from megaclass.head.counter_random import (
 )
 from megaclass.head.kernels.problem import take_rows, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
+from megaclass.head.seal import Seal
 from megaclass.head.shards import ClassRange
 
 STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
@@ -23,10 +25,12 @@ _INITIAL_DEVIATION = 0.01
 _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
 
 
-class Centres(nn.Module):
-    """R = K * M rows of D numbers: the M sub-centres of a class lie beside each other."""
+class Centres:
+    """R = K * M rows of D numbers: the M sub-centres of a class lie beside each other.
 
-    weight_RD: Tensor
+    Not a module, and its tensors are no buffers: DistributedDataParallel and FSDP give every rank the buffers of rank 0,
+    and every rank holds classes of its own here. PartialFC moves and saves them as it does buffers.
+    """
 
     def __init__(
         self,
@@ -38,30 +42,49 @@ class Centres(nn.Module):
         optimizer: RowOptimizer,
         seed: int,
         device: torch.device,
+        fewest_classes: int,
     ) -> None:
-        super().__init__()
+        """fewest_classes: classes on the rank that has the fewest."""
         self.classes, self.num_subcentres, self.seed, self.optimizer = classes, num_subcentres, seed, optimizer
+        self._fewest_rows = fewest_classes * num_subcentres
         dtype = STORAGE_DTYPES[storage]
-        self.work_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        weight_RD = torch.empty((len(classes) * num_subcentres, embedding_dim), dtype=dtype, device=device)
-        self.register_buffer("weight_RD", weight_RD)
+        self.weight_RD = torch.empty((len(classes) * num_subcentres, embedding_dim), dtype=dtype, device=device)
         self._draw_initial()
-        self._state_names = list(optimizer.new_state(weight_RD[:0]))
-        for name, tensor in optimizer.new_state(weight_RD).items():
-            self.register_buffer(f"state_{name}", tensor)
+        self.state = optimizer.new_state(self.weight_RD)
+        self.seal = Seal(self.weight_RD, self._fewest_rows)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {name: self.get_buffer(f"state_{name}") for name in self._state_names}
+    @property
+    def work_dtype(self) -> torch.dtype:
+        return torch.float64 if self.weight_RD.dtype == torch.float64 else torch.float32
 
     def rows(self) -> dict[str, Tensor]:
         """Everything that belongs to a row; first dimension R."""
-        return {"weight": self.weight_RD, **self.state_tensors()}
+        return {"weight": self.weight_RD, **self.state}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the seal, a view of the centres that apply_() forms anew."""
+        return {name: value for name, value in vars(self).items() if name != "seal"}
+
+    def apply_(self, function: Callable[[Tensor], Tensor]) -> None:
+        """What nn.Module._apply does to buffers: moves and converts them. State keeps the dtype that suits the centres."""
+        self.weight_RD = function(self.weight_RD)
+        wanted = self.optimizer.new_state(self.weight_RD[:0])
+        for name, tensor in self.state.items():
+            moved = function(tensor)
+            # Converted from the original: a detour over a narrower dtype would round it.
+            self.state[name] = moved if moved.dtype == wanted[name].dtype else tensor.to(wanted[name])
+        self.seal = Seal(self.weight_RD, self._fewest_rows)
 
     def load_rows(self, first_class: int, tensors: Mapping[str, Tensor]) -> None:
         """Copies the part of `tensors` (whole classes from first_class on) that lies on this rank."""
         own = self.rows()
         if set(tensors) != set(own):
             raise HeadError(f"Rows with {sorted(tensors)} cannot be loaded into a head that keeps {sorted(own)}.")
+        self.load_some_rows(first_class, tensors)
+
+    def load_some_rows(self, first_class: int, tensors: Mapping[str, Tensor]) -> None:
+        """load_rows, where the tensors that are not given stay as they are."""
+        own = self.rows()
         for name, source in tensors.items():
             if len(source) % self.num_subcentres or source.shape[1:] != own[name].shape[1:]:
                 raise HeadError(
@@ -75,6 +98,7 @@ class Centres(nn.Module):
                 here = slice(*((c - self.classes.start) * self.num_subcentres for c in (start, stop)))
                 there = slice(*((c - first_class) * self.num_subcentres for c in (start, stop)))
                 own[name][here].copy_(source[there])
+        self.seal.renew()
 
     def start_at_(self, directions_KD: Tensor) -> Tensor:
         """The first centre of each class points there, as long as a random one is; where that is zero it stays as it was.
@@ -87,6 +111,7 @@ class Centres(nn.Module):
         first_KD = self.weight_RD.unflatten(0, (-1, self.num_subcentres))[:, 0]
         directions_KD.mul_((length / lengths_K.where(is_given_K, torch.inf))[:, None])
         first_KD.copy_(directions_KD.where(is_given_K[:, None], first_KD.to(directions_KD.dtype)))
+        self.seal.renew()
         num_given: Tensor = is_given_K.sum()
         return num_given
 

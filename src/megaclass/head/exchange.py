@@ -51,15 +51,21 @@ class GlobalBatch:
     is_image_G: Tensor
     counts_W: Tensor
     steps_W: Tensor
-    """Step counter of each rank; they must agree."""
+    """Step counter of each rank; they must agree. Below 0 where a rank's centres were written to (seal.py)."""
     max_batch: int
 
 
 def gather_batch(
-    embeddings_BD: Tensor, labels_B: Tensor, *, step: int, max_batch: int | None, group: dist.ProcessGroup | None
+    embeddings_BD: Tensor,
+    labels_B: Tensor,
+    *,
+    step: int | Tensor,
+    max_batch: int | None,
+    group: dist.ProcessGroup | None,
 ) -> GlobalBatch:
     """All-gather of W * (16 + max_batch * (8 + D * itemsize)) bytes; nothing waits when max_batch is given.
 
+    step: the control word; a tensor on the device where it is formed there.
     Without max_batch the sizes travel first (8 bytes a rank) and the host waits for them.
     """
     count, width = embeddings_BD.shape

@@ -12,28 +12,32 @@ from torch import Tensor
 
 from megaclass.errors import HeadError, NotFiniteError
 from megaclass.head.exchange import GlobalBatch
+from megaclass.head.seal import overwritten
 
-LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW = 1, 2, 3, 4
+LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5
 # Steps between a fault and the host's look at it, on a GPU. The copy is long done by then, so nothing waits.
 _LAG = 8
 _NUM_WORDS = 6
 
 
-def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int) -> Tensor:
+def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int) -> Tensor:
     """(6,) int64: kind (0 = none), rank, position in that rank's batch, value, how many, step."""
     bad_label_G = batch.is_image_G & ((batch.labels_G < 0) | (batch.labels_G >= num_classes))
     not_finite_G = batch.is_image_G & ~torch.isfinite(norms_G)
-    none = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
-    if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any()):
-        fault = none  # the usual case, told early where looking is free
-    else:
-        fault = _first(not_finite_G, NOT_FINITE, batch, none)
-        fault = _first(bad_label_G, LABEL, batch, fault)
-    out_of_step_W = batch.steps_W != batch.steps_W[0]
+    fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
+    if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any() or (batch.steps_W != step).any()):
+        return fault  # the usual case, told early where looking is free
+    fault = _first(not_finite_G, NOT_FINITE, batch, fault, step)
+    fault = _first(bad_label_G, LABEL, batch, fault, step)
+    has_changed_W, is_overwritten = overwritten(batch.steps_W)
+    out_of_step_W = (batch.steps_W != batch.steps_W[0]) & ~has_changed_W & ~has_changed_W[0]
     first = out_of_step_W.to(torch.int64).argmax()
-    step = batch.steps_W[0]
-    values = torch.stack([first * 0 + OUT_OF_STEP, first, batch.steps_W.take(first), step, out_of_step_W.sum(), step])
-    return torch.where(out_of_step_W.any(), values, fault)
+    first_step = batch.steps_W[0]
+    values = [first * 0 + OUT_OF_STEP, first, batch.steps_W.take(first), first_step, out_of_step_W.sum(), first_step]
+    fault = torch.where(out_of_step_W.any(), torch.stack(values), fault)
+    first, zero = has_changed_W.to(torch.int64).argmax(), first * 0
+    values = [zero + OVERWRITTEN, first, zero, zero, has_changed_W.sum(), zero + step]
+    return torch.where(is_overwritten, torch.stack(values), fault)
 
 
 def overflow_fault(fault: Tensor, num_overflowed: Tensor) -> Tensor:
@@ -85,7 +89,7 @@ class FaultWatch:
         raise error(_text(kind, rank, position, value, count, step, num_classes))
 
 
-def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor) -> Tensor:
+def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor, step: int) -> Tensor:
     if not bad_G.numel():
         return otherwise
     place = bad_G.to(torch.int64).argmax()
@@ -96,7 +100,7 @@ def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor) -> T
             place % batch.max_batch,
             batch.labels_G.take(place),
             bad_G.sum(),
-            batch.steps_W[0],
+            place * 0 + step,
         ]
     )
     return torch.where(bad_G.any(), values, otherwise)
@@ -119,6 +123,14 @@ def _text(kind: int, rank: int, position: int, value: int, count: int, step: int
         return (
             f"Rank {rank} is at step {position} of the head while rank 0 is at step {value}: every rank must call "
             f"forward, backward and step equally often. Nothing was updated."
+        )
+    if kind == OVERWRITTEN:
+        return (
+            f"The centres of {count} rank(s), the first of them rank {rank}, were written to by something other than the "
+            f"head before step {step}, counted from 0: a broadcast, an average over ranks, or another rank's state. Every "
+            f"rank holds classes of its own, so this loses them. Nothing was updated. Keep the head's tensors out of "
+            f"such calls, then load a checkpoint. Centres are changed with load_rows() or load_state_dict(); after "
+            f"writing to rows() yourself call accept_rows()."
         )
     return (
         f"More classes were drawn than fit the capacity on {count} rank(s). Nothing was updated. "

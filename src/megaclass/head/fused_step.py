@@ -30,7 +30,9 @@ class FusedStep:
     def gather(self, embeddings_BD: Tensor, labels_B: Tensor, *, step: int, max_batch: int | None) -> Gathered:
         if max_batch is None:
             max_batch = largest_batch(len(labels_B), labels_B.device, self._group)
-        return fused_images.gather(embeddings_BD, labels_B, step=step, max_batch=max_batch, group=self._group)
+        return fused_images.gather(
+            embeddings_BD, labels_B, seal=self._store.seal, step=step, max_batch=max_batch, group=self._group
+        )
 
     def prepare(self, gathered: Gathered, product_dtype: torch.dtype) -> Images:
         return fused_images.prepare(gathered, self._store, product_dtype)
@@ -44,8 +46,10 @@ class FusedStep:
         if classes_S is not None:
             fused_images.find_slots_(images.slots_G, classes_S)
 
-    def note_faults(self, sticky: Tensor, gathered: Gathered, images: Images, num_overflowed: Tensor) -> None:
-        fused_images.note_faults(sticky, gathered, images, num_overflowed, self._num_classes)
+    def note_faults(
+        self, sticky: Tensor, gathered: Gathered, images: Images, num_overflowed: Tensor, step: int
+    ) -> None:
+        fused_images.note_faults(sticky, gathered, images, num_overflowed, self._num_classes, step)
 
     def settle(
         self, targets: Targets, mass_G: Tensor, cosines_G: Tensor, num_images: Tensor, sticky: Tensor

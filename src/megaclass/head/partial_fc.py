@@ -12,7 +12,9 @@ Traffic of a step over W ranks, G = W * max_batch rows in all, embeddings of D n
 Without `max_batch` the sizes are exchanged first: 8 bytes a rank, and the host waits for them.
 """
 
+import copy
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,13 +38,24 @@ from megaclass.head.cross_entropy import (
 )
 from megaclass.head.exchange import GlobalBatch, gather_batch
 from megaclass.head.faults import FaultWatch, find_fault, overflow_fault
+from megaclass.head.head_state import (
+    EXTRA,
+    MODULE_STATES,
+    ModuleState,
+    StateHeader,
+    gather_whole_rows,
+    margin_state_in,
+    name_tensors,
+    refuse_part,
+    rows_in,
+)
 from megaclass.head.kernels import choose_kernel, is_fused
 from megaclass.head.kernels.problem import CentreGradient, Problem, rows_of_classes, unit_rows
 from megaclass.head.margins import ArcFace, Margin, Targets
 from megaclass.head.measures import HeadMeasures, measure
 from megaclass.head.row_optimizers import Move, RowOptimizer, RowSGD
 from megaclass.head.sampling import SampleRate, rate_schedule, sample_capacity, sample_classes
-from megaclass.head.shards import class_range
+from megaclass.head.shards import ClassRange, class_range
 
 if TYPE_CHECKING:
     from megaclass.head.fused_step import FusedStep
@@ -99,6 +112,7 @@ class PartialFC(nn.Module):
         filter_above: float | None = None,
         correct_sampling: bool = False,
         stored_bytes: int = 4 << 30,
+        module_state: ModuleState = "refuse",
         device: torch.device | str | None = None,
     ) -> None:
         """Collective (the ranks compare their settings).
@@ -116,6 +130,8 @@ class PartialFC(nn.Module):
         filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
         correct_sampling: weigh the drawn negatives by 1 / sample rate, so that the denominator is right on average.
         stored_bytes: exponentials kept for backward; the rest is computed again.
+        module_state: what state_dict() of a module around a head on several ranks does. "refuse" raises, "whole"
+            gathers all classes (collective), "local" holds this rank's classes.
         """
         super().__init__()
         self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
@@ -125,10 +141,14 @@ class PartialFC(nn.Module):
         self.rates = rate_schedule(sample_rate)
         self.max_batch, self.gradient_scale, self.stored_bytes = max_batch, gradient_scale, stored_bytes
         self.filter_above, self.correct_sampling = filter_above, correct_sampling
+        self.module_state = module_state
         self.step_count = 0
         self._check_settings(storage, num_subcentres)
         self.classes = class_range(num_classes, self.rank, self.world_size)
         device = torch.device(device) if device is not None else torch.get_default_device()
+        if device.type == "meta":
+            raise HeadError("PartialFC cannot be built on the meta device, which holds no values: give device=.")
+        self._kernel_name = kernel
         self.kernel = choose_kernel(kernel, device, margin=self.margin, storage=storage)
         self._check_agreement(storage, num_subcentres, device)
         self.store = Centres(
@@ -139,9 +159,17 @@ class PartialFC(nn.Module):
             optimizer=self.optimizer,
             seed=seed,
             device=device,
+            fewest_classes=num_classes // self.world_size,
         )
-        for name, value in self.margin.initial_state.items():
-            self.register_buffer(f"margin_{name}", torch.tensor(value, dtype=torch.float64, device=device))
+        self.margin_state = {
+            name: torch.tensor(value, dtype=torch.float64, device=device)
+            for name, value in self.margin.initial_state.items()
+        }
+        self._bind()
+
+    def _bind(self) -> None:
+        """Forms what depends on the device and dtype of the centres, and on nothing else."""
+        device = self.device
         self._fused: FusedStep | None = None
         if is_fused(self.kernel):
             from megaclass.head import fused_step
@@ -213,12 +241,16 @@ class PartialFC(nn.Module):
         if not self._parts:
             raise HeadError("step() was called without a forward and a backward before it.")
         # Only a flag that is on the host can be looked at; on a GPU one that is on the device masks the update there.
+        # A GPU is not asked, because the host would wait: it compares before each forward only.
+        is_overwritten = not self._never_waits and self.store.seal.note_change()
         if isinstance(skip, Tensor) and self._never_waits:
             squares = self._move(lr, skip.to(self.device), loss_scale, is_measured)
         elif not skip:
             squares = self._move(lr, None, loss_scale, is_measured)
         else:
             squares = None
+        if not is_overwritten:
+            self.store.seal.renew()
         measures = None if squares is None else self._measure(squares)
         for _, part in self._parts:
             part.problem.stored.clear()  # the loss may be kept a while; its exponentials are large
@@ -290,30 +322,138 @@ class PartialFC(nn.Module):
         return ids[best.indices], best.values
 
     def rows(self) -> dict[str, Tensor]:
-        """This rank's centres and optimizer state, row for row (views): `weight`, and one entry a state tensor."""
+        """This rank's centres and optimizer state, row for row: `weight`, and one entry per state tensor.
+
+        They are the head's own tensors. Change them with load_rows(), or call accept_rows() afterwards.
+        """
         return self.store.rows()
+
+    def accept_rows(self) -> None:
+        """Declares that a write to rows() was meant; without it the next forward may take it for an accident."""
+        self.store.seal.renew()
 
     def load_rows(self, first_class: int, tensors: dict[str, Tensor]) -> None:
         """Copies what lies on this rank of rows saved by any rank of any world; first_class: the class of their row 0."""
         self.store.load_rows(first_class, tensors)
 
-    def get_extra_state(self) -> dict[str, int]:
-        return {
-            "step_count": self.step_count,
-            "class_start": self.classes.start,
-            "class_stop": self.classes.stop,
-            "num_classes": self.num_classes,
-        }
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """Collective. What state_dict() of this head would be on one rank: all classes, in host memory on every rank.
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        saved = (state["class_start"], state["class_stop"], state["num_classes"])
-        own = (self.classes.start, self.classes.stop, self.num_classes)
-        if saved != own:
+        load_state_dict() takes it on any number of ranks.
+        """
+        rows = gather_whole_rows(self.store, self.num_classes, self.group)
+        return name_tensors(rows, self.margin_state, self._header(ClassRange(0, self.num_classes)))
+
+    def get_extra_state(self) -> Tensor:
+        return self._header(self.classes).to_tensor()
+
+    def set_extra_state(self, state: Tensor | Mapping[str, int]) -> None:
+        header, own = StateHeader.read(state), self.classes
+        saved = header.classes
+        if header.num_classes != self.num_classes or not saved.start <= own.start < own.stop <= saved.stop:
             raise HeadError(
-                f"The state holds classes [{saved[0]}, {saved[1]}) of {saved[2]}, but rank {self.rank} of {self.world_size} "
-                f"holds [{own[0]}, {own[1]}) of {own[2]}: cut it anew with load_rows()."
+                f"The state holds classes [{saved.start}, {saved.stop}) of {header.num_classes}, but rank {self.rank} of "
+                f"{self.world_size} holds [{own.start}, {own.stop}) of {self.num_classes}: cut it anew with load_rows(), "
+                f"or save with whole_state_dict(), which loads on any number of ranks."
             )
-        self.step_count = state["step_count"]
+        self.step_count = header.step_count
+
+    def _header(self, classes: ClassRange) -> StateHeader:
+        return StateHeader(self.step_count, classes, self.num_classes)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # A head that is asked by name (no prefix) answers with its own shard; a module around it may not know of shards.
+        is_part = self.world_size > 1 and bool(prefix)
+        if is_part and self.module_state == "refuse":
+            what = f"state_dict() of the module that contains this head as {prefix.removesuffix('.')!r}"
+            raise refuse_part(what, self.classes, self.num_classes, self.rank, self.world_size)
+        if is_part and self.module_state == "whole":
+            named = self.whole_state_dict()
+        else:
+            named = name_tensors(self.rows(), self.margin_state, self._header(self.classes))
+        destination.update({prefix + name: tensor for name, tensor in named.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        known = name_tensors(self.rows(), self.margin_state, self._header(self.classes))
+        missing_keys += [prefix + name for name in known if name not in given]
+        unexpected_keys += [prefix + name for name in given if name not in known]
+        given = {name: value for name, value in given.items() if name in known}
+        rows = rows_in(given)
+        if EXTRA in given:
+            self.set_extra_state(given[EXTRA])
+        elif rows and self.world_size > 1:
+            raise HeadError(
+                f"The state has centres but no {prefix}{EXTRA}, which says of which classes they are: on {self.world_size} "
+                f"ranks it cannot be loaded. Keep that entry, or use load_rows()."
+            )
+        first_class = StateHeader.read(given[EXTRA]).classes.start if EXTRA in given else 0
+        with torch.no_grad():
+            self.store.load_some_rows(first_class, rows)
+            for name, value in margin_state_in(given).items():
+                self.margin_state[name].copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PartialFC":
+        """`.to()`, `.cuda()`, `.double()` and their like: as for buffers, the margin's values staying float64."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        old = self.store.weight_RD
+        probe = fn(old.new_empty(0))
+        storage = next((name for name, dtype in STORAGE_DTYPES.items() if dtype == probe.dtype), None)
+        if storage is None:
+            raise HeadError(
+                f"The head's centres cannot become {probe.dtype}: they are stored as one of {', '.join(STORAGE_DTYPES)} "
+                f"(.float(), .double(), .bfloat16()). Convert the other parts of the model only: embeddings may be of any "
+                f"floating dtype, and autocast leaves the head as it is."
+            )
+        is_moved = (probe.dtype, probe.device) != (old.dtype, old.device)
+        if is_moved and (self._parts or self._planned is not None):
+            raise HeadError("The head was moved or converted inside an open step: call step() first.")
+        kernel = choose_kernel(self._kernel_name, probe.device, margin=self.margin, storage=storage)
+        self.store.apply_(fn)
+        for name, value in self.margin_state.items():
+            moved = fn(value)
+            self.margin_state[name] = moved if moved.dtype == value.dtype else value.to(moved.device)
+        if is_moved:
+            self.kernel = kernel
+            self._bind()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: everything but the step under way and what _bind() and the kernel's choice form anew."""
+        formed = ("kernel", "_fused", "_never_waits", "_anchor", "_planned", "_parts", "_faults")
+        return {name: value for name, value in vars(self).items() if name not in formed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.store.apply_(lambda tensor: tensor)
+        storage = next(name for name, dtype in STORAGE_DTYPES.items() if dtype == self.store.weight_RD.dtype)
+        self.kernel = choose_kernel(self._kernel_name, self.device, margin=self.margin, storage=storage)
+        self._bind()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartialFC":
+        # The copy belongs to the same ranks; a process group cannot be copied.
+        memo[id(self.group)] = self.group
+        other: PartialFC = self.__class__.__new__(self.__class__)
+        memo[id(self)] = other
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickling (torch.save of a module, a process that is handed one)."""
+        if self.world_size > 1 and self.module_state != "local":
+            raise refuse_part("A pickled head", self.classes, self.num_classes, self.rank, self.world_size)
+        return super().__reduce_ex__(protocol)
 
     def extra_repr(self) -> str:
         return (
@@ -357,13 +497,15 @@ class PartialFC(nn.Module):
         wants_grad_images: bool,
         stored_bytes: int,
     ) -> tuple[_StepPlan, LossPart, Tensor]:
-        batch = gather_batch(embeddings_BD, labels_B, step=self.step_count, max_batch=self.max_batch, group=self.group)
+        word = self.store.seal.control_word(self.step_count)
+        batch = gather_batch(embeddings_BD, labels_B, step=word, max_batch=self.max_batch, group=self.group)
         plan = self._planned if self._planned is not None else self._plan(batch.labels_G, batch.counts_W)
         raw_GD = batch.embeddings_GD.to(self.store.work_dtype)
         norms_G = torch.linalg.vector_norm(raw_GD, dim=1)
-        fault = find_fault(batch, norms_G, self.num_classes)
+        fault = find_fault(batch, norms_G, self.num_classes, self.step_count)
         self._faults.note(fault)
         self._faults.look(self.num_classes)
+        self.store.seal.renew()
         unit_GD = raw_GD * torch.where(norms_G > 0, 1 / norms_G, 0)[:, None]
         own, slots_G = self._target_rows(batch, plan, unit_GD)
         problem = self._problem(plan, unit_GD.to(product_dtype), slots_G, wants_grad_images, stored_bytes)
@@ -407,7 +549,7 @@ class PartialFC(nn.Module):
         targets = self._targets(plan, images.cosines_G, images.norms_G, images.is_image_G, max_batch)
 
         def settle_fused(mass_G: Tensor, cosines_G: Tensor, num_overflowed: Tensor) -> Settled:
-            fused.note_faults(sticky, gathered, images, num_overflowed)
+            fused.note_faults(sticky, gathered, images, num_overflowed, self.step_count)
             return fused.settle(targets, mass_G, cosines_G, plan.num_images, sticky)
 
         part = loss_part(
@@ -456,7 +598,7 @@ class PartialFC(nn.Module):
             cosines_G=cosines_G,
             norms_G=norms_G,
             is_image_G=is_image_G,
-            state=self._margin_state(),
+            state=dict(self.margin_state),
             normals=lambda: self._normals(before.places_W(), max_batch),
         )
 
@@ -480,9 +622,6 @@ class PartialFC(nn.Module):
         rows_G = torch.where(is_here_G, rows_GM.unflatten(0, (-1, store.num_subcentres))[picked, winner_G], -1)
         slots_G = local_G if plan.classes_S is None else torch.searchsorted(plan.classes_S, local_G)
         return TargetRows(rows_G, target_GD), torch.where(is_here_G, slots_G, -1)
-
-    def _margin_state(self) -> dict[str, Tensor]:
-        return {name: self.get_buffer(f"margin_{name}") for name in self.margin.initial_state}
 
     def _normals(self, places_W: Tensor, max_batch: int) -> Tensor:
         """Keyed by the image's place in the step's global batch: padding and parts do not shift it."""
@@ -546,7 +685,7 @@ class PartialFC(nn.Module):
                 grad_RD = chunk.grad_RD / loss_scale if is_scaled else chunk.grad_RD
                 self.store.update_(rows, grad_RD, mask_R, lr, self.step_count, squares)
         if statistics:
-            state = self._margin_state()
+            state = self.margin_state
             for name, new in self.margin.next_state(state, torch.stack(statistics).sum(0)).items():
                 state[name].copy_(new if is_skipped is None else torch.where(is_skipped, state[name], new))
         return squares
@@ -603,6 +742,12 @@ class PartialFC(nn.Module):
             ("num_subcentres", num_subcentres, 1 <= num_subcentres <= 255, "in [1, 255]"),
             ("max_batch", self.max_batch, self.max_batch is None or self.max_batch >= 1, "None or at least 1"),
             ("gradient_scale", self.gradient_scale, self.gradient_scale in ("mean", "sum"), "'mean' or 'sum'"),
+            (
+                "module_state",
+                self.module_state,
+                self.module_state in MODULE_STATES,
+                f"one of {', '.join(MODULE_STATES)}",
+            ),
             ("storage", storage, storage in STORAGE_DTYPES, f"one of {', '.join(STORAGE_DTYPES)}"),
             ("stored_bytes", self.stored_bytes, self.stored_bytes >= 0, "0 or more"),
             (
@@ -635,6 +780,7 @@ class PartialFC(nn.Module):
             "gradient_scale": self.gradient_scale,
             "filter_above": self.filter_above,
             "correct_sampling": self.correct_sampling,
+            "module_state": self.module_state,
             "storage": storage,
             "num_subcentres": num_subcentres,
         }
@@ -656,6 +802,13 @@ class PartialFC(nn.Module):
                 )
 
     def _check_batch(self, embeddings_BD: Tensor, labels_B: Tensor) -> None:
+        now = group_rank(self.group), group_size(self.group)
+        if now != (self.rank, self.world_size):
+            raise HeadError(
+                f"The head was built as rank {self.rank} of {self.world_size}, but this process is now rank {now[0]} of "
+                f"{now[1]}. Build it after torch.distributed is initialised: under Lightning in configure_model(), under "
+                f"Accelerate after Accelerator()."
+            )
         if (
             embeddings_BD.ndim != 2
             or embeddings_BD.shape[1] != self.embedding_dim

@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
+
+from megaclass.private_files import open_private
 
 
 class Timeline:
@@ -18,7 +20,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._file: BinaryIO | None = None
+        self._file: IO[bytes] | None = None
         self._path = ""
         self._numbers: dict[str, int] = {}
         self._open: dict[str, str] = {}
@@ -32,7 +34,7 @@ class Timeline:
             if self.is_active and path == self._path:
                 return
             self._close()
-            self._file = Path(path).open("wb")  # noqa: SIM115 (closed by stop())
+            self._file = open_private(Path(path), "wb")
             self._file.write(b"[]")
             self._path, self._numbers, self._open = path, {}, {}
             self._begun = time.monotonic()

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from megaclass.distributed.addresses import interfaces
+from megaclass.distributed.restart_progress import FD_NAME, ProgressMark
 from megaclass.errors import LaunchError
 from megaclass.launch.heartbeat import beat_interval, silence_limits
 from megaclass.launch.inbox import SignalInbox
@@ -78,6 +79,8 @@ class Agent:
         self._pipes: dict[int, tuple[Worker, str]] = {}
         self._is_reading_pipes = True
         self._stopped: set[int] = set()
+        self._progress = ProgressMark()
+        self._step: int | None = None
         self._is_connected = True
         self._is_ending = False
         self._helpers_until = 0.0
@@ -136,7 +139,7 @@ class Agent:
 
     def _on_signals(self) -> None:
         if set(self._inbox.taken()) - {signal.SIGCHLD}:
-            self._say({"say": "note", "text": f"the agent on {socket.gethostname()} was told to end by a signal"})
+            self._say({"say": "note", "text": "the agent was told to end by a signal"})
             self._end(None)
 
     def _lose_driver(self, why: str) -> None:
@@ -193,7 +196,14 @@ class Agent:
                 if interface != "lo":
                     env.setdefault("NCCL_SOCKET_IFNAME", interface)
             try:
-                self._watch(self._supervisor.start(world.rank, self._job["command"], env, Path(self._job["workdir"])))
+                worker = self._supervisor.start(
+                    world.rank,
+                    self._job["command"],
+                    env | {FD_NAME: str(self._progress.fileno())},
+                    Path(self._job["workdir"]),
+                    pass_fds=[self._progress.fileno()],
+                )
+                self._watch(worker)
             except LaunchError as error:
                 self._say({"say": "refuse", "why": str(error)})
                 self._end(None)
@@ -227,8 +237,14 @@ class Agent:
         self._say({"say": "output", "rank": worker.rank, "stream": stream}, data)
         return True
 
+    def _note_progress(self) -> None:
+        if (step := self._progress.step()) != self._step:
+            self._step = step
+            self._say({"say": "progress", "step": step})
+
     def _note_exits(self) -> None:
         for worker in self._supervisor.reap():
+            self._note_progress()
             # Its last words come before the news of its end. Two reads empty a pipe of Linux's default size.
             for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
                 for _ in range(2):
@@ -247,7 +263,7 @@ class Agent:
             return
         self._end(None)
         if names:
-            text = f"ending what the ranks on {self._job['host']} left behind: {', '.join(names)}"
+            text = f"ending what its ranks left behind: {', '.join(names)}"
             self._say({"say": "note", "text": text})
 
     # ---- the clock ----
@@ -266,6 +282,7 @@ class Agent:
             self._beat_at = now + beat_interval(self._job["heartbeat_s"])
             self._supervisor.keep_watch()
             self._say({"say": "beat"})
+            self._note_progress()
             for worker in self._supervisor.running():
                 if self._supervisor.is_stopped(worker) and worker.pid not in self._stopped:
                     self._stopped.add(worker.pid)

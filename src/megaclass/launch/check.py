@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.errors import LaunchError
+from megaclass.launch.check_answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
 from megaclass.launch.check_facts import Facts, clock_finding, default_slots, difference_findings, host_findings
 from megaclass.launch.check_findings import Finding, Report, State, bad, doubtful, good
 from megaclass.launch.check_line import Line
 from megaclass.launch.hosts import Host
+from megaclass.launch.protocol import ProtocolError
 from megaclass.launch.ssh import SshSettings, agent_command, cause_and_advice, login_command
 
 _FACTS_S = 150.0
@@ -95,6 +97,18 @@ class _Answers:
         self._line: Line | None = None
 
     def introduce(self) -> None:
+        """Asks the host about itself."""
+        try:
+            self._introduce()
+        except ProtocolError as error:
+            self.distrust(error)
+
+    def distrust(self, error: ProtocolError) -> None:
+        advice = "It runs another megaclass, or somebody else controls it: find out before you train on it."
+        self.findings.append(bad("answers", str(error), advice))
+        self.facts = {}
+
+    def _introduce(self) -> None:
         if not self.host.is_local:
             self._ssh_config = _ssh_config(self.host, self._settings.ssh)
             self.findings.append(_name_resolution(self.host, self._ssh_config))
@@ -106,7 +120,7 @@ class _Answers:
         if hello is None:
             self._note_not_started()
             return
-        self.connection = str(hello["ssh"]).split()
+        self.connection = connection_in(hello)
         if not self.host.is_local:
             took_s = time.monotonic() - begun
             self.findings.append(good("ssh", f"without a prompt, in {took_s:.1f} s"))
@@ -116,7 +130,7 @@ class _Answers:
         if facts is None:
             self._note_not_started()
             return
-        self.facts = facts
+        self.facts = facts = facts_in(facts, self._settings.workdir)
         self.host = replace(self.host, slots=self.host.slots or default_slots(facts))
         self.findings += host_findings(facts, self.host.slots)
         if self._settings.interface is not None:
@@ -136,7 +150,7 @@ class _Answers:
         reply = self._line.ask({"ask": "time"}, self._settings.start_timeout_s)
         if reply is not None:
             doubt_s = (time.time() - asked_at) / 2
-            self.findings.append(clock_finding(reply["time"] - asked_at - doubt_s, doubt_s))
+            self.findings.append(clock_finding(time_in(reply) - asked_at - doubt_s, doubt_s))
 
     def _note_not_started(self) -> None:
         assert self._line is not None
@@ -217,7 +231,12 @@ def _try_ports(hosts: Sequence[_Answers], settings: CheckSettings, pool: ThreadP
         ports = (settings.master_port, 0) if index == 0 and settings.master_port else (0,)
         listening[host.name] = []
         for port in ports:
-            reply = host.ask({"ask": "listen", "port": port}, _REACH_S)
+            try:
+                reply = host.ask({"ask": "listen", "port": port}, _REACH_S)
+                reply = listening_in(reply) if reply is not None else None
+            except ProtocolError as error:
+                host.distrust(error)
+                continue
             if reply is None or reply["fault"]:
                 fault = reply["fault"] if reply else "no answer"
                 advice = f"Leave --master-port out, or see who has it: ss -ltnp sport = :{port}"
@@ -230,7 +249,12 @@ def _try_ports(hosts: Sequence[_Answers], settings: CheckSettings, pool: ThreadP
         named = [(f"{name} {address} {port}", address, port) for name, address, port in peers]
         if not named:
             return
-        reply = host.ask({"ask": "reach", "peers": named}, _REACH_S)
+        try:
+            reply = host.ask({"ask": "reach", "peers": named}, _REACH_S)
+            reply = reached_in(reply, [name for name, _, _ in named]) if reply is not None else None
+        except ProtocolError as error:
+            host.distrust(error)
+            return
         if reply is None:
             advice = f"Type: {login_command(host.host, settings.ssh)} uptime"
             host.findings.append(bad("ports", f"the host does not answer any more, for {_REACH_S:g} s", advice))
@@ -242,7 +266,7 @@ def _try_ports(hosts: Sequence[_Answers], settings: CheckSettings, pool: ThreadP
 
 def _address(host: _Answers, hosts: Sequence[_Answers], settings: CheckSettings) -> str:
     """An address at which the others know the host: what ssh connected to, or from where it came."""
-    if settings.interface is not None and settings.interface in host.facts["interfaces"]:
+    if settings.interface is not None and settings.interface in host.facts.get("interfaces", ()):
         return str(host.facts["interfaces"][settings.interface][0])
     if host.connection:
         return host.connection[2]
@@ -303,10 +327,9 @@ def _rows(output: str) -> list[dict[str, Any]]:
     """Rank 0's JSON, whose lines `megaclass run` has marked with its number."""
     text = "".join(line.removeprefix("[0]<stdout>:") for line in output.splitlines() if line.startswith("[0]<stdout>:"))
     try:
-        rows = json.loads(text)
-    except ValueError:
+        return rows_in(json.loads(text))
+    except (ValueError, RecursionError):
         return []
-    return rows if isinstance(rows, list) else []
 
 
 def _speed(rows: Sequence[Mapping[str, Any]], backend: str) -> str:

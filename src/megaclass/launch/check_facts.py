@@ -227,6 +227,8 @@ def _disk(facts: Facts) -> Finding:
     if facts["workdir"] is None:
         return bad("free disk", "the working folder is not there", "Make it on that host, or give --workdir.")
     free = facts["free_disk_bytes"]
+    if free is None:
+        return doubtful("free disk", f"unknown at {facts['workdir']}", "Look on that host: df -h")
     found = f"{free / _GIB:.1f} GiB at {facts['workdir']}"
     if free < _LEAST_DISK:
         return bad("free disk", found, f"A checkpoint would not fit: du -xsh {facts['workdir']}/* | sort -h")

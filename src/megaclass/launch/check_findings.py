@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from megaclass.launch.plain_text import plain_text
+
 
 class State(StrEnum):
     GOOD = "good"
@@ -80,9 +82,10 @@ class Report:
         for where, findings in self.findings.items():
             lines += ["", self.titles.get(where, where)]
             for finding in findings:
-                lines.append(f"    {_MARKS[finding.state]} {finding.what:<{width}}  {finding.found}".rstrip())
+                found = plain_text(finding.found)
+                lines.append(f"    {_MARKS[finding.state]} {finding.what:<{width}}  {found}".rstrip())
                 if finding.advice:
-                    lines.append(f"{'':{_ADVICE_COLUMN}}{finding.advice}")
+                    lines.append(f"{'':{_ADVICE_COLUMN}}{plain_text(finding.advice)}")
         return "\n".join([*lines, "", self._verdict()])
 
     def _verdict(self) -> str:

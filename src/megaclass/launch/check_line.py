@@ -19,6 +19,8 @@ class Line:
 
     command: Sequence[str]
     said: bytearray = field(default_factory=bytearray)
+    fault: str = ""
+    """Why the other side is not listened to any more, where it broke the protocol."""
     _replies: list[Any] = field(default_factory=list)
     _is_over: bool = False
     _news: threading.Condition = field(default_factory=threading.Condition)
@@ -43,7 +45,7 @@ class Line:
         return self.ask({"token": token}, timeout_s)
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
-        """None when no answer came."""
+        """None when no answer came; ProtocolError when something else did. The answer is as the host gave it: unchecked."""
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(encode(dict(question)))
@@ -52,6 +54,8 @@ class Line:
             return None
         with self._news:
             self._news.wait_for(lambda: self._replies or self._is_over, timeout_s)
+            if self.fault:
+                raise ProtocolError(self.fault)
             return self._replies.pop(0) if self._replies else None
 
     def last_words(self) -> tuple[int | None, str]:
@@ -84,7 +88,11 @@ class Line:
         while data := os.read(self._process.stdout.fileno(), 1 << 16):
             try:
                 replies = [message for message, _ in reader.feed(data)]
-            except ProtocolError:
+                # One question, one answer: a host that goes on talking must not fill the memory.
+                if len(replies) + len(self._replies) > 1:
+                    raise ProtocolError("it sends answers that nobody asked for")
+            except ProtocolError as error:
+                self.fault = str(error)
                 break
             with self._news:
                 self._replies += replies

@@ -19,13 +19,14 @@ from megaclass.launch.hosts import Host, given_hosts, hosts_from_batch_system
 from megaclass.launch.inbox import SignalInbox
 from megaclass.launch.options import RunOptions
 from megaclass.launch.output import RankOutput, Screen
+from megaclass.launch.plain_text import plain_lines
 from megaclass.launch.plan import describe_plan, passed_on, place_ranks
+from megaclass.launch.restart_limit import SHORT_S, RestartLimit
 from megaclass.launch.ssh import SshSettings, agent_command
 
 _FILES_PER_HOST = 8
 _FILES_PER_RANK = 2
 _SCREEN_S = 2.0
-_SHORT_S = 60.0
 _LONGEST_PAUSE_S = 60.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -61,13 +62,16 @@ def run(options: RunOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScreenVoice:
-    """The driver's own sentences, between the lines of the ranks and never inside one."""
+    """The driver's own sentences, between the lines of the ranks and never inside one.
+
+    What they quote may come from another host: a terminal finds nothing in them to obey.
+    """
 
     screen: Screen
     is_verbose: bool
 
     def say(self, text: str) -> None:
-        self.screen.put("stderr", f"megaclass: {text}\n".encode(errors="surrogateescape"))
+        self.screen.put("stderr", f"megaclass: {plain_lines(text)}\n".encode())
 
     def detail(self, text: str) -> None:
         if self.is_verbose:
@@ -82,10 +86,10 @@ def _run_with_restarts(options: RunOptions, settings: GangSettings, hosts: list[
     outcome = Outcome(exit_code=0)
     with SignalInbox(_SIGNALS) as inbox:
         try:
-            num_short = 0
+            limit = RestartLimit()
             for restart in range(options.restarts + 1):
                 if restart:
-                    if (number := _pause(num_short, voice, inbox)) is not None:
+                    if (number := _pause(limit.num_short, voice, inbox)) is not None:
                         outcome = Outcome(exit_code=128 + number, may_restart=False)
                         break
                     voice.say(f"restart {restart} of {options.restarts}: {num_processes} ranks on {_listed(hosts)}.")
@@ -102,10 +106,16 @@ def _run_with_restarts(options: RunOptions, settings: GangSettings, hosts: list[
                     inbox=inbox,
                 )
                 outcome = gang.run()
-                num_short = num_short + 1 if time.monotonic() - begun < _SHORT_S else 0
+                limit.note(has_started=gang.has_started, step=gang.step, seconds=time.monotonic() - begun)
                 if outcome.exit_code == 0 or not outcome.may_restart or restart == options.restarts:
                     break
+                hosts_before = hosts
                 hosts, num_processes = _for_the_next_start(options, hosts, num_processes, outcome)
+                if hosts != hosts_before:
+                    limit.forget()
+                if (why := limit.why_not_again()) is not None:
+                    voice.say(why)
+                    break
                 if not hosts:
                     voice.say(
                         f"no restart: without {', '.join(outcome.failed_hosts)} too few slots are left for --min-np."
@@ -125,7 +135,7 @@ def _pause(num_short: int, voice: ScreenVoice, inbox: SignalInbox) -> int | None
     """
     ends_at = time.monotonic() + min(_LONGEST_PAUSE_S, 2.0 ** (num_short - 1) - 1 if num_short else 0.0)
     if (left_s := ends_at - time.monotonic()) > 1:
-        voice.say(f"{num_short} starts ended within {_SHORT_S:g} s: the next one in {left_s:.0f} s.")
+        voice.say(f"{num_short} starts ended within {SHORT_S:g} s: the next one in {left_s:.0f} s.")
     while (left_s := ends_at - time.monotonic()) > 0:
         select.select([inbox], [], [], left_s)
         for number in inbox.taken():

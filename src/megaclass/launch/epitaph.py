@@ -60,6 +60,11 @@ def headline(rank: int, host: str, pid: int, code: int, num_others: int) -> str:
     return f"rank {rank} on {host} (pid {pid}) ended with {how_it_ended(code)}{others}."
 
 
+def stopped(rank: int, host: str, pid: int) -> str:
+    """Said when a rank is stopped: the others wait for it without an end."""
+    return f"rank {rank} on {host} (pid {pid}) is stopped: somebody sent it SIGSTOP; SIGCONT lets it go on."
+
+
 def epitaph(rank: int, host: str, pid: int, code: int, last_lines: list[str]) -> str:
     """Said at the very end, when nobody prints any more: who failed first, where and how, with its last words."""
     hint = f" ({_HINTS[signal.Signals(-code)]})" if code < 0 and -code in _HINTS else ""

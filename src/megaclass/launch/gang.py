@@ -1,5 +1,6 @@
 """One start of all ranks on all hosts, from the first connection to the last process gone. Standard library only."""
 
+import contextlib
 import secrets
 import selectors
 import signal
@@ -9,8 +10,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Protocol
 
+from megaclass.distributed.addresses import is_own
 from megaclass.errors import LaunchError
-from megaclass.launch.epitaph import exit_status, how_it_ended, signal_name
+from megaclass.launch.agent_messages import ip_address
+from megaclass.launch.epitaph import exit_status, how_it_ended, signal_name, stopped
 from megaclass.launch.heartbeat import beat_interval, silence_limits
 from megaclass.launch.inbox import SignalInbox
 from megaclass.launch.link import Link, LinkState
@@ -18,6 +21,7 @@ from megaclass.launch.local import EXIT_RESUME_ME
 from megaclass.launch.output import RankOutput, Screen
 from megaclass.launch.plan import Placement
 from megaclass.launch.protocol import Message, ProtocolError
+from megaclass.launch.remote_sweep import RemoteSweep, start_sweep
 from megaclass.launch.roll import Roll
 from megaclass.launch.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.versions import differences
@@ -33,6 +37,10 @@ _SETTLE_S = 1.0
 """After a host could not be reached, others may fail for the same reason: all are named at once."""
 _LEAVE_S = 4.0
 """Beyond the grace: for the processes to vanish and the news of it to arrive."""
+_STDERR_READS = 16
+"""At the end of a line: of what the other side goes on writing to stderr, only so much is waited for."""
+_MAX_SWEEPS = 64
+"""Where more hosts are lost at once, the network is; agents then end their ranks themselves."""
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -101,6 +109,7 @@ class Gang:
         self._token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
         self._links: list[Link] = []
+        self._sweeps: list[RemoteSweep] = []
         self._roll = Roll(placements)
         self._outcome: Outcome | None = None
         self._verdict = ""
@@ -108,6 +117,8 @@ class Gang:
         self._gives_up_at = float("inf")
         # Once a rank has left with 75: when those that have not are ended.
         self._left_by: float | None = None
+        # Of the last checkpoint that a rank reported.
+        self._step: int | None = None
         self._beat_at = 0.0
         self._is_paused = False
         self._printed_at = time.monotonic()
@@ -142,14 +153,13 @@ class Gang:
         self._voice.detail(f"{placement.host.name}: {placement.ranks()}, {command}")
         link = Link(placement, command, self._token)
         self._links.append(link)
-        self._selector.register(link.stdout, selectors.EVENT_READ, partial(self._on_message, link))
-        self._selector.register(link.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+        self._listen(link)
         s = self._settings
         link.send(
             {
                 "token": self._token,
                 # One for each agent: two names may be one machine, where an agent must not end the other one's ranks.
-                "run_id": f"{self._run_id}-{len(self._links)}",
+                "run_id": self._run_id_of(len(self._links)),
                 "restart": self._restart,
                 "host": placement.host.name,
                 "worlds": [asdict(world) for world in placement.worlds],
@@ -164,6 +174,24 @@ class Gang:
                 "grace_s": s.grace_s,
             }
         )
+
+    def _run_id_of(self, number: int) -> str:
+        return f"{self._run_id}-{number}"
+
+    def _listen(self, link: Link) -> None:
+        self._selector.register(link.stdout, selectors.EVENT_READ, partial(self._on_message, link))
+        if not link.has_closed_stderr:
+            self._selector.register(link.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+
+    @property
+    def has_started(self) -> bool:
+        """Whether any rank ran."""
+        return bool(self._roll.pids)
+
+    @property
+    def step(self) -> int | None:
+        """Of the last checkpoint that this start has published, as far as it was reported."""
+        return self._step
 
     def _is_everybody_here(self) -> bool:
         return self._outcome is not None or all(link.state is not LinkState.STARTING for link in self._links)
@@ -218,13 +246,14 @@ class Gang:
             return "127.0.0.1"
         # SSH_CONNECTION: client address and port, server address and port.
         teller, index = (remote[0], 0) if first.placement.host.is_local else (first, 2)
-        told = str(teller.hello["ssh"]).split()
-        if len(told) != 4 or told[index].startswith(("127.", "::1")):
+        address = _address_in(teller.hello.get("ssh", ""), index)
+        # Another host's word is not enough where ours can be checked: it would choose whom all ranks connect to.
+        if address is None or (first.placement.host.is_local and not is_own(address)):
             raise LaunchError(
                 f"Cannot tell by which address the other hosts reach {first.name}: ssh on {teller.name} says "
-                f"{teller.hello['ssh']!r} (a tunnel?). Name the interface to use with --network-interface."
+                f"{teller.hello.get('ssh', '')!r} (a tunnel?). Name the interface to use with --network-interface."
             )
-        return told[index]
+        return address
 
     # ---- one loop for everything ----
 
@@ -244,9 +273,10 @@ class Gang:
             self._hold_back()
             self._watch_unsent()
             for key, _ in self._selector.select(self._wait_s(now, deadline)):
-                # One event of the batch may close what another is about.
+                # One event of the batch may close what another is about, or fill the screen.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
+                    self._hold_back()
 
     def _wait_s(self, now: float, deadline: float) -> float:
         return 0.02 if self._is_paused else max(0.0, min(self._beat_at, deadline, self._gives_up_at) - now)
@@ -265,11 +295,14 @@ class Gang:
         for link in self._links:
             if link.is_over:
                 continue
-            link.send({"do": "beat"})
+            if not link.has_unsent:
+                # What waits is proof of life enough, and a host that does not read cannot make the queue grow.
+                link.send({"do": "beat"})
             # While we do not read, we cannot tell who is silent.
             if link.state is LinkState.RUNNING and not self._is_paused and now - link.heard_at > silence_s:
                 silent_s = now - link.heard_at
-                self._lose(link, f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone")
+                why = f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone"
+                self._lose(link, why, is_silent=True)
         if self._outcome is None and (sentence := self._roll.name_who_left_early()) is not None:
             self._voice.say(sentence)
         self._end_what_hangs(now)
@@ -289,9 +322,11 @@ class Gang:
                 continue
             if self._is_paused:
                 self._selector.unregister(link.stdout)
+                if not link.has_closed_stderr:
+                    self._selector.unregister(link.stderr)
             else:
                 link.heard_at = time.monotonic()
-                self._selector.register(link.stdout, selectors.EVENT_READ, partial(self._on_message, link))
+                self._listen(link)
 
     def _watch_unsent(self) -> None:
         """A job line may be longer than a pipe."""
@@ -312,13 +347,23 @@ class Gang:
                 return
             for message, payload in messages:
                 self._hear(link, message, payload)
-        except (ProtocolError, KeyError, ValueError, TypeError) as error:
-            self._lose(link, f"sent something that is no message: {error}")
+        except ProtocolError as error:
+            self._distrust(link, f"sent something that no agent of this version sends: {error}")
+
+    def _distrust(self, link: Link, why: str) -> None:
+        """A host that breaks the protocol takes no further part: it is faulty, or not under its owner's control."""
+        if link.state is LinkState.STARTING:
+            self._problems.append((link.name, f"{link.name} {why}."))
+            link.state = LinkState.LOST
+            self._stop_listening(link)
+            link.close()
+        else:
+            self._lose(link, why)
 
     def _hear(self, link: Link, message: Message, payload: bytes) -> None:
         match message["say"]:
             case "output":
-                rank = int(message["rank"])
+                rank = message["rank"]
                 self._printed_at = time.monotonic()
                 self._roll.note_lines(rank, self._output.put(rank, message["stream"], payload))
             case "hello":
@@ -326,20 +371,29 @@ class Gang:
                 link.state = LinkState.READY
                 self._voice.detail(f"{link.name}: agent {message['pid']} is ready")
             case "refuse":
-                self._refuse(link, str(message["why"]))
+                self._refuse(link, message["why"])
             case "started":
-                self._roll.pids |= {int(rank): int(pid) for rank, pid in message["pids"].items()}
+                self._roll.pids |= message["pids"]
                 self._voice.detail(f"{link.name}: started {message['pids']}")
             case "exit":
-                self._note_exit(int(message["rank"]), int(message["pid"]), int(message["code"]))
+                self._note_exit(message["rank"], message["pid"], message["code"])
             case "stopped":
-                where = f"rank {message['rank']} on {link.name} (pid {message['pid']})"
-                self._voice.say(f"{where} is stopped: somebody sent it SIGSTOP; SIGCONT lets it go on.")
+                self._voice.say(stopped(message["rank"], link.name, message["pid"]))
             case "note":
-                self._voice.say(str(message["text"]))
+                self._voice.say(f"{link.name}: {message['text']}")
+            case "progress":
+                self._step = message["step"] if self._step is None else max(self._step, message["step"])
             case "done":
-                link.state = LinkState.DONE
-                self._stop_listening(link)
+                self._note_done(link)
+
+    def _note_done(self, link: Link) -> None:
+        """A host that leaves without having said how its ranks ended would turn a failure into a success."""
+        unaccounted = [world.rank for world in link.placement.worlds if world.rank not in self._roll.codes]
+        if link.state is LinkState.RUNNING and unaccounted and self._outcome is None:
+            self._distrust(link, f"says that it is done, but not how rank {unaccounted[0]} ended")
+            return
+        link.state = LinkState.DONE
+        self._stop_listening(link)
 
     def _refuse(self, link: Link, why: str) -> None:
         if link.state is LinkState.STARTING:
@@ -351,8 +405,9 @@ class Gang:
 
     def _on_end_of_line(self, link: Link) -> None:
         """ssh or the local agent ended without having said that all is done."""
-        while link.read_stderr():
-            continue
+        for _ in range(_STDERR_READS):
+            if not link.read_stderr():
+                break
         code = link.wait(0.5)
         if link.state is LinkState.STARTING:
             why = why_not_started(link.placement.host, self._settings.ssh, code, link.said)
@@ -363,7 +418,10 @@ class Gang:
             how = "its agent" if link.placement.host.is_local else "its agent, or the ssh connection to it,"
             self._lose(link, f"was lost: {how} ended" + (f" with {how_it_ended(code)}" if code is not None else ""))
 
-    def _lose(self, link: Link, why: str) -> None:
+    def _lose(self, link: Link, why: str, *, is_silent: bool = False) -> None:
+        # A host that is silent could not be reached for a sweep, either.
+        if link.state is LinkState.RUNNING and not is_silent:
+            self._start_sweep(link)
         link.state = LinkState.LOST
         self._stop_listening(link)
         link.close()
@@ -375,6 +433,15 @@ class Gang:
             self._end(Outcome(exit_code=EXIT_HOST_LOST, failed_hosts=(link.name,)))
         else:
             self._voice.detail(f"{link.name} {why}")
+
+    def _start_sweep(self, link: Link) -> None:
+        """Has the host's ranks killed, should agent and sweepers have died together; in vain where the host is down."""
+        if len(self._sweeps) == _MAX_SWEEPS:
+            return
+        run_id, grace_s = self._run_id_of(self._links.index(link) + 1), min(self._settings.grace_s, _LEAVE_S)
+        with contextlib.suppress(OSError):
+            sweep = start_sweep(link.placement.host, self._settings.ssh, run_id, link.hello["pid"], grace_s)
+            self._sweeps.append(sweep)
 
     def _on_stderr(self, link: Link) -> None:
         data = link.read_stderr()
@@ -469,6 +536,8 @@ class Gang:
     def _give_up(self) -> None:
         for link in self._links:
             if not link.is_over:
+                if link.state is LinkState.RUNNING:
+                    self._start_sweep(link)
                 link.state = LinkState.LOST
                 self._stop_listening(link)
                 self._voice.say(
@@ -481,9 +550,21 @@ class Gang:
         for link in self._links:
             link.wait(2.0 if link.state is LinkState.DONE else 0.1)
             link.close()
+        for sweep in self._sweeps:
+            sweep.wait()
         for rank in self._roll.hosts:
             self._output.finish(rank)
         # Last, below what the others had to say while they were being stopped.
         if self._verdict:
             self._voice.say(self._verdict)
         self._selector.close()
+
+
+def _address_in(ssh_connection: str, index: int) -> str | None:
+    """A field of SSH_CONNECTION that others can reach; None when there is none."""
+    told = ssh_connection.split()
+    try:
+        address = ip_address(told[index]) if len(told) == 4 else ""
+    except ValueError:
+        return None
+    return address if address and not address.startswith("127.") and address != "::1" else None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 
 from megaclass.errors import LaunchError
+from megaclass.launch.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentTalk
 from megaclass.launch.plan import Placement
 from megaclass.launch.protocol import Message, MessageReader, encode, greeting
 
@@ -37,7 +38,11 @@ class Link:
         self.heard_at = time.monotonic()
         self.said = ""
         """What ssh or the agent wrote to stderr, its end."""
-        self._reader = MessageReader(after=greeting(token))
+        self.has_closed_stderr = False
+        self._reader = MessageReader(
+            after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
+        )
+        self._talk = AgentTalk([world.rank for world in placement.worlds])
         self._unsent = bytearray()
         try:
             self.process = subprocess.Popen(
@@ -85,7 +90,7 @@ class Link:
             del self._unsent[:written]
 
     def read(self) -> Iterator[tuple[Message, bytes]] | None:
-        """Messages that came; None at the end of the line."""
+        """Messages that came, checked; None at the end of the line. ProtocolError for one that no agent of ours sends."""
         try:
             data = os.read(self.stdout.fileno(), _READ_BYTES)
         except BlockingIOError:
@@ -93,7 +98,12 @@ class Link:
         if not data:
             return None
         self.heard_at = time.monotonic()
-        return self._reader.feed(data)
+        return self._checked(data)
+
+    def _checked(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
+        for message, payload in self._reader.feed(data):
+            # Asked for each message: hearing the one before may have changed the state.
+            yield self._talk.checked(message, payload, is_running=self.state is LinkState.RUNNING), payload
 
     def read_stderr(self) -> bytes | None:
         """What was said now; None at the end."""
@@ -102,6 +112,7 @@ class Link:
         except BlockingIOError:
             return b""
         self.said = (self.said + data.decode(errors="replace"))[-_KEPT_STDERR_BYTES:]
+        self.has_closed_stderr = not data
         return data or None
 
     def hang_up(self) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaclass.errors import LaunchError
-from megaclass.launch.epitaph import exit_status, headline
+from megaclass.launch.epitaph import exit_status, headline, stopped
 from megaclass.launch.hosts import Host
 from megaclass.launch.inbox import SignalInbox, is_heeded, leave_closed_terminal
 from megaclass.launch.network import reserve_port
@@ -57,6 +57,7 @@ def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
     status: int | None = None
     num_interrupts = 0
     is_asked = is_ending = wants_resume = False
+    named: set[int] = set()
     while supervisor.running():
         select.select([inbox], [], [], 0.05 if is_ending else None)
         for number in inbox.taken():
@@ -78,6 +79,7 @@ def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
                 status = 128 + signal.SIGTERM
                 supervisor.end()
                 is_ending = True
+        named = _name_stopped(supervisor, named)
         for worker in supervisor.reap():
             assert worker.code is not None
             wants_resume |= worker.code == EXIT_RESUME_ME
@@ -92,3 +94,11 @@ def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
             supervisor.is_clear()
     supervisor.end()
     return status or (EXIT_RESUME_ME if wants_resume else 0)
+
+
+def _name_stopped(supervisor: Supervisor, named: set[int]) -> set[int]:
+    """Says which ranks were stopped since the last call; returns those that are. SIGCHLD comes when a rank is stopped."""
+    are_stopped = {worker.rank: worker.pid for worker in supervisor.running() if supervisor.is_stopped(worker)}
+    for rank in are_stopped.keys() - named:
+        print(f"megaclass: {stopped(rank, socket.gethostname(), are_stopped[rank])}", file=sys.stderr, flush=True)
+    return set(are_stopped)

@@ -7,7 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
+
+from megaclass.launch.plain_text import for_terminal
+from megaclass.private_files import make_private_folder, open_private
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20
@@ -62,6 +65,7 @@ class Screen:
     def __init__(self, fds: dict[str, int]) -> None:
         self.fault: OSError | None = None
         self._fds = fds
+        self._are_terminals = {stream: os.isatty(fd) for stream, fd in fds.items()}
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
         self._changed = threading.Condition()
@@ -72,6 +76,10 @@ class Screen:
     @property
     def is_full(self) -> bool:
         return self._num_bytes > _MAX_WAITING_BYTES
+
+    def is_terminal(self, stream: str) -> bool:
+        """Whether the bytes reach a terminal, which obeys some of them, and not a file or a program."""
+        return self._are_terminals[stream]
 
     def put(self, stream: str, data: bytes) -> None:
         with self._changed:
@@ -134,7 +142,7 @@ class RankOutput:
         self._folder = folder
         self._say = say
         self._cutters: dict[tuple[int, str], LineCutter] = {}
-        self._files: dict[tuple[int, str], BinaryIO | None] = {}
+        self._files: dict[tuple[int, str], IO[bytes] | None] = {}
 
     def put(self, rank: int, stream: str, data: bytes) -> list[bytes]:
         """Shows the whole lines; returns them."""
@@ -173,6 +181,8 @@ class RankOutput:
         if self._colours[stream]:
             prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
         start = prefix.encode()
+        if self._screen.is_terminal(stream):
+            lines = [for_terminal(line) for line in lines]
         self._screen.put(stream, b"".join(start + line + b"\n" for line in lines))
 
     def _store(self, rank: int, stream: str, data: bytes) -> None:
@@ -180,8 +190,9 @@ class RankOutput:
         path = self._folder / f"rank.{rank}" / stream
         try:
             if (rank, stream) not in self._files:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files[rank, stream] = path.open("ab", buffering=0)
+                make_private_folder(self._folder)
+                make_private_folder(path.parent)
+                self._files[rank, stream] = open_private(path, "ab", follows_links=False, buffering=0)
             file = self._files[rank, stream]
             if file is not None:
                 view = memoryview(data)

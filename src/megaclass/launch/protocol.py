@@ -37,9 +37,13 @@ class MessageReader:
     after: the line that must come first; what precedes it is kept, capped, as `noise`.
     """
 
-    def __init__(self, after: bytes = b"") -> None:
+    def __init__(
+        self, after: bytes = b"", *, max_line_bytes: int = MAX_LINE_BYTES, max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    ) -> None:
         self.noise = bytearray()
         self._after = after
+        self._max_line_bytes = max_line_bytes
+        self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
         self._message: Message | None = None
 
@@ -67,11 +71,11 @@ class MessageReader:
     def _next(self) -> tuple[Message, bytes] | None:
         if self._message is None:
             end = self._buffer.find(b"\n")
+            if max(end, len(self._buffer) if end < 0 else 0) > self._max_line_bytes:
+                raise ProtocolError(f"a line of more than {self._max_line_bytes} bytes")
             if end < 0:
-                if len(self._buffer) > MAX_LINE_BYTES:
-                    raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes")
                 return None
-            self._message = _parsed(bytes(self._buffer[:end]))
+            self._message = _parsed(bytes(self._buffer[:end]), self._max_payload_bytes)
             del self._buffer[: end + 1]
         size = self._message.get("size", 0)
         if len(self._buffer) < size:
@@ -82,13 +86,13 @@ class MessageReader:
         return message, payload
 
 
-def _parsed(line: bytes) -> Message:
+def _parsed(line: bytes, max_payload_bytes: int) -> Message:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{line[:80]!r} is no message") from error
     size = message.get("size", 0) if isinstance(message, dict) else None
-    if not isinstance(size, int) or not 0 <= size <= MAX_PAYLOAD_BYTES:
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= max_payload_bytes:
         raise ProtocolError(f"{line[:80]!r} is no message")
     assert isinstance(message, dict)
     return message

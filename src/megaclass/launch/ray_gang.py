@@ -22,6 +22,7 @@ from megaclass.launch.options import RunOptions
 from megaclass.launch.output import RankOutput, Screen
 from megaclass.launch.plan import passed_on, place_ranks, rank_environment
 from megaclass.launch.ray_worker import RankKeeper
+from megaclass.launch.restart_limit import RestartLimit
 from megaclass.world import World
 
 _POLL_S = 0.2
@@ -58,6 +59,7 @@ def _run_with_restarts(ray: Any, num_processes: int, has_gpus: bool, options: Ru
         screen, colours=plain, with_timestamp=options.with_timestamp, folder=options.output_dir, say=voice.say
     )
     try:
+        limit = RestartLimit()
         for restart in range(options.restarts + 1):
             if restart:
                 voice.say(f"restart {restart} of {options.restarts}: {num_processes} ranks.")
@@ -65,10 +67,15 @@ def _run_with_restarts(ray: Any, num_processes: int, has_gpus: bool, options: Ru
             group = _placement_group(ray, num_processes, {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}, options)
             try:
                 gang = _RayGang(ray, group, num_processes, has_gpus, options, restart, screen, voice, output)
+                begun = time.monotonic()
                 outcome = gang.run()
+                limit.note(has_started=True, step=None, seconds=time.monotonic() - begun)
             finally:
                 ray.util.remove_placement_group(group)
-            if outcome.exit_code == 0 or not outcome.may_restart:
+            if outcome.exit_code == 0 or not outcome.may_restart or restart == options.restarts:
+                break
+            if (why := limit.why_not_again()) is not None:
+                voice.say(why)
                 break
         return outcome.exit_code
     finally:

@@ -26,6 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 # After SIGKILL only a process that hangs in the kernel stays (a dead network disk, a lost GPU): nobody can end it.
 _UNKILLABLE_S = 5.0
 _RETRY_S = 0.05
+_NUM_SWEEPERS = 2
 
 
 @dataclass(slots=True)
@@ -40,11 +41,18 @@ class Worker:
         return self.process.pid
 
 
+@dataclass(frozen=True, slots=True)
+class _Sweeper:
+    process: subprocess.Popen[bytes]
+    lifeline: int
+    """Writing end of the pipe whose end, or silence, makes the sweeper act."""
+
+
 class Supervisor:
     """Keeps the workers of one run on this host; leaving the `with` block leaves no process of theirs.
 
     Three layers, because each can be missing: the keeper (this process) ends them; if it dies, the kernel kills its
-    direct children (PR_SET_PDEATHSIG); those behind a shell are found by the sweeper.
+    direct children (PR_SET_PDEATHSIG); those behind a shell are found by either of two sweepers.
 
     adopts: this process has no children but the run's, so that orphans below it are the run's too.
     """
@@ -60,13 +68,12 @@ class Supervisor:
         self._silence_s = silence_s
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
-        self._sweeper: subprocess.Popen[bytes] | None = None
-        self._lifeline = -1
+        self._sweepers: list[_Sweeper] = []
 
     def __enter__(self) -> "Supervisor":
         if self._adopts:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._start_sweeper()
+        self._sweepers = [self._start_sweeper() for _ in range(_NUM_SWEEPERS)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -75,13 +82,22 @@ class Supervisor:
         while not self.is_clear():
             time.sleep(_RETRY_S)
             self.reap()
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._lifeline, sweep.GOODBYE)
-        os.close(self._lifeline)
-        assert self._sweeper is not None
-        self._sweeper.wait()
+        for sweeper in self._sweepers:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(sweeper.lifeline, sweep.GOODBYE)
+            os.close(sweeper.lifeline)
+        for sweeper in self._sweepers:
+            sweeper.process.wait()
 
-    def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], workdir: Path | None = None) -> Worker:
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        workdir: Path | None = None,
+        *,
+        pass_fds: Sequence[int] = (),
+    ) -> Worker:
         """LaunchError when the command cannot be started."""
         pipe = subprocess.PIPE if self._captures else None
         try:
@@ -93,6 +109,7 @@ class Supervisor:
                 stdout=pipe,
                 stderr=pipe,
                 bufsize=0,
+                pass_fds=pass_fds,
                 # A session of its own: Ctrl-C in the terminal reaches it only through us, a signal its whole group.
                 start_new_session=True,
                 preexec_fn=partial(_die_with_parent, os.getpid()),
@@ -135,13 +152,13 @@ class Supervisor:
         return sorted(ended, key=lambda worker: (worker.code == 0, (worker.code or 0) > 0, worker.rank))
 
     def keep_watch(self) -> None:
-        """To be called now and then: tells the sweeper that the keeper lives, and starts a new one if it was killed."""
-        assert self._sweeper is not None
-        if self._sweeper.poll() is not None:
-            os.close(self._lifeline)
-            self._start_sweeper()
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            os.write(self._lifeline, b".")
+        """To be called now and then: tells the sweepers that the keeper lives, and replaces one that was killed."""
+        for index, sweeper in enumerate(self._sweepers):
+            if sweeper.process.poll() is not None:
+                os.close(sweeper.lifeline)
+                self._sweepers[index] = self._start_sweeper()
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(self._sweepers[index].lifeline, b".")
         if self._adopts:
             self._reap_adopted()
 
@@ -176,27 +193,27 @@ class Supervisor:
             return False
 
     def _members(self) -> list[int]:
-        assert self._sweeper is not None
         sessions = {worker.pid for worker in self.workers}
         keeper = os.getpid() if self._adopts else 0
-        return sweep.members(self._run_id, sessions, adopted_by=keeper, apart_from=self._sweeper.pid)
+        sweepers = [sweeper.process.pid for sweeper in self._sweepers]
+        return sweep.members(self._run_id, sessions, adopted_by=keeper, apart_from=sweepers)
 
     def _reap_adopted(self) -> None:
         """Buries orphans that ended below this subreaper; a worker's own end is left for `reap`."""
-        kept = {worker.pid for worker in self.running()} | ({self._sweeper.pid} if self._sweeper else set())
+        kept = {worker.pid for worker in self.running()} | {sweeper.process.pid for sweeper in self._sweepers}
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if ended.si_pid in kept:
                     return
                 os.waitpid(ended.si_pid, 0)
 
-    def _start_sweeper(self) -> None:
-        reader, self._lifeline = os.pipe()
-        os.set_blocking(self._lifeline, False)
+    def _start_sweeper(self) -> "_Sweeper":
+        reader, lifeline = os.pipe()
+        os.set_blocking(lifeline, False)
         # Not by the path of the environment: in a folder called megaclass, `pkill -9 -f megaclass` would end it, too.
         python = os.path.realpath(sys.executable)
         with Path(sweep.__file__).open("rb") as program:
-            self._sweeper = subprocess.Popen(
+            process = subprocess.Popen(
                 [python, "-I", "-S", "-", self._run_id, str(reader), str(os.getpid()), str(self._silence_s)],
                 stdin=program,
                 # It may outlive the keeper by a second and must not hold the keeper's own pipes open.
@@ -206,6 +223,7 @@ class Supervisor:
                 start_new_session=True,
             )
         os.close(reader)
+        return _Sweeper(process, lifeline)
 
 
 def find_command(command: Sequence[str], env: Mapping[str, str], workdir: Path) -> None:

@@ -82,7 +82,7 @@ class Model:
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     state[f"optimizer.{name}.{key}"] = value
-        state |= {f"head.{name}": buffer for name, buffer in self.head.named_buffers(recurse=False)}
+        state |= {f"head.margin_{name}": value for name, value in self.head.margin_state.items()}
         state |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state().items()}
         return state | ({f"ema.{name}": mean for name, mean in self.ema.means.items()} if self.ema is not None else {})
 
@@ -97,8 +97,8 @@ class Model:
                     # Adam counts its steps on the CPU unless it is fused.
                     value = value.to(parameter.device)
                 self.optimizer.state[parameter][key] = value
-        for name, value in _part(state, "head.").items():
-            self.head.get_buffer(name).copy_(value)
+        for name, value in _part(state, "head.margin_").items():
+            self.head.margin_state[name].copy_(value)
         self.loss_scale.load(_part(state, "loss_scale."))
         if self.ema is not None:
             self.ema.load(_part(state, "ema."))

@@ -18,12 +18,14 @@ from megaclass.data.source import ImageSource
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.baselines import score_histograms, score_pixels
 from megaclass.evaluate.models import weights_fingerprint
+from megaclass.evaluate.overlap import compared_with_training_data, training_data_line
 from megaclass.evaluate.report import write_report
 from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
 from megaclass.evaluate.run_report import BASELINES_FOLDER, report_of_runs, write_faces
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
 from megaclass.image_size import ImageSize, compact_size, size_to_text
+from megaclass.private_files import make_private_folder
 from megaclass.train.build import Model, input_size
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import Outcome
@@ -73,6 +75,9 @@ def finish_run(
         "final_loss": outcome.final_loss,
         "images_per_second": outcome.images_per_second,
     }
+    with _or_a_warning("A comparison of the verification sets with the training data"):
+        drawn = Path(config.data.path) / "verification.bin" if config.synth.identities else None
+        results = compared_with_training_data(results, source, config.data.path, drawn)
     evaluated = [result for result in results if result.error is None]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
@@ -109,6 +114,7 @@ def _write_baselines(run: Path, result: SetResult, image_size: ImageSize, fit: F
     ):
         accuracies[key] = scored.verification.accuracy
         baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
+        make_private_folder(run / BASELINES_FOLDER)
         write_results(run / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
     return accuracies
 
@@ -136,14 +142,17 @@ def _say_where(run: RunFolder, summary: dict[str, Any], results: list[SetResult]
         f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
         f"loss {summary['final_loss']:.3f}, {summary['images_per_second']:,.0f} images/s.",
     ]
-    if "verification_accuracy" in summary:
-        floor = ""
-        if "pixel_baseline_accuracy" in summary:
-            floor = (
-                f" (raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
-                f"colour histograms {summary['histogram_baseline_accuracy']:.1%})"
-            )
-        lines.append(f"Verification of unseen identities: {summary['verification_accuracy']:.1%}{floor}.")
+    floor = ""
+    if "pixel_baseline_accuracy" in summary:
+        floor = (
+            f" (raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
+            f"colour histograms {summary['histogram_baseline_accuracy']:.1%})"
+        )
+    for result in results:
+        if result.error is None:
+            lines.append(f"Verification on {result.name}: {result.numbers['accuracy']:.1%}{floor}.")
+            lines += [f"  {said}" for said in [training_data_line(result.numbers)] if said]
+            floor = ""  # measured on the first set alone
     lines += [f"Not evaluated: {result.name}: {result.error}" for result in results if result.error is not None]
     lines += ["", f"In {run.path}/:"]
     for name, meaning in (

@@ -14,13 +14,19 @@ from megaclass.checkpoint.load import copy_matched_rows, first_whole_on_all_rank
 from megaclass.checkpoint.manifest import NAME, read_manifest
 from megaclass.checkpoint.retention import published
 from megaclass.config import CLASS_MEANS, Config
+from megaclass.data.fingerprint import DataMarks, fingerprint
 from megaclass.data.source import ImageSource
-from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, text_of_main_rank
+from megaclass.distributed.agreement import (
+    on_every_rank,
+    on_every_rank_for_long,
+    on_main_rank_for_long,
+    text_of_main_rank,
+)
 from megaclass.errors import CheckpointError
 from megaclass.export.safetensors_file import load_state
 from megaclass.train.build import Model
 from megaclass.train.class_means import start_at_class_means
-from megaclass.train.resume import match_on_all_ranks
+from megaclass.train.resume import check_same_people, match_on_all_ranks
 from megaclass.world import World
 
 _MODEL = "model.safetensors"
@@ -35,8 +41,11 @@ def initialise(
     device: torch.device,
     *,
     matches_classes: bool,
+    trusts_numbers: bool = False,
 ) -> None:
     """Collective. Copies in what train.init_backbone and train.init_centres name; every rank reads the files.
+
+    matches_classes, trusts_numbers: as for `resume_run`.
 
     A run folder stands for its newest whole checkpoint in both; each byte of a checkpoint is checked, by one of the ranks.
     """
@@ -49,12 +58,15 @@ def initialise(
         start_at_class_means(config, model, source, world, device)
     elif config.train.init_centres is not None:
         path = backbone if is_one_path else _resolve(Path(config.train.init_centres), device, or_else=None)
+        if not trusts_numbers:
+            on_main_rank_for_long(lambda: _check_people(path, source, classes), device)
         saved, shards = on_every_rank(lambda: _read_centres(model, path, classes, matches_classes), device)
         saved_K = np.arange(model.head.classes.start, model.head.classes.stop)
         if saved != classes:
             saved_K = match_on_all_ranks(saved, classes, model, world, device, str(path)).saved_K
         target, num_subcentres = {"weight": model.head.rows()["weight"]}, model.head.store.num_subcentres
         on_every_rank_for_long(lambda: copy_matched_rows(shards, target, saved_K, num_subcentres, str(path)), device)
+        model.head.accept_rows()
 
 
 def _resolve(path: Path, device: torch.device, *, or_else: str | None) -> Path:
@@ -99,6 +111,14 @@ def _read_backbone(path: Path) -> dict[str, Tensor]:
             f"{path} is neither a checkpoint nor a run folder: it holds no {NAME}, no checkpoints/ and no {_MODEL}."
         )
     return load_state(path) if path.suffix == ".safetensors" else read_backbone(path)
+
+
+def _check_people(path: Path, source: ImageSource, classes: ClassList) -> None:
+    """Rank 0. Files of InsightFace do not say whose centres they hold; checkpoints do."""
+    if (path / NAME).is_file():
+        manifest = read_manifest(path)
+        marks = DataMarks(fingerprint=fingerprint(source))
+        check_same_people(manifest.data, marks, source, saved_classes(path, manifest), classes, path)
 
 
 def _read_centres(

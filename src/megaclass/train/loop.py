@@ -88,7 +88,8 @@ def train(
 
             detail, numbers = "", {}
             if is_evaluated:
-                results = evaluate_between_steps(config, model, loader.image_size, device, errors_told)
+                with meter.paused():
+                    results = evaluate_between_steps(config, model, loader.image_size, device, errors_told)
                 numbers = accuracies(results)
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}

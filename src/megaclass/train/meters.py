@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +20,8 @@ class Meter:
         self._begun = self._last = time.monotonic()
         self._results: list[StepResult] = []
         self._waited_s = 0.0
+        # Seconds that were no training, since the last row and in all.
+        self._paused_s = self._all_paused_s = 0.0
         self._num_steps = 0
         self.last_loss = earlier[-1].get("loss", float("nan")) if earlier else float("nan")
         self._last_speed = earlier[-1].get("images_per_second", 0.0) if earlier else 0.0
@@ -34,6 +37,23 @@ class Meter:
                 return
             yield batch
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves what happens inside, an evaluation, out of the speed. Steps still under way on the device are waited for."""
+        self._wait_for_device()
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait_for_device()
+            passed = time.monotonic() - begun
+            self._paused_s += passed
+            self._all_paused_s += passed
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def add(self, result: StepResult) -> None:
         self._results.append(result)
         self._num_steps += 1
@@ -48,13 +68,16 @@ class Meter:
         if is_counted.any():
             self.last_loss = float(losses[is_counted].mean())
         now = time.monotonic()
+        trained_s = now - self._last - self._paused_s
         row = {
             "loss": self.last_loss,
-            "images_per_second": len(self._results) * self._global_batch / (now - self._last),
-            "data_wait_share": self._waited_s / (now - self._last),
+            "images_per_second": len(self._results) * self._global_batch / trained_s,
+            "data_wait_share": self._waited_s / trained_s,
             "skipped_steps": int((~is_counted).sum()),
             "elapsed_s": now - self._begun,
         }
+        if self._paused_s:
+            row["evaluation_s"] = self._paused_s
         measures = self._results[-1].measures
         if measures is not None and is_counted[-1]:
             row |= {
@@ -64,14 +87,14 @@ class Meter:
             }
         if self._device.type == "cuda":
             row["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
-        self._last, self._results, self._waited_s = now, [], 0.0
+        self._last, self._results, self._waited_s, self._paused_s = now, [], 0.0, 0.0
         return row
 
     def images_per_second(self) -> float:
-        """Over all steps since the start or the resumption, checkpoints included."""
+        """Over all steps since the start or the resumption, checkpoints included, evaluations left out."""
         if not self._num_steps:
             return self._last_speed
-        return self._num_steps * self._global_batch / (time.monotonic() - self._begun)
+        return self._num_steps * self._global_batch / (time.monotonic() - self._begun - self._all_paused_s)
 
 
 def check_finite(row: Mapping[str, float], step: int, on_nan: str, is_scaled: bool) -> None:

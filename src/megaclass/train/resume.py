@@ -81,12 +81,15 @@ def resume_run(
     device: torch.device,
     *,
     matches_classes: bool,
+    trusts_numbers: bool = False,
 ) -> int:
     """Collective. Loads a checkpoint on every rank; returns the step to go on with.
 
     where: "auto" for the newest whole checkpoint of the run folder, "best" for the best one, or a checkpoint's path.
     marks: what the data is known by, on rank 0.
-    matches_classes: a changed list of classes is matched by name; otherwise it, or other data, is refused.
+    matches_classes: a changed list of classes is matched by name, or by number where there are no names; otherwise it is
+    refused.
+    trusts_numbers: classes without names are the same under the same numbers, whatever their images say.
     """
     folder = _choose(config, run, where, device)
 
@@ -95,8 +98,11 @@ def resume_run(
         saved = saved_classes(folder, manifest)
         if not matches_classes:
             _check_classes(saved, classes, folder)
-        if saved == classes:
-            _check_data(manifest.data, marks, source, classes, folder, matches_classes=matches_classes)
+        if not trusts_numbers:
+            check_same_people(manifest.data, marks, source, saved, classes, folder)
+        if saved == classes and manifest.data.fingerprint not in ("", marks.fingerprint):
+            changed = _describe_fingerprints(manifest.data, marks, folder)
+            print(f"megaclass: the data has changed, going on with it: {changed}", file=sys.stderr, flush=True)
         print(f"megaclass: resuming from {folder}, step {manifest.step}", file=sys.stderr, flush=True)
 
     on_main_rank_for_long(check, device)
@@ -165,6 +171,7 @@ def _load(model: Model, folder: Path, match: ClassMatch | None, world: World, de
     else:
         shards = saved_rows(folder, manifest, 0, manifest.num_classes)
         copy_matched_rows(shards, model.head.rows(), match.saved_K, model.head.store.num_subcentres, str(folder))
+        model.head.accept_rows()
     model.head.step_count = manifest.step
     if manifest.world_size == world.size:
         restore_generators(load_rank_state(folder, manifest, world.rank), device)
@@ -197,24 +204,30 @@ def _check_classes(saved: ClassList, classes: ClassList, folder: Path) -> None:
         raise CheckpointError(f"{folder} has other classes: {difference}.")
 
 
-def _check_data(
-    saved: DataMarks, marks: DataMarks, source: ImageSource, classes: ClassList, folder: Path, *, matches_classes: bool
+def check_same_people(
+    saved: DataMarks, marks: DataMarks, source: ImageSource, saved_list: ClassList, classes: ClassList, where: Path
 ) -> None:
-    """Classes without names are told from others by their images: a checkpoint is refused for data that has none of them.
+    """Refuses to find classes by number where their images say that the people are others.
 
-    More or fewer images of the same classes, in any order or format, go on, and so does everything where names are equal.
+    Classes without names are told from others by their images alone: a class that still exists must hold one of those
+    that it is known by. More or fewer images of the same classes, in any order or format, go on, and so does everything
+    where classes have names.
     """
-    if not saved.fingerprint or saved.fingerprint == marks.fingerprint:
+    if saved_list.text or classes.text or not saved.fingerprint or saved.fingerprint == marks.fingerprint:
         return
-    changed = f"fingerprint of the data {saved.fingerprint} in {folder}, {marks.fingerprint} now"
-    foreign = None if classes.text else foreign_class(saved, source)
-    if foreign is not None and not matches_classes:
+    left = {label: images for label, images in saved.class_images.items() if int(label) < source.num_classes}
+    foreign = foreign_class(DataMarks(fingerprint=saved.fingerprint, class_images=left), source)
+    if foreign is not None:
         raise CheckpointError(
-            f"{folder} was trained on other data: class {foreign} holds none of the images that it is known by "
-            f"({changed}). If the classes are the same ones under the same numbers, and their images were only encoded "
-            f"anew, --match-classes goes on."
+            f"{where} was trained on other data: class {foreign} holds none of the images that it is known by "
+            f"({_describe_fingerprints(saved, marks, where)}). If the classes are the same ones under the same numbers, and "
+            f"their images were only encoded anew, --same-numbers goes on; a classes.txt beside the data of both runs "
+            f"finds people by name instead."
         )
-    print(f"megaclass: the data has changed, going on with it: {changed}", file=sys.stderr, flush=True)
+
+
+def _describe_fingerprints(saved: DataMarks, marks: DataMarks, where: Path) -> str:
+    return f"fingerprint of the data {saved.fingerprint} in {where}, {marks.fingerprint} now"
 
 
 def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:

@@ -4,11 +4,12 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaclass.checkpoint.retention import written_by_runs
+from megaclass.checkpoint.retention import published, step_of, written_by_runs
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
+from megaclass.private_files import make_private_folder, open_private, write_private
 
 # Network file systems may show a new file a moment late.
 _NETWORK_DELAY_S = 5.0
@@ -57,15 +59,25 @@ class RunFolder:
     def holds_a_run(self) -> bool:
         return any((self.path / name).exists() for name in _OWN_NAMES)
 
-    def check_free(self) -> None:
-        """Refuses a folder that holds another run, or files that are none of ours."""
+    def check_free(self, command: Sequence[str] = ()) -> None:
+        """Refuses a folder that holds another run, or files that are none of ours.
+
+        command: the command line that was typed, to show the one that resumes the run; empty where it is not known.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"The run folder {self.path} is a file: choose another train.run_dir.")
         if self.holds_a_run():
             raise CheckpointError(
-                f"The run folder {self.path} already holds a run: continue it with --resume, replace it with --overwrite, "
-                f"or choose another train.run_dir."
+                f"The run folder {self.path} already holds a run: {self._how_to_continue(command)}, or choose another "
+                f"train.run_dir."
             )
+
+    def _how_to_continue(self, command: Sequence[str]) -> str:
+        steps = [step_of(folder) for folder in published(self.checkpoints)]
+        if not steps:
+            return "it ended before its first checkpoint, so begin it again with --overwrite"
+        typed = f": {shlex.join([*command, '--resume'])}" if command else ""
+        return f"continue it with --resume (from step {steps[-1]}{typed}), replace it with --overwrite"
 
     def clear(self) -> None:
         """Removes what a run writes, what was made of it, and nothing else."""
@@ -88,10 +100,7 @@ class RunFolder:
     def set_taken(self, is_taken: bool) -> None:
         """Whether the run in this locked folder is that of the job that holds it, or still the one of before."""
         try:
-            # Opened, never made anew: the lock is on this very file.
-            handle = os.open(self._lock_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(_TAKEN if is_taken else "")
+            write_private(self._lock_file, _TAKEN if is_taken else "")
         except OSError as error:
             raise _cannot_write(self._lock_file, error) from error
 
@@ -105,7 +114,7 @@ class RunFolder:
         patience_s: how long it may take the one before to end.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.path)
             # A run folder may have come from somewhere else: a link in it must not have another file truncated.
             handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -156,7 +165,7 @@ class RunFolder:
         """
         name_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=device)
         token = self.path / f".seen-{int(gather_blocks(name_bits, group)[0]):014x}"
-        on_main_rank(lambda: token.touch(), device, group)
+        on_main_rank(lambda: token.touch(0o600), device, group)
         try:
             on_every_rank(lambda: self._look_for(token, group_rank(group)), device, group)
         finally:
@@ -187,8 +196,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         path = self.path / "metrics.jsonl"
         try:
-            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            with os.fdopen(handle, "a", encoding="utf-8") as file:
+            with open_private(path, "a", follows_links=False, encoding="utf-8") as file:
                 file.write(json.dumps(dict(row)) + "\n")
         except OSError as error:
             raise _cannot_write(path, error) from error
@@ -217,10 +225,7 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         unfinished = self.path / f".{name}.tmp"
         try:
-            # A new file, whatever stood under this name: a link there is not followed.
-            unfinished.unlink(missing_ok=True)
-            with unfinished.open("x", encoding="utf-8") as file:
-                file.write(text)
+            write_private(unfinished, text)
             unfinished.replace(self.path / name)
         except OSError as error:
             raise _cannot_write(self.path / name, error) from error

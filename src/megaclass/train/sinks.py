@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from megaclass.config import Config, to_toml
 from megaclass.errors import ConfigError, UserError
+from megaclass.private_files import make_private_folder
 from megaclass.train.run_folder import RunFolder
 
 Sink = Callable[[Mapping[str, float]], None]
@@ -48,6 +49,8 @@ def _tensorboard(run: RunFolder) -> Iterator[Sink]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError("train.tensorboard needs its package: pip install 'megaclass[tensorboard]'") from None
+    # Its files follow the umask; the folder keeps others out.
+    make_private_folder(run.path / "tensorboard")
     writer = SummaryWriter(str(run.path / "tensorboard"))
 
     def send(row: Mapping[str, float]) -> None:
@@ -68,6 +71,7 @@ def _wandb(config: Config, run: RunFolder) -> Iterator[Sink]:
     except ImportError:
         raise ConfigError("train.wandb_project needs its package: pip install 'megaclass[wandb]'") from None
     try:
+        make_private_folder(run.path / "wandb")
         session = wandb.init(
             project=config.train.wandb_project, name=run.path.name, dir=str(run.path), config={"toml": to_toml(config)}
         )

@@ -62,7 +62,9 @@ class Beginning:
     overwrite: bool = False
     """Replace the run that the folder holds."""
     matches_classes: bool = False
-    """A list of classes that differs from the checkpoint's is matched by name, not refused; nor is other data."""
+    """A list of classes that differs from the checkpoint's is matched by name, or number, and not refused."""
+    trusts_numbers: bool = False
+    """Classes without names are the same under the same numbers, even if their images are others."""
 
     def __post_init__(self) -> None:
         if self.resume is not None and self.overwrite:
@@ -85,7 +87,7 @@ def start_training(config: Config, arguments: Sequence[str], beginning: Beginnin
         return _train_as_rank(config, world, beginning)
     run = RunFolder(Path(config.train.run_dir))
     if beginning.needs_free_folder:
-        run.check_free()
+        run.check_free(["megaclass", "train", *arguments])
     require_packages(config)
     make_data(config)
     if config.train.nproc == 1:
@@ -293,10 +295,29 @@ def train_in_group(
     matches_classes = beginning.matches_classes
     first_step = 0
     if beginning.resume is None:
-        initialise(config, model, source, classes, world, device, matches_classes=matches_classes)
+        initialise(
+            config,
+            model,
+            source,
+            classes,
+            world,
+            device,
+            matches_classes=matches_classes,
+            trusts_numbers=beginning.trusts_numbers,
+        )
     else:
         first_step = resume_run(
-            config, model, run, beginning.resume, source, classes, marks, world, device, matches_classes=matches_classes
+            config,
+            model,
+            run,
+            beginning.resume,
+            source,
+            classes,
+            marks,
+            world,
+            device,
+            matches_classes=matches_classes,
+            trusts_numbers=beginning.trusts_numbers,
         )
 
     def take_over() -> None:

@@ -18,6 +18,7 @@ from megaclass.head.exchange import BlockLayout
 from megaclass.head.kernels import triton_images
 from megaclass.head.kernels.triton_fused import operand_width, weight_factor
 from megaclass.head.margins import ArcFace, CosFace, Margin, NormalisedSoftmax
+from megaclass.head.seal import MULTIPLIER, NUM_WATCHED, Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +58,25 @@ class Images:
 
 
 def gather(
-    embeddings_BD: Tensor, labels_B: Tensor, *, step: int, max_batch: int, group: dist.ProcessGroup | None
+    embeddings_BD: Tensor, labels_B: Tensor, *, seal: Seal, step: int, max_batch: int, group: dist.ProcessGroup | None
 ) -> Gathered:
-    """exchange.gather_batch, left packed."""
+    """Seal.control_word and exchange.gather_batch, left packed."""
     count, width = embeddings_BD.shape
     layout = BlockLayout(max_batch, width, embeddings_BD.element_size())
     block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
     if embeddings_BD.stride(1) != 1:
         embeddings_BD = embeddings_BD.contiguous()
+    word = torch.empty(1, dtype=torch.int64, device=block.device)
+    triton_images.form_control_word[(1,)](
+        word, seal.watched, seal.kept, step, seal.stride, len(seal.kept), LANES=NUM_WATCHED, MULTIPLIER=MULTIPLIER
+    )
     triton_images.pack_block[(max(1, max_batch),)](
         block.view(torch.int64),
         block[layout.rows_at :].view(embeddings_BD.dtype),
         embeddings_BD,
         labels_B.contiguous(),
         count,
-        step,
+        word,
         embeddings_BD.stride(0),
         max_batch,
         D=width,
@@ -125,7 +130,9 @@ def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
         )
 
 
-def note_faults(sticky: Tensor, gathered: Gathered, images: Images, num_overflowed: Tensor, num_classes: int) -> None:
+def note_faults(
+    sticky: Tensor, gathered: Gathered, images: Images, num_overflowed: Tensor, num_classes: int, step: int
+) -> None:
     """faults.find_fault, overflow_fault and FaultWatch.note, on the device."""
     triton_images.note_faults[(1,)](
         sticky,
@@ -139,6 +146,7 @@ def note_faults(sticky: Tensor, gathered: Gathered, images: Images, num_overflow
         gathered.num_rows,
         gathered.layout.max_batch,
         num_classes,
+        step,
         BLOCK=1024,
         num_warps=8,
     )

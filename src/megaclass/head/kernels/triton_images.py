@@ -5,14 +5,27 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["count", "step", "stride"])
-def pack_block(words, rows, embeddings, labels, count, step, stride, max_batch, D: tl.constexpr, BLOCK_D: tl.constexpr):
+@triton.jit(do_not_specialize=["step", "stride", "count"])
+def form_control_word(word, watched, kept, step, stride, count, LANES: tl.constexpr, MULTIPLIER: tl.constexpr):
+    """Seal.control_word, and then Seal.renew: a write that is noted here is judged once, by all ranks."""
+    lanes = tl.arange(0, LANES)
+    inside = lanes < count
+    now = tl.load(watched + lanes.to(tl.int64) * stride, mask=inside, other=0)
+    before = tl.load(kept + lanes, mask=inside, other=0)
+    num_changed = tl.sum((now != before).to(tl.int32), 0)
+    digest = tl.sum(now.to(tl.int64) * ((2 * lanes.to(tl.int64) + 1) * MULTIPLIER), 0) & 0x3FFFFFFFFFFFFFFF
+    tl.store(word, tl.where(num_changed > 0, -1 - digest, step))
+    tl.store(kept + lanes, now, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "stride"])
+def pack_block(words, rows, embeddings, labels, count, word, stride, max_batch, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """A rank's block of the gathered buffer (exchange.py): control words, labels, embeddings; padding behind."""
     image = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     if image == 0:
         tl.store(words, count)
-        tl.store(words + 1, step)
+        tl.store(words + 1, tl.load(word))
     is_image = image < count
     label = tl.load(labels + image, mask=is_image, other=-1).to(tl.int64)
     tl.store(words + 2 + image, label, mask=image < max_batch)
@@ -101,7 +114,7 @@ def find_slots(slots, classes, num_entries, num_images, STEPS: tl.constexpr, BLO
     tl.store(slots + images, tl.where(local >= 0, low.to(tl.int64), -1), mask=is_image)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def note_faults(
     sticky,  # (6,) int64, in and out
     words,
@@ -114,6 +127,7 @@ def note_faults(
     num_images,
     max_batch,
     num_classes,
+    step,
     BLOCK: tl.constexpr,
 ):
     """faults.find_fault and overflow_fault, in one program; a fault already there stays."""
@@ -121,6 +135,9 @@ def note_faults(
     first_label = num_images
     first_infinite = num_images
     first_step = num_ranks
+    first_changed = num_ranks
+    num_changed = 0
+    num_twins = 0
     num_labels = 0
     num_infinite = 0
     num_steps = 0
@@ -138,24 +155,30 @@ def note_faults(
     step_0 = tl.load(words + 1)
     for start in range(0, num_ranks, BLOCK):
         ranks = start + lanes
-        step = tl.load(words + ranks.to(tl.int64) * words_stride + 1, mask=ranks < num_ranks, other=0)
-        is_out = (ranks < num_ranks) & (step != step_0)
+        word = tl.load(words + ranks.to(tl.int64) * words_stride + 1, mask=ranks < num_ranks, other=0)
+        is_out = (ranks < num_ranks) & (word != step_0) & (word >= 0) & (step_0 >= 0)
+        is_changed = (ranks < num_ranks) & (word < 0)
+        first_changed = tl.minimum(first_changed, tl.min(tl.where(is_changed, ranks, num_ranks), 0))
+        num_changed += tl.sum(is_changed.to(tl.int32), 0)
+        num_twins += tl.sum((is_changed & (ranks > 0) & (word == step_0)).to(tl.int32), 0)
         first_step = tl.minimum(first_step, tl.min(tl.where(is_out, ranks, num_ranks), 0))
         num_steps += tl.sum(is_out.to(tl.int32), 0)
     overflowed = tl.load(num_overflowed).to(tl.int64)
     if tl.load(sticky) == 0:
-        if num_steps > 0:
-            step = tl.load(words + first_step.to(tl.int64) * words_stride + 1)
-            _store_fault(sticky, 3, first_step, step, step_0, num_steps, step_0)
+        if (num_changed > 0) & ((num_changed < num_ranks) | (num_twins > 0)):
+            _store_fault(sticky, 5, first_changed, 0, 0, num_changed, step)
+        elif num_steps > 0:
+            first_word = tl.load(words + first_step.to(tl.int64) * words_stride + 1)
+            _store_fault(sticky, 3, first_step, first_word, step_0, num_steps, step_0)
         elif num_labels > 0:
             label = tl.load(labels + first_label)
-            _store_fault(sticky, 1, first_label // max_batch, first_label % max_batch, label, num_labels, step_0)
+            _store_fault(sticky, 1, first_label // max_batch, first_label % max_batch, label, num_labels, step)
         elif num_infinite > 0:
             label = tl.load(labels + first_infinite)
             place = first_infinite % max_batch
-            _store_fault(sticky, 2, first_infinite // max_batch, place, label, num_infinite, step_0)
+            _store_fault(sticky, 2, first_infinite // max_batch, place, label, num_infinite, step)
         elif overflowed > 0:
-            _store_fault(sticky, 4, 0, 0, 0, overflowed, step_0)
+            _store_fault(sticky, 4, 0, 0, 0, overflowed, step)
 
 
 @triton.jit

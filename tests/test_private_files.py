@@ -1,0 +1,107 @@
+"""Logs, metrics and results belong to their owner alone, whatever the umask; what a user makes to share follows the umask."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaclass.private_files import make_private_folder, open_private, write_private
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
+TINY = (
+    *("synth.identities=12", "synth.images_per_identity=8", "synth.size=32", "synth.pairs=40"),
+    *("backbone.embedding_dim=16", "train.global_batch=16", "train.epochs=1", "export.onnx=false"),
+)
+HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
+# Models are made to be shared; who may enter the run folder decides its owner.
+SHARED = ("model.safetensors",)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("mask", "file_mode", "folder_mode"),
+    [(0o000, 0o600, 0o700), (0o022, 0o600, 0o700), (0o077, 0o600, 0o700), (0o277, 0o400, 0o500)],
+    ids=oct,
+)
+def test_the_stricter_of_0600_and_the_umask_counts(tmp_path, umask, mask, file_mode, folder_mode):
+    umask(mask)
+    write_private(tmp_path / "text", "x")
+    open_private(tmp_path / "bytes", "ab").close()
+    make_private_folder(tmp_path / "folder")
+    assert [mode(tmp_path / name) for name in ("text", "bytes", "folder")] == [file_mode, file_mode, folder_mode]
+
+
+def test_a_link_that_somebody_put_there_is_not_written_through(tmp_path):
+    (tmp_path / "victim").write_text("as it was")
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic link"):
+        write_private(tmp_path / "link", "owned")
+    assert (tmp_path / "victim").read_text() == "as it was"
+
+
+def megaclass(*arguments: str, mask: int, **more) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MEGACLASS_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "megaclass", *arguments],
+        umask=mask,
+        env={**env, "OMP_NUM_THREADS": "1", **more},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_output_files_of_ranks_are_private(tmp_path, mask):
+    out = tmp_path / "new" / "logs"
+    megaclass("run", "-np", "1", "--output-filename", str(out), "echo", "secret", mask=mask)
+    assert [mode(path) for path in (out, out / "rank.0", out / "rank.0" / "stdout")] == [0o700, 0o700, 0o600]
+
+
+def test_a_link_in_the_place_of_an_output_file_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("as it was")
+    (tmp_path / "logs" / "rank.0").mkdir(parents=True)
+    (tmp_path / "logs" / "rank.0" / "stdout").symlink_to(tmp_path / "victim")
+    megaclass("run", "-np", "1", "--output-filename", str(tmp_path / "logs"), "echo", "owned", mask=0o022)
+    assert (tmp_path / "victim").read_text() == "as it was"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_everything_in_a_run_folder_but_the_model_is_private(tmp_path, mask):
+    run, data = tmp_path / "run", tmp_path / "data"
+    places = (f"data.path={data}", f"train.run_dir={run}", f"train.tensorboard={str(HAS_TENSORBOARD).lower()}")
+    megaclass("train", str(RECIPE), *TINY, *places, mask=mask)
+    assert mode(run) == 0o700
+    # TensorBoard's own files follow the umask, inside a folder that is private.
+    assert not HAS_TENSORBOARD or mode(run / "tensorboard") == 0o700
+    files = [path for path in run.rglob("*") if path.parent.name != "tensorboard"]
+    others = {str(path.relative_to(run)): oct(mode(path)) for path in files if mode(path) & 0o077}
+    assert set(others) <= set(SHARED), others
+    assert {"metrics.jsonl", "config.toml", "summary.json", "report.html"} <= {path.name for path in files}
+    if mask == 0o022:
+        assert mode(run / "model.safetensors") == 0o644 and mode(data) == 0o755, "these follow the umask"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_horovods_timeline_is_private(tmp_path, umask, mask):
+    from megaclass.hvd.timeline import Timeline
+
+    umask(mask)
+    timeline = Timeline()
+    timeline.start(str(tmp_path / "timeline.json"), mark_cycles=False)
+    timeline.stop()
+    assert mode(tmp_path / "timeline.json") == 0o600
