@@ -1,4 +1,4 @@
-"""A state dict without a word about itself -> which backbone it is, by its names and shapes."""
+"""Finds out which backbone a state dict belongs to, by its names and shapes."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _MBF_WIDTHS = {128: "mbf", 256: "mbf_large"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackboneShape:
-    """What `build_backbone` needs to build the network a state dict fits."""
+    """Arguments with which `build_backbone` builds the network that a state dict fits."""
 
     name: str
     embedding_dim: int

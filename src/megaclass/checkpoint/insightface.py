@@ -1,4 +1,4 @@
-"""What InsightFace's training code wrote, in our terms: backbones and class centres of any number of ranks.
+"""Reads what InsightFace's training code wrote: backbones and class centres of any number of ranks.
 
 `torch.load` runs with weights_only=True throughout: a file that wants more is refused.
 """
@@ -123,7 +123,7 @@ def _load(path: Path) -> dict[str, Any]:
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
             _check_archive(path, num_bytes)
-        # Files of before torch 1.6 are no archives and cannot be mapped.
+        # Files written before torch 1.6 are no archives and cannot be mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except FileNotFoundError:
         raise CheckpointError(f"There is no file {path}.") from None

@@ -79,7 +79,7 @@ class Line:
 
 @dataclass
 class ConfigLines:
-    """What a file says: the lines by name, and a remark about each statement that carries nothing over."""
+    """Content of a file: the lines by name, and a remark about each statement that carries nothing over."""
 
     path: Path
     values: dict[str, Line] = field(default_factory=dict)
