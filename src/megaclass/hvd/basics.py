@@ -124,6 +124,8 @@ class _Basics:
         data_plane.change_sets = lambda request: _change_sets(job, request)
         global_process_set.ranks = list(everybody)
         wrong = _make_sets(job, wanted)
+        # Nobody returns, and perhaps ends, while another rank still connects to it.
+        dist.all_reduce(torch.zeros(1), group=data_plane.sets[0].cpu)
         job.controller = Controller(
             meeting.rank,
             meeting.hosts,
