@@ -90,7 +90,10 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         cross_size=_number(env, "GROUP_WORLD_SIZE", starter, default=max(1, size // max(local_size, 1))),
         starter=starter,
         address=env.get("MASTER_ADDR", "127.0.0.1"),
-        port=_number(env, "MASTER_PORT", starter) if size > 1 else 0,
+        # A port of our own leaves MASTER_PORT to what the script does with torch.distributed itself.
+        port=_number(env, "MEGACLASS_STORE_PORT" if env.get("MEGACLASS_STORE_PORT") else "MASTER_PORT", starter)
+        if size > 1
+        else 0,
     )
     return _checked(world)
 

@@ -10,6 +10,7 @@ from tests.conftest import free_port
 from tests.hvd.jobs import in_job, outputs_of, start_script
 
 import megaclass.hvd as hvd
+from megaclass.distributed.store import SignedStore
 from megaclass.hvd.ring import connect_ring
 from megaclass.hvd.settings import Settings
 
@@ -23,7 +24,8 @@ def _numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lengths(rank: int, size: int) -> None:
-    ring = connect_ring(dist.group.WORLD, [f"rank {place}" for place in range(size)], "127.0.0.1", Settings())
+    store = SignedStore(dist.distributed_c10d._get_default_store(), b"key")
+    ring = connect_ring(store, b"key", rank, [f"rank {place}" for place in range(size)], "127.0.0.1", Settings())
     if size == 1:
         assert ring is None
         return
@@ -92,6 +94,7 @@ def test_process_sets_have_rings_of_their_own(run_ranks):
 
 _IN_THE_MIDDLE = """
 import os, signal, torch, torch.distributed as dist
+from megaclass.distributed.store import SignedStore
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.ring import connect_ring
 from megaclass.hvd.settings import Settings
@@ -100,7 +103,8 @@ os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 names = [f"rank {{place}}" for place in range(size)]
-ring = connect_ring(dist.group.WORLD, names, "127.0.0.1", Settings(gloo_timeout_s={timeout_s}))
+store = SignedStore(dist.distributed_c10d._get_default_store(), b"key")
+ring = connect_ring(store, b"key", rank, names, "127.0.0.1", Settings(gloo_timeout_s={timeout_s}))
 
 def combine(one, two, *, out):
     if rank == 1:

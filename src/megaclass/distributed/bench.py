@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.process_group import process_group
 from megaclass.errors import ConfigError, LaunchError
 from megaclass.world import World
@@ -20,6 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ELEMENT_BYTES = 4
+_SETTINGS_BYTES = 1024
 _PERIOD = 251
 """Values repeat with a prime period, so that a block at a wrong place does not look right by chance."""
 
@@ -103,7 +105,7 @@ def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
         )
     rows: list[Row] = []
     with process_group(world, device="cuda" if has_gpu else "cpu") as device:
-        _check_same_settings(settings, world)
+        _check_same_settings(settings, device)
         for backend, where in _backends(settings, device):
             group = dist.new_group(backend=backend)
             for operation in settings.operations:
@@ -280,10 +282,11 @@ def _backends(settings: BenchSettings, device: torch.device) -> list[tuple[str, 
     return on_gpu if settings.backend == "nccl" else [*on_gpu, ("gloo", torch.device("cpu"))]
 
 
-def _check_same_settings(settings: BenchSettings, world: World) -> None:
-    """Collectives of different sizes would hang, or give wrong numbers in silence."""
-    everybody: list[BenchSettings | None] = [None] * world.size
-    dist.all_gather_object(everybody, settings)
+def _check_same_settings(settings: BenchSettings, device: torch.device) -> None:
+    """Collectives of different sizes would hang, or give wrong numbers in silence. One all-gather of 1 KiB per rank."""
+    text = str(settings).encode().ljust(_SETTINGS_BYTES)[:_SETTINGS_BYTES]
+    blocks_W = gather_blocks(torch.tensor(list(text), dtype=torch.uint8, device=device), None).cpu()
+    everybody = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in blocks_W]
     others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
     if others:
         raise LaunchError(

@@ -121,7 +121,9 @@ def compressed_all_reduce_(
     sum_1B = wire.encode(sum_P[None])
     gathering = _all_gather(received_WB.view(-1), sum_1B.view(-1), group=group, async_op=True)
     if remainder_N is not None:
-        parts_WP[dist.get_rank(group)].add_(sum_P.sub_(wire.decode(sum_1B, count)[0]), alpha=divisor)
+        parts_WP[group.rank() if group is not None else dist.get_rank()].add_(
+            sum_P.sub_(wire.decode(sum_1B, count)[0]), alpha=divisor
+        )
         # One overflow must not stay for ever.
         remainder_N.copy_(vector[: flat_N.numel()].nan_to_num_(0.0, 0.0, 0.0))
     _wait(gathering)

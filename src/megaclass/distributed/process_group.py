@@ -18,6 +18,7 @@ from megaclass.distributed.addresses import source_towards
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.connection_watch import Address, ConnectionWatch, network_timeout
 from megaclass.distributed.rendezvous import interface_names, meeting_point
+from megaclass.distributed.store import make_store
 from megaclass.errors import ConnectionLostError, LaunchError
 from megaclass.world import World
 
@@ -162,17 +163,13 @@ def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]
 
 
 def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name-defined]
-    if world.size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
     # torch tries for the whole time, and of what it says nobody learns which host or port is meant.
     hint = threading.Timer(_HINT_S, lambda: print(_waiting_for_rank_0(world, timeout_s), file=sys.stderr, flush=True))
     hint.daemon = True
-    if not world.is_main:
+    if not world.is_main and world.size > 1:
         hint.start()
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            world.address, world.port, world.size, is_master=world.is_main, timeout=timedelta(seconds=timeout_s)
-        )
+        return make_store(world, timeout_s, waits_for_all=True)
     finally:
         hint.cancel()
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megaclass.distributed.addresses import interface_holding, is_own, own_addresses, source_towards
+from megaclass.distributed.job_secret import JOB_SECRET, new_secret
 from megaclass.distributed.pmix import tell_all
 from megaclass.errors import LaunchError
 from megaclass.world import World
@@ -44,12 +45,26 @@ def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> World:
     return world
 
 
+def is_one_machine(world: World, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are on one machine.
+
+    Where RANK and WORLD_SIZE were set by hand and nothing counts the ranks of a host, only the address can tell.
+    """
+    is_counted = "LOCAL_WORLD_SIZE" in env or "HOROVOD_LOCAL_SIZE" in env or world.starter in ("Open MPI", "Slurm")
+    return world.local_size == world.size and (is_counted or world.address in ("127.0.0.1", "localhost", "::1"))
+
+
 def interface_names(world: World, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that make gloo and NCCL use the interface by which this host reaches rank 0; those set already stay.
 
     Without them gloo takes the address of the host's own name, which many distributions set to 127.0.1.1.
     """
-    if world.local_size == world.size or any(env.get(name) for name in _INTERFACE_NAMES):
+    if any(env.get(name) for name in _INTERFACE_NAMES):
+        return {}
+    if world.size > 1 and is_one_machine(world, env):
+        # gloo and NCCL listen, too, and on one machine nobody else needs to reach them.
+        return dict.fromkeys(_INTERFACE_NAMES, "lo")
+    if world.local_size == world.size:
         return {}
     # On rank 0 the way to itself says nothing; the daemons of mpirun and srun know an address that others can reach.
     known = (world.address, *_daemon_addresses(env), env.get("SLURM_LAUNCH_NODE_IPADDR", ""))
@@ -65,11 +80,19 @@ def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
     """Rank 0 says where it is and which variables it has; the others go there."""
     addresses = [env["MASTER_ADDR"]] if "MASTER_ADDR" in env else _daemon_addresses(env) or own_addresses()
     names = sorted(name for name in env if name.startswith(_STEERING))
-    said = {"host": socket.gethostname(), "addresses": addresses, "port": world.port, "names": names}
+    said = {
+        "host": socket.gethostname(),
+        "addresses": addresses,
+        "port": world.port,
+        "names": names,
+        # mpirun's daemons know each other already: what they carry is as safe as mpirun itself.
+        "secret": env.get(JOB_SECRET) or new_secret(),
+    }
     heard = tell_all(json.dumps(said), world.is_main)
     if heard is None:
         return _at_mpirun(world, env)
     main = json.loads(heard)
+    os.environ.setdefault(JOB_SECRET, main["secret"])
     missing = [name for name in main["names"] if name not in env]
     if missing and world.local_rank == 0:
         print(

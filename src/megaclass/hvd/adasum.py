@@ -13,21 +13,21 @@ from torch import Tensor
 
 def adasum_(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """In place; the same on every rank of the group, bit by bit."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = group.rank(), group.size()
     vector = tensor.view(-1).float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.view(-1)
     paired = 1 << (size.bit_length() - 1)
     # Beyond a power of two, the first ranks combine with their neighbour, who waits for the result.
     num_folded = size - paired
     if rank < 2 * num_folded and rank % 2:
-        dist.send(vector, group=group, group_dst=rank - 1)
-        dist.recv(vector, group=group, group_src=rank - 1)
+        group.send([vector], rank - 1, 0).wait()
+        group.recv([vector], rank - 1, 0).wait()
     else:
         if rank < 2 * num_folded:
             vector = _combined(vector, _received_from(vector, rank + 1, group))
         place = rank // 2 if rank < 2 * num_folded else rank - num_folded
         vector = _doubling(vector, place, paired, num_folded, group)
         if rank < 2 * num_folded:
-            dist.send(vector, group=group, group_dst=rank + 1)
+            group.send([vector], rank + 1, 0).wait()
     return tensor.copy_(vector.view_as(tensor))
 
 
@@ -37,9 +37,8 @@ def _doubling(vector: Tensor, place: int, paired: int, num_folded: int, group: d
         partner = place ^ distance
         partner_rank = 2 * partner if partner < num_folded else partner + num_folded
         theirs = torch.empty_like(vector)
-        receiving = dist.irecv(theirs, group=group, group_src=partner_rank)
-        dist.send(vector, group=group, group_dst=partner_rank)
-        assert receiving is not None
+        receiving = group.recv([theirs], partner_rank, 0)
+        group.send([vector], partner_rank, 0).wait()
         receiving.wait()
         # Both sides take the lower place first, so that both get the same bits.
         vector = _combined(vector, theirs) if place < partner else _combined(theirs, vector)
@@ -49,7 +48,7 @@ def _doubling(vector: Tensor, place: int, paired: int, num_folded: int, group: d
 
 def _received_from(like: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(like)
-    dist.recv(received, group=group, group_src=rank)
+    group.recv([received], rank, 0).wait()
     return received
 
 

@@ -19,7 +19,7 @@ from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from megaclass.hvd.messages import Request
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.rendezvous import Meeter, Meeting, new_group, watch_connections
-from megaclass.hvd.ring import Ring, connect_ring
+from megaclass.hvd.ring import connect_ring
 from megaclass.hvd.settings import Settings, settings_from_environment
 from megaclass.hvd.timeline import Timeline
 
@@ -65,8 +65,9 @@ class Job:
         """Barriers of one process set meet in the order they are called, whatever other operations are open."""
         return self._count("barrier", process_set)
 
-    def next_object(self, process_set: int | None) -> int:
-        return self._count("object", process_set)
+    def next_object(self, process_set: int | None, name: str) -> int:
+        """How many objects of this name the process set has exchanged, this one included."""
+        return self._count(f"object {name}", process_set)
 
     def _count(self, what: str, process_set: int | None) -> int:
         with self.lock:
@@ -137,16 +138,12 @@ class _Basics:
         data_plane = DataPlane(meeting.rank, timeline, uses_nccl=meeting.uses_nccl)
         everybody = tuple(range(meeting.size))
         job = Job(meeting, settings, timeline, data_plane, {0: everybody}, watch)
-        gpu = None
-        if meeting.uses_nccl:
-            places = [dist.get_global_rank(meeting.group, rank) for rank in everybody]
-            gpu = new_group(places, settings, backend="nccl", is_part=meeting.is_part)
-        data_plane.sets[0] = SetGroups(
-            everybody, meeting.group, gpu, _ring(meeting.group, everybody, meeting, settings)
-        )
+        data_plane.sets[0] = _groups(job, 0, everybody)
         data_plane.change_sets = lambda request: _change_sets(job, request)
         global_process_set.ranks = list(everybody)
         wrong = _make_sets(job, wanted)
+        # Nobody returns, and perhaps ends, while another rank still connects to it.
+        dist.all_reduce(torch.zeros(1), group=data_plane.sets[0].cpu)
         job.controller = Controller(
             meeting.rank,
             meeting.hosts,
@@ -179,15 +176,8 @@ class _Basics:
         # Else the job would hold itself, and its connections, until the garbage collector comes by.
         job.data_plane.change_sets = lambda request: -1
         for groups in job.data_plane.sets.values():
-            if groups.ring is not None:
-                groups.ring.close()
-        # Not ours: somebody else's default group may have been destroyed, and ours with it, before this.
-        if dist.is_initialized():
-            if job.meeting.owns_default_group:
-                dist.destroy_process_group()
-            else:
-                for groups in job.data_plane.sets.values():
-                    groups.close()
+            groups.close()
+        job.data_plane.sets.clear()
 
     def is_initialized(self) -> bool:
         return self._job is not None
@@ -362,21 +352,25 @@ def _add_set(job: Job, ranks: tuple[int, ...]) -> int:
         return -1
     number = job.next_set
     job.next_set += 1
-    meeting = job.meeting
-    members = [dist.get_global_rank(meeting.group, rank) for rank in ranks]
     # A set of no ranks is allowed, as in Horovod, and needs no group.
-    if ranks and (not meeting.is_part or meeting.rank in ranks):
-        cpu = new_group(members, job.settings, is_part=meeting.is_part)
-        gpu = new_group(members, job.settings, backend="nccl", is_part=meeting.is_part) if meeting.uses_nccl else None
-        if meeting.rank in ranks:
-            job.data_plane.sets[number] = SetGroups(ranks, cpu, gpu, _ring(cpu, ranks, meeting, job.settings))
+    if job.meeting.rank in ranks:
+        job.data_plane.sets[number] = _groups(job, number, ranks)
     job.process_sets[number] = ranks
     return number
 
 
-def _ring(group: dist.ProcessGroup, ranks: Sequence[int], meeting: Meeting, settings: Settings) -> Ring | None:
+def _groups(job: Job, number: int, ranks: tuple[int, ...]) -> SetGroups:
+    """The connections of a process set; its members call it."""
+    meeting, settings = job.meeting, job.settings
+    name = f"set {number}"
     names = [f"rank {rank} ({meeting.hosts[rank]})" for rank in ranks]
-    return connect_ring(group, names, meeting.address, settings)
+    place = ranks.index(meeting.rank)
+    return SetGroups(
+        ranks,
+        new_group(meeting, name, ranks, settings),
+        new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None,
+        connect_ring(meeting.signed_store(name), meeting.secret, place, names, meeting.address, settings),
+    )
 
 
 _basics: Any = _Basics()

@@ -72,7 +72,7 @@ class SetGroups:
             self.ring.close()
         for group in (self.cpu, self.gpu):
             if group is not None:
-                dist.destroy_process_group(group)
+                group.shutdown()
 
 
 class DataPlane:

@@ -1,5 +1,6 @@
 """Objects, parameters and optimizer states from one rank to all."""
 
+import hmac
 import io
 import pickle
 from collections.abc import Iterable
@@ -8,9 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaclass.distributed.job_secret import JOB_SECRET
+from megaclass.errors import LaunchError
 from megaclass.hvd.basics import _basics
+from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, size, synchronize
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+_MAC_BYTES = 32
+_NEEDS_SECRET = (
+    f"The starter of this job gave its ranks no secret, so that they could not tell such an object from a stranger's: start "
+    f"it with `megaclass run`, or export the same {JOB_SECRET} to all ranks, for example from `openssl rand -hex 32`."
+)
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -104,8 +114,9 @@ def broadcast_object(
 ) -> Any:
     """The root's object on every rank, pickled on the way. `root_rank` is the global rank."""
     name = name if name is not None else _object_name(process_set)
+    envelope = _Envelope(name, process_set)
     if rank() == root_rank:
-        data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
+        data = envelope.sealed(obj, root_rank)
         length = torch.tensor([data.numel()], dtype=torch.int64)
         broadcast_(length, root_rank, f"{name}.sz", process_set)
     else:
@@ -113,21 +124,55 @@ def broadcast_object(
         broadcast_(length, root_rank, f"{name}.sz", process_set)
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.t", process_set)
-    return obj if rank() == root_rank else _loads(data)
+    return obj if rank() == root_rank else envelope.opened(data, root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The objects of all ranks, in their order, pickled on the way."""
     name = name if name is not None else _object_name(global_process_set)
-    data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
+    envelope = _Envelope(name, global_process_set)
+    data = envelope.sealed(obj, rank())
     lengths = allgather(torch.tensor([data.numel()]), name=f"{name}.sz").tolist()
     gathered = allgather(data, name=f"{name}.t")
-    return [_loads(part) for part in gathered.split(lengths)][: size()]
+    return [envelope.opened(part, sender) for sender, part in enumerate(gathered.split(lengths))][: size()]
+
+
+class _Envelope:
+    """An object as bytes with an HMAC, because unpickling runs code and gloo's connections can be joined by strangers.
+
+    The HMAC covers sender, name and how often the name was used before: what was recorded cannot be sent again. In a job
+    without a secret anybody could make it; there only plain data and tensors are unpickled, as by
+    torch.load(weights_only=True).
+    """
+
+    def __init__(self, name: str, process_set: ProcessSet) -> None:
+        job = _basics.job()
+        self._secret = job.meeting.secret
+        self._is_trusted = bool(self._secret) or job.meeting.size == 1
+        number = job.next_object(process_set.process_set_id, name)
+        self._about = f"{process_set.process_set_id} {number} {name}"
+
+    def sealed(self, obj: Any, sender: int) -> Tensor:
+        content = _dumps(obj) if self._is_trusted else _plain_dumps(obj)
+        return torch.frombuffer(bytearray(self._mac(content, sender) + content), dtype=torch.uint8)
+
+    def opened(self, data: Tensor, sender: int) -> Any:
+        whole = data.numpy().tobytes()
+        mac, content = whole[:_MAC_BYTES], whole[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(content, sender)):
+            raise HorovodInternalError(
+                f"The object {self._about!r} does not come from rank {sender} of this job: its signature is wrong. The ranks "
+                f"exchange different objects under one name, or somebody interferes."
+            )
+        return pickle.loads(content) if self._is_trusted else _plain_loads(content)
+
+    def _mac(self, content: bytes, sender: int) -> bytes:
+        return hmac.digest(self._secret, f"{sender} {self._about}\0".encode() + content, "sha256")
 
 
 def _object_name(process_set: ProcessSet) -> str:
     """Horovod takes the type's name, and waits for ever where the ranks' types differ; this one is counted."""
-    return f"object.{_basics.job().next_object(process_set.process_set_id)}"
+    return f"object.{_basics.job().next_object(process_set.process_set_id, '')}"
 
 
 def _dumps(obj: Any) -> bytes:
@@ -147,5 +192,20 @@ def _dumps(obj: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _loads(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+def _plain_dumps(obj: Any) -> bytes:
+    """LaunchError for anything that the other ranks would refuse."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(obj, buffer)
+        _plain_loads(buffer.getvalue())
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(f"Cannot send {type(obj).__name__} to the other ranks: {error}. {_NEEDS_SECRET}") from error
+    return buffer.getvalue()
+
+
+def _plain_loads(content: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(f"An object of another rank is more than plain data: {reason}. {_NEEDS_SECRET}") from error

@@ -1,16 +1,20 @@
 """How the ranks of a job find each other: process groups for tensors, links to rank 0 for control messages.
 
-If torch.distributed was initialised by somebody else, its default group is used to make groups of our own and is left
-alone; else it is initialised here. One store serves all generations of init() in a process, each under a prefix of its
-own: a rank that comes back first waits for the others instead of meeting their past.
+hvd has groups of its own and never touches torch.distributed's default group, which belongs to the script. The ranks meet
+in a store of their own; only where torch.distributed was initialised without a starter that hvd knows, the default group's
+store and ranks are used. Each generation of init() has a prefix of its own in the store: a rank that comes back first waits
+for the others instead of meeting their past.
+
+Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the
+job's secret (distributed/job_secret.py); connections are made by mutual proof of the secret (links.py).
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,9 +24,11 @@ import torch
 import torch.distributed as dist
 
 from megaclass.distributed.connection_watch import ConnectionWatch, network_timeout
+from megaclass.distributed.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
 from megaclass.distributed.rendezvous import interface_names, meeting_point
+from megaclass.distributed.store import SignedStore, allow_many_connections, make_store
 from megaclass.errors import LaunchError
-from megaclass.hvd.links import Link, Reception, connect
+from megaclass.hvd.links import Door, Link, Reception, connect
 from megaclass.hvd.settings import Settings
 from megaclass.world import World, world_from_environment
 
@@ -36,10 +42,11 @@ class Meeting:
     rank: int
     hosts: list[str]
     local_ranks: list[int]
-    group: dist.ProcessGroup
-    owns_default_group: bool
-    is_part: bool
-    """Whether the default group has ranks that are no part of this job."""
+    store: "dist.Store"  # type: ignore[name-defined]
+    """Of this generation."""
+    secret: bytes
+    """Known to all ranks of the job and to nobody else; empty where the starter gave none."""
+    is_one_machine: bool
     links: dict[int, Link]
     address: str
     """Where the other ranks reach this one."""
@@ -50,50 +57,56 @@ class Meeting:
     def size(self) -> int:
         return len(self.hosts)
 
+    def signed_store(self, name: str) -> SignedStore:
+        """Entries of one purpose; `name` is the same on all ranks that take part."""
+        return SignedStore(dist.PrefixStore(name, self.store), self.secret)  # type: ignore[attr-defined]
+
 
 class Meeter:
     """Remembers the store between generations."""
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None  # type: ignore[name-defined]
-        self._generation = 0
 
     def meet(self, ranks: list[int] | None, settings: Settings) -> Meeting:
         """Collective over the listed ranks, or all. A rank that is not listed must not call it."""
-        self._generation += 1
-        timeout = timedelta(seconds=settings.start_timeout_s)
         world = _world()
-        owns_default_group = not dist.is_initialized()
-        if owns_default_group:
+        # With a port of our own known to all ranks, what the script did with torch.distributed does not matter.
+        is_guest = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
+        if not is_guest:
             world = meeting_point(world)
             os.environ.update(interface_names(world))
-        here = world.rank if owns_default_group else dist.get_rank()
-        members = (
-            sorted(set(ranks)) if ranks else list(range(world.size if owns_default_group else dist.get_world_size()))
-        )
+        here, size = (dist.get_rank(), dist.get_world_size()) if is_guest else (world.rank, world.size)
+        members = tuple(sorted(set(ranks))) if ranks else tuple(range(size))
         if here not in members:
             raise ValueError(f"hvd.init(comm={ranks}) was called on rank {here}, which is not among them.")
-        if owns_default_group:
-            self._join_default_group(world, members, timeout)
-        # Timeouts of operations differ from that of the start, so ours is a group of its own.
-        places = list(range(dist.get_world_size())) if owns_default_group else members
-        is_part = len(places) < dist.get_world_size()
-        group = new_group(places, settings, is_part=is_part)
-        return _meeting(group, world, owns_default_group, is_part, settings)
-
-    def _join_default_group(self, world: World, members: list[int], timeout: timedelta) -> None:
-        if self._store is None:
-            self._store = _make_store(world, timeout)
-        store = dist.PrefixStore(f"megaclass.hvd/{self._generation}/{members}", self._store)  # type: ignore[attr-defined]
+        if is_guest:
+            allow_many_connections()
+            base = dist.distributed_c10d._get_default_store()
+        else:
+            base = self._own_store(world, settings)
+        # Each rank counts in the store how often it has met these members: whom it met in between does not matter.
+        base = dist.PrefixStore(f"megaclass.hvd/{members}", base)  # type: ignore[attr-defined]
+        generation = base.add(f"generations of {here}", 1)
+        store = dist.PrefixStore(str(generation), base)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=settings.start_timeout_s))
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=members.index(world.rank), world_size=len(members), timeout=timeout
-            )
+            return _meeting(store, members.index(here), len(members), world, settings)
         except RuntimeError as error:
             raise LaunchError(
                 f"{world.name()} cannot join the others at {world.address}:{world.port} within "
-                f"{timeout.total_seconds():g} s: {error}"
+                f"{settings.start_timeout_s:g} s: {error}"
             ) from error
+
+    def _own_store(self, world: World, settings: Settings) -> "dist.Store":  # type: ignore[name-defined]
+        if self._store is None:
+            try:
+                self._store = make_store(world, settings.start_timeout_s)
+            except RuntimeError as error:
+                raise LaunchError(
+                    f"{world.name()} cannot reach the store at {world.address}:{world.port}: {error}"
+                ) from error
+        return self._store
 
 
 def watch_connections() -> ConnectionWatch:
@@ -103,59 +116,125 @@ def watch_connections() -> ConnectionWatch:
     return ConnectionWatch(world.name(), limit_s).start()
 
 
-def new_group(ranks: list[int], settings: Settings, *, backend: str = "gloo", is_part: bool) -> dist.ProcessGroup:
-    """A process group of these ranks of the default group; every rank of the job calls it, member or not.
+def new_group(
+    meeting: Meeting, name: str, ranks: tuple[int, ...], settings: Settings, *, backend: str = "gloo"
+) -> dist.ProcessGroup:
+    """A process group of these ranks, known to nobody but its holder; only its members call it.
 
-    torch names groups by counting them, so that all ranks of the default group must take part. Only where the job is a
-    part (`is_part`) of somebody else's default group are the members left among themselves. No device_id: which GPU a
-    rank uses is the script's choice, made after init().
+    torch.distributed's functions work with it as long as ranks are given as `group_src` and `group_dst`. No device_id:
+    which GPU a rank uses is the script's choice, made after init().
     """
-    made: Any = dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=settings.gloo_timeout_s),
-        backend=backend,
-        use_local_synchronization=is_part,
-    )
-    group: dist.ProcessGroup = made
+    place, size = ranks.index(meeting.rank), len(ranks)
+    timeout = timedelta(seconds=settings.gloo_timeout_s)
+    kinds = dist.ProcessGroup.BackendType
+    made: Any
+    if backend == "gloo":
+        # gloo looks for its peers there: signed, so that nobody can send this rank to another address.
+        store: Any = meeting.signed_store(f"{name}/gloo")
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = _gloo_devices(meeting)
+        made, kind, device = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, "cpu"
+    else:
+        # NCCL's threads use the store as long as the group lives, and must not need Python for it: not signed.
+        store = dist.PrefixStore(f"{name}/nccl", meeting.store)  # type: ignore[attr-defined]
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        made, kind, device = dist.ProcessGroupNCCL(store, place, size, options), kinds.NCCL, "cuda"
+    group = dist.ProcessGroup(store, place, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, made)
     return group
 
 
-def _meeting(
-    group: dist.ProcessGroup, world: World, owns_default_group: bool, is_part: bool, settings: Settings
-) -> Meeting:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+def _gloo_devices(meeting: Meeting) -> list[Any]:
+    """Loopback on one machine; otherwise the interfaces that the environment names, or that of the host's name."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if names:
+        return [gloo.create_device(interface=name) for name in names]
+    return [gloo.create_device(hostname="127.0.0.1") if meeting.is_one_machine else gloo.create_default_device()]
+
+
+def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings) -> Meeting:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
-    reception: Reception | None = None
+    network = machine_and_network()
+    secret = job_secret() or _shared_secret(store, rank, size, network, settings)
+    signed = SignedStore(store, secret)
     mine: dict[str, object] = {
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
         "local_rank": world.local_rank if world.starter != "nobody" else -1,
         "gpus": num_gpus,
         # A machine may be several hosts by name, and containers on one machine have names of their own.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
+        "network": network,
     }
-    everybody: list[dict[str, object]] = [{} for _ in range(size)]
-    dist.all_gather_object(everybody, mine, group=group)
+    everybody = [_checked_entry(entry) for entry in _exchanged(signed, "who", mine, rank, size)]
     hosts = [str(entry["host"]) for entry in everybody]
-    local_ranks = [int(str(entry["local_rank"])) for entry in everybody]
+    local_ranks = [int(entry["local_rank"]) for entry in everybody]
     # A starter that says nothing about local ranks, two ranks that claim one, or some ranks of a host only: count them.
     places = set(zip(hosts, local_ranks, strict=True))
     if places != {(host, place) for host in hosts for place in range(hosts.count(host))}:
         local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
-    if rank == 0:
-        reception = Reception("127.0.0.1" if len(set(hosts)) == 1 else _own_address(world))
-    where: list[Any] = [(reception.address, reception.port, reception.token) if reception else None]
-    dist.broadcast_object_list(where, group=group, group_src=0)
-    if reception is not None:
-        address = reception.address
+    is_one_machine = len({entry["network"] for entry in everybody}) == 1
+    if size == 1:
+        address, links = "127.0.0.1", {}
+    elif rank == 0:
+        reception = Reception("127.0.0.1" if is_one_machine else _own_address(world), secret)
+        address = reception.door.address
+        signed.set("door", reception.door.to_json())
         arrived = reception.welcome(range(1, size), settings.start_timeout_s)
         links = {peer: Link(connection) for peer, connection in arrived.items()}
     else:
-        connection = connect(*where[0], rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
+        door = Door.from_json(signed.get("door"))
+        connection = connect(door, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         address = connection.getsockname()[0]
         links = {0: Link(connection)}
     machines = [entry["machine"] for entry in everybody]
-    uses_nccl = all(int(str(entry["gpus"])) >= machines.count(entry["machine"]) for entry in everybody)
-    return Meeting(rank, hosts, local_ranks, group, owns_default_group, is_part, links, address, uses_nccl)
+    uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in everybody)
+    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, links, address, uses_nccl)
+
+
+def _exchanged(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
+    """What every rank gave, by rank, as JSON: rank 0 collects it and the others read it there."""
+    if rank:
+        store.set(f"{name}/{rank}", json.dumps(mine))
+        found = _parsed(store.get(name), name)
+    else:
+        found = [mine, *(_parsed(store.get(f"{name}/{other}"), f"{name}/{other}") for other in range(1, size))]
+        store.set(name, json.dumps(found))
+    if not isinstance(found, list) or len(found) != size:
+        raise LaunchError(f"The entry {name!r} in the job's store is not a list of {size} entries.")
+    return found
+
+
+def _parsed(content: bytes, name: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(f"The entry {name!r} in the job's store was not written by a rank: it is no JSON.") from error
+
+
+def _checked_entry(entry: Any) -> dict[str, Any]:
+    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str}
+    if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
+        raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
+    return entry
+
+
+def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Settings) -> bytes:
+    """A secret for ranks whose starter gave none, if they are all on one machine and of one user; else empty bytes.
+
+    The entries are not signed. Forged ones lead to an error or to a job without a secret, in which no object of a class
+    is ever unpickled: never to a secret that the forger knows.
+    """
+    if size == 1 or _exchanged(store, "networks", network, rank, size) != size * [network]:
+        return b""
+    if rank == 0:
+        offered = LocalSecret(size - 1, settings.start_timeout_s)
+        store.set("secret is at", offered.name)
+        return offered.secret
+    return local_secret(store.get("secret is at").decode(errors="replace"))
 
 
 def _world() -> World:
@@ -174,50 +253,6 @@ def _world() -> World:
         if f"HOROVOD_{theirs}" in env:
             env[ours] = env[f"HOROVOD_{theirs}"]
     return world_from_environment(env)
-
-
-def _make_store(world: World, timeout: timedelta) -> "dist.Store":  # type: ignore[name-defined]
-    if world.size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
-    # torchrun's agent holds a store at that port already.
-    is_master = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    with _bound_to(world) if is_master else contextlib.nullcontext() as listener:
-        options: dict[str, Any] = {"master_listen_fd": listener} if listener is not None else {}
-        try:
-            return dist.TCPStore(  # type: ignore[attr-defined]
-                world.address,
-                world.port,
-                world.size,
-                is_master=is_master,
-                timeout=timeout,
-                wait_for_workers=False,
-                **options,
-            )
-        except RuntimeError as error:
-            raise LaunchError(
-                f"{world.name()} cannot reach the store at {world.address}:{world.port}: {error}"
-            ) from error
-
-
-@contextlib.contextmanager
-def _bound_to(world: World) -> Iterator[int | None]:
-    """A listening socket on the one address in use: a store left to itself listens on all of them."""
-    try:
-        info = socket.getaddrinfo(world.address, world.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(info[0], socket.SOCK_STREAM)
-    except OSError:
-        yield None
-        return
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(info[4])
-        listener.listen(1024)
-    except OSError:
-        # Not an address of this host, as behind a translated network: let the store try on all of them.
-        listener.close()
-        yield None
-        return
-    yield listener.detach()
 
 
 def _own_address(world: World) -> str:

@@ -10,14 +10,14 @@ import contextlib
 import select
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.distributed.store import SignedStore
 from megaclass.hvd.exceptions import HorovodInternalError
-from megaclass.hvd.links import Reception, connect
+from megaclass.hvd.links import Door, Reception, connect
 from megaclass.hvd.settings import Settings
 
 # What is received at a time to be added, and what is sent at a time: more falls out of the caches on the way, less costs
@@ -186,18 +186,32 @@ def _bytes_of(tensor_N: Tensor) -> memoryview:
     return tensor_N.view(torch.uint8).numpy().data
 
 
-def connect_ring(group: dist.ProcessGroup, names: Sequence[str], address: str, settings: Settings) -> Ring | None:
-    """The ring of a group's members; all of them call it. None for one that is alone.
+def connect_ring(
+    store: SignedStore, secret: bytes, place: int, names: Sequence[str], address: str, settings: Settings
+) -> Ring | None:
+    """The ring of the members called `names`, of which this rank is number `place`. None for one that is alone.
 
-    address: where the others reach this rank.
+    All members call it, each with its own `place`. They tell each other through the store, which must be theirs alone,
+    where they listen. address: where the others reach this rank.
     """
-    place, size = dist.get_rank(group), dist.get_world_size(group)
+    size = len(names)
     if size == 1:
         return None
-    reception = Reception(address)
-    everybody: list[Any] = [None] * size
-    dist.all_gather_object(everybody, (reception.address, reception.port, reception.token), group=group)
+    reception = Reception(address, secret)
+    store.set(f"ring/{place}", reception.door.to_json())
     last, following = (place - 1) % size, (place + 1) % size
-    to_next = connect(*everybody[following], rank=place, to=names[following], timeout_s=settings.start_timeout_s)
-    from_last = reception.welcome([last], settings.start_timeout_s)[last]
+    # Each waits to be let in by the next one while it lets in the one before.
+    with ThreadPoolExecutor(1) as pool:
+        welcoming = pool.submit(reception.welcome, [last], settings.start_timeout_s)
+        try:
+            door = Door.from_json(store.get(f"ring/{following}"))
+            to_next = connect(door, secret, rank=place, to=names[following], timeout_s=settings.start_timeout_s)
+        except BaseException:
+            reception.close()
+            raise
+        try:
+            from_last = welcoming.result()[last]
+        except BaseException:
+            to_next.close()
+            raise
     return Ring(place, names, to_next, from_last, settings.gloo_timeout_s)

@@ -15,6 +15,7 @@ from megaclass.errors import LaunchError
 from megaclass.hvd.running import FUNCTION_SERVER
 
 _CONNECT_S = 5.0
+_NUM_ROUNDS = 3
 
 
 def main() -> int:
@@ -43,7 +44,8 @@ def _connected() -> Connection:
     *addresses, port, key = os.environ.pop(FUNCTION_SERVER).split()
     # Behind an address of its own the caller is where the ssh connection came from.
     came_from = os.environ.get("SSH_CONNECTION", "").split()[:1]
-    for address in [*addresses, *came_from]:
+    # Strangers may have filled the caller's queue, which is emptied every few seconds.
+    for address in _NUM_ROUNDS * [*addresses, *came_from]:
         try:
             # Client() itself would wait minutes for a host that is not there.
             socket.create_connection((address, int(port)), _CONNECT_S).close()

@@ -10,6 +10,8 @@ import os
 import pickle
 import re
 import secrets
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -30,6 +32,10 @@ FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
 """Addresses, port and key of the process that called run(), for the ranks."""
 _GRACE_S = 10.0
 _BACKLOG = 512
+_PROOF_S = 5.0
+"""For a caller to prove that it knows the key."""
+_MAX_STRANGERS = 512
+_TIMEVAL = struct.Struct("ll")
 
 
 def run(
@@ -157,6 +163,7 @@ class _Job:
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._order: list[int] = []
         self._is_over = False
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
 
     def results(self, options: list[str], start_timeout: int | None) -> list[Any]:
         env = {**os.environ, FUNCTION_SERVER: self._where()}
@@ -193,21 +200,41 @@ class _Job:
             except OSError:
                 # Somebody who knocked and left, or close().
                 continue
+            # More wait to be accepted until a stranger has proved itself or run out of time.
+            self._strangers.acquire()
+            # A thread each: one stranger who says nothing would keep all ranks waiting.
             threading.Thread(target=self._answer, args=(connection,), name="hvd.run", daemon=True).start()
+
+    def _is_rank(self, connection: Connection) -> bool:
+        try:
+            _set_read_timeout(connection, _PROOF_S)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            _set_read_timeout(connection, 0.0)
+        except (AuthenticationError, EOFError, OSError):
+            return False
+        finally:
+            self._strangers.release()
+        return True
 
     def _answer(self, connection: Connection) -> None:
         with connection:
+            if not self._is_rank(connection):
+                return
             try:
-                # Not by the listener: one stranger who says nothing would keep all ranks waiting.
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
                 connection.send_bytes(self._call)
                 rank, succeeded, value = pickle.loads(connection.recv_bytes())
-            except (AuthenticationError, EOFError, OSError):
+            except (EOFError, OSError):
                 return
             self._answers[rank] = (succeeded, value)
             self._order.append(rank)
             connection.send_bytes(b"taken")
+
+
+def _set_read_timeout(connection: Connection, timeout_s: float) -> None:
+    """Makes reading fail with an OSError when nothing comes for that long; 0 disables it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout_s), 0))
 
 
 def _own_addresses(others: list[str], wanted: list[str]) -> list[str]:

@@ -24,8 +24,8 @@ from megaclass.distributed.restart_progress import FD_NAME, ProgressMark
 from megaclass.errors import LaunchError
 from megaclass.launch.heartbeat import beat_interval, silence_limits
 from megaclass.launch.inbox import SignalInbox
-from megaclass.launch.network import interface_towards, present, reserve_port
-from megaclass.launch.plan import rank_environment
+from megaclass.launch.network import hold_store_port, interface_towards, present, reserve_port
+from megaclass.launch.plan import job_environment, rank_environment
 from megaclass.launch.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
 from megaclass.launch.supervisor import Supervisor, Worker, default_threads, find_command
 from megaclass.launch.versions import installed_versions
@@ -72,6 +72,7 @@ class Agent:
         self._env = worker_base_environment(job, os.environ)
         self._interfaces: list[str] = []
         self._held_port: socket.socket | None = None
+        self._store_port: socket.socket | None = None
         self._reader = MessageReader()
         self._selector = selectors.DefaultSelector()
         self._queue: deque[bytes] = deque()
@@ -176,6 +177,10 @@ class Agent:
             if self._worlds[0].is_main:
                 self._held_port = reserve_port(self._job["master_port"])
                 hello["port"] = self._held_port.getsockname()[1]
+                # A port that the user chose is the only one: a firewall may let no other through.
+                if not self._job["master_port"]:
+                    self._store_port = hold_store_port("127.0.0.1" if len(self._worlds) == self._worlds[0].size else "")
+                    hello["store_port"] = self._store_port.getsockname()[1]
         except LaunchError as error:
             hello = {"say": "refuse", "why": str(error)}
             self._end(0.0)
@@ -187,6 +192,7 @@ class Agent:
             env = {
                 **self._env,
                 **rank_environment(world, host=self._job["host"], address=go["address"], port=go["port"]),
+                **job_environment(self._job["secret"], go["store_port"]),
                 "MEGACLASS_RESTART": str(self._job["restart"]),
             }
             if interface is not None:

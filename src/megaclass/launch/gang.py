@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from megaclass.distributed.addresses import is_own
+from megaclass.distributed.job_secret import new_secret
 from megaclass.errors import LaunchError
 from megaclass.launch.agent_messages import ip_address
 from megaclass.launch.epitaph import exit_status, how_it_ended, signal_name, stopped
@@ -107,6 +108,7 @@ class Gang:
         self._inbox = inbox
         self._run_id = secrets.token_hex(8)
         self._token = secrets.token_hex(16)
+        self._secret = new_secret()
         self._selector = selectors.DefaultSelector()
         self._links: list[Link] = []
         self._sweeps: list[RemoteSweep] = []
@@ -158,6 +160,7 @@ class Gang:
         link.send(
             {
                 "token": self._token,
+                "secret": self._secret,
                 # One for each agent: two names may be one machine, where an agent must not end the other one's ranks.
                 "run_id": self._run_id_of(len(self._links)),
                 "restart": self._restart,
@@ -227,11 +230,12 @@ class Gang:
 
     def _go(self) -> None:
         address, port = self._address_of_first_host(), self._links[0].hello["port"]
+        store_port = self._links[0].hello.get("store_port", 0)
         self._voice.detail(f"run {self._run_id}: rank 0 listens at {address}, port {port} of {self._links[0].name}")
         self._printed_at = time.monotonic()
         for link in self._links:
             link.state = LinkState.RUNNING
-            link.send({"do": "go", "address": address, "port": port})
+            link.send({"do": "go", "address": address, "port": port, "store_port": store_port})
 
     def _address_of_first_host(self) -> str:
         """An address of host 0 that the others reach, told by those who have used it.

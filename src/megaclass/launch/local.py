@@ -8,12 +8,13 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from megaclass.distributed.job_secret import new_secret
 from megaclass.errors import LaunchError
 from megaclass.launch.epitaph import exit_status, headline, stopped
 from megaclass.launch.hosts import Host
 from megaclass.launch.inbox import SignalInbox, is_heeded, leave_closed_terminal
-from megaclass.launch.network import reserve_port
-from megaclass.launch.plan import place_ranks, rank_environment
+from megaclass.launch.network import hold_store_port, reserve_port
+from megaclass.launch.plan import job_environment, place_ranks, rank_environment
 from megaclass.launch.supervisor import Supervisor, default_threads
 
 GRACE_S = 3.0
@@ -43,13 +44,17 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         # Before the first start: a signal that comes in between must not orphan anybody.
         SignalInbox(caught) as inbox,
         reserve_port(0) as held,
+        hold_store_port("127.0.0.1") as store,
         Supervisor(secrets.token_hex(8), grace_s=GRACE_S, adopts=False) as supervisor,
     ):
         [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
+        shared = job_environment(new_secret(), store.getsockname()[1])
         for world in placement.worlds:
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
-            supervisor.start(world.rank, command, {**threads, **env, **placed, "MEGACLASS_STARTER": "megaclass"})
+            supervisor.start(
+                world.rank, command, {**threads, **env, **placed, **shared, "MEGACLASS_STARTER": "megaclass"}
+            )
         return _wait(supervisor, inbox)
 
 

@@ -51,3 +51,18 @@ def bound_socket(port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def hold_store_port(address: str = "") -> socket.socket:
+    """A free port of the address, or of every interface, that only processes of this user can listen on while it is held.
+
+    It is bound with SO_REUSEPORT and never listens: the kernel lets another socket have the port only if it has the same
+    option and the same user, as rank 0's store has (distributed/store.py).
+    """
+    is_any = not address and socket.has_dualstack_ipv6()
+    held = socket.socket(socket.AF_INET6 if is_any or ":" in address else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if is_any:
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    held.bind((address, 0))
+    return held

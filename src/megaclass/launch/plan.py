@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megaclass.distributed.job_secret import JOB_SECRET
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
 from megaclass.world import World, environment_of
@@ -17,8 +18,9 @@ PASSED_ON_PREFIXES = (
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "LC_", "HF_", "WANDB_", "MLFLOW_"),
 )
 PASSED_ON_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LANGUAGE", "TZ")
-# Which GPUs a host offers is its own affair, and which of them a rank takes that of its local rank.
-_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES",)
+# Which GPUs a host offers is its own affair, and which of them a rank takes that of its local rank. Where the driver is
+# itself a rank of another job, that job's secret and port are not this one's.
+_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, "MEGACLASS_STORE_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,15 @@ def rank_environment(world: World, *, host: str, address: str, port: int | str) 
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def job_environment(secret: str, store_port: int) -> dict[str, str]:
+    """What all ranks of a job share and no line of output shows: its secret, and the port of its store.
+
+    store_port: 0 to let the store use MASTER_PORT.
+    """
+    # Empty rather than absent: the driver may have inherited that of another job.
+    return {JOB_SECRET: secret, "MEGACLASS_STORE_PORT": str(store_port) if store_port else ""}
 
 
 def passed_on(env: Mapping[str, str] = os.environ) -> dict[str, str]:

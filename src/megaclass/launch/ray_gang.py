@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megaclass.distributed.job_secret import new_secret
 from megaclass.errors import LaunchError
 from megaclass.launch.driver import ScreenVoice
 from megaclass.launch.epitaph import LastLines, epitaph, exit_status, headline, signal_name
@@ -20,7 +21,7 @@ from megaclass.launch.inbox import SignalInbox
 from megaclass.launch.local import EXIT_RESUME_ME
 from megaclass.launch.options import RunOptions
 from megaclass.launch.output import RankOutput, Screen
-from megaclass.launch.plan import passed_on, place_ranks, rank_environment
+from megaclass.launch.plan import job_environment, passed_on, place_ranks, rank_environment
 from megaclass.launch.ray_worker import RankKeeper
 from megaclass.launch.restart_limit import RestartLimit
 from megaclass.world import World
@@ -199,6 +200,10 @@ class _RayGang:
         self._hosts = [place["host"] for place in places]
         self._last_lines = [LastLines() for _ in places]
         port = self._ray.get(self._keepers[0].hold_port.remote(self._options.master_port))
+        # A port that the user chose is the only one: a firewall may let no other through.
+        is_chosen = bool(self._options.master_port)
+        store_port = 0 if is_chosen else self._ray.get(self._keepers[0].hold_store_port.remote())
+        shared = job_environment(new_secret(), store_port)
         run_id = secrets.token_hex(8)
         starts = []
         for keeper, place, world in zip(self._keepers, places, self._worlds, strict=True):
@@ -206,6 +211,7 @@ class _RayGang:
                 **passed_on(),
                 **self._options.given_env,
                 **rank_environment(world, host=place["host"], address=places[0]["address"], port=port),
+                **shared,
                 "MEGACLASS_RESTART": str(self._restart),
             }
             if gpus := sorted({gpu for other in places if other["node"] == place["node"] for gpu in other["gpus"]}):

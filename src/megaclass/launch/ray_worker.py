@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaclass.launch.network import interface_towards, reserve_port
+from megaclass.launch.network import hold_store_port, interface_towards, reserve_port
 from megaclass.launch.supervisor import Supervisor, find_command
 
 _READ_BYTES = 1 << 18
@@ -22,6 +22,7 @@ class RankKeeper:
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
         self._held_port: socket.socket | None = None
+        self._store_port: socket.socket | None = None
         self._pipes: dict[int, str] = {}
 
     def where(self) -> dict[str, Any]:
@@ -36,6 +37,10 @@ class RankKeeper:
     def hold_port(self, port: int) -> int:
         self._held_port = reserve_port(port)
         return int(self._held_port.getsockname()[1])
+
+    def hold_store_port(self) -> int:
+        self._store_port = hold_store_port()
+        return int(self._store_port.getsockname()[1])
 
     def start(
         self, run_id: str, rank: int, command: Sequence[str], env: Mapping[str, str], workdir: str, grace_s: float

@@ -1,0 +1,104 @@
+"""The secret that the processes of one job share, and how they get it. Standard library only.
+
+`megaclass run` and `megaclass train` make a new one for every start and hand it to the ranks in their environment, to
+agents on other hosts over ssh's stdin. mpirun's ranks on several hosts get it from rank 0 through PMIx. Ranks that have
+none, but are all on one machine, get it from one of them over a Unix socket, where the kernel tells the user at the other
+end. Otherwise there is no secret, and whoever uses it must treat every message as one from a stranger.
+"""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from megaclass.errors import LaunchError
+
+JOB_SECRET = "MEGACLASS_JOB_SECRET"
+_SECRET_BYTES = 32
+_LEAST_BYTES = 16
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+def new_secret() -> str:
+    """A random secret in hexadecimal digits, for the environment."""
+    return secrets.token_hex(_SECRET_BYTES)
+
+
+def job_secret(env: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of this job, or empty bytes if the starter gave none. LaunchError when it is too short or not hex."""
+    text = env.get(JOB_SECRET, "")
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b"?"
+    if text and len(secret) < _LEAST_BYTES:
+        # The value itself is never printed: error messages end up in logs.
+        raise LaunchError(
+            f"{JOB_SECRET} must be at least {2 * _LEAST_BYTES} hexadecimal digits and the same on all ranks: "
+            f"export {JOB_SECRET}=$(openssl rand -hex {_SECRET_BYTES})"
+        )
+    return secret
+
+
+def machine_and_network() -> str:
+    """Text that is the same in two processes exactly if they share a machine and its loopback interface."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+
+
+class LocalSecret:
+    """A new secret, given to a number of processes of the same user on this machine.
+
+    They ask at `name`, an abstract Unix socket. Processes of other users are turned away without being read from.
+    """
+
+    def __init__(self, num_others: int, timeout_s: float) -> None:
+        self.name = f"megaclass-{secrets.token_hex(16)}"
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        self._num_left = num_others
+        self._gives_up_at = time.monotonic() + timeout_s
+        threading.Thread(target=self._serve, name="megaclass-secret", daemon=True).start()
+
+    def _serve(self) -> None:
+        with self._listener:
+            while self._num_left and (left_s := self._gives_up_at - time.monotonic()) > 0:
+                self._listener.settimeout(left_s)
+                try:
+                    connection, _ = self._listener.accept()
+                    with connection:
+                        if _user_of(connection) == os.geteuid():
+                            connection.sendall(self.secret)
+                            self._num_left -= 1
+                except OSError:
+                    continue
+
+
+def local_secret(name: str) -> bytes:
+    """The secret that a process of this user and machine offers at `name`; LaunchError when another user does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(30.0)
+        try:
+            connection.connect(f"\0{name}")
+            is_own_user = _user_of(connection) == os.geteuid()
+            secret = connection.recv(_SECRET_BYTES, socket.MSG_WAITALL) if is_own_user else b""
+        except OSError as error:
+            raise LaunchError(f"A rank cannot get the job's secret from another on this machine: {error}.") from error
+    if len(secret) < _SECRET_BYTES:
+        raise LaunchError(
+            "A rank cannot get the job's secret from another on this machine: all ranks must run as the same user. "
+            f"Otherwise give all of them the same {JOB_SECRET}."
+        )
+    return secret
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Number of the user at the other end, as the kernel knows it."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    return int(_PEER_CREDENTIALS.unpack(packed)[1])
