@@ -23,7 +23,7 @@ from megaclass.distributed.rendezvous import interface_names, meeting_point
 from megaclass.errors import LaunchError
 from megaclass.hvd.links import Link, Reception, connect
 from megaclass.hvd.settings import Settings
-from megaclass.world import World, world_from_environment
+from megaclass.world import World, is_horovods, world_from_environment
 
 _SIOCGIFADDR = 0x8915
 
@@ -152,7 +152,7 @@ def _meeting(
 
 def _world() -> World:
     """From the starter's variables, or from Horovod's own where only those are set."""
-    if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ:
+    if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ or is_horovods():
         return world_from_environment()
     env = dict(os.environ)
     for ours, theirs in (

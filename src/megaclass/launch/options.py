@@ -18,6 +18,7 @@ from megaclass.launch.horovod_options import (
     read_config,
     what_is_wrong,
 )
+from megaclass.launch.plan import HOROVOD_MARK
 from megaclass.launch.versions import megaclass_version
 
 _NO_MEANING = {
@@ -260,6 +261,7 @@ def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dic
                 f"-x {name}: there is no such variable here. Set it, or give its value with -x {name}=VALUE."
             )
     if given.horovod:
+        found[HOROVOD_MARK] = "1"
         # First on the path of this job's processes only: a real Horovod is shadowed nowhere else.
         others = found.get("PYTHONPATH", env.get("PYTHONPATH", ""))
         found["PYTHONPATH"] = os.pathsep.join(part for part in (str(_HOROVOD_SHIMS), others) if part)

@@ -198,7 +198,13 @@ class _RayGang:
             env = {
                 **passed_on(),
                 **self._options.given_env,
-                **rank_environment(world, host=place["host"], address=places[0]["address"], port=port),
+                **rank_environment(
+                    world,
+                    host=place["host"],
+                    address=places[0]["address"],
+                    port=port,
+                    given=self._options.given_env,
+                ),
                 "MEGACLASS_RESTART": str(self._restart),
             }
             if gpus := sorted({gpu for other in places if other["node"] == place["node"] for gpu in other["gpus"]}):
