@@ -69,7 +69,8 @@ def allreduce_async_(
 ) -> int:
     """Combines the tensor over ranks, in place."""
     op = handle_average_backwards_compatibility(op, average)
-    return _enqueue_allreduce([tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set)
+    tensors = [tensor]
+    return _enqueue_allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(
