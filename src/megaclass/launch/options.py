@@ -39,6 +39,7 @@ _NUM_VALUES = {
     "--elastic-timeout": 1,
     "--blacklist-cooldown-range": 2,
 }
+HOROVOD_VERSION = "0.28.1"
 LAUNCHERS = ("ssh", "local", "mpi", "slurm", "ray")
 _HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "shims"
 
@@ -141,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts a command N times, on this machine or many, and never leaves a process behind.",
         epilog="Other options of horovodrun are accepted; those without a meaning now say so in one line.",
     )
-    parser.add_argument("-v", "--version", action="version", version=f"megaclass {megaclass_version()}")
+    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and end")
     parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="processes in all")
     parser.add_argument(
         "--launcher", type=_launcher, default="ssh", metavar="NAME",
@@ -214,6 +215,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
     add_flags(parser)
     return parser
+
+
+class _Version(argparse.Action):
+    """After --horovod, as the command horovodrun gives it, that of the Horovod whose API this is: scripts compare it."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        print(HOROVOD_VERSION if namespace.horovod else f"megaclass {megaclass_version()}")
+        parser.exit()
 
 
 class _Remark(argparse.Action):

@@ -55,7 +55,12 @@ def _run_with_restarts(ray: Any, num_processes: int, has_gpus: bool, options: Ru
     voice = ScreenVoice(screen, options.is_verbose)
     plain = {"stdout": False, "stderr": False}
     output = RankOutput(
-        screen, colours=plain, with_timestamp=options.with_timestamp, folder=options.output_dir, say=voice.say
+        screen,
+        colours=plain,
+        with_timestamp=options.with_timestamp,
+        folder=options.output_dir,
+        say=voice.say,
+        num_ranks=num_processes,
     )
     try:
         for restart in range(options.restarts + 1):
