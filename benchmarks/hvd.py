@@ -43,6 +43,7 @@ class Time:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--only-small", action="store_true", help="only the rows about 1,000 small tensors")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -51,7 +52,10 @@ def main() -> None:
     hvd.init()
     plain = dist.new_group(backend="gloo")
     load = os.getloadavg()[0]
-    rows = [*reductions(plain, options.pairs), step(plain, options.pairs), many(options.pairs), idle()]
+    if options.only_small:
+        rows = many(plain, options.pairs)
+    else:
+        rows = [*reductions(plain, options.pairs), step(plain, options.pairs), *many(plain, options.pairs), idle()]
     if hvd.rank() == 0:
         table = render(rows, options.pairs, load)
         print(table)
@@ -145,20 +149,47 @@ def step(plain: dist.ProcessGroup, pairs: int) -> list[str]:
     return row("step of a conv net (1.2M parameters), against DDP", times["hvd"], times["plain"], 1.05)
 
 
-def many(pairs: int) -> list[str]:
+def many(plain: dist.ProcessGroup, pairs: int) -> list[list[str]]:
     tensors = [torch.zeros(100) for _ in range(1000)]
-
-    def fused() -> None:
-        handles = [hvd.allreduce_async_(tensor, name=f"small {i}", op=hvd.Sum) for i, tensor in enumerate(tensors)]
-        for handle in handles:
-            hvd.synchronize(handle)
 
     def one_by_one() -> None:
         for i, tensor in enumerate(tensors):
             hvd.allreduce_(tensor, name=f"small {i}", op=hvd.Sum)
 
-    times = alternate({"one by one": one_by_one, "fused": fused}, 1, pairs)
-    return row("1,000 small tensors, fused against one by one", times["fused"], times["one by one"], 0.2)
+    def named() -> None:
+        for handle in [hvd.allreduce_async_(t, name=f"small {i}", op=hvd.Sum) for i, t in enumerate(tensors)]:
+            hvd.synchronize(handle)
+
+    def unnamed() -> None:
+        for handle in [hvd.allreduce_async_(tensor, op=hvd.Sum) for tensor in tensors]:
+            hvd.synchronize(handle)
+
+    def torchs() -> None:
+        for work in [dist.all_reduce(tensor, group=plain, async_op=True) for tensor in tensors]:
+            work.wait()
+
+    runs = {
+        "torch": torchs,
+        "one by one": one_by_one,
+        "named": named,
+        "unnamed": unnamed,
+        "grouped": lambda: hvd.grouped_allreduce_(tensors, name="small", op=hvd.Sum),
+    }
+    times = alternate(runs, 1, pairs)
+    what = "1,000 small tensors"
+    return [
+        row(
+            f"{what}, allreduce_async_ under names, against allreduce_ one by one",
+            times["named"],
+            times["one by one"],
+            0.2,
+        ),
+        row(f"{what}, allreduce_async_ under names, against torch's all_reduce", times["named"], times["torch"], 1.0),
+        row(
+            f"{what}, allreduce_async_ without names, against torch's all_reduce", times["unnamed"], times["torch"], 1.0
+        ),
+        row(f"{what}, grouped_allreduce_, against torch's all_reduce", times["grouped"], times["torch"], 1.0),
+    ]
 
 
 def idle(seconds: float = 5.0) -> list[str]:

@@ -45,6 +45,18 @@ def without(env, name):
     return {key: value for key, value in env.items() if key != name}
 
 
+def test_horovods_names_with_our_own_for_the_place_of_rank_0_come_before_names_that_a_script_has_set():
+    world = World(rank=1, size=2, local_rank=1, local_size=2, starter="megaclass run", port=2345)
+    env = environment_of(world, is_horovod=True)
+    assert not set(env) & set(TORCHRUN)
+    assert world_from_environment(env) == world
+    assert world_from_environment({**env, **TORCHRUN}) == world
+    # torchrun, started within such a job, is in charge.
+    assert world_from_environment({**env, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}).size == 8
+    # Without our own names they are a real horovodrun's, of which `megaclass train` knows nothing.
+    assert world_from_environment(without(env, "MEGACLASS_PORT")).size == 1
+
+
 def test_without_a_starter_the_world_is_one():
     assert world_from_environment({"PATH": "/bin"}) == World(rank=0, size=1, starter="nobody", port=0)
 

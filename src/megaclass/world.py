@@ -1,7 +1,7 @@
 """Who is there: rank and size of this process, read from whichever starter is in charge. No torch here.
 
 A starter writes environment variables; this module turns them into one `World`. Known starters: torchrun and
-`megaclass run` (the same names), Open MPI, Slurm's srun, or nobody: a world of one.
+`megaclass run` (the same names; Horovod's with --horovod), Open MPI, Slurm's srun, or nobody: a world of one.
 """
 
 import hashlib
@@ -15,7 +15,26 @@ from megaclass.errors import LaunchError
 
 # Ports below the range from which Linux hands out ephemeral ones, so that a derived port is seldom taken.
 _DERIVED_PORTS = range(20_000, 32_000)
+# Where rank 0 is, in a job that has Horovod's names in place of torchrun's.
+OWN_ADDRESS, OWN_PORT = "MEGACLASS_ADDRESS", "MEGACLASS_PORT"
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HOROVOD_NAMES = {
+    "RANK": "HOROVOD_RANK",
+    "WORLD_SIZE": "HOROVOD_SIZE",
+    "LOCAL_RANK": "HOROVOD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "HOROVOD_LOCAL_SIZE",
+    "GROUP_RANK": "HOROVOD_CROSS_RANK",
+    "GROUP_WORLD_SIZE": "HOROVOD_CROSS_SIZE",
+    "MASTER_ADDR": OWN_ADDRESS,
+    "MASTER_PORT": OWN_PORT,
+}
+TORCHRUN_VARIABLES = (
+    *_HOROVOD_NAMES,
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
+)
+"""All that torchrun tells a rank about its place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +66,10 @@ class World:
 
 def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
     """The world this process was started into. Contradictions in the environment are a LaunchError."""
+    if is_horovods(env):
+        # A script may have set torchrun's names itself, for a process group of its own.
+        theirs = {ours: env[name] for ours, name in _HOROVOD_NAMES.items() if name in env}
+        return _from_torchrun({**env, **theirs})
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if "OMPI_COMM_WORLD_RANK" in env:
@@ -57,14 +80,22 @@ def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
     return World()
 
 
+def is_horovods(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether `megaclass run --horovod` started this process, and not torchrun within that."""
+    return "HOROVOD_RANK" in env and OWN_PORT in env and "TORCHELASTIC_RUN_ID" not in env
+
+
 def starters_variables(env: Mapping[str, str] = os.environ) -> list[str]:
     """Those present without which nobody would be in charge."""
-    return [name for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID") if name in env]
+    return [name for name in ("RANK", "WORLD_SIZE", OWN_PORT, "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID") if name in env]
 
 
-def environment_of(world: World) -> dict[str, str]:
-    """The variables that make `world_from_environment` return this world: what a starter gives its processes."""
-    return {
+def environment_of(world: World, *, is_horovod: bool = False) -> dict[str, str]:
+    """The variables that make `world_from_environment` return this world: what a starter gives its processes.
+
+    is_horovod: Horovod's names, and two of our own, in place of torchrun's.
+    """
+    values = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),
@@ -73,8 +104,9 @@ def environment_of(world: World) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(world.cross_size),
         "MASTER_ADDR": world.address,
         "MASTER_PORT": str(world.port),
-        "MEGACLASS_STARTER": world.starter,
     }
+    named = {_HOROVOD_NAMES[name]: value for name, value in values.items()} if is_horovod else values
+    return {**named, "MEGACLASS_STARTER": world.starter}
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:

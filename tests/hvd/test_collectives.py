@@ -1,5 +1,11 @@
 """Every collective on 1 to 4 ranks: values, dtypes, odd shapes, gradients, process sets."""
 
+import mmap
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from tests.hvd.jobs import error_of, in_job
@@ -244,3 +250,58 @@ def _adasum(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_adasum_averages_parallel_gradients_and_adds_orthogonal_ones_on_any_number_of_ranks(run_ranks, size):
     run_ranks(size, in_job, _adasum)
+
+
+def _generators_and_bools(rank: int, size: int) -> None:
+    def tensors():
+        return (torch.full((2, 3), float(rank + 1 + i)) for i in range(3))
+
+    sums = [sum(r + 1.0 + i for r in range(size)) for i in range(3)]
+    assert [float(t[0, 0]) for t in hvd.grouped_allreduce(tensors(), op=hvd.Sum)] == sums
+    assert [float(t[0, 0]) for t in hvd.grouped_allreduce_(tensors(), op=hvd.Sum)] == sums
+    for submit in (hvd.grouped_allreduce_async, hvd.grouped_allreduce_async_):
+        assert [float(t[0, 0]) for t in hvd.synchronize(submit(tensors(), op=hvd.Sum))] == sums
+    assert [t.shape[0] for t in hvd.grouped_allgather(tensors())] == [2 * size] * 3
+    assert len(hvd.grouped_reducescatter(tensors(), op=hvd.Sum)) == 3
+    flags = torch.tensor([True, False, rank == 0][: rank + 1])
+    expected = [flag for r in range(size) for flag in [True, False, r == 0][: r + 1]]
+    for gathered in (
+        hvd.allgather(flags),
+        hvd.grouped_allgather([flags])[0],
+        hvd.synchronize(hvd.allgather_async(flags)),
+    ):
+        assert gathered.dtype is torch.bool and gathered.tolist() == expected
+    assert hvd.allgather(torch.tensor([rank == 0])).tolist() == [r == 0 for r in range(size)]
+
+
+def test_groups_may_come_from_a_generator_and_bools_are_gathered(run_ranks):
+    run_ranks(2, in_job, _generators_and_bools)
+
+
+def _barriers_by_a_counter_in_shared_memory(rank: int, size: int, path: str) -> int:
+    """How often a barrier returned here before all ranks had entered it: no clock, which each rank would read elsewhere."""
+    with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        entered = memoryview(memory).cast("Q")
+        num_early = 0
+        for number in range(1, 201):
+            if number % size == rank:
+                time.sleep(0.002)
+            entered[rank] = number
+            hvd.barrier()
+            num_early += min(entered[r] for r in range(size)) < number
+        hvd.barrier()
+        entered.release()
+    return num_early
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_barrier_returns_before_all_ranks_have_entered_it_however_busy_the_machine_is(run_ranks, tmp_path, size):
+    shared = tmp_path / "entered"
+    shared.write_bytes(bytes(4096))
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        assert run_ranks(size, in_job, _barriers_by_a_counter_in_shared_memory, str(shared)) == [0] * size
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -152,6 +152,121 @@ def test_what_tests_of_horovodrun_import_is_there(tmp_path):
     assert sorted(out.splitlines()[:-1]) == ["[0]<stdout>:hi", "[1]<stdout>:hi"]
 
 
+_SMALL_MODULES = """
+import importlib.metadata, threading
+import horovod
+from horovod.common.util import _cache
+from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+from horovod.runner.common.util import codec
+from horovod.runner.util import cache
+from horovod.runner.util.streams import Pipe
+
+assert importlib.metadata.version("horovod") == horovod.__version__ == "0.28.1"
+
+calls = []
+twice = _cache(lambda x: calls.append(x) or 2 * x)
+assert (twice(3), twice(3), calls) == (6, 6, [3])
+
+for to_ascii in (True, False):
+    encoded = codec.dumps_base64({"f": lambda: 5}, to_ascii=to_ascii)
+    assert isinstance(encoded, str if to_ascii else bytes) and codec.loads_base64(encoded)["f"]() == 5
+
+pipe = Pipe()
+pipe.write("abcdefg")
+assert (pipe.read(3), pipe.read(3), pipe.read(3)) == ("abc", "def", "g")
+writer = threading.Thread(target=lambda: [pipe.write(text) for text in ("one", "two")] and pipe.close())
+writer.start()
+assert (pipe.read(), pipe.read(), pipe.read()) == ("one", "two", None)
+try:
+    pipe.write("late")
+except RuntimeError as error:
+    assert str(error) == "Pipe is closed"
+
+folder = __import__("sys").argv[0]
+@cache.use_cache()
+def doubled(numbers):
+    calls.append("doubled")
+    return [2 * number for number in numbers]
+del calls[:]
+for parameters in ("a", "a", "b"):
+    assert doubled([1, 2], fn_cache=cache.Cache(folder, 60, parameters)) == [2, 4]
+assert len(calls) == 2 and doubled([1], fn_cache=None) == [2]
+assert cache.Cache(folder, 0, "b").get("anything") is None
+
+class Numbers(BaseDataLoader):
+    def __init__(self, last):
+        self.last = last
+    def __len__(self):
+        return self.last
+    def _iterate(self):
+        for number in range(self.last):
+            if number == 7:
+                raise KeyError(number)
+            yield number
+    def _process_batch(self, batch):
+        return -batch
+
+class Ahead(AsyncDataLoaderMixin, Numbers):
+    pass
+
+for size in (0, 1, 5):
+    loader = Ahead(size, 4)
+    assert [list(loader), list(loader)] == [[0, -1, -2, -3]] * 2 and len(loader) == 4
+    loader.close_async_loader()
+    loader.close_async_loader()
+    assert not loader.thread.is_alive()
+    broken, seen = Ahead(size, 9), []
+    try:
+        seen.extend(broken)
+    except KeyError:
+        pass
+    assert len(list(Numbers(3))) == 3
+print("all there")
+"""
+
+
+def test_the_small_modules_that_scripts_import_are_there(tmp_path):
+    script = f"import sys; sys.argv[0] = {str(tmp_path)!r}\n{_SMALL_MODULES}"
+    [(code, out, err)] = outputs_of(start_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
+    assert (code, out) == (0, "all there\n"), err
+
+
+_LOG_OF_A_STATIC_RUN = """
+import os, stat, sys
+from unittest import mock
+from horovod.runner import _HorovodArgs
+from horovod.runner.launch import _run
+# An ssh that gets nowhere but to this machine.
+folder = sys.argv[0]
+with open(f"{folder}/ssh", "w") as file:
+    file.write("#!/bin/sh\\nexit 255\\n" if "broken" in folder else "#!/bin/sh\\nexit 0\\n")
+os.chmod(f"{folder}/ssh", 0o755)
+os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+args = _HorovodArgs()
+args.np, args.hosts, args.use_gloo, args.verbose, args.command = 1, "localhost:1", True, 2, ["true"]
+with mock.patch("horovod.runner.launch.network.filter_local_addresses", lambda hosts: list(hosts)):
+    _run(args)
+"""
+
+
+@pytest.mark.parametrize("how", ["good", "broken"])
+def test_a_static_run_says_what_horovods_does_about_ssh(tmp_path, how):
+    folder = tmp_path / how
+    folder.mkdir()
+    script = f"import sys; sys.argv[0] = {str(folder)!r}\n{_LOG_OF_A_STATIC_RUN}"
+    [(code, out, err)] = outputs_of(start_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
+    lines = out.splitlines()
+    assert lines[:3] == [
+        "Filtering local host names.",
+        "Remote host found: localhost",
+        "Checking ssh on all remote hosts.",
+    ], err
+    if how == "good":
+        assert code == 0 and lines[3] == "SSH was successful into all the remote hosts.", err
+    else:
+        assert code == 1 and "RuntimeError: could not connect to some hosts via ssh" in err
+
+
 _WHAT_IS_NOT_THERE = """
 import importlib, horovod.torch as hvd
 for name in ("tensorflow", "tensorflow.keras", "keras", "mxnet", "spark", "ray", "torch.elastic.sampler", "common.elastic"):

@@ -12,7 +12,7 @@ from tests.hvd.jobs import error_of, in_job, job
 import megaclass.hvd as hvd
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.coordinator import CROSSED_S, Coordinator, fuse
-from megaclass.hvd.messages import Request, Response, digest_of_all
+from megaclass.hvd.messages import Receiver, Request, Response, Sender, digest_of_all, short_hash
 from megaclass.hvd.settings import Settings
 
 
@@ -254,6 +254,57 @@ def test_a_step_that_repeats_costs_one_hash_a_cycle(run_ranks):
 def _in_long_cycle(function) -> object:
     with job(CYCLE_TIME="1000") as (rank, size):
         return function(rank, size)
+
+
+def _many_without_names(rank: int, size: int) -> tuple[int, list[int]]:
+    """How often this rank announces 1,000 small unnamed allreduces that are submitted in a row, and the bytes of it."""
+    sent = []
+    link = _basics.job().controller._peers.get(0)
+    if link is not None:
+        send = link.send
+        link.send = lambda about, content=b"", payload=b"": (sent.append(len(content)), send(about, content, payload))
+    tensors = [torch.full((100,), float(rank + 1)) for _ in range(1000)]
+    for step in range(2):
+        sent.clear()
+        for handle in [hvd.allreduce_async_(tensor, op=hvd.Sum) for tensor in tensors]:
+            hvd.synchronize(handle)
+        assert all(torch.equal(tensor, torch.full((100,), 3.0 * 2**step)) for tensor in tensors)
+    return len(sent), sent
+
+
+def test_many_small_operations_in_a_row_are_announced_together_and_by_little_more_than_their_names(run_ranks):
+    # A rank that is off its core for longer than a cycle time would cut them: here that takes 0.2 s.
+    _, (num_messages, sizes) = run_ranks(2, _in_cycles_of_200_ms, _many_without_names)
+    assert num_messages == 1
+    # A name such as "noname.1234" in quotes, a number, and two commas.
+    assert sizes[0] < 1000 * 18
+
+
+def _in_cycles_of_200_ms(function) -> object:
+    with job(CYCLE_TIME="200") as (rank, size):
+        return function(rank, size)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 1024])
+def test_lists_of_requests_and_responses_arrive_as_they_were_sent(capacity):
+    sender, receiver = Sender(capacity), Receiver()
+    one = Request("allreduce", "a,b;", 0, ("float32",), ((4,),), 1)
+    two = Request("allgather", "ü", 3, ("int64", "bool"), ((2, 3), ()), is_grouped=True)
+    joined = Response((), last_joined=1)
+    for items in (
+        [one, two],
+        [two, one],
+        [Response((one, two)), joined, Response((two,), sizes=((1, 2),))],
+        [one, two],
+    ):
+        for repeats in (True, False, True):
+            digest = short_hash(repr(items).encode())
+            assert receiver.unpack(sender.pack(items, digest, repeats=repeats)) == (digest, items)
+
+
+def test_lists_whose_names_run_together_alike_have_different_hashes():
+    lists = [[Request("allreduce", name) for name in names] for names in (["ab", "c"], ["a", "bc"], ["abc"], ["1;a"])]
+    assert len({digest_of_all(requests) for requests in lists}) == len(lists)
 
 
 def test_small_allreduces_of_one_kind_travel_together_up_to_the_threshold():

@@ -166,6 +166,19 @@ def test_a_horovod_script_without_the_option_for_it_is_told_so(run, script):
     assert done.code == 1 and "Horovod's names are there with --horovod" in done.err, done.story()
 
 
+def test_a_module_of_horovod_that_is_not_there_is_no_reason_to_advise_the_option_for_it(run, tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text("import horovod.runner.elastic.driver")
+    done = run("--horovod", "-np", "1", sys.executable, str(file))
+    assert done.code == 1 and "with --horovod" not in done.err, done.story()
+    assert "Megaclass has no horovod.runner.elastic: docs/horovod.md lists the modules" in done.err, done.story()
+
+
+def test_horovodrun_tells_the_version_of_the_horovod_it_stands_for(run):
+    assert run("--horovod", "-np", "1", "horovodrun", "--version").out == "[0]<stdout>:0.28.1\n"
+    assert run("--version").out.startswith("megaclass ")
+
+
 def test_those_that_fail_because_of_another_are_not_taken_for_the_cause(run, script, tmp_path):
     body = f"""
 file = {str(tmp_path / "pid")!r}

@@ -90,7 +90,7 @@ def test_16_ranks_that_print_10000_lines_each_lose_nothing(run, script, tmp_path
             expected = [f"rank {rank} line {i} " + "x" * (i % 90) for i in range(odd, 10_000, 2)]
             prefix = f"[{rank}]<{stream}>:"
             assert [line.removeprefix(prefix) for line in lines if line.startswith(prefix)] == expected
-            assert (tmp_path / "logs" / f"rank.{rank}" / stream).read_text().splitlines() == expected
+            assert (tmp_path / "logs" / f"rank.{rank:02}" / stream).read_text().splitlines() == expected
 
 
 def test_partial_lines_and_progress_bars_of_different_ranks_are_never_glued_together(run, script):
@@ -151,3 +151,12 @@ def test_a_pipe_that_takes_one_line_ends_the_run(run, script):
     pipeline = ["bash", "-c", f"{command} | head -1; echo ${{PIPESTATUS[0]}}"]
     done = subprocess.run(pipeline, capture_output=True, text=True, timeout=60, env=run.env)
     assert done.stdout.splitlines()[1:] == ["141"] and "stdout cannot be written (Broken pipe)" in done.stderr
+
+
+def test_names_of_folders_have_equal_length_and_a_silent_rank_has_empty_files(run, tmp_path):
+    """As Horovod writes them; with ten ranks one digit is enough."""
+    done = run("-np", "11", "--output-filename", str(tmp_path), "sh", "-c", 'test $RANK != 3 || echo "here"')
+    assert done.code == 0, done.story()
+    files = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.glob("*/*")}
+    expected = {f"rank.{rank:02}/{stream}": "" for rank in range(11) for stream in ("stdout", "stderr")}
+    assert files == {**expected, "rank.03/stdout": "here\n"}

@@ -4,7 +4,7 @@ import pytest
 
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
-from megaclass.launch.plan import describe_plan, passed_on, place_ranks, rank_environment
+from megaclass.launch.plan import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
 from megaclass.launch.ssh import SshSettings, agent_command
 from megaclass.world import world_from_environment
 
@@ -54,10 +54,11 @@ def test_cross_ranks_count_the_hosts_that_have_this_local_rank():
     assert found == [(0, 0, 2, 0, 3), (1, 1, 2, 0, 2), (2, 0, 1, 1, 3), (3, 0, 2, 2, 3), (4, 1, 2, 1, 2)]
 
 
-def test_a_rank_reads_its_place_back():
+@pytest.mark.parametrize("given", [{}, {HOROVOD_MARK: "1"}])
+def test_a_rank_reads_its_place_back(given):
     for placement in place_ranks(THREE, 5):
         for world in placement.worlds:
-            read = world_from_environment(rank_environment(world, host="h", address="10.0.0.1", port=1234))
+            read = world_from_environment(rank_environment(world, host="h", address="10.0.0.1", port=1234, given=given))
             assert (read.rank, read.size, read.local_rank, read.local_size) == (
                 world.rank,
                 5,

@@ -37,6 +37,11 @@ _DRAIN_S = 30.0
 # whether the one that drives is still there.
 _LEASE_S = 0.005
 _WATCH_S = 0.05
+# How many cycle times operations that nobody waits for are held back while more of them keep coming: those that are much to
+# send, and those that are little, which lose by being cut, as each rank cuts elsewhere.
+_MOST_CYCLES = 5
+_MOST_CYCLES_OF_LITTLE = 40
+_WORTH_STARTING_BYTES = 1024 * 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +112,7 @@ class Controller:
         self._lock = threading.Lock()
         self._queue: list[Operation] = []
         self._queued_since = self._queued_last = 0.0
+        self._queued_bytes = 0
         self._is_urgent = False
         self._num_together = 0
         self._in_flight: dict[Key, Operation] = {}
@@ -155,6 +161,7 @@ class Controller:
             if not self._queue:
                 self._queued_since = self._queued_last
             self._queue.append(operation)
+            self._queued_bytes += operation.request.terms.num_bytes
             self._is_urgent |= is_urgent
             # An urgent one needs nobody: its caller drives, or finds a driver to wake.
             if len(self._queue) == 1 and not is_urgent and not self._num_together:
@@ -333,9 +340,11 @@ class Controller:
         return max(0.0, min(deadlines) - time.monotonic())
 
     def _due_at(self) -> float:
-        """One cycle time after the last submission, but at most five after the first: who comes in a row goes together."""
+        """One cycle time after the last submission, but not long after the first: who comes in a row goes together."""
         cycle_s = self._settings.cycle_time_s
-        return min(self._queued_last + cycle_s, self._queued_since + 5 * cycle_s)
+        # To begin early gains nothing where all that is queued travels in less time than it took to submit.
+        most_cycles = _MOST_CYCLES if self._queued_bytes >= _WORTH_STARTING_BYTES else _MOST_CYCLES_OF_LITTLE
+        return min(self._queued_last + cycle_s, self._queued_since + most_cycles * cycle_s)
 
     def _send_queue_if_due(self) -> None:
         now = time.monotonic()
@@ -346,12 +355,13 @@ class Controller:
             operations: list[Operation] = []
             if self._queue and is_due:
                 operations, self._queue, self._is_urgent = self._queue, [], False
+                self._queued_bytes = 0
             joins, self._wants_join = self._wants_join and not self._queue, self._wants_join and bool(self._queue)
         if operations:
             self._timeline.mark_cycle()
             requests = [operation.request for operation in operations]
             digest = digest_of_all(requests)
-            repeats = all(request.repeats for request in requests)
+            repeats = all(request.terms.repeats for request in requests)
             payload = self._work.small_payload(operations) if len(self._hosts) > 1 else b""
             if self._coordinator is not None:
                 self._announced(0, digest, requests, payload)
@@ -520,6 +530,7 @@ class Controller:
         with self._lock:
             self.closed = self.closed or reason
             self._queue.clear()
+            self._queued_bytes = 0
             operations = [*self._in_flight.values(), self._join]
             self._join = None
         self._finish(operations, self.closed)

@@ -75,7 +75,7 @@ class Coordinator:
         While nothing else is open, a cycle is kept as its hash until all ranks have sent theirs: if the hashes are
         equal and were answered before, the same answer is given without a look at the single operations.
         """
-        if self._table or self._joined or any(request.process_set for request in requests):
+        if self._table or self._joined or any(request.terms.process_set for request in requests):
             self.open_held()
             self._open(rank, requests, now)
             return self._take()
@@ -89,10 +89,10 @@ class Coordinator:
         firsts = [cycles.popleft() for cycles in self._held]
         answer = self._answers.get(digest)
         if answer is None:
-            for place, cycle in enumerate(firsts):
-                self._open(place, cycle.requests, cycle.since)
+            # All ranks want the same in the same order: nothing to wait for, nothing to compare.
+            self._ready += [self._respond(dict.fromkeys(self._members(0), request)) for request in requests]
             answer = self._take()
-            if answer is not None and answer.repeats and not self._table:
+            if answer is not None and answer.repeats:
                 self._remember(digest, answer)
         if answer is not None:
             payloads = [cycle.payload for cycle in firsts]
@@ -136,11 +136,14 @@ class Coordinator:
     def _settle(self, key: Key) -> None:
         pending = self._table[key]
         members = self._members(key[0])
-        if any(rank not in pending.requests and rank not in self._joined for rank in members):
+        if self._joined:
+            if any(rank not in pending.requests and rank not in self._joined for rank in members):
+                return
+        elif len(pending.requests) < len(members):
             return
         del self._table[key]
         if pending.requests:
-            self._ready.append(self._respond(pending, members))
+            self._ready.append(self._respond(pending.requests))
 
     def _members(self, process_set: int) -> tuple[int, ...]:
         return self.process_sets.get(process_set, ())
@@ -151,11 +154,11 @@ class Coordinator:
 
     # -- comparing ------------------------------------------------------------------------------------------------
 
-    def _respond(self, pending: _Pending, members: tuple[int, ...]) -> Response:
-        ranks = sorted(pending.requests)
-        requests = [pending.requests[rank] for rank in ranks]
+    def _respond(self, by_rank: dict[int, Request]) -> Response:
+        ranks = sorted(by_rank)
+        requests = [by_rank[rank] for rank in ranks]
         first = requests[0]
-        error = self._disagreement(ranks, requests) or self._impossible(first, members)
+        error = self._disagreement(ranks, requests) or self._impossible(first)
         if error:
             return Response((first,), error=error)
         sizes: tuple[tuple[int, ...], ...] = ()
@@ -169,7 +172,7 @@ class Coordinator:
         """What differs between the first rank and another, both named; empty when nothing does."""
         first = requests[0]
         for rank, other in zip(ranks[1:], requests[1:], strict=True):
-            if other == first:
+            if other is first or other == first:
                 continue
             for what, one, two in _differences(first, other):
                 return (
@@ -178,8 +181,10 @@ class Coordinator:
                 )
         return ""
 
-    def _impossible(self, first: Request, members: tuple[int, ...]) -> str:
-        if first.kind in _NOT_WITH_JOIN and any(rank in self._joined for rank in members):
+    def _impossible(self, first: Request) -> str:
+        if first.kind == "allreduce":
+            return ""
+        if first.kind in _NOT_WITH_JOIN and any(rank in self._joined for rank in self._members(first.process_set)):
             hint = " Specify sparse_as_dense=True if using DistributedOptimizer." if first.kind == "allgather" else ""
             return f"{first.kind.capitalize()} is not supported with Join at this time.{hint}"
         if first.kind in ("allgather", "alltoall", "reducescatter") and any(not shape for shape in first.shapes):
@@ -317,29 +322,6 @@ def _plain(values: tuple[object, ...]) -> str:
 
 # -- fusion -----------------------------------------------------------------------------------------------------------
 
-_ITEM_BYTES = {
-    "uint8": 1,
-    "int8": 1,
-    "bool": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
-}
-
-
-def num_bytes(request: Request) -> int:
-    total = 0
-    for dtype, shape in zip(request.dtypes, request.shapes, strict=True):
-        count = 1
-        for length in shape:
-            count *= length
-        total += count * _ITEM_BYTES[dtype]
-    return total
-
 
 def fuse(responses: list[Response], settings: Settings) -> list[Response]:
     """Allreduces of the same kind made one, up to the threshold; the order of first members is kept."""
@@ -349,7 +331,7 @@ def fuse(responses: list[Response], settings: Settings) -> list[Response]:
     open_buckets: dict[tuple[object, ...], tuple[int, list[Response]]] = {}
     for response in responses:
         label = _fusion_label(response, settings)
-        size = num_bytes(response.requests[0]) if label is not None else 0
+        size = response.requests[0].terms.num_bytes if label is not None else 0
         used, bucket = open_buckets.get(label, (0, None)) if label is not None else (0, None)
         if bucket is not None and used + size <= settings.fusion_threshold:
             bucket.append(response)
@@ -369,13 +351,13 @@ def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] 
     """Responses with equal labels may travel together; None: this one travels by itself."""
     if response.error or not response.requests or response.requests[0].kind != "allreduce":
         return None
-    first = response.requests[0]
+    first = response.requests[0].terms
     if _REDUCTIONS[first.op] == "Adasum" or len(set(first.dtypes)) != 1:
         return None
     if first.is_grouped and not settings.fuse_groups:
         return None
     # Compressed tensors are copied to be encoded anyway.
-    if num_bytes(first) > FUSED_TENSOR_BYTES and not first.wire:
+    if first.num_bytes > FUSED_TENSOR_BYTES and not first.wire:
         return None
     return (
         first.process_set,

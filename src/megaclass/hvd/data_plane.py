@@ -136,16 +136,16 @@ class DataPlane:
         first = operations[0].request
         if first.kind != "allreduce" or first.process_set or first.wire or first.op == Adasum or first.device != "cpu":
             return b""
+        largest = _SMALL_BYTES // max(1, len(self.sets[0].ranks) - 1)
+        if sum([operation.request.terms.num_bytes for operation in operations]) > largest:
+            return b""
         tensors = [tensor for operation in operations for tensor in operation.inputs]
         dtype = tensors[0].dtype
-        largest = _SMALL_BYTES // max(1, len(self.sets[0].ranks) - 1)
-        if sum([tensor.numel() for tensor in tensors]) * dtype.itemsize > largest:
-            return b""
         if len(operations) > 1 and any(not _is_alike(first, operation.request) for operation in operations[1:]):
             return b""
         if len(tensors) > 1 and any(tensor.dtype is not dtype for tensor in tensors):
             return b""
-        flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = tensors[0].reshape(-1) if len(tensors) == 1 else _flatten(tensors)
         if first.prescale != 1.0:
             flat = scale_(flat.clone(), first.prescale)
         return flat.view(torch.uint8).numpy().tobytes()
@@ -166,9 +166,8 @@ class DataPlane:
         flat = torch.frombuffer(bytearray(payload), dtype=outputs[0].dtype)
         if len(outputs) == 1:
             outputs[0].copy_(flat.view(outputs[0].shape))
-            return
-        for out, part in zip(outputs, flat.split([out.numel() for out in outputs]), strict=True):
-            out.copy_(part.view(out.shape))
+        else:
+            torch._foreach_copy_(outputs, _parts_like(flat, outputs))
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -177,16 +176,22 @@ class DataPlane:
         device = _device_of(operations, first)
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
-        names: list[tuple[int, str, int]] = []
         for request, operation in zip(response.requests, operations, strict=True):
-            for number, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
-                names.append((request.process_set, request.name, number))
-                if operation is None:
-                    inputs.append(torch.zeros(shape, dtype=_BY_NAME[dtype], device=device))
-                    outputs.append(inputs[-1])
-                else:
-                    inputs.append(operation.inputs[number])
-                    outputs.append(operation.outputs[number])
+            if operation is not None:
+                inputs += operation.inputs
+                outputs += operation.outputs
+            else:
+                zeros = [
+                    torch.zeros(shape, dtype=_BY_NAME[dtype], device=device)
+                    for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+                ]
+                inputs += zeros
+                outputs += zeros
+        names = [
+            (request.process_set, request.name, number)
+            for request in (response.requests if first.wire else ())
+            for number in range(len(request.shapes))
+        ]
         if first.op == Adasum:
             for given, out in zip(inputs, outputs, strict=True):
                 self._adasum(given, out, first)
@@ -196,7 +201,10 @@ class DataPlane:
             for kind in dict.fromkeys(tensor.dtype for tensor in inputs):
                 chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is kind]
                 self._reduce_together(
-                    [inputs[i] for i in chosen], [outputs[i] for i in chosen], [names[i] for i in chosen], response
+                    [inputs[i] for i in chosen],
+                    [outputs[i] for i in chosen],
+                    [names[i] for i in chosen] if names else [],
+                    response,
                 )
 
     def _reduce(self, given: Tensor, out: Tensor, request: Request) -> None:
@@ -238,7 +246,8 @@ class DataPlane:
                     outputs[0].copy_(inputs[0])
             else:
                 buffer = self._buffer(sum(counts), dtype, inputs[0].device)
-                torch.cat([tensor.reshape(-1) for tensor in inputs], out=buffer)
+                parts = _parts_like(buffer, inputs)
+                torch._foreach_copy_(parts, inputs)
         with self._timeline.phase(shown, "GLOO_ALLREDUCE" if request.device == "cpu" else "NCCL_ALLREDUCE"):
             if request.wire and inputs[0].is_floating_point():
                 self._reduce_compressed_(buffer, request, names, counts)
@@ -247,8 +256,7 @@ class DataPlane:
         if is_alone:
             return
         with self._timeline.phase(shown, "MEMCPY_OUT_FUSION_BUFFER"):
-            for out, part in zip(outputs, buffer.split(counts), strict=True):
-                out.copy_(part.view(out.shape))
+            torch._foreach_copy_(outputs, parts)
 
     def _reduce_compressed_(
         self, buffer: Tensor, request: Request, names: list[tuple[int, str, int]], counts: list[int]
@@ -401,6 +409,16 @@ class DataPlane:
         if buffer is None or buffer.numel() < count:
             buffer = self._buffers[dtype, device, use] = torch.empty(count, dtype=dtype, device=device)
         return buffer[:count]
+
+
+# One call into torch for all of many tensors: a view and a copy of each from here would cost several times what they do.
+# torch's own gradient buckets are made by the same two.
+_flatten = torch._C._nn.flatten_dense_tensors
+
+
+def _parts_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Views of `flat`, one after the other, in the shapes of the tensors."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
 
 
 def _is_alike(one: Request, two: Request) -> bool:

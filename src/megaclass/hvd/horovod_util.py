@@ -1,5 +1,6 @@
 """Small functions of `horovod.common.util` that scripts and tests call."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,11 @@ import torch
 from megaclass.hvd.basics import _basics
 
 T = TypeVar("T")
+
+
+def _cache(f: Callable[..., T]) -> Callable[..., T]:
+    """The function, called once for the same arguments."""
+    return functools.cache(f)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -2,14 +2,19 @@
 
 A rank announces requests; the coordinator answers with responses, the same and in the same order for all ranks they
 concern. Both travel as JSON the first time and as a hash of that JSON from then on: a step that repeats costs each rank
-nine bytes to the coordinator and nine bytes back. Tensors of a few kilobytes come along: rank 0 adds them up, and the
-answer carries the sum.
+nine bytes to the coordinator and nine bytes back. A request is its terms and its name: terms, which many requests share,
+travel once and are a number from then on, so that a list that is new, as that of unnamed operations always is, costs little
+more than its names. Tensors of a few kilobytes come along: rank 0 adds them up, and the answer carries the sum.
 """
 
+import functools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
+from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -23,13 +28,26 @@ def short_hash(data: bytes) -> bytes:
     return blake2b(data, digest_size=HASH_BYTES).digest()
 
 
+ITEM_BYTES = {
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One rank's wish to take part in the operation `kind` under `name`; equal wishes are equal objects."""
+class Terms:
+    """All of a request but its name; what depends on nothing else is computed once."""
 
     kind: str
     """allreduce, allgather, broadcast, alltoall, reducescatter, barrier, add_process_set or remove_process_set."""
-    name: str
     process_set: int = 0
     dtypes: tuple[str, ...] = ()
     """One a tensor: more than one only in grouped operations."""
@@ -49,36 +67,89 @@ class Request:
     is_grouped: bool = False
     repeats: bool = True
     """False under automatic names, which do not come again."""
-    digest: bytes = field(default=b"", compare=False)
+    digest: bytes = field(default=b"", init=False, compare=False)
     """Hash of all of the above."""
+    num_bytes: int = field(default=0, init=False, compare=False)
+    """Of all tensors together."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", short_hash(_to_json(self.to_list())))
+        total = 0
+        for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
+            total += math.prod(shape) * ITEM_BYTES[dtype]
+        object.__setattr__(self, "num_bytes", total)
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    @property
-    def key(self) -> Key:
-        return (self.process_set, self.kind, self.name)
+    def to_list(self) -> list[Any]:
+        return [getattr(self, name) for name in _TERMS_FIELDS]
+
+
+_TERMS_FIELDS = [each.name for each in fields(Terms) if each.init]
+
+# Equal terms are one object while they are in use, so that a comparison is one of addresses.
+terms_of = functools.lru_cache(maxsize=8192)(Terms)
+
+
+def _terms_from_list(values: list[Any]) -> Terms:
+    kind, process_set, dtypes, shapes, op, root, prescale, postscale, splits, *rest = values
+    frozen_shapes = tuple(map(tuple, shapes))
+    return terms_of(
+        kind, process_set, tuple(dtypes), frozen_shapes, op, root, prescale, postscale, tuple(splits), *rest
+    )
+
+
+def _of_terms(name: str) -> Any:
+    return property(attrgetter(f"terms.{name}"))
+
+
+class Request:
+    """One rank's wish to take part in the operation `kind` under `name`; equal wishes are equal objects."""
+
+    __slots__ = ("key", "name", "terms")
+    kind: str = _of_terms("kind")
+    process_set: int = _of_terms("process_set")
+    dtypes: tuple[str, ...] = _of_terms("dtypes")
+    shapes: tuple[Shape, ...] = _of_terms("shapes")
+    op: int = _of_terms("op")
+    root: int = _of_terms("root")
+    prescale: float = _of_terms("prescale")
+    postscale: float = _of_terms("postscale")
+    splits: tuple[int, ...] = _of_terms("splits")
+    device: str = _of_terms("device")
+    wire: str = _of_terms("wire")
+    keeps_error: bool = _of_terms("keeps_error")
+    is_grouped: bool = _of_terms("is_grouped")
+    repeats: bool = _of_terms("repeats")
+
+    def __init__(self, kind: str, name: str, *rest: Any, **more: Any) -> None:
+        """`rest` and `more` are the other terms."""
+        self._fill(terms_of(kind, *rest, **more), name)
+
+    @classmethod
+    def under(cls, name: str, terms: Terms) -> "Request":
+        request = cls.__new__(cls)
+        request._fill(terms, name)
+        return request
+
+    def _fill(self, terms: Terms, name: str) -> None:
+        self.terms = terms
+        self.name = name
+        self.key: Key = (terms.process_set, terms.kind, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Request) and self.name == other.name and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Request({self.full_name!r}, {self.terms!r})"
 
     @property
     def full_name(self) -> str:
         return f"{self.kind}.{self.name}"
-
-    def to_list(self) -> list[Any]:
-        return [getattr(self, name) for name in _REQUEST_FIELDS]
-
-    @staticmethod
-    def from_list(values: list[Any]) -> "Request":
-        kind, name, process_set, dtypes, shapes, op, root, prescale, postscale, splits, *rest = values
-        frozen_shapes = tuple(map(tuple, shapes))
-        return Request(
-            kind, name, process_set, tuple(dtypes), frozen_shapes, op, root, prescale, postscale, tuple(splits), *rest
-        )
-
-
-_REQUEST_FIELDS = [name for name in Request.__slots__ if name != "digest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +180,7 @@ class Response:
 
     @property
     def digest(self) -> bytes:
-        return short_hash(b"".join([request.digest for request in self.requests]) + _to_json(self.rest))
+        return short_hash(digest_of_all(self.requests) + _to_json(self.rest))
 
 
 class Answer:
@@ -119,46 +190,58 @@ class Answer:
         self.responses = responses
         self.digest = short_hash(b"".join([response.digest for response in responses]))
         requests = [request for response in responses for request in response.requests]
-        self.repeats = all(request.repeats for request in requests)
-        self.is_global = not any(request.process_set for request in requests)
+        self.repeats = all(request.terms.repeats for request in requests)
+        self.is_global = not any(request.terms.process_set for request in requests)
         self.payloads: list[bytes] = []
         """The tensors themselves, by rank, where they are small enough to have come along."""
 
 
-_NEW, _ONCE, _KNOWN, _FORGET = b"N", b"O", b"K", b"F"
+_NEW, _KNOWN = b"N", b"K"
 
 
 class Sender:
     """Turns lists of requests or of responses into messages: JSON at first, a hash once the other side has seen them.
 
-    Requests that the other side knows from another list are numbers in that JSON.
+    Terms that the other side has seen are numbers in that JSON.
     """
 
     def __init__(self, capacity: int) -> None:
+        """`capacity`: how many lists are remembered; 0: none, and no terms."""
         self._capacity = capacity
         self._known: set[bytes] = set()
-        self._numbers: dict[Request, int] = {}
+        self._numbers: dict[Terms, int] = {}
 
-    def pack(self, items: Sequence[Request | Response], digest: bytes, *, repeats: bool) -> bytes:
+    def pack(self, items: Sequence[Request] | Sequence[Response], digest: bytes, *, repeats: bool) -> bytes:
         """`digest` identifies the items; `repeats` says that they may come again, so are worth remembering."""
         if digest in self._known:
             return _KNOWN + digest
-        if not repeats or not self._capacity:
-            return _ONCE + digest + _to_json([_parts(item, Request.to_list) for item in items])
-        tag = _NEW
-        if len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity:
+        forgets = len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity
+        if forgets:
             self._known.clear()
             self._numbers.clear()
-            tag = _FORGET
-        self._known.add(digest)
-        return tag + digest + _to_json([_parts(item, self._short) for item in items])
+        remembers = repeats and self._capacity > 0
+        if remembers:
+            self._known.add(digest)
+        responses = [item for item in items if isinstance(item, Response)]
+        requests = [item for item in items if isinstance(item, Request)]
+        requests += [request for response in responses for request in response.requests]
+        new, numbers = self._number(requests)
+        names = [request.name for request in requests]
+        cuts = [[len(response.requests), response.rest] for response in responses]
+        return _NEW + digest + _to_json([forgets, remembers, new, numbers, names, cuts])
 
-    def _short(self, request: Request) -> Any:
-        number = self._numbers.get(request)
-        if number is not None:
-            return number
-        self._numbers[request] = len(self._numbers)
-        return request.to_list()
+    def _number(self, requests: list[Request]) -> tuple[list[Any], list[int]]:
+        """Terms that the other side does not know yet, and the number of each request's."""
+        new: list[Any] = []
+        numbers = []
+        known = self._numbers
+        for request in requests:
+            number = known.get(request.terms)
+            if number is None:
+                number = known[request.terms] = len(known)
+                new.append(request.terms.to_list())
+            numbers.append(number)
+        return new, numbers
 
 
 class Receiver:
@@ -166,45 +249,42 @@ class Receiver:
 
     def __init__(self) -> None:
         self._known: dict[bytes, list[Any]] = {}
-        self._requests: list[Request] = []
+        self._terms: list[Terms] = []
 
     def unpack(self, message: bytes) -> tuple[bytes, list[Any]]:
         """The hash, and the items it stands for."""
         tag, digest = message[:1], message[1 : 1 + HASH_BYTES]
         if tag == _KNOWN:
             return digest, self._known[digest]
-        content = json.loads(message[1 + HASH_BYTES :])
-        if tag == _ONCE:
-            return digest, [_whole(parts, Request.from_list) for parts in content]
-        if tag == _FORGET:
+        forgets, remembers, new, numbers, names, cuts = json.loads(message[1 + HASH_BYTES :])
+        if forgets:
             self._known.clear()
-            self._requests.clear()
-        items = [_whole(parts, self._long) for parts in content]
-        self._known[digest] = items
+            self._terms.clear()
+        self._terms += map(_terms_from_list, new)
+        terms = self._terms
+        items: list[Any] = [Request.under(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
+        if cuts:
+            items = _cut(items, cuts)
+        if remembers:
+            self._known[digest] = items
         return digest, items
 
-    def _long(self, entry: Any) -> Request:
-        if isinstance(entry, int):
-            return self._requests[entry]
-        request = Request.from_list(entry)
-        self._requests.append(request)
-        return request
+
+def _cut(requests: list[Request], cuts: list[Any]) -> list[Any]:
+    """Responses of so many requests each, with the rest of each."""
+    ends = accumulate([count for count, _ in cuts], initial=0)
+    return [
+        Response.of(tuple(requests[begin:end]), rest)
+        for (begin, end), (_, rest) in zip(pairwise(ends), cuts, strict=True)
+    ]
 
 
-def _parts(item: Request | Response, shorten: Callable[[Request], Any]) -> list[Any]:
-    """[requests] of a request, [requests, rest] of a response."""
-    if isinstance(item, Request):
-        return [[shorten(item)]]
-    return [[shorten(request) for request in item.requests], item.rest]
-
-
-def _whole(parts: list[Any], lengthen: Callable[[Any], Request]) -> Request | Response:
-    requests = tuple([lengthen(entry) for entry in parts[0]])
-    return requests[0] if len(parts) == 1 else Response.of(requests, parts[1])
-
-
-def digest_of_all(requests: list[Request]) -> bytes:
-    return short_hash(b"".join([request.digest for request in requests]))
+def digest_of_all(requests: Sequence[Request]) -> bytes:
+    # The lengths of names keep two lists apart whose names run together alike.
+    names = [request.name for request in requests]
+    lengths = ",".join([str(len(name)) for name in names])
+    terms = b"".join([request.terms.digest for request in requests])
+    return short_hash(f"{lengths};{''.join(names)};".encode() + terms)
 
 
 def _to_json(content: list[Any]) -> bytes:

@@ -3,7 +3,7 @@
 Gradients: of allgather and broadcast an average over ranks, of alltoall an alltoall back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.large_tensors import empty_result
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.reducing import allreduce, check_group, grouped_allreduce
+from megaclass.hvd.reducing import allreduce, group_of, grouped_allreduce
 from megaclass.hvd.reductions import Average
 from megaclass.hvd.submission import enqueue, fetch, synchronize
 
@@ -54,18 +54,18 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """allgather of each tensor of the list; one handle for all."""
-    check_group(tensors)
+    tensors = group_of(tensors)
     return enqueue("allgather", tensors, None, name, process_set, is_grouped=True)
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """allgather of each tensor of the list; differentiable."""
-    check_group(tensors)
+    tensors = group_of(tensors)
     result: tuple[Tensor, ...] = HorovodAllgather.apply(name, process_set, True, *tensors)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,6 +1,6 @@
 """allreduce, alone and in groups. Its gradient is the allreduce of the gradient by the same op and factors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ def allreduce_async_(
 ) -> int:
     """Combines the tensor over ranks, in place."""
     op = handle_average_backwards_compatibility(op, average)
-    return _enqueue_allreduce([tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set)
+    tensors = [tensor]
+    return _enqueue_allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(
@@ -181,7 +182,7 @@ def _wire_for(compression: Any, tensor: Tensor, op: int) -> str:
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -191,12 +192,13 @@ def grouped_allreduce_async(
 ) -> int:
     """Combines each tensor of the list over ranks; one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
     outputs = [empty_result(tensor) for tensor in tensors]
     return _enqueue_group(tensors, outputs, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -206,6 +208,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Combines each tensor of the list over ranks, in place; one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
     return _enqueue_group(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -219,21 +222,23 @@ def _enqueue_group(
     process_set: ProcessSet,
     **more: Any,
 ) -> int:
-    check_group(tensors)
     return _enqueue_allreduce(
         tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True, **more
     )
 
 
-def check_group(tensors: Sequence[Tensor]) -> None:
+def group_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of a grouped operation, which may come from a generator; ValueError for none of them."""
+    tensors = list(tensors)
     if not tensors:
         raise ValueError("A grouped operation needs at least one tensor.")
     if len({tensor.device for tensor in tensors}) > 1:
         raise HorovodInternalError("Tensors in list must be on same device.")
+    return tensors
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -243,6 +248,7 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Combines each tensor of the list over ranks, in place, and returns them."""
     op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
     result: tuple[Tensor, ...] = synchronize(
         _enqueue_group(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_urgent=True)
     )
@@ -287,7 +293,7 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
 
 def grouped_allreduce(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -298,7 +304,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Each tensor of the list combined over ranks; differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    check_group(tensors)
+    tensors = group_of(tensors)
     wires = {_wire_for(compression, tensor, op) for tensor in tensors}
     # A list in which some tensors gain nothing by compression goes the plain way, where compress() decides for each.
     wire = wires.pop() if len(wires) == 1 else ""

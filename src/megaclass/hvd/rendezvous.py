@@ -30,7 +30,7 @@ from megaclass.distributed.store import SignedStore, allow_many_connections, mak
 from megaclass.errors import LaunchError
 from megaclass.hvd.links import Door, Link, Reception, connect
 from megaclass.hvd.settings import Settings
-from megaclass.world import World, world_from_environment
+from megaclass.world import World, is_horovods, world_from_environment
 
 _SIOCGIFADDR = 0x8915
 
@@ -239,7 +239,7 @@ def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Set
 
 def _world() -> World:
     """From the starter's variables, or from Horovod's own where only those are set."""
-    if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ:
+    if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ or is_horovods():
         return world_from_environment()
     env = dict(os.environ)
     for ours, theirs in (

@@ -26,7 +26,7 @@ from megaclass.distributed.addresses import interfaces, own_addresses, source_to
 from megaclass.errors import LaunchError
 from megaclass.hvd.exceptions import SHUT_DOWN
 from megaclass.launch.hosts import Host, given_hosts
-from megaclass.launch.plan import place_ranks
+from megaclass.launch.plan import HOROVOD_MARK, place_ranks
 
 FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
 """Addresses, port and key of the process that called run(), for the ranks."""
@@ -170,7 +170,9 @@ class _Job:
         if start_timeout:
             env["HOROVOD_START_TIMEOUT"] = str(start_timeout)
         task = [self._executable, "-m", "megaclass.hvd.run_task"]
-        command = [sys.executable, "-P", "-m", "megaclass", "run", *options, *task]
+        # Functions find Horovod's environment, as under Horovod's run(); a real Horovod on the path stays what it is.
+        mark = ["-x", f"{HOROVOD_MARK}=1"]
+        command = [sys.executable, "-P", "-m", "megaclass", "run", *mark, *options, *task]
         threading.Thread(target=self._serve, name="hvd.run", daemon=True).start()
         launcher = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
         try:

@@ -1,6 +1,6 @@
 """reducescatter, alone and in groups. Its gradient is an allgather."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from megaclass.hvd.compression import Compression, is_scaled
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.moving import grouped_allgather
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.reducing import check_group
+from megaclass.hvd.reducing import group_of
 from megaclass.hvd.reductions import Average, Sum
 from megaclass.hvd.submission import checked_op, enqueue, fetch
 
@@ -102,7 +102,7 @@ def _packed_for_scatter(compression: Any, tensor: Tensor) -> tuple[Tensor, Any]:
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
@@ -110,12 +110,12 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """reducescatter of each tensor of the list; one handle for all."""
-    check_group(tensors)
+    tensors = group_of(tensors)
     return _enqueue_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=True)
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None = None,
     compression: Any = Compression.none,
     op: int = Average,
@@ -124,7 +124,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """reducescatter of each tensor of the list; differentiable."""
-    check_group(tensors)
+    tensors = group_of(tensors)
     packed, contexts = zip(*[_packed_for_scatter(compression, tensor) for tensor in tensors], strict=True)
     reduced = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, True, *packed)  # type: ignore[no-untyped-call]
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

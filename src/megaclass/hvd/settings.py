@@ -15,7 +15,7 @@ class Settings:
     """HOROVOD_FUSION_THRESHOLD: most bytes that travel together; 0: every tensor by itself."""
     cycle_time_s: float = 0.001
     """HOROVOD_CYCLE_TIME (in ms there): how long an operation nobody waits for waits for company;
-    while company keeps coming, five times as long."""
+    while company keeps coming, five times as long, and forty times while all of it is less than 1 MiB."""
     cache_capacity: int = 1024
     """HOROVOD_CACHE_CAPACITY: operations, and cycles of them, that a rank may refer to by a hash; 0: none."""
     stall_warning_s: float = 60.0

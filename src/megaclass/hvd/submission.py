@@ -1,8 +1,8 @@
 """From a call to a handle: checks that need nobody else, then the queue of the controller."""
 
-import functools
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,14 +11,13 @@ from torch import Tensor
 from megaclass.hvd.basics import Job, _basics
 from megaclass.hvd.controller import Operation
 from megaclass.hvd.data_plane import DTYPES
-from megaclass.hvd.messages import Request
+from megaclass.hvd.messages import Request, terms_of
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.reductions import Adasum, Average, Max, Min, Product, Sum
 
 _REDUCTIONS = {Average, Sum, Adasum, Min, Max, Product}
 
-# The same request object every step: it carries its own hash.
-_request = functools.lru_cache(maxsize=8192)(Request)
+_STRIDED = torch.strided
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
@@ -65,30 +64,41 @@ def enqueue(
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
-    for tensor in tensors:
-        check_tensor(kind, tensor)
-    handle = job.next_handle()
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     # Memory, not variables: writing a result is no step of autograd's, as it is none in Horovod.
-    inputs = [tensor.data for tensor in tensors]
-    request = _request(
+    if len(tensors) == 1:
+        # By far the most common, often a thousand times in a row: no list is built for it.
+        check_tensor(kind, tensors[0])
+        first = tensors[0].data
+        inputs = [first]
+        dtypes, shapes = (DTYPES[first.dtype],), (first.shape,)
+    else:
+        for tensor in tensors:
+            check_tensor(kind, tensor)
+        inputs = [tensor.data for tensor in tensors]
+        dtypes, shapes = tuple([DTYPES[tensor.dtype] for tensor in inputs]), tuple([tensor.shape for tensor in inputs])
+    terms = terms_of(
         kind,
-        name if name is not None else job.next_name(number),
         number,
-        tuple([DTYPES[tensor.dtype] for tensor in inputs]),
-        tuple([tuple(tensor.shape) for tensor in inputs]),
+        dtypes,
+        shapes,
         op,
         root,
         float(prescale),
         float(postscale),
         splits,
-        inputs[0].device.type if inputs else "cpu",
+        "cpu" if not inputs or inputs[0].is_cpu else inputs[0].device.type,
         wire,
         keeps_error and name is not None,
         is_grouped,
         name is not None,
     )
-    operation = Operation(request, inputs)
-    if outputs is not None:
+    operation = Operation(Request.under(job.next_name(number) if name is None else str(name), terms), inputs)
+    if outputs is tensors:
+        operation.outputs = inputs
+        operation.result = tuple(outputs) if is_grouped else outputs[0]
+    elif outputs is not None:
         operation.outputs = [
             given if out is tensor else out.data for given, tensor, out in zip(inputs, tensors, outputs, strict=True)
         ]
@@ -97,14 +107,15 @@ def enqueue(
         operation.ready = torch.cuda.Event()
         operation.ready.record(torch.cuda.current_stream(inputs[0].device))
     job.controller.submit(operation, is_urgent=is_urgent)
+    handle = job.next_handle()
     job.handles[handle] = operation
     return handle
 
 
 def check_tensor(kind: str, tensor: Tensor) -> None:
-    is_reduced = kind in ("allreduce", "reducescatter")
-    is_known = tensor.layout == torch.strided and tensor.dtype in DTYPES
-    if not is_known or (is_reduced and tensor.dtype is torch.bool):
+    dtype = tensor.dtype
+    is_known = tensor.layout is _STRIDED and dtype in DTYPES
+    if not is_known or (dtype is torch.bool and kind in ("allreduce", "reducescatter")):
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
@@ -132,7 +143,10 @@ def poll(handle: int) -> bool:
 
 def synchronize(handle: int) -> Any:
     """Waits for the operation and returns its result: a tensor, a tuple of them, or None for an unknown handle."""
-    return fetch(handle, lambda operation: operation.result)
+    return fetch(handle, _result)
+
+
+_result = attrgetter("result")
 
 
 def fetch(handle: int, pick: Any) -> Any:
@@ -144,7 +158,9 @@ def fetch(handle: int, pick: Any) -> Any:
     if operation is None:
         return None
     try:
-        job.controller.wait(operation)
+        # Most of many handles that are waited for one after the other are done when the first one is.
+        if not operation.is_done or operation.error:
+            job.controller.wait(operation)
     finally:
         job.handles.pop(handle, None)
     if operation.ready is not None:

@@ -25,7 +25,7 @@ from megaclass.errors import LaunchError
 from megaclass.launch.heartbeat import beat_interval, silence_limits
 from megaclass.launch.inbox import SignalInbox
 from megaclass.launch.network import hold_store_port, interface_towards, present, reserve_port
-from megaclass.launch.plan import job_environment, rank_environment
+from megaclass.launch.plan import interface_environment, job_environment, rank_environment, without_other_starters
 from megaclass.launch.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
 from megaclass.launch.supervisor import Supervisor, Worker, default_threads, find_command
 from megaclass.launch.versions import installed_versions
@@ -189,18 +189,14 @@ class Agent:
     def _start_workers(self, go: Message) -> None:
         interface = ",".join(self._interfaces) or interface_towards(go["address"])
         for world in self._worlds:
+            given = self._job["given"]
             env = {
                 **self._env,
-                **rank_environment(world, host=self._job["host"], address=go["address"], port=go["port"]),
+                **(interface_environment(interface, self._env, given) if interface is not None else {}),
+                **rank_environment(world, host=self._job["host"], address=go["address"], port=go["port"], given=given),
                 **job_environment(self._job["secret"], go["store_port"]),
                 "MEGACLASS_RESTART": str(self._job["restart"]),
             }
-            if interface is not None:
-                env.setdefault("GLOO_SOCKET_IFNAME", interface)
-                env.setdefault("HOROVOD_GLOO_IFACE", env["GLOO_SOCKET_IFNAME"])
-                # Without it NCCL would choose by itself, among ranks of one host without a network as well.
-                if interface != "lo":
-                    env.setdefault("NCCL_SOCKET_IFNAME", interface)
             try:
                 worker = self._supervisor.start(
                     world.rank,
@@ -350,7 +346,7 @@ def worker_base_environment(job: Message, own: Mapping[str, str]) -> dict[str, s
     # A crash, or SIGABRT after a hang, then prints the Python stack of every thread.
     env.setdefault("PYTHONFAULTHANDLER", "1")
     env.setdefault("OMP_NUM_THREADS", str(default_threads(len(job["worlds"]))))
-    return {**env, **job["given"]}
+    return {**without_other_starters(env, job["given"]), **job["given"]}
 
 
 def _read_job() -> tuple[Message | None, bytes]:

@@ -82,7 +82,7 @@ def _run_with_restarts(options: RunOptions, settings: GangSettings, hosts: list[
     # By number: where they were closed, Python has no objects for them.
     screen = Screen({"stdout": 1, "stderr": 2})
     voice = ScreenVoice(screen, options.is_verbose)
-    output = _output(options, screen, voice)
+    output = _output(options, screen, voice, num_processes)
     outcome = Outcome(exit_code=0)
     with SignalInbox(_SIGNALS) as inbox:
         try:
@@ -199,7 +199,7 @@ def _settings(options: RunOptions) -> GangSettings:
     )
 
 
-def _output(options: RunOptions, screen: Screen, voice: ScreenVoice) -> RankOutput:
+def _output(options: RunOptions, screen: Screen, voice: ScreenVoice, num_ranks: int) -> RankOutput:
     wants_colour = "NO_COLOR" not in os.environ
     return RankOutput(
         screen,
@@ -207,6 +207,7 @@ def _output(options: RunOptions, screen: Screen, voice: ScreenVoice) -> RankOutp
         with_timestamp=options.with_timestamp,
         folder=options.output_dir,
         say=voice.say,
+        num_ranks=num_ranks,
     )
 
 

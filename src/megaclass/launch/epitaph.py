@@ -71,9 +71,17 @@ def epitaph(rank: int, host: str, pid: int, code: int, last_lines: list[str]) ->
     text = f"the first to fail was rank {rank} on {host} (pid {pid}), with {how_it_ended(code)}{hint}."
     if last_lines:
         text += " Its last lines:\n" + "\n".join(f"    {line}" for line in last_lines)
-    if any("No module named 'horovod" in line for line in last_lines):
-        text += "\nHorovod's names are there with --horovod: megaclass run --horovod …"
-    return text
+    return text + _hint_about_horovod("\n".join(last_lines))
+
+
+def _hint_about_horovod(said: str) -> str:
+    missing = re.findall(r"No module named '(horovod[\w.]*)'", said)
+    if not missing:
+        return ""
+    # Without --horovod, and without a Horovod, already the package itself is missing.
+    if missing[-1] == "horovod":
+        return "\nHorovod's names are there with --horovod: megaclass run --horovod …"
+    return f"\nMegaclass has no {missing[-1]}: docs/horovod.md lists the modules of Horovod that are there."
 
 
 def _plain(line: bytes) -> str:

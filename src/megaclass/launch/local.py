@@ -14,7 +14,7 @@ from megaclass.launch.epitaph import exit_status, headline, stopped
 from megaclass.launch.hosts import Host
 from megaclass.launch.inbox import SignalInbox, is_heeded, leave_closed_terminal
 from megaclass.launch.network import hold_store_port, reserve_port
-from megaclass.launch.plan import job_environment, place_ranks, rank_environment
+from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.supervisor import Supervisor, default_threads
 
 GRACE_S = 3.0
@@ -52,9 +52,8 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         for world in placement.worlds:
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
-            supervisor.start(
-                world.rank, command, {**threads, **env, **placed, **shared, "MEGACLASS_STARTER": "megaclass"}
-            )
+            base = {**threads, **without_other_starters(env)}
+            supervisor.start(world.rank, command, {**base, **placed, **shared, "MEGACLASS_STARTER": "megaclass"})
         return _wait(supervisor, inbox)
 
 

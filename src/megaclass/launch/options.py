@@ -18,6 +18,7 @@ from megaclass.launch.horovod_options import (
     read_config,
     what_is_wrong,
 )
+from megaclass.launch.plan import HOROVOD_MARK
 from megaclass.launch.versions import megaclass_version
 
 _NO_MEANING = {
@@ -38,6 +39,7 @@ _NUM_VALUES = {
     "--elastic-timeout": 1,
     "--blacklist-cooldown-range": 2,
 }
+HOROVOD_VERSION = "0.28.1"
 LAUNCHERS = ("ssh", "local", "mpi", "slurm", "ray")
 _HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "shims"
 
@@ -140,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts a command N times, on this machine or many, and never leaves a process behind.",
         epilog="Other options of horovodrun are accepted; those without a meaning now say so in one line.",
     )
-    parser.add_argument("-v", "--version", action="version", version=f"megaclass {megaclass_version()}")
+    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and end")
     parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="processes in all")
     parser.add_argument(
         "--launcher", type=_launcher, default="ssh", metavar="NAME",
@@ -215,6 +217,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Version(argparse.Action):
+    """After --horovod, as the command horovodrun gives it, that of the Horovod whose API this is: scripts compare it."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        print(HOROVOD_VERSION if namespace.horovod else f"megaclass {megaclass_version()}")
+        parser.exit()
+
+
 class _Remark(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
         namespace.remarks = [
@@ -260,6 +270,7 @@ def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dic
                 f"-x {name}: there is no such variable here. Set it, or give its value with -x {name}=VALUE."
             )
     if given.horovod:
+        found[HOROVOD_MARK] = "1"
         # First on the path of this job's processes only: a real Horovod is shadowed nowhere else.
         others = found.get("PYTHONPATH", env.get("PYTHONPATH", ""))
         found["PYTHONPATH"] = os.pathsep.join(part for part in (str(_HOROVOD_SHIMS), others) if part)

@@ -135,7 +135,11 @@ class RankOutput:
         with_timestamp: bool,
         folder: Path | None,
         say: Callable[[str], None],
+        num_ranks: int = 1,
     ) -> None:
+        """num_ranks: decides how many digits the names of folders have; each rank has both files, empty or not."""
+        # As in Horovod: rank.0 … rank.9 of ten ranks, rank.00 … rank.10 of eleven.
+        self._num_digits = len(str(num_ranks - 1))
         self._screen = screen
         self._colours = colours
         self._with_timestamp = with_timestamp
@@ -143,6 +147,10 @@ class RankOutput:
         self._say = say
         self._cutters: dict[tuple[int, str], LineCutter] = {}
         self._files: dict[tuple[int, str], IO[bytes] | None] = {}
+        if folder is not None:
+            for rank in range(num_ranks):
+                self._store(rank, "stdout", b"")
+                self._store(rank, "stderr", b"")
 
     def put(self, rank: int, stream: str, data: bytes) -> list[bytes]:
         """Shows the whole lines; returns them."""
@@ -164,7 +172,11 @@ class RankOutput:
 
     def where(self, rank: int) -> str:
         """A sentence about the rank's files, if it has any."""
-        return f"\nAll it printed: {self._folder / f'rank.{rank}'}" if self._folder is not None else ""
+        return f"\nAll it printed: {self._folder_of(rank)}" if self._folder is not None else ""
+
+    def _folder_of(self, rank: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"rank.{rank:0{self._num_digits}}"
 
     def close(self) -> None:
         for file in self._files.values():
@@ -186,11 +198,10 @@ class RankOutput:
         self._screen.put(stream, b"".join(start + line + b"\n" for line in lines))
 
     def _store(self, rank: int, stream: str, data: bytes) -> None:
-        assert self._folder is not None
-        path = self._folder / f"rank.{rank}" / stream
+        path = self._folder_of(rank) / stream
         try:
             if (rank, stream) not in self._files:
-                make_private_folder(self._folder)
+                make_private_folder(path.parent.parent)
                 make_private_folder(path.parent)
                 self._files[rank, stream] = open_private(path, "ab", follows_links=False, buffering=0)
             file = self._files[rank, stream]

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from megaclass.distributed.job_secret import JOB_SECRET
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
-from megaclass.world import World, environment_of
+from megaclass.world import OWN_ADDRESS, OWN_PORT, TORCHRUN_VARIABLES, World, environment_of
 
 STARTER = "megaclass run"
+
+HOROVOD_MARK = "MEGACLASS_HOROVOD"
+"""Variable among those given to all ranks: they get horovodrun's environment in place of torchrun's."""
 
 # What a rank on another host gets from the driver's environment; the rest is that host's own.
 PASSED_ON_PREFIXES = (
@@ -69,12 +72,19 @@ def _world(local_rank: int, host_index: int, counts: Sequence[int]) -> World:
     )
 
 
-def rank_environment(world: World, *, host: str, address: str, port: int | str) -> dict[str, str]:
-    """What tells a rank its place: torchrun's names and Horovod's."""
-    placed = environment_of(replace(world, address=address))
+def rank_environment(
+    world: World, *, host: str, address: str, port: int | str, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Variables that tell a rank its place: torchrun's names and Horovod's.
+
+    Where HOROVOD_MARK is among the variables `given` to the ranks, Horovod's alone and two of our own: libraries that look
+    for torchrun's (webdataset, Lightning, Accelerate) then behave as they do under horovodrun.
+    """
+    is_horovod = HOROVOD_MARK in (given or {})
+    placed = environment_of(replace(world, address=address), is_horovod=is_horovod)
     return {
         **placed,
-        "MASTER_PORT": str(port),
+        (OWN_PORT if is_horovod else "MASTER_PORT"): str(port),
         "HOROVOD_RANK": str(world.rank),
         "HOROVOD_SIZE": str(world.size),
         "HOROVOD_LOCAL_RANK": str(world.local_rank),
@@ -97,6 +107,28 @@ def job_environment(secret: str, store_port: int) -> dict[str, str]:
     """
     # Empty rather than absent: the driver may have inherited that of another job.
     return {JOB_SECRET: secret, "MEGACLASS_STORE_PORT": str(store_port) if store_port else ""}
+
+
+def without_other_starters(env: Mapping[str, str], given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`env` without what another starter, around this one, told about a place; what the user has `given` stays.
+
+    torchrun's names are overwritten in a job that has them, but would stay in one that has Horovod's alone, and the other
+    way round.
+    """
+    given = given or {}
+    others = TORCHRUN_VARIABLES if HOROVOD_MARK in given else (OWN_ADDRESS, OWN_PORT, HOROVOD_MARK)
+    return {name: value for name, value in env.items() if name not in others or name in given}
+
+
+def interface_environment(interface: str, env: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make gloo and NCCL use this interface, or these with commas between; what `env` has stays."""
+    chosen = env.get("GLOO_SOCKET_IFNAME", interface)
+    # Horovod's names one interface.
+    found = {"GLOO_SOCKET_IFNAME": interface, "HOROVOD_GLOO_IFACE": chosen.partition(",")[0]}
+    # Without it NCCL would choose by itself, among ranks of one host without a network as well; horovodrun names lo, too.
+    if interface != "lo" or HOROVOD_MARK in given:
+        found["NCCL_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in found.items() if name not in env}
 
 
 def passed_on(env: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -138,6 +170,7 @@ def describe_plan(
                 host=placement.host.name,
                 address=f"<address of {first}>" if len(placements) > 1 else "127.0.0.1",
                 port=f"<free port of {first}>",
+                given=given,
             )
             lines.append(f"  rank {world.rank}: " + " ".join(f"{name}={value}" for name, value in env.items()))
     return "\n".join(lines)

@@ -57,7 +57,12 @@ def _run_with_restarts(ray: Any, num_processes: int, has_gpus: bool, options: Ru
     voice = ScreenVoice(screen, options.is_verbose)
     plain = {"stdout": False, "stderr": False}
     output = RankOutput(
-        screen, colours=plain, with_timestamp=options.with_timestamp, folder=options.output_dir, say=voice.say
+        screen,
+        colours=plain,
+        with_timestamp=options.with_timestamp,
+        folder=options.output_dir,
+        say=voice.say,
+        num_ranks=num_processes,
     )
     try:
         limit = RestartLimit()
@@ -210,7 +215,13 @@ class _RayGang:
             env = {
                 **passed_on(),
                 **self._options.given_env,
-                **rank_environment(world, host=place["host"], address=places[0]["address"], port=port),
+                **rank_environment(
+                    world,
+                    host=place["host"],
+                    address=places[0]["address"],
+                    port=port,
+                    given=self._options.given_env,
+                ),
                 **shared,
                 "MEGACLASS_RESTART": str(self._restart),
             }

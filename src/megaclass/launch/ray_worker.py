@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.launch.network import hold_store_port, interface_towards, reserve_port
+from megaclass.launch.plan import without_other_starters
 from megaclass.launch.supervisor import Supervisor, find_command
 
 _READ_BYTES = 1 << 18
@@ -46,8 +47,8 @@ class RankKeeper:
         self, run_id: str, rank: int, command: Sequence[str], env: Mapping[str, str], workdir: str, grace_s: float
     ) -> int:
         """Its pid. LaunchError when it cannot be started."""
-        whole = {**os.environ, **env}
-        if interface := interface_towards(env["MASTER_ADDR"]):
+        whole = {**without_other_starters(os.environ, env), **env}
+        if interface := interface_towards(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]):
             whole.setdefault("GLOO_SOCKET_IFNAME", interface)
         find_command(command, whole, Path(workdir))
         self._supervisor = Supervisor(run_id, grace_s=grace_s, adopts=False, captures=True)

@@ -1,4 +1,5 @@
 from megaclass.hvd.horovod_util import (
+    _cache,
     ccl_built,
     check_extension,
     check_installed_version,
@@ -17,6 +18,7 @@ from megaclass.hvd.horovod_util import (
 )
 
 __all__ = [
+    "_cache",
     "ccl_built",
     "check_extension",
     "check_installed_version",

@@ -14,6 +14,7 @@ from megaclass.hvd.horovod_util import ccl_built, ddl_built, extension_available
 from megaclass.hvd.running import run
 from megaclass.launch.check_build import build_table
 from megaclass.launch.horovod_options import TUNABLES, add_flags, read_config
+from megaclass.launch.options import HOROVOD_VERSION
 
 from .common.util import config_parser, hosts
 from .js_run import is_jsrun_installed
@@ -43,7 +44,7 @@ _SSH_S = 10
 def parse_args() -> argparse.Namespace:
     """horovodrun's command line, from sys.argv and the file of --config-file; ValueError for numbers out of range."""
     parser = argparse.ArgumentParser(prog="horovodrun", description="See `megaclass run --help`.")
-    parser.add_argument("-v", "--version", action="version", version="0.28.1")
+    parser.add_argument("-v", "--version", action="version", version=HOROVOD_VERSION)
     num_proc = parser.add_argument("-np", "--num-proc", type=int, required=not lsf.LSFUtils.using_lsf())
     parser.add_argument("-cb", "--check-build", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -112,7 +113,7 @@ def _check_all_hosts_ssh_successful(
         quiet = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}")
         try:
             done = subprocess.run(["ssh", *quiet, *port, *key, "--", host, "true"], capture_output=True, text=True)
-            said = done.stderr if done.returncode else ""
+            said = (done.stderr or f"exit code {done.returncode}\n") if done.returncode else ""
         except OSError as error:
             said = f"{error}\n"
         if said:
@@ -165,7 +166,7 @@ def _run(args: Any) -> list[Any] | None:
     if getattr(args, "np", None) is not None:
         args.num_proc = args.np
     if args.verbose and args.hosts:
-        _say_which_are_remote(args.hosts)
+        _say_which_are_remote(args)
     results: list[Any] = []
     run_controller(
         args.use_gloo,
@@ -183,10 +184,16 @@ def _refuse() -> None:
     raise NotImplementedError("There is no MPI here.")
 
 
-def _say_which_are_remote(listed: str) -> None:
-    remote = network.filter_local_addresses(hosts.parse_hosts_and_slots(listed)[0])
+def _say_which_are_remote(args: Any) -> None:
+    print("Filtering local host names.")
+    remote = network.filter_local_addresses(hosts.parse_hosts_and_slots(args.hosts)[0])
     print(f"Remote host found: {' '.join(remote)}")
-    if not remote:
+    if remote:
+        print("Checking ssh on all remote hosts.")
+        if not _check_all_hosts_ssh_successful(remote, args.ssh_port, args.ssh_identity_file):
+            raise RuntimeError("could not connect to some hosts via ssh")
+        print("SSH was successful into all the remote hosts.")
+    else:
         print("All hosts are local, finding the interfaces with address 127.0.0.1")
         loopback = [name for name, addresses in interfaces().items() if "127.0.0.1" in addresses]
         print(f"Local interface found {' '.join(loopback)}")

@@ -1,0 +1,3 @@
+from megaclass.hvd.horovod_data import AsyncDataLoaderMixin, BaseDataLoader
+
+__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

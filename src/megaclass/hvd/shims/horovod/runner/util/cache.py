@@ -1,0 +1,63 @@
+"""Results of checks that need not be made again for a while, in a file."""
+
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Cache:
+    """Values by key, for as many minutes; those of other parameters are forgotten. A file that cannot be read is empty."""
+
+    def __init__(self, cache_folder: str, cache_staleness_threshold_minutes: float, parameters_hash: str) -> None:
+        self._file = Path(cache_folder) / "cache.json"
+        self._staleness_s = cache_staleness_threshold_minutes * 60
+        self._parameters_hash = parameters_hash
+        self._lock = threading.Lock()
+        self._content: dict[str, Any] = {}
+        try:
+            known = json.loads(self._file.read_text())
+            if known["parameters_hash"] == parameters_hash:
+                self._content = dict(known["values"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+    def get(self, key: Any) -> Any:
+        """The value, or None if there is none that is young enough."""
+        with self._lock:
+            since, value = self._content.get(str(key), (0.0, None))
+            return value if time.time() - since < self._staleness_s else None
+
+    def put(self, key: Any, val: Any) -> None:
+        with self._lock:
+            self._content[str(key)] = (time.time(), val)
+            text = json.dumps({"parameters_hash": self._parameters_hash, "values": self._content})
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            # Whole at any moment: another process may be reading it.
+            partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+            partial.write_text(text)
+            partial.replace(self._file)
+
+
+def use_cache() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For functions whose callers may give `fn_cache`, a Cache: what is found there is not computed."""
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, fn_cache: Cache | None = None, **kwargs: Any) -> Any:
+            if fn_cache is None:
+                return function(*args, **kwargs)
+            key = f"{function.__name__} {args} {sorted(kwargs.items())}"
+            found = fn_cache.get(key)
+            if found is None:
+                found = function(*args, **kwargs)
+                fn_cache.put(key, found)
+            return found
+
+        return call
+
+    return decorated
