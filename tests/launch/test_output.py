@@ -1,6 +1,8 @@
 """Lines of many ranks: whole, in order, none lost, none glued to another's."""
 
+import functools
 import re
+import resource
 import shlex
 import subprocess
 import time
@@ -126,12 +128,13 @@ def test_a_line_of_100_mb_fills_nobodys_memory(run, script, tmp_path):
     started.wait()
 
 
-def test_a_log_disk_that_is_full_does_not_end_the_run(run, script, tmp_path):
-    (tmp_path / "rank.0").mkdir()
-    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
-    done = run("-np", "2", "--output-filename", str(tmp_path), *script("print('a')\nprint('b')"))
-    assert done.code == 0
-    assert done.err.count("No space left on device; the run goes on without this file.") == 1
+def test_a_log_file_that_cannot_grow_does_not_end_the_run(run, script, tmp_path):
+    """As on a full disk, here by the limit of a file's size."""
+    body = "print('a' * (5000 if rank == 0 else 1), flush=True)\ntime.sleep(0.2)\nprint('b')"
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1000, 1000))
+    done = run("-np", "2", "--output-filename", str(tmp_path), *script(body), preexec_fn=limit)
+    assert done.code == 0, done.story()
+    assert done.err.count("File too large; the run goes on without this file.") == 1
     assert (tmp_path / "rank.1" / "stdout").read_text() == "a\nb\n" and done.out.count("\n") == 4
 
 
