@@ -192,6 +192,15 @@ def test_a_folder_of_another_user_is_refused(data, tmp_path, precious):
             attempt()
 
 
+def test_a_folder_that_everybody_may_replace_is_refused(data, tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(DataError, match=r"lies in .*shared, where every user may replace it"):
+        stage(str(data), tmp_path / "shared" / "ram")
+    (tmp_path / "shared").chmod(0o1777)
+    assert open_source(stage(str(data), tmp_path / "shared" / "ram")).num_images == 12
+
+
 def test_a_folder_that_everybody_may_write_to_is_refused(data, tmp_path):
     (tmp_path / "ram").mkdir()
     (tmp_path / "ram").chmod(0o1777)

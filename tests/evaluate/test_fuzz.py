@@ -32,7 +32,7 @@ from megaclass.launch.hosts import hosts_from_option
 
 SOAK_MUTATIONS = 100_000
 SAMPLE_MUTATIONS = 400
-MAX_SECONDS = 20
+MAX_SECONDS = 120
 MAX_BYTES = 2**29
 ODD_VALUES = [
     None,

@@ -70,7 +70,7 @@ def test_a_backbone_that_the_user_names_is_built(own_module, tmp_path, make_run,
     assert load(run, backbone=own_module).backbone == own_module
     assert load(run / "model.safetensors", backbone=own_module).embedding_dim == 8
     command = ["evaluate", str(run), "--on", str(pairs_bin(size=16)), "--backbone", own_module]
-    assert main(command) in (0, 2)
+    assert main(command) == 0
     assert main(["export", str(run), "--to", "safetensors", "--backbone", own_module]) == 0
     assert (run / "export" / "safetensors" / "model.safetensors").is_file()
 

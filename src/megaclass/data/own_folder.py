@@ -63,6 +63,13 @@ class OwnFolder:
                 f"{self.path} is open to all: every user may write to it. Choose a folder of your own below it, for "
                 f"example {self.path / 'faces'}, or chmod o-w it."
             )
+        for above in self.path.resolve().parents:
+            mode = above.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise DataError(
+                    f"{self.path} lies in {above}, where every user may replace it by another folder: choose a place that "
+                    f"keeps users apart (as /dev/shm and /tmp do, mode 1777), or chmod o-w {above}."
+                )
 
     @contextlib.contextmanager
     def opened(self, folder: PurePosixPath, *, create: bool = False) -> Iterator[int]:
