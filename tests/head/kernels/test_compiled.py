@@ -53,9 +53,13 @@ def test_the_update_of_the_centres_is_light(capability: int, storage: str, kind:
 @pytest.mark.parametrize("bits", ["i16", "i32"], ids=["bf16", "float32"])
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_the_control_word_is_formed_and_judged_on_every_supported_gpu(capability: int, bits: str):
-    types = {"word": "*i64", "watched": f"*{bits}", "kept": f"*{bits}", "step": "i32", "stride": "i64", "count": "i32"}
-    constants = {"LANES": NUM_WATCHED, "MULTIPLIER": MULTIPLIER}
-    assert compile_for(capability, triton_images.form_control_word, types, constants).spilled_bytes == 0
+    types = {
+        "words": "*i64", "rows": "*bf16", "embeddings": "*bf16", "labels": "*i64", "watched": f"*{bits}",
+        "kept": f"*{bits}", "count": "i32", "stride": "i32", "step": "i32", "watched_stride": "i64", "num_watched": "i32",
+        "max_batch": "i32",
+    }  # fmt: skip
+    constants = {"D": 512, "BLOCK_D": 512, "LANES": NUM_WATCHED, "MULTIPLIER": MULTIPLIER}
+    assert compile_for(capability, triton_images.pack_block, types, constants).spilled_bytes == 0
     types = {
         "sticky": "*i64", "words": "*i64", "norms": "*fp64", "labels": "*i64", "is_image": "*i1", "num_overflowed": "*fp64",
         "words_stride": "i32", "num_ranks": "i32", "num_images": "i32", "max_batch": "i32", "num_classes": "i32",
