@@ -11,11 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass import AdaFace, ArcFace, CosFace, CurricularFace, PartialFC, RowAdagrad, RowAdamW, RowSGD, UserError
+from megaclass import (
+    AdaFace,
+    ArcFace,
+    CombinedMargin,
+    CosFace,
+    CurricularFace,
+    PartialFC,
+    RowAdagrad,
+    RowAdamW,
+    RowSGD,
+    UserError,
+)
 
 WIDTH, NUM_CLASSES, BATCH, NUM_STEPS = 512, 3000, 192, 3
 CASES: dict[str, dict[str, Any]] = {
     "arcface": {},
+    "straight-through": {"margin": ArcFace(gradient="straight-through")},
+    "combined, straight-through": {
+        "margin": CombinedMargin(multiplier=1.35, angle=0.2, cosine=0.1, gradient="straight-through")
+    },
     "sampled": {"sample_rate": 0.3},
     "sampled, corrected": {"sample_rate": 0.3, "correct_sampling": True},
     "positives only": {"sample_rate": 0.0},
@@ -131,6 +146,34 @@ def check_skip_and_faults(kernel: str) -> bool:
     return is_good
 
 
+def check_moving() -> bool:
+    """A head built on the CPU and moved trains on as one built on the GPU, and back again."""
+    options: dict[str, Any] = {"seed": 3, "max_batch": BATCH + 8, "margin": CurricularFace()}
+    moved, built = (
+        PartialFC(WIDTH, NUM_CLASSES, device="cpu", **options),
+        PartialFC(WIDTH, NUM_CLASSES, device="cuda", **options),
+    )
+    built.load_state_dict(moved.state_dict())
+    moved.to("cuda")
+    is_good = moved.kernel is built.kernel and moved.device.type == "cuda"
+    for x, y in batches(torch.bfloat16):
+        for head in (moved, built):
+            head(x.cuda().requires_grad_(), y.cuda()).backward()
+            head.step(lr=1.0)
+    is_good &= torch.equal(moved.rows()["weight"], built.rows()["weight"])
+    before = moved.rows()["weight"].cpu()
+    moved.cpu()
+    is_good &= torch.equal(moved.rows()["weight"], before)
+    x, y = batches(torch.float32)[0]
+    is_good &= bool(moved(x, y).isfinite())
+    # One rank may write to its own rows, and the next forward uses them.
+    built.rows()["weight"].normal_()
+    is_good &= bool(built(x.cuda(), y.cuda()).isfinite())
+    built.check()
+    print(f"{'ok ' if is_good else 'BAD'} moved from the CPU to the GPU and back", flush=True)
+    return is_good
+
+
 def main() -> int:
     warnings.simplefilter("ignore")
     print("relative errors: loss, embedding gradient, measures, movement of the centres")
@@ -143,6 +186,7 @@ def main() -> int:
             results += [compare(name, kernel, dtype, options, truth) for kernel in ("chunked", "triton_fused")]
     results += [check_skip_and_faults(kernel) for kernel in ("chunked", "triton_fused")]
     results += [check_measuring_moves_the_same(kernel) for kernel in ("chunked", "triton_fused")]
+    results.append(check_moving())
     return 0 if all(results) else 1
 
 

@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.compiled_programs import Usage, compile_for
 
-from megaclass.head.kernels import triton_programs, triton_rows
+from megaclass.head.kernels import triton_images, triton_programs, triton_rows
 from megaclass.head.kernels.triton_fused import Tiles, tiles_for
+from megaclass.head.seal import MULTIPLIER, NUM_WATCHED
 
 # Bytes of shared memory a block may use; registers a multiprocessor has.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -47,6 +48,35 @@ def test_the_update_of_the_centres_is_light(capability: int, storage: str, kind:
     usage = update_usage(capability, storage=storage, kind=kind, is_measured=is_measured)
     assert usage.spilled_bytes == 0
     assert usage.registers <= 128
+
+
+@pytest.mark.parametrize("bits", ["i16", "i32"], ids=["bf16", "float32"])
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_the_control_word_is_formed_and_judged_on_every_supported_gpu(capability: int, bits: str):
+    types = {
+        "words": "*i64", "rows": "*bf16", "embeddings": "*bf16", "labels": "*i64", "watched": f"*{bits}",
+        "kept": f"*{bits}", "count": "i32", "stride": "i32", "step": "i32", "watched_stride": "i64", "num_watched": "i32",
+        "max_batch": "i32",
+    }  # fmt: skip
+    constants = {"D": 512, "BLOCK_D": 512, "LANES": NUM_WATCHED, "MULTIPLIER": MULTIPLIER}
+    assert compile_for(capability, triton_images.pack_block, types, constants).spilled_bytes == 0
+    types = {
+        "sticky": "*i64", "words": "*i64", "norms": "*fp64", "labels": "*i64", "is_image": "*i1", "num_overflowed": "*fp64",
+        "words_stride": "i32", "num_ranks": "i32", "num_images": "i32", "max_batch": "i32", "num_classes": "i32",
+        "step": "i32",
+    }  # fmt: skip
+    assert compile_for(capability, triton_images.note_faults, types, {"BLOCK": 1024}, num_warps=8).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "angle", "straight-through"])
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: str):
+    types = {
+        "masses": "*fp64", "cosines": "*fp64", "is_image": "*i1", "numbers": "*fp64", "num_total": "*fp64",
+        "sticky": "*i64", "log_totals": "*fp64", "slopes": "*fp64", "loss": "*fp32", "num_images": "i32",
+    }  # fmt: skip
+    constants = {"KIND": kind, "BLOCK": 512}
+    assert compile_for(capability, triton_images.settle_margin, types, constants, num_warps=8).spilled_bytes == 0
 
 
 def exponentials_usage(

@@ -395,3 +395,43 @@ def test_without_a_gpu_the_fused_kernel_is_refused_by_name_and_left_out_by_auto(
     with pytest.raises(UserError, match="needs a CUDA GPU, and the head is on cpu"):
         new_head("triton_fused")
     assert new_head("auto").kernel is chunked
+
+
+def _overwrite(kind: str) -> str:
+    import torch.distributed as dist
+
+    from megaclass.errors import HeadError
+
+    head = new_head("triton_fused", 99)
+    x, y = batches(1, 99)[0]
+    head(x.float().requires_grad_(), y).backward()
+    head.step(lr=0.05)
+    weight = head.rows()["weight"]
+    if kind == "broadcast":
+        dist.broadcast(weight, 0)
+    elif kind == "average":
+        dist.all_reduce(weight)
+    elif kind == "every rank its own":
+        weight.normal_(generator=torch.Generator().manual_seed(dist.get_rank()))
+    try:
+        head(x.float().requires_grad_(), y).backward()
+        head.step(lr=0.05)
+        head(x.float(), y)
+    except HeadError as error:
+        return str(error)
+    return "trained"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("nothing", "trained"),
+        ("every rank its own", "trained"),
+        ("broadcast", "centres of 2 rank(s), the first of them rank 1, were written to"),
+        ("average", "centres of 3 rank(s), the first of them rank 0, were written to"),
+    ],
+)
+def test_a_write_by_something_else_is_raised_on_all_ranks(run_ranks, kind, outcome):
+    for message in run_ranks(3, _overwrite, kind):
+        assert outcome in message

@@ -66,21 +66,23 @@ def gather(
     block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
     if embeddings_BD.stride(1) != 1:
         embeddings_BD = embeddings_BD.contiguous()
-    word = torch.empty(1, dtype=torch.int64, device=block.device)
-    triton_images.form_control_word[(1,)](
-        word, seal.watched, seal.kept, step, seal.stride, len(seal.kept), LANES=NUM_WATCHED, MULTIPLIER=MULTIPLIER
-    )
     triton_images.pack_block[(max(1, max_batch),)](
         block.view(torch.int64),
         block[layout.rows_at :].view(embeddings_BD.dtype),
         embeddings_BD,
         labels_B.contiguous(),
+        seal.watched,
+        seal.kept,
         count,
-        word,
         embeddings_BD.stride(0),
+        step,
+        seal.stride,
+        len(seal.kept),
         max_batch,
         D=width,
         BLOCK_D=triton.next_power_of_2(width),
+        LANES=NUM_WATCHED,
+        MULTIPLIER=MULTIPLIER,
     )
     return Gathered(gather_blocks(block, group), layout, embeddings_BD.dtype)
 

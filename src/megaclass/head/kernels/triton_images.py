@@ -5,27 +5,38 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["step", "stride", "count"])
-def form_control_word(word, watched, kept, step, stride, count, LANES: tl.constexpr, MULTIPLIER: tl.constexpr):
-    """Seal.control_word, and then Seal.renew: a write that is noted here is judged once, by all ranks."""
-    lanes = tl.arange(0, LANES)
-    inside = lanes < count
-    now = tl.load(watched + lanes.to(tl.int64) * stride, mask=inside, other=0)
-    before = tl.load(kept + lanes, mask=inside, other=0)
-    num_changed = tl.sum((now != before).to(tl.int32), 0)
-    digest = tl.sum(now.to(tl.int64) * ((2 * lanes.to(tl.int64) + 1) * MULTIPLIER), 0) & 0x3FFFFFFFFFFFFFFF
-    tl.store(word, tl.where(num_changed > 0, -1 - digest, step))
-    tl.store(kept + lanes, now, mask=inside)
-
-
-@triton.jit(do_not_specialize=["count", "stride"])
-def pack_block(words, rows, embeddings, labels, count, word, stride, max_batch, D: tl.constexpr, BLOCK_D: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "stride", "step", "watched_stride", "num_watched"])
+def pack_block(
+    words,
+    rows,
+    embeddings,
+    labels,
+    watched,  # numbers of the centres as integers (seal.py), every watched_stride-th
+    kept,  # (num_watched,) what they were when the head last wrote them; renewed
+    count,
+    stride,
+    step,
+    watched_stride,
+    num_watched,
+    max_batch,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LANES: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):
     """A rank's block of the gathered buffer (exchange.py): control words, labels, embeddings; padding behind."""
     image = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     if image == 0:
+        # Seal.control_word, then Seal.renew: a change is judged once, by all ranks.
+        lanes = tl.arange(0, LANES)
+        now = tl.load(watched + lanes.to(tl.int64) * watched_stride, mask=lanes < num_watched, other=0)
+        before = tl.load(kept + lanes, mask=lanes < num_watched, other=0)
+        num_changed = tl.sum((now != before).to(tl.int32), 0)
+        digest = tl.sum(now.to(tl.int64) * ((2 * lanes.to(tl.int64) + 1) * MULTIPLIER), 0) & 0x3FFFFFFFFFFFFFFF
+        tl.store(kept + lanes, now, mask=lanes < num_watched)
         tl.store(words, count)
-        tl.store(words + 1, tl.load(word))
+        tl.store(words + 1, tl.where(num_changed > 0, -1 - digest, step))
     is_image = image < count
     label = tl.load(labels + image, mask=is_image, other=-1).to(tl.int64)
     tl.store(words + 2 + image, label, mask=image < max_batch)
