@@ -354,6 +354,8 @@ while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
     assert time.monotonic() < end
 step()
+if "trainer" in sys.argv:
+    joined.__exit__(None, None, None)
 print("all", flush=True)
 """
 
@@ -376,11 +378,14 @@ def _listening(pid: int) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("what", ["hvd", "trainer"])
-def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_connections(tmp_path, what):
-    script = tmp_path / "steps.py"
-    script.write_text(_STEPS)
-    command = f'ulimit -Sn 1024; exec "{sys.executable}" -m megaclass run -np 2 "{sys.executable}" steps.py done {what}'
+@pytest.mark.parametrize(("starter", "what"), [("run", "hvd"), ("run", "trainer"), ("train.nproc", "trainer")])
+def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_connections(tmp_path, starter, what):
+    (tmp_path / "steps.py").write_text(_STEPS)
+    (tmp_path / "train_nproc.py").write_text(
+        "import sys; from megaclass.launch.local import run_local; sys.exit(run_local(sys.argv[1:], 2))"
+    )
+    start = "-m megaclass run -np 2" if starter == "run" else "train_nproc.py"
+    command = f'ulimit -Sn 1024; exec "{sys.executable}" {start} "{sys.executable}" steps.py done {what}'
     job = subprocess.Popen(
         ["bash", "-c", command],
         cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

@@ -62,8 +62,8 @@ def interface_names(world: World, env: Mapping[str, str] = os.environ) -> dict[s
     if any(env.get(name) for name in _INTERFACE_NAMES):
         return {}
     if world.size > 1 and is_one_machine(world, env):
-        # gloo and NCCL listen, too, and on one machine nobody else needs to reach them.
-        return dict.fromkeys(_INTERFACE_NAMES, "lo")
+        # gloo listens, too, and on one machine nobody else needs to reach it. NCCL is left to choose, as by the agents.
+        return {"GLOO_SOCKET_IFNAME": "lo"}
     if world.local_size == world.size:
         return {}
     # On rank 0 the way to itself says nothing; the daemons of mpirun and srun know an address that others can reach.

@@ -6,12 +6,10 @@ a value was written by a rank of this job.
 """
 
 import contextlib
-import errno
 import hmac
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -37,17 +35,16 @@ def make_store(world: World, timeout_s: float, *, waits_for_all: bool = False) -
     is_master = world.is_main and not is_shared
     address = "127.0.0.1" if is_one_machine(world) and not is_shared else world.address
     allow_many_connections()
-    with _listening(address, world.port) if is_master else contextlib.nullcontext() as listener:
-        options: dict[str, Any] = {"master_listen_fd": listener} if listener is not None else {}
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            world.port,
-            world.size,
-            is_master=is_master,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=waits_for_all and not is_shared,
-            **options,
-        )
+    options: dict[str, Any] = {"master_listen_fd": _listening(address, world.port)} if is_master else {}
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        world.port,
+        world.size,
+        is_master=is_master,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=waits_for_all and not is_shared,
+        **options,
+    )
 
 
 def allow_many_connections() -> None:
@@ -61,28 +58,24 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-@contextlib.contextmanager
-def _listening(address: str, port: int) -> Iterator[int | None]:
-    """A listening socket on the one address in use: a store left to itself listens on all of them."""
+def _listening(address: str, port: int) -> int:
+    """File number of a socket that listens on the one address in use: a store left to itself listens on all of them."""
     info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(info[0], socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(info[0], socket.SOCK_STREAM))
         # With SO_REUSEPORT alone, a port that the launcher holds for this user is free to this user and to nobody else.
         # Ports that nobody holds may still be waiting for the end of earlier connections, which SO_REUSEADDR ignores.
         is_held = os.environ.get("MEGACLASS_STORE_PORT") == str(port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if is_held else socket.SO_REUSEADDR, 1)
-        listener.bind(info[4])
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno != errno.EADDRNOTAVAIL:
+        try:
+            listener.bind(info[4])
+            listener.listen(_BACKLOG)
+        except OSError as error:
             raise LaunchError(
                 f"Rank 0 on {socket.gethostname()} cannot listen at {address} port {port}: {error.strerror}."
             ) from error
-        # Not an address of this host, as behind a translated network: let the store listen on all of them.
-        yield None
-        return
-    yield listener.detach()
+        undo.pop_all()
+    return listener.detach()
 
 
 class SignedStore(dist.Store):  # type: ignore[name-defined,misc]
