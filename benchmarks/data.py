@@ -24,8 +24,8 @@ from PIL import Image
 from megaclass.data import loader as loader_module
 from megaclass.data.loader import BatchLoader
 from megaclass.data.order import ImageOrder, rank_batch, rank_part
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
 
 BATCH, REPEATS = 256, 7
 
@@ -172,7 +172,7 @@ def write_large_index(path: Path, num_records: int) -> None:
 OPEN_INDEX = """
 import json, sys, time
 from pathlib import Path
-from megaclass.data.record_index import open_index
+from megaclass.data.sources.record_index import open_index
 def now():
     return time.perf_counter(), time.process_time()
 def peak():

@@ -49,7 +49,7 @@ def write_bin(path: Path) -> None:
     """6,000 pairs of JPEGs of about 6 kB, as in lfw.bin; every image has bytes of its own."""
     from PIL import Image
 
-    from megaclass.data.pairs import PairSet, write_pairs
+    from megaclass.data.pair_file import PairSet, write_pairs
 
     rng = np.random.default_rng(0)
     distinct = []

@@ -18,13 +18,13 @@ import torch
 
 from megaclass import CosFace, PartialFC, RowSGD
 from megaclass.backbones import build_backbone
-from megaclass.config import OptimizerConfig
+from megaclass.config.schema import OptimizerConfig
 from megaclass.data.loader import BatchLoader
-from megaclass.data.pairs import read_pairs
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
+from megaclass.data.pair_file import read_pairs
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.evaluate.embed import embed_pairs
-from megaclass.evaluate.verification import verify_embeddings
+from megaclass.evaluate.protocols.verification import verify_embeddings
 from megaclass.head.sampling import sample_classes
 from megaclass.train.schedule import learning_rate
 

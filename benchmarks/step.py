@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from megaclass.backbones import build_backbone
-from megaclass.config import Config, load_config_values
+from megaclass.config.read import load_config_values
+from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.distributed.data_parallel import data_parallel
 from megaclass.distributed.process_group import process_group

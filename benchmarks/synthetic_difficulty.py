@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.faces import draw_faces
+from megaclass.data.synthetic.faces import draw_faces
 
 Features = NDArray[np.float64]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megaclass.config import describe_settings
+from megaclass.config.read import describe_settings
 
 
 def configuration_page() -> str:
@@ -14,7 +14,7 @@ def configuration_page() -> str:
         "    megaclass train recipes/demo.toml head.sample_rate=0.1 train.epochs=2",
         "",
         "`megaclass train RECIPE --show-config` prints the resolved settings; the run folder keeps them as `config.toml`.",
-        "This page is made from `src/megaclass/config.py` by `make docs`.",
+        "This page is made from `src/megaclass/config/schema.py` by `make docs`.",
     ]
     section = ""
     for name, kind, default, meaning in describe_settings():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import megaclass
-from megaclass.cli import main
-from megaclass.config import load_config
+from megaclass.cli.main import main
+from megaclass.config.read import load_config
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo.toml"
@@ -120,7 +120,7 @@ def test_synth_refuses_what_it_cannot_draw(outcome, tmp_path, option, value):
 def test_settings_are_checked_and_shown_without_paying_for_torch():
     code = f"""
 import sys
-from megaclass.cli import main
+from megaclass.cli.main import main
 assert main(["train", {str(DEMO)!r}, "--show-config"]) == 0
 assert main(["train", {str(DEMO)!r}, "train.epochs=-1"]) == 2
 assert "torch" not in sys.modules

@@ -7,17 +7,8 @@ from pathlib import Path
 import pytest
 
 import megaclass
-from megaclass.config import (
-    Config,
-    DataConfig,
-    HeadConfig,
-    OptimizerConfig,
-    SynthConfig,
-    TrainConfig,
-    describe_settings,
-    load_config,
-    to_toml,
-)
+from megaclass.config.read import describe_settings, load_config, to_toml
+from megaclass.config.schema import Config, DataConfig, HeadConfig, OptimizerConfig, SynthConfig, TrainConfig
 from megaclass.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

@@ -98,7 +98,7 @@ def test_everything_in_a_run_folder_but_the_model_is_private(tmp_path, mask):
 
 @pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
 def test_horovods_timeline_is_private(tmp_path, umask, mask):
-    from megaclass.hvd.timeline import Timeline
+    from megaclass.hvd.engine.timeline import Timeline
 
     umask(mask)
     timeline = Timeline()

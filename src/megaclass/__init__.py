@@ -7,7 +7,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megaclass.errors import UserError as UserError
-    from megaclass.evaluate.models import load as load
     from megaclass.head.margins import AdaFace as AdaFace
     from megaclass.head.margins import ArcFace as ArcFace
     from megaclass.head.margins import CombinedMargin as CombinedMargin
@@ -22,11 +21,12 @@ if TYPE_CHECKING:
     from megaclass.head.row_optimizers import RowAdagrad as RowAdagrad
     from megaclass.head.row_optimizers import RowAdamW as RowAdamW
     from megaclass.head.row_optimizers import RowSGD as RowSGD
+    from megaclass.model import load as load
 
 # Resolved on first use: `megaclass run` must start without paying for torch.
 _PUBLIC = {
     "UserError": "megaclass.errors",
-    "load": "megaclass.evaluate.models",
+    "load": "megaclass.model",
     "PartialFC": "megaclass.head.partial_fc",
     **dict.fromkeys(("RowSGD", "RowAdamW", "RowAdagrad"), "megaclass.head.row_optimizers"),
     **dict.fromkeys(

@@ -2,7 +2,7 @@
 
 import sys
 
-from megaclass.cli import main
+from megaclass.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

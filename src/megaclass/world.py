@@ -146,7 +146,7 @@ def _from_open_mpi(env: Mapping[str, str]) -> World:
         cross_rank=min(rank // max(1, local_size), num_hosts - 1),
         cross_size=num_hosts,
         starter=starter,
-        # On several hosts the ranks ask mpirun where rank 0 is when they meet (distributed/rendezvous.py).
+        # On several hosts the ranks ask mpirun where rank 0 is when they meet (distributed/network/rank0_address.py).
         address=env.get("MASTER_ADDR", "127.0.0.1"),
         port=_number(env, "MASTER_PORT", starter, default=_port_of(f"mpi {job}")) if size > 1 else 0,
     )

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaclass.backbones import convolutions
-from megaclass.backbones.convolutions import StridedPointwise, with_zeros
+from megaclass.backbones.layers import convolutions
+from megaclass.backbones.layers.convolutions import StridedPointwise, with_zeros
 
 
 @pytest.mark.parametrize("size", [(8, 8), (7, 5), (1, 1)])

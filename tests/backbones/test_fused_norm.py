@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.compiled_programs import compile_for
 
-from megaclass.backbones import fused_norm, norm, norm_programs
-from megaclass.backbones.fused_norm import FusedNorm
 from megaclass.backbones.iresnet import IBasicBlock
+from megaclass.backbones.layers import fused_norm, norm, norm_programs
+from megaclass.backbones.layers.fused_norm import FusedNorm
 from megaclass.distributed.sync_batch_norm import synchronise_batch_norm
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

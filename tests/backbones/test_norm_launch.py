@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from megaclass.backbones import norm_launch
+from megaclass.backbones.layers import norm_launch
 
 
 class Program:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megaclass.backbones import build_backbone
-from megaclass.checkpoint.insightface import load_backbone_, read_backbone, read_centre_shards
-from megaclass.checkpoint.mxnet_params import read_params
 from megaclass.errors import CheckpointError
+from megaclass.insightface.checkpoints import load_backbone_, read_backbone, read_centre_shards
+from megaclass.insightface.mxnet_params import read_params
 
 
 def mxnet_array(array: np.ndarray, version: int) -> bytes:

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, parse_augment
-from megaclass.data.faces import draw_faces
 from megaclass.data.loader import BatchLoader
-from megaclass.data.source import open_source
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.faces import draw_faces
 from megaclass.errors import ConfigError
 
 CPU = torch.device("cpu")

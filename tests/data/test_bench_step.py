@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megaclass.cli import main
-from megaclass.train.bench_step import SourceSpeed, verdict
+from megaclass.bench.step import SourceSpeed, verdict
+from megaclass.cli.main import main
 
 PARTS = {"decode": 5.0, "host-to-device": 1.0, "backbone": 30.0, "head": 8.0, "communication": 2.0}
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaclass.data import column_cache, record_index, record_source
-from megaclass.data.column_cache import cached_columns
-from megaclass.data.pack import PackOptions, pack
-from megaclass.data.record_index import open_index, read_index
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
+from megaclass.data.sources import column_cache, record_index
+from megaclass.data.sources import records as record_source
+from megaclass.data.sources.column_cache import cached_columns
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.record_index import open_index, read_index
+from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.errors import DataError
 
 
@@ -87,11 +88,11 @@ source = open_source(sys.argv[1])
 print(source.labels.tolist(), len(source.read(11)) > 100)
 print(source.describe())
 """
-FULL = "import resource, sys; from megaclass.data.source import open_source\n"
+FULL = "import resource, sys; from megaclass.data.sources.open_source import open_source\n"
 # Every write beyond a cache's first page fails, in whatever folder.
 FULL += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-STRANGER = "import os, sys; from megaclass.data.source import open_source, kind_of\n"
-STRANGER += "from megaclass.data import record_source\n"
+STRANGER = "import os, sys; from megaclass.data.sources.open_source import open_source, kind_of\n"
+STRANGER += "from megaclass.data.sources import records as record_source\n"
 STRANGER += "os.environ.pop('HOME', None); os.environ.pop('XDG_CACHE_HOME', None); os.setuid(54321)\n"
 
 
@@ -164,13 +165,13 @@ def test_the_fast_parser_reads_what_python_reads(tmp_path):
 
 OPEN = """
 import os, sys
-from megaclass.data import record_index
+from megaclass.data.sources import record_index
 parse = record_index._parse
 def counted(*args):
     print("parsed", flush=True)
     return parse(*args)
 record_index._parse = counted
-from megaclass.data.source import open_source
+from megaclass.data.sources.open_source import open_source
 print(open_source(sys.argv[1]).num_images)
 """
 

@@ -6,11 +6,12 @@ import json
 import pytest
 from PIL import Image
 
-from megaclass.cli import main
-from megaclass.config import DataConfig, load_config, to_toml
-from megaclass.data.source import open_source
+from megaclass.cli.main import main
+from megaclass.config.read import load_config, to_toml
+from megaclass.config.schema import DataConfig
+from megaclass.data.sources.open_source import open_source
 from megaclass.errors import ConfigError
-from megaclass.evaluate.models import ImageTreatment, load
+from megaclass.model import ImageTreatment, load
 
 
 def test_a_run_takes_any_source_with_every_setting(tmp_path, capfd):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaclass.data.faces import draw_faces
+from megaclass.data.synthetic.faces import draw_faces
 from megaclass.errors import DataError
 
 

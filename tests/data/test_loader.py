@@ -15,8 +15,8 @@ from PIL import Image
 
 import megaclass.data.loader as loader_module
 from megaclass.data.loader import BatchLoader, mirrored
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import DataError
 
 CPU = torch.device("cpu")
@@ -260,7 +260,7 @@ def test_leaving_early_ends_the_threads(source):
 LOAD_FOREVER = """
 import sys
 from megaclass.data.loader import BatchLoader
-from megaclass.data.source import open_source
+from megaclass.data.sources.open_source import open_source
 for batch in BatchLoader(open_source(sys.argv[1]), global_batch=8, num_workers=3).batches(num_steps=10**9):
     print(batch.step, flush=True)
 """

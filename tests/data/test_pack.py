@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaclass.data import pack as pack_module
 from megaclass.data.decode import decode_image
-from megaclass.data.pack import PackOptions, pack
-from megaclass.data.record_index import read_index
-from megaclass.data.recordio import RecordReader
-from megaclass.data.source import open_source
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.record_index import read_index
+from megaclass.data.sources.recordio import RecordReader
+from megaclass.data.tools import pack as pack_module
+from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.errors import DataError
 
 

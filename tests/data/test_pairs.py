@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from megaclass.data.pairs import PairSet, read_pairs, write_pairs
+from megaclass.data.pair_file import PairSet, read_pairs, write_pairs
 from megaclass.errors import DataError
 
 IMAGES = [b"\xff\xd8one", b"two\x00", b"", b"four" * 100]
@@ -169,7 +169,7 @@ def test_a_small_file_never_takes_much_memory(tmp_path, content):
     script = """
 import resource, sys
 from pathlib import Path
-from megaclass.data.pairs import read_pairs
+from megaclass.data.pair_file import read_pairs
 from megaclass.errors import DataError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

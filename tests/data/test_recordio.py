@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaclass.data.record_index import RecordIndex, read_index, write_index
-from megaclass.data.recordio import Record, RecordReader, RecordWriter
+from megaclass.data.sources.record_index import RecordIndex, read_index, write_index
+from megaclass.data.sources.recordio import Record, RecordReader, RecordWriter
 from megaclass.errors import DataError
 
 MAGIC = bytes.fromhex("0a23d7ce")

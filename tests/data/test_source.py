@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaclass.data.recordio import Record, RecordWriter, image_record
-from megaclass.data.source import open_source
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.recordio import Record, RecordWriter, image_record
 from megaclass.errors import DataError
 
 MAGIC = bytes.fromhex("0a23d7ce")

@@ -12,8 +12,8 @@ from PIL import Image
 
 from megaclass.data.decode import IMAGE_SUFFIXES
 from megaclass.data.loader import BatchLoader
-from megaclass.data.source import check_source, open_source, verification_files
-from megaclass.data.synthesize import synthesize
+from megaclass.data.sources.open_source import check_source, open_source, verification_files
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import DataError
 
 

@@ -6,14 +6,14 @@ import shutil
 import numpy as np
 import pytest
 
-from megaclass.cli import main
-from megaclass.data.overlap import find_overlap
-from megaclass.data.pairs import read_pairs
-from megaclass.data.source import open_source
-from megaclass.data.split import Split, is_unseen
-from megaclass.data.synthesize import synthesize
+from megaclass.cli.main import main
+from megaclass.data.pair_file import read_pairs
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.overlap import find_overlap
+from megaclass.data.tools.split import Split, is_unseen
 from megaclass.errors import DataError
-from megaclass.train.class_list import class_list
+from megaclass.train.run.class_names import class_list
 
 
 @pytest.fixture

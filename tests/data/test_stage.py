@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaclass.data import stage as stage_module
-from megaclass.data.pack import PackOptions, pack
-from megaclass.data.source import open_source
-from megaclass.data.stage import stage, unstage
-from megaclass.data.synthesize import synthesize
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools import stage as stage_module
+from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.stage import stage, unstage
 from megaclass.errors import DataError
-from megaclass.train.class_list import class_list
+from megaclass.train.run.class_names import class_list
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_what_a_killed_copy_leaves_can_be_removed(data, tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path
-from megaclass.data.stage import stage
+from megaclass.data.tools.stage import stage
 stage(sys.argv[1], Path(sys.argv[2]), lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
 """
     killed = subprocess.run([sys.executable, "-c", script, str(data), str(tmp_path / "ram")], check=False)

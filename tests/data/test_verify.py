@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from megaclass.data.pack import PackOptions, pack
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
-from megaclass.data.verify import verify
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 
 

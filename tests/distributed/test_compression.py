@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaclass.distributed.compression import WIRE_FORMATS, compressed_all_reduce_, compression_hook
 from megaclass.distributed.data_parallel import data_parallel
+from megaclass.distributed.wire_formats import WIRE_FORMATS, compressed_all_reduce_, compression_hook
 
 
 def _blocks(wire: str) -> Tensor:

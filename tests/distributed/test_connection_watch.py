@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megaclass.distributed.connection_watch import ConnectionWatch, connections, network_timeout
+from megaclass.distributed.network.connection_watch import ConnectionWatch, connections, network_timeout
 from megaclass.errors import LaunchError
 
 

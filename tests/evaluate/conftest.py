@@ -62,7 +62,7 @@ def pairs_bin(tmp_path, picture) -> Callable[..., Path]:
     """pairs_bin("lfw"): 40 pairs, every second one of one identity."""
 
     def write(name: str = "lfw", num_pairs: int = 40, size: int = SIZE) -> Path:
-        from megaclass.data.pairs import PairSet, write_pairs
+        from megaclass.data.pair_file import PairSet, write_pairs
 
         images, is_same = [], np.arange(num_pairs) % 2 == 0
         for pair in range(num_pairs):

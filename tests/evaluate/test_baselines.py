@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaclass.data.pairs import PairSet
+from megaclass.data.pair_file import PairSet
 from megaclass.errors import DataError
-from megaclass.evaluate.baselines import histogram_overlap, pixel_cosine, score_histograms, score_pixels
+from megaclass.evaluate.protocols.baselines import histogram_overlap, pixel_cosine, score_histograms, score_pixels
 
 
 def _png(pixels: np.ndarray) -> bytes:

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 import torch
 
-from megaclass.evaluate.report import write_report
+from megaclass.evaluate.report.from_runs import report_of_runs, write_faces
+from megaclass.evaluate.report.page import write_report
 from megaclass.evaluate.results import SetResult, write_results
-from megaclass.evaluate.run_report import report_of_runs, write_faces
 from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megaclass.errors import CheckpointError
-from megaclass.evaluate import centres as centres_module
-from megaclass.evaluate.centres import ClassCentres, centre_health, read_run_centres
+from megaclass.evaluate.protocols import centre_health as centres_module
+from megaclass.evaluate.protocols.centre_health import ClassCentres, centre_health, read_run_centres
 
 _CPU = torch.device("cpu")
 _NAMES = ["anna", "bert", "carl", "dora", "emil", "fritz"]

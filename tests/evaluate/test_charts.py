@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from megaclass.evaluate.charts import (
+from megaclass.evaluate.report.charts import (
     NARROW,
     WIDE,
     Series,

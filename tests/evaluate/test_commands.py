@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megaclass.cli import main
-from megaclass.data.pairs import read_pairs
-from megaclass.evaluate.models import ImageTreatment, load
+from megaclass.cli.main import main
+from megaclass.data.pair_file import read_pairs
 from megaclass.export.safetensors_file import save_model
+from megaclass.model import ImageTreatment, load
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class _Source:
 def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
     import torch.distributed as dist
 
-    from megaclass.config import load_config_values
+    from megaclass.config.read import load_config_values
     from megaclass.train.build import build_model
     from megaclass.train.evaluation import accuracies, evaluate_between_steps
     from megaclass.world import World

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from megaclass.data.pairs import PairSet
+from megaclass.data.pair_file import PairSet
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.embed import embed_images, embed_pairs, evaluating, part_of_rank

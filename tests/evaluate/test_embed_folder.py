@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from megaclass import embed_folder as module
+from megaclass.embed_folder import EmbeddedFolder, embed_folder
 from megaclass.errors import DataError
-from megaclass.evaluate import embed_folder as module
-from megaclass.evaluate.embed_folder import EmbeddedFolder, embed_folder
-from megaclass.evaluate.models import LoadedModel, load
+from megaclass.model import LoadedModel, load
 
 _NUM_IMAGES = 11
 

@@ -18,17 +18,17 @@ from safetensors.torch import save_file
 from tests.data.test_fuzz import mutate
 
 from megaclass.backbones.recognise import recognise
-from megaclass.checkpoint.insightface import read_backbone
 from megaclass.checkpoint.load import load_rank_state, load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import _digest, read_manifest
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.errors import UserError
-from megaclass.evaluate.models import load
-from megaclass.evaluate.report import render_report
+from megaclass.evaluate.protocols.verification import score_embeddings
+from megaclass.evaluate.report.from_runs import report_of_runs, write_faces
+from megaclass.evaluate.report.page import render_report
 from megaclass.evaluate.results import result_of_pairs, write_results
-from megaclass.evaluate.run_report import report_of_runs, write_faces
-from megaclass.evaluate.verification import score_embeddings
+from megaclass.insightface.checkpoints import read_backbone
 from megaclass.launch.hosts import hosts_from_option
+from megaclass.model import load
 
 SOAK_MUTATIONS = 100_000
 SAMPLE_MUTATIONS = 400

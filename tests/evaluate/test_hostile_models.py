@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megaclass.cli import main
+from megaclass.cli.main import main
 from megaclass.errors import CheckpointError
-from megaclass.evaluate.models import load
+from megaclass.model import load
 
 OWN = """
 from pathlib import Path

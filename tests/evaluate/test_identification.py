@@ -6,7 +6,7 @@ import torch
 from tests.evaluate.conftest import write_megaface_feature
 
 from megaclass.errors import DataError
-from megaclass.evaluate.identification import (
+from megaclass.evaluate.protocols.identification import (
     identify,
     labels_of,
     numbers_of_scores,

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from megaclass.evaluate.intervals import rank_interval, tar_interval, wilson_interval
+from megaclass.evaluate.protocols.intervals import rank_interval, tar_interval, wilson_interval
 
 
 @pytest.mark.parametrize(("num_trials", "share"), [(100, 0.1), (50, 0.5), (1000, 0.01), (300, 0.001)])

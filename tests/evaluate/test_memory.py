@@ -8,7 +8,7 @@ import sys
 import numpy as np
 from PIL import Image
 
-from megaclass.data.pairs import PairSet, write_pairs
+from megaclass.data.pair_file import PairSet, write_pairs
 
 _NUM_IMAGES = 12_000
 _MEASURE = """

@@ -8,9 +8,9 @@ import torch
 
 import megaclass
 from megaclass.errors import CheckpointError
-from megaclass.evaluate.models import load
 from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
 from megaclass.export.run_export import export_model
+from megaclass.model import load
 
 FORMS = ("run", "safetensors", "insightface", "onnx")
 

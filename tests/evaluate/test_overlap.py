@@ -2,13 +2,13 @@
 
 import pytest
 
-from megaclass.cli import main
-from megaclass.data.make_pairs import make_pairs
-from megaclass.data.pairs import write_pairs
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
-from megaclass.evaluate.overlap import compared_with_training_data, training_data_line
+from megaclass.cli.main import main
+from megaclass.data.pair_file import write_pairs
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.make_pairs import make_pairs
 from megaclass.evaluate.results import SetResult
+from megaclass.evaluate.training_overlap import compared_with_training_data, training_data_line
 
 
 @pytest.fixture

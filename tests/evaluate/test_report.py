@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaclass.evaluate.centres import CentreHealth
-from megaclass.evaluate.report import ModelReport, ReportData, render_report, time_parts, write_report
-from megaclass.evaluate.report_script import script_digest
+from megaclass.evaluate.protocols.centre_health import CentreHealth
+from megaclass.evaluate.protocols.verification import ScoredPairs, verify_distances
+from megaclass.evaluate.report.page import ModelReport, ReportData, render_report, time_parts, write_report
+from megaclass.evaluate.report.script import script_digest
 from megaclass.evaluate.results import SetResult, result_of_pairs
-from megaclass.evaluate.verification import ScoredPairs, verify_distances
 
 _NUM_PAIRS = 60
 _VOID = {"meta", "img", "br", "link", "hr", "input"}

@@ -7,8 +7,8 @@ from torch import nn
 
 from megaclass.errors import DataError
 from megaclass.evaluate.alignment import STANDARD_POINTS, align
+from megaclass.evaluate.protocols.templates import evaluate_ijb, read_ijb, template_features
 from megaclass.evaluate.sets import EvaluationSet, Evaluator, evaluate_sets, find_sets
-from megaclass.evaluate.templates import evaluate_ijb, read_ijb, template_features
 
 _CPU = torch.device("cpu")
 _NUM_TEMPLATES, _NUM_SUBJECTS, _SIZE = 24, 8, 16

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megaclass.errors import DataError
-from megaclass.evaluate.verification import (
+from megaclass.evaluate.protocols.verification import (
     Roc,
     area_under,
     equal_error_rate,

@@ -8,13 +8,13 @@ import torch
 
 from megaclass.backbones import build_backbone
 from megaclass.errors import ExportError
-from megaclass.evaluate.centres import read_run_centres
-from megaclass.evaluate.models import ImageTreatment, load
+from megaclass.evaluate.protocols.centre_health import read_run_centres
 from megaclass.evaluate.results import SetResult, write_results
 from megaclass.export import run_export
 from megaclass.export.centres_file import load_centres
 from megaclass.export.publish import published_folder
 from megaclass.export.run_export import export_model
+from megaclass.model import ImageTreatment, load
 
 
 def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_path):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megaclass.hvd as hvd
-from megaclass.distributed.compression import WIRE_FORMATS, compression_hook
 from megaclass.distributed.wire_bytes import SentBytes
+from megaclass.distributed.wire_formats import WIRE_FORMATS, compression_hook
 
 
 @pytest.mark.parametrize(("name", "error"), [("fp16", 5e-4), ("bf16", 4e-3), ("fp8", 0.04), ("int8", 0.02)])

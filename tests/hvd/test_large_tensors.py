@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megaclass.hvd.large_tensors import empty_result, release
+from megaclass.hvd.transport.result_memory import empty_result, release
 
 
 @pytest.mark.parametrize("takes_borrowed", [False, True], ids=["as this Python counts", "as Python 3.14 counts"])

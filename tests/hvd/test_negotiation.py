@@ -11,8 +11,8 @@ from tests.hvd.jobs import error_of, in_job, job
 
 import megaclass.hvd as hvd
 from megaclass.hvd.basics import _basics
-from megaclass.hvd.coordinator import CROSSED_S, Coordinator, fuse
-from megaclass.hvd.messages import Receiver, Request, Response, Sender, digest_of_all, short_hash
+from megaclass.hvd.engine.coordinator import CROSSED_S, Coordinator, fuse
+from megaclass.hvd.engine.messages import Receiver, Request, Response, Sender, digest_of_all, short_hash
 from megaclass.hvd.settings import Settings
 
 

@@ -10,9 +10,9 @@ from tests.conftest import free_port
 from tests.hvd.jobs import in_job, outputs_of, start_script
 
 import megaclass.hvd as hvd
-from megaclass.distributed.store import SignedStore
-from megaclass.hvd.ring import connect_ring
+from megaclass.distributed.network.store import SignedStore
 from megaclass.hvd.settings import Settings
+from megaclass.hvd.transport.ring import connect_ring
 
 SIZES = [1, 2, 3, 4]
 DTYPES = [torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -94,9 +94,9 @@ def test_process_sets_have_rings_of_their_own(run_ranks):
 
 _IN_THE_MIDDLE = """
 import os, signal, torch, torch.distributed as dist
-from megaclass.distributed.store import SignedStore
+from megaclass.distributed.network.store import SignedStore
 from megaclass.hvd.exceptions import HorovodInternalError
-from megaclass.hvd.ring import connect_ring
+from megaclass.hvd.transport.ring import connect_ring
 from megaclass.hvd.settings import Settings
 
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])

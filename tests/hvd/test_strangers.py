@@ -22,12 +22,12 @@ from tests.conftest import free_port
 from tests.hvd.jobs import error_of, in_job, outputs_of, start_script
 
 import megaclass.hvd as hvd
-from megaclass.distributed.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
-from megaclass.distributed.store import SignedStore
+from megaclass.distributed.network.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
+from megaclass.distributed.network.store import SignedStore
 from megaclass.errors import LaunchError
-from megaclass.hvd import links
+from megaclass.hvd.engine import control_connection as links
+from megaclass.hvd.engine.control_connection import Door, Reception, connect
 from megaclass.hvd.functions import _plain_dumps, _plain_loads
-from megaclass.hvd.links import Door, Reception, connect
 from megaclass.launch.network import hold_store_port
 
 _SECRET = bytes(range(32))
@@ -382,7 +382,7 @@ def _listening(pid: int) -> list[tuple[str, int]]:
 def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_connections(tmp_path, starter, what):
     (tmp_path / "steps.py").write_text(_STEPS)
     (tmp_path / "train_nproc.py").write_text(
-        "import sys; from megaclass.launch.local import run_local; sys.exit(run_local(sys.argv[1:], 2))"
+        "import sys; from megaclass.launch.launchers.local import run_local; sys.exit(run_local(sys.argv[1:], 2))"
     )
     start = "-m megaclass run -np 2" if starter == "run" else "train_nproc.py"
     command = f'ulimit -Sn 1024; exec "{sys.executable}" {start} "{sys.executable}" steps.py done {what}'

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaclass.distributed import bench
-from megaclass.distributed.bench import OPERATIONS, BenchSettings, bus_factor, measure, parse_bytes
+from megaclass.bench import allreduce as bench
+from megaclass.bench.allreduce import OPERATIONS, BenchSettings, bus_factor, measure, parse_bytes
 from megaclass.errors import ConfigError, LaunchError
 from megaclass.world import World
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import megaclass
-from megaclass.cli import main
-from megaclass.launch.check_answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
-from megaclass.launch.check_facts import clock_finding, default_slots, difference_findings, host_findings
-from megaclass.launch.check_findings import Report, State, bad, good
-from megaclass.launch.check_host import code_digest
-from megaclass.launch.plain_text import plain_lines
-from megaclass.launch.protocol import ProtocolError
+from megaclass.cli.main import main
+from megaclass.launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
+from megaclass.launch.check.probe import code_digest
+from megaclass.launch.check.report import Report, State, bad, good
+from megaclass.launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
+from megaclass.launch.wire.plain_text import plain_lines
+from megaclass.launch.wire.protocol import ProtocolError
 
 _MEMORY = {"free_bytes": 130 << 30, "total_bytes": 140 << 30}
 GPU = {"name": "NVIDIA H200", "microseconds": 25.0, "is_right": True, **_MEMORY}

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megaclass.launch.agent_messages import MAX_OUTPUT_BYTES, MAX_REMARKS, AgentTalk
-from megaclass.launch.plain_text import for_terminal, plain_lines, plain_text
-from megaclass.launch.protocol import MessageReader, ProtocolError, encode
+from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, MAX_REMARKS, AgentTalk
+from megaclass.launch.wire.plain_text import for_terminal, plain_lines, plain_text
+from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode
 
 AGENT = f"""#!{sys.executable} -S
 import json, os, sys, time

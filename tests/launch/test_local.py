@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaclass.errors import LaunchError
-from megaclass.launch.local import default_threads, run_local
+from megaclass.launch.launchers.local import default_threads, run_local
 
 # Each rank writes its pid first, so that a test can see whether it is still there.
 _PREAMBLE = """
@@ -49,7 +49,7 @@ def parent(tmp_path, program):
     started = []
 
     def start(body, size):
-        grace = f"from megaclass.launch import local; local.GRACE_S = {GRACE_S}"
+        grace = f"from megaclass.launch.launchers import local; local.GRACE_S = {GRACE_S}"
         code = f"import sys; {grace}; sys.exit(local.run_local({program(body)!r}, {size}))"
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -215,7 +215,9 @@ time.sleep(600)
 
 def test_nohup_keeps_the_ranks_at_work(tmp_path, program):
     code = _HELLO + "wait_for('go')\nsys.exit(4 + rank if rank == 0 else 0)"
-    call = f"import sys; from megaclass.launch.local import run_local; sys.exit(run_local({program(code)!r}, 2))"
+    call = (
+        f"import sys; from megaclass.launch.launchers.local import run_local; sys.exit(run_local({program(code)!r}, 2))"
+    )
     process = subprocess.Popen(["nohup", sys.executable, "-c", call], stderr=subprocess.DEVNULL)
     wait_until(lambda: len(pids(tmp_path)) == 2)
     for pid in (process.pid, *pids(tmp_path)):

@@ -26,10 +26,10 @@ def test_the_driver_and_the_agent_import_no_torch_and_start_within_a_second(run)
     assert done.code == 0
     assert time.monotonic() - begun < 5  # a loaded machine; benchmarks/launch.md has the figure
     modules = re.findall(r"import time:.*\| +(\S+)$", done.err, re.MULTILINE)
-    assert "megaclass.launch.gang" in modules
+    assert "megaclass.launch.driver.job_run" in modules
     assert not [name for name in modules if name.split(".")[0] in ("torch", "numpy")]
     agent = subprocess.run(
-        [sys.executable, "-c", "import sys, megaclass.launch.agent; sys.exit('torch' in sys.modules)"], timeout=60
+        [sys.executable, "-c", "import sys, megaclass.launch.agent.agent; sys.exit('torch' in sys.modules)"], timeout=60
     )
     assert agent.returncode == 0
 
@@ -287,7 +287,7 @@ def test_an_agent_killed_together_with_its_watchers_leaves_nothing_behind(run, a
     """Behind a shell, in sessions of their own, where the kernel does not end them with the agent."""
     started = run.start("-np", "2", "bash", "-c", "echo up; (setsid sleep 600 &) ; sleep 601; echo never")
     started.says("up", times=2)
-    [agent] = [pid for pid in run.processes() if b"megaclass.launch.agent" in command_line(pid)]
+    [agent] = [pid for pid in run.processes() if b"megaclass.launch.agent.agent" in command_line(pid)]
     killed = [agent, *sweepers(run)[: 2 if "both" in also else 1], *([started.pid] if "driver" in also else [])]
     for pid in killed:
         os.kill(pid, signal.SIGSTOP)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megaclass.launch.protocol import (
+from megaclass.launch.wire.protocol import (
     MAX_LINE_BYTES,
     MAX_PAYLOAD_BYTES,
     MessageReader,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import megaclass
-from megaclass.cli import main
-from megaclass.distributed.rendezvous import meeting_point
+from megaclass.cli.main import main
+from megaclass.distributed.network.rank0_address import meeting_point
 from megaclass.errors import LaunchError
 from megaclass.world import World
 
@@ -36,7 +36,7 @@ _MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
 # What ranks do before they load torch, which takes seconds.
 _MEET = """
 import os, sys
-from megaclass.distributed.rendezvous import meeting_point
+from megaclass.distributed.network.rank0_address import meeting_point
 from megaclass.errors import UserError
 from megaclass.world import world_from_environment
 try:
@@ -477,7 +477,7 @@ def test_local_is_the_drivers_own_way(run_here):
 
 @pytest.mark.parametrize("flag", ["--check-build", "--check", "-cb"])
 def test_check_build_is_found_under_all_its_names(capsys, monkeypatch, flag):
-    monkeypatch.setattr("megaclass.launch.check_build.build_table", lambda: "the table")
+    monkeypatch.setattr("megaclass.launch.check.build_table.build_table", lambda: "the table")
     assert main(["run", "-np", "2", flag]) == 0
     assert capsys.readouterr().out == "the table\n"
 
@@ -538,7 +538,7 @@ def test_nccls_ways_to_name_interfaces_are_understood(value):
 
 
 def test_mpirun_without_a_pmix_library_asks_for_the_address(monkeypatch):
-    monkeypatch.setattr("megaclass.distributed.rendezvous.tell_all", lambda text, is_main: None)
+    monkeypatch.setattr("megaclass.distributed.network.rank0_address.tell_all", lambda text, is_main: None)
     world = World(rank=0, size=2, starter="Open MPI", cross_size=2, port=1234)
     assert "add -x MASTER_ADDR=" in refusal(world, {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://192.0.2.77:1"})
     at_mpirun = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1,192.0.2.77:1;tcp6://[::1]:2"}

@@ -197,7 +197,7 @@ def test_a_command_that_is_not_there_is_named(cluster):
 def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch, capsys):
     if importlib.util.find_spec("ray") is None:
         pytest.skip('there is no Ray: pip install "megaclass[ray]"')
-    from megaclass.cli import main
+    from megaclass.cli.main import main
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert main(["run", "--launcher", "ray", "-np", "2", "true"]) == 2

@@ -169,13 +169,13 @@ def slow_rank(job: Job) -> None:
 def kill_agent(job: Job) -> None:
     job.wait_for_ranks()
     job.wait_a_moment()
-    _kill(job.pids_with("megaclass.launch.agent")[:1])
+    _kill(job.pids_with("megaclass.launch.agent.agent")[:1])
 
 
 def kill_orphan_killer(job: Job) -> None:
     """The watcher of the agent, whose command line does not name megaclass; the run must not need it."""
     job.wait_for_ranks()
-    agents = set(job.pids_with("megaclass.launch.agent"))
+    agents = set(job.pids_with("megaclass.launch.agent.agent"))
     children = [pid for pid in job.processes() if _parent(pid) in agents and pid not in job.ranks()]
     _kill(children[:1])
 

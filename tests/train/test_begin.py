@@ -27,11 +27,11 @@ from torch import nn
 
 from megaclass.checkpoint import manifest as manifest_module
 from megaclass.checkpoint.manifest import read_manifest
-from megaclass.data.synthesize import synthesize
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import TrainError
-from megaclass.train import start
-from megaclass.train.run_folder import RunFolder
-from megaclass.train.start import Beginning
+from megaclass.train.run import start
+from megaclass.train.run.folder import RunFolder
+from megaclass.train.run.start import Beginning
 
 EPOCHS_LEFT = 1.2
 """One step after the checkpoint of step 5."""

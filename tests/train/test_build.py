@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megaclass import AdaFace, ArcFace, CombinedMargin, CosFace, Margin, NormalisedSoftmax
-from megaclass.config import HeadConfig
+from megaclass.config.schema import HeadConfig
 from megaclass.errors import ConfigError
 from megaclass.train.build import build_margin
 

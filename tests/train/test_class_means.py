@@ -12,16 +12,16 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import save_file
 
 from megaclass.backbones import build_backbone
-from megaclass.config import load_config_values
+from megaclass.config.read import load_config_values
 from megaclass.data.decode import decode_image
-from megaclass.data.record_source import open_records
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.records import open_records
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import ConfigError, UserError
 from megaclass.train.build import build_model
-from megaclass.train.class_list import class_list
-from megaclass.train.initialise import initialise
-from megaclass.train.start import Beginning, train_in_group
+from megaclass.train.run.class_names import class_list
+from megaclass.train.run.initial_weights import initialise
+from megaclass.train.run.start import Beginning, train_in_group
 from megaclass.world import World
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaclass.config import load_config_values
-from megaclass.data.record_source import open_records
-from megaclass.data.synthesize import synthesize
+from megaclass.config.read import load_config_values
+from megaclass.data.sources.records import open_records
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import UserError
-from megaclass.train.start import Beginning, train_in_group
+from megaclass.train.run.start import Beginning, train_in_group
 from megaclass.world import World
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaclass.config import load_config_values
-from megaclass.data.source import open_source
-from megaclass.data.synthesize import synthesize
+from megaclass.config.read import load_config_values
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.train.build import build_model
 from megaclass.train.evaluation import evaluate_model
 from megaclass.world import World

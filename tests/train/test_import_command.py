@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megaclass.cli import main
-from megaclass.config import load_config
+from megaclass.cli.main import main
+from megaclass.config.read import load_config
 
 CONFIG = """
 from easydict import EasyDict as edict

@@ -11,9 +11,10 @@ from tests.train.published_configs import COS, PUBLISHED, Published
 
 from megaclass.backbones import build_backbone
 from megaclass.backbones.vit import VisionTransformer
-from megaclass.config import Config, load_config
+from megaclass.config.read import load_config
+from megaclass.config.schema import Config
 from megaclass.errors import ConfigError
-from megaclass.train.insightface_config import import_config, recipe_text
+from megaclass.insightface.config import import_config, recipe_text
 from megaclass.train.schedule import learning_rate
 
 MS1MV3_R50 = """

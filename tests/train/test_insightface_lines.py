@@ -3,7 +3,7 @@
 import pytest
 
 from megaclass.errors import ConfigError
-from megaclass.train.insightface_lines import Unreadable, read_lines
+from megaclass.insightface.config_lines import Unreadable, read_lines
 
 
 def lines_of(tmp_path, text: str):

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megaclass.checkpoint.retention import best_folder, published
-from megaclass.config import load_config_values
-from megaclass.data.record_source import open_records
-from megaclass.data.synthesize import synthesize
+from megaclass.config.read import load_config_values
+from megaclass.data.sources.records import open_records
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import UserError
-from megaclass.evaluate.run_report import read_faces
-from megaclass.train.finish import evaluate_run, finish_run
-from megaclass.train.run_folder import RunFolder
-from megaclass.train.start import Beginning, train_in_group
+from megaclass.evaluate.report.from_runs import read_faces
+from megaclass.train.run.finish import evaluate_run, finish_run
+from megaclass.train.run.folder import RunFolder
+from megaclass.train.run.start import Beginning, train_in_group
 from megaclass.world import World
 
 CPU = torch.device("cpu")

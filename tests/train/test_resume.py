@@ -22,13 +22,14 @@ from safetensors.torch import save_file
 
 from megaclass.checkpoint.load import load_shared, saved_rows
 from megaclass.checkpoint.manifest import read_manifest
-from megaclass.cli import main
-from megaclass.config import load_config_values, to_toml
-from megaclass.data.record_source import open_records
-from megaclass.data.synthesize import synthesize
+from megaclass.cli.main import main
+from megaclass.config.read import load_config_values, to_toml
+from megaclass.data.sources.records import open_records
+from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import UserError
-from megaclass.train import run_folder, start
-from megaclass.train.start import Beginning, train_in_group
+from megaclass.train.run import folder as run_folder
+from megaclass.train.run import start
+from megaclass.train.run.start import Beginning, train_in_group
 from megaclass.world import World
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from megaclass.errors import CheckpointError
-from megaclass.train.run_folder import RunFolder
+from megaclass.train.run.folder import RunFolder
 
-_LOCK = "import sys, pathlib; from megaclass.train.run_folder import RunFolder; "
+_LOCK = "import sys, pathlib; from megaclass.train.run.folder import RunFolder; "
 _LOCK += "RunFolder(pathlib.Path(sys.argv[1])).locked().__enter__(); print('in')"
 
 

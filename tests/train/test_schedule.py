@@ -1,6 +1,6 @@
 import pytest
 
-from megaclass.config import OptimizerConfig
+from megaclass.config.schema import OptimizerConfig
 from megaclass.train.schedule import learning_rate
 
 

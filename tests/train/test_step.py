@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from megaclass.backbones import BACKBONES
 from megaclass.backbones.vit import VisionTransformer
-from megaclass.config import Config, load_config_values
+from megaclass.config.read import load_config_values
+from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
-from megaclass.head.measures import HeadMeasures
+from megaclass.head.step_stats import HeadMeasures
 from megaclass.train.build import Model, build_model
 from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
-from megaclass.train.meters import Meter, check_finite
+from megaclass.train.metrics import Meter, check_finite
 from megaclass.train.precision import LossScale, Precision
 from megaclass.train.step import StepResult, training_step
 from megaclass.world import World
@@ -401,7 +402,7 @@ def test_the_meter_leaves_skipped_steps_out_of_the_mean():
 
 def test_the_meter_leaves_evaluation_out_of_the_speed(monkeypatch):
     clock = iter([0.0, 2.0, 102.0, 4.0 + 100.0, 104.0])  # begun, pause begins, pause ends, read, end
-    monkeypatch.setattr("megaclass.train.meters.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("megaclass.train.metrics.time.monotonic", lambda: next(clock))
     meter = Meter(12, [], CPU)
     meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
     with meter.paused():

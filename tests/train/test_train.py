@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tests.conftest import free_port
 
-from megaclass.cli import main
+from megaclass.cli.main import main
 
 RECIPE = """
 [synth]

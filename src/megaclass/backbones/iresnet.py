@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megaclass.backbones.convolutions import few_channels, strided_pointwise
-from megaclass.backbones.norm import norm_act, norm_and_input
+from megaclass.backbones.layers.convolutions import few_channels, strided_pointwise
+from megaclass.backbones.layers.norm import norm_act, norm_and_input
 from megaclass.image_size import ImageSize, height_and_width
 
 _WIDTHS = (64, 128, 256, 512)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from megaclass.data.hashing import combine64
 from megaclass.errors import ConfigError
+from megaclass.keyed_random import combine64
 
 _SALT = 0x6175676D656E74
 _DEFAULT_SHARE = 0.2

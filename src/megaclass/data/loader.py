@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from megaclass.data.augment import Augment, augment_, mirror_
 from megaclass.data.decode import Fit, decode_into, normalise
-from megaclass.data.hashing import combine64
 from megaclass.data.order import ClassOrder, ImageOrder, Order, rank_batch
-from megaclass.data.source import ImageSource, PixelSource
+from megaclass.data.sources.open_source import ImageSource, PixelSource
 from megaclass.errors import DataError, is_transient
+from megaclass.keyed_random import combine64
 
 _MIRROR_SALT = 0x6D6972726F72
 _REPLACE_SALT = 0x7265706C616365

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.hashing import combine64, mix64
 from megaclass.errors import DataError
+from megaclass.keyed_random import combine64, mix64
 
 _NUM_ROUNDS = 8
 _CLASS_SALT, _WITHIN_SALT = 0x636C617373, 0x77697468696E

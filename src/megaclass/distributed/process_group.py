@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaclass.distributed.addresses import source_towards
 from megaclass.distributed.collectives import gather_blocks
-from megaclass.distributed.connection_watch import Address, ConnectionWatch, network_timeout
-from megaclass.distributed.rendezvous import interface_names, meeting_point
-from megaclass.distributed.store import make_store
+from megaclass.distributed.network.addresses import source_towards
+from megaclass.distributed.network.connection_watch import Address, ConnectionWatch, network_timeout
+from megaclass.distributed.network.rank0_address import interface_names, meeting_point
+from megaclass.distributed.network.store import make_store
 from megaclass.errors import ConnectionLostError, LaunchError
 from megaclass.world import World
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image
-from megaclass.data.file_source import LeftOut, has_image_name, read_image_file
-from megaclass.data.pairs import PairSet
+from megaclass.data.pair_file import PairSet
+from megaclass.data.sources.files import LeftOut, has_image_name, read_image_file
 from megaclass.distributed.collectives import group_rank
 from megaclass.errors import DataError
 from megaclass.evaluate.alignment import align

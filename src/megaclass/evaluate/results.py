@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
-from megaclass.evaluate.verification import Roc, ScoredPairs, roc_curve
+from megaclass.evaluate.protocols.verification import Roc, ScoredPairs, roc_curve
 from megaclass.private_files import make_private_folder, open_private, write_private
 
 Floats = NDArray[np.float64]

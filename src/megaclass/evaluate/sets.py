@@ -13,19 +13,24 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.data.decode import Fit
-from megaclass.data.file_source import read_image_file
-from megaclass.data.pairs import read_pairs
+from megaclass.data.pair_file import read_pairs
+from megaclass.data.sources.files import read_image_file
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.embed import OnProgress, embed_images, embed_part, say_resized
-from megaclass.evaluate.identification import identify, labels_of, rank_among_distractors, read_megaface_features
 from megaclass.evaluate.images import FileImages, PairImages, find_images
 from megaclass.evaluate.pairs_list import read_pairs_list
+from megaclass.evaluate.protocols.identification import (
+    identify,
+    labels_of,
+    rank_among_distractors,
+    read_megaface_features,
+)
+from megaclass.evaluate.protocols.templates import evaluate_ijb, find_ijb, read_ijb
+from megaclass.evaluate.protocols.verification import ScoredPairs, score_embeddings
 from megaclass.evaluate.results import SetResult, curves_of, result_of_pairs
 from megaclass.evaluate.search import GalleryShard, range_of_rank
-from megaclass.evaluate.templates import evaluate_ijb, find_ijb, read_ijb
-from megaclass.evaluate.verification import ScoredPairs, score_embeddings
 from megaclass.image_size import ImageSize
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaclass.errors import ExportError
-from megaclass.evaluate.centres import ClassCentres
+from megaclass.evaluate.protocols.centre_health import ClassCentres
 from megaclass.export.publish import published_file
 
 

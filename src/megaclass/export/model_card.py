@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.errors import DataError
-from megaclass.evaluate.report_sets import headline
+from megaclass.evaluate.report.sets import headline
 from megaclass.evaluate.results import SetResult, read_results
 from megaclass.image_size import shown_size
 

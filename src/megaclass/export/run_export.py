@@ -20,8 +20,7 @@ from torch import nn
 
 import megaclass
 from megaclass.errors import CheckpointError, ExportError
-from megaclass.evaluate.centres import read_run_centres
-from megaclass.evaluate.models import LoadedModel, load
+from megaclass.evaluate.protocols.centre_health import read_run_centres
 from megaclass.export.centres_file import save_centres
 from megaclass.export.check import fixed_inputs, require_same_embeddings
 from megaclass.export.model_card import model_card
@@ -29,6 +28,7 @@ from megaclass.export.onnx_file import export_onnx
 from megaclass.export.publish import published_folder
 from megaclass.export.safetensors_file import save_model
 from megaclass.image_size import size_to_text
+from megaclass.model import LoadedModel, load
 
 _NAMES_OF_INSIGHTFACE = {f"iresnet{depth}": f"r{depth}" for depth in (18, 34, 50, 100, 200, 2060)} | {
     **{name: name for name in ("mbf", "mbf_large", "vit_t", "vit_s", "vit_b", "vit_h")},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError, NotFiniteError
-from megaclass.head.exchange import GlobalBatch
+from megaclass.head.gather_batch import GlobalBatch
 from megaclass.head.seal import overwritten
 
 LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5

@@ -36,8 +36,8 @@ from megaclass.head.cross_entropy import (
     loss_part,
     settle,
 )
-from megaclass.head.exchange import GlobalBatch, gather_batch
 from megaclass.head.faults import FaultWatch, find_fault, overflow_fault
+from megaclass.head.gather_batch import GlobalBatch, gather_batch
 from megaclass.head.head_state import (
     EXTRA,
     MODULE_STATES,
@@ -52,13 +52,13 @@ from megaclass.head.head_state import (
 from megaclass.head.kernels import choose_kernel, is_fused
 from megaclass.head.kernels.problem import CentreGradient, Problem, rows_of_classes, unit_rows
 from megaclass.head.margins import ArcFace, Margin, Targets
-from megaclass.head.measures import HeadMeasures, measure
 from megaclass.head.row_optimizers import Move, RowOptimizer, RowSGD
 from megaclass.head.sampling import SampleRate, rate_schedule, sample_capacity, sample_classes
 from megaclass.head.shards import ClassRange, class_range
+from megaclass.head.step_stats import HeadMeasures, measure
 
 if TYPE_CHECKING:
-    from megaclass.head.fused_step import FusedStep
+    from megaclass.head.fused.step import FusedStep
 
 # The settings that ranks compare travel as text of this many bytes.
 _SETTINGS_BYTES = 8192
@@ -172,7 +172,7 @@ class PartialFC(nn.Module):
         device = self.device
         self._fused: FusedStep | None = None
         if is_fused(self.kernel):
-            from megaclass.head import fused_step
+            from megaclass.head.fused import step as fused_step
 
             self._fused = fused_step.FusedStep(self.store, self.margin, self.num_classes, self.rank, self.group)
         # A device that may run behind the host is asked nothing within a step.

@@ -1,5 +1,6 @@
 """All public names in one place; `megaclass.hvd` gives them out when they are first asked for."""
 
+from megaclass.hvd.compat.shim_path import shims_folder
 from megaclass.hvd.compression import Compression
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.functions import (
@@ -69,8 +70,7 @@ from megaclass.hvd.mpi_ops import (
     synchronize,
 )
 from megaclass.hvd.optimizer import DistributedOptimizer
-from megaclass.hvd.running import run
-from megaclass.hvd.shim_path import shims_folder
+from megaclass.hvd.run_function import run
 from megaclass.hvd.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

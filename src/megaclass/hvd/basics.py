@@ -10,18 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaclass.distributed.connection_watch import ConnectionWatch
+from megaclass.distributed.network.connection_watch import ConnectionWatch
 from megaclass.errors import ConnectionLostError
-from megaclass.hvd import large_tensors, process_sets
-from megaclass.hvd.controller import Controller, Operation
-from megaclass.hvd.data_plane import DataPlane, SetGroups
+from megaclass.hvd import process_sets
+from megaclass.hvd.engine.controller import Controller, Operation
+from megaclass.hvd.engine.meeting import Meeter, Meeting, new_group, watch_connections
+from megaclass.hvd.engine.messages import Request
+from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
-from megaclass.hvd.messages import Request
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.rendezvous import Meeter, Meeting, new_group, watch_connections
-from megaclass.hvd.ring import connect_ring
 from megaclass.hvd.settings import Settings, settings_from_environment
-from megaclass.hvd.timeline import Timeline
+from megaclass.hvd.transport import result_memory as large_tensors
+from megaclass.hvd.transport.executor import DataPlane, SetGroups
+from megaclass.hvd.transport.ring import connect_ring
 
 
 @dataclass

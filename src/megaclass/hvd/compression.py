@@ -2,7 +2,7 @@
 
 A compressor of one's own is a class with static `compress(tensor) -> (tensor, context)` and
 `decompress(tensor, context)`; what it returns is reduced in its dtype. The ones below are narrow on the wire itself
-(distributed/compression.py): each rank sends 16 or 8 bits a number, sums are made in float32.
+(distributed/wire_formats.py): each rank sends 16 or 8 bits a number, sums are made in float32.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.distributed.compression import WIRE_FORMATS
+from megaclass.distributed.wire_formats import WIRE_FORMATS
 
 
 class Compressor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaclass.distributed.job_secret import JOB_SECRET
+from megaclass.distributed.network.job_secret import JOB_SECRET
 from megaclass.errors import LaunchError
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.exceptions import HorovodInternalError

@@ -6,7 +6,7 @@ are submitted: ranks that cut them differently, or whose models differ in a step
 
 from torch import Tensor
 
-from megaclass.hvd.coordinator import FUSED_TENSOR_BYTES
+from megaclass.hvd.engine.coordinator import FUSED_TENSOR_BYTES
 
 # As DistributedDataParallel cuts its buckets: the first one small, so that sending begins early.
 _FIRST_BYTES = 1024 * 1024

@@ -9,8 +9,7 @@ broadcast's an average; reducescatter's an allgather; alltoall's an alltoall bac
 """
 
 from megaclass.hvd.basics import _basics
-from megaclass.hvd.exceptions import HorovodInternalError
-from megaclass.hvd.moving import (
+from megaclass.hvd.collectives.allgather import (
     allgather,
     allgather_async,
     alltoall,
@@ -23,8 +22,7 @@ from megaclass.hvd.moving import (
     grouped_allgather_async,
     sparse_allreduce_async,
 )
-from megaclass.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from megaclass.hvd.reducing import (
+from megaclass.hvd.collectives.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -34,14 +32,16 @@ from megaclass.hvd.reducing import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from megaclass.hvd.reductions import Adasum, Average, Max, Min, Product, Sum
-from megaclass.hvd.scattering import (
+from megaclass.hvd.collectives.handles import barrier, handle_average_backwards_compatibility, join, poll, synchronize
+from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
+from megaclass.hvd.collectives.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from megaclass.hvd.submission import barrier, handle_average_backwards_compatibility, join, poll, synchronize
+from megaclass.hvd.exceptions import HorovodInternalError
+from megaclass.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
 __all__ = [
     "Adasum",

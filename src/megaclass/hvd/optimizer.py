@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaclass.hvd.basics import _basics
+from megaclass.hvd.collectives.allreduce import compressed_allreduce_async_
 from megaclass.hvd.compression import Compression, wire_of
 from megaclass.hvd.functions import broadcast_object
 from megaclass.hvd.gradient_batches import GradientBatches
@@ -26,7 +27,6 @@ from megaclass.hvd.mpi_ops import (
     synchronize,
 )
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.reducing import compressed_allreduce_async_
 
 _TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Sequence
 
-from megaclass.distributed.addresses import interface_holding, interfaces, source_towards
+from megaclass.distributed.network.addresses import interface_holding, interfaces, source_towards
 from megaclass.errors import LaunchError
 
 
@@ -57,7 +57,7 @@ def hold_store_port(address: str = "") -> socket.socket:
     """A free port of the address, or of every interface, that only processes of this user can listen on while it is held.
 
     It is bound with SO_REUSEPORT and never listens: the kernel lets another socket have the port only if it has the same
-    option and the same user, as rank 0's store has (distributed/store.py).
+    option and the same user, as rank 0's store has (distributed/network/store.py).
     """
     is_any = not address and socket.has_dualstack_ipv6()
     held = socket.socket(socket.AF_INET6 if is_any or ":" in address else socket.AF_INET)

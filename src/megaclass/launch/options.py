@@ -41,7 +41,7 @@ _NUM_VALUES = {
 }
 HOROVOD_VERSION = "0.28.1"
 LAUNCHERS = ("ssh", "local", "mpi", "slurm", "ray")
-_HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "shims"
+_HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "compat" / "shims"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megaclass.distributed.job_secret import JOB_SECRET
+from megaclass.distributed.network.job_secret import JOB_SECRET
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
 from megaclass.world import OWN_ADDRESS, OWN_PORT, TORCHRUN_VARIABLES, World, environment_of

@@ -14,19 +14,19 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.config import Config
+from megaclass.config.schema import Config
 from megaclass.data.decode import decode_into, normalise
 from megaclass.data.loader import BadImages
-from megaclass.data.parallel import ordered_map
-from megaclass.data.source import ImageSource, PixelSource
+from megaclass.data.sources.open_source import ImageSource, PixelSource
+from megaclass.data.threaded_map import ordered_map
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import evaluating
-from megaclass.head.exchange import gather_batch
+from megaclass.head.gather_batch import gather_batch
+from megaclass.progress import progress_bar
 from megaclass.train.build import Model, input_size
 from megaclass.train.data_errors import DataErrors
-from megaclass.train.progress import progress_bar
 from megaclass.world import World
 
 

@@ -4,8 +4,8 @@ import sys
 
 import torch
 
-from megaclass.config import Config
-from megaclass.data.source import verification_files
+from megaclass.config.schema import Config
+from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.collectives import group_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.evaluate.results import SetResult

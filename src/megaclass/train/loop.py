@@ -15,22 +15,22 @@ from functools import partial
 import torch
 
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
-from megaclass.config import Config
+from megaclass.config.schema import Config
 from megaclass.data.loader import BatchLoader
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.evaluate.results import SetResult
+from megaclass.progress import no_bar, progress_bar
 from megaclass.train.build import Model
 from megaclass.train.data_errors import DataErrors, batch_of_no_class
 from megaclass.train.evaluation import accuracies, evaluate_between_steps
-from megaclass.train.generators import generator_states
-from megaclass.train.meters import Meter, check_finite
-from megaclass.train.progress import no_bar, progress_bar
-from megaclass.train.run_folder import RunFolder
+from megaclass.train.metrics import Meter, check_finite
+from megaclass.train.run.folder import RunFolder
+from megaclass.train.run.generators import generator_states
+from megaclass.train.run.signals import Stop, StopSignals
+from megaclass.train.run.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.schedule import learning_rate
-from megaclass.train.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.step import training_step
-from megaclass.train.stop_signals import Stop, StopSignals
 from megaclass.world import World
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaclass.config import TrainConfig
+from megaclass.config.schema import TrainConfig
 from megaclass.errors import ConfigError
 
 _FIRST_SCALE = 2.0**16

@@ -2,7 +2,7 @@
 
 import math
 
-from megaclass.config import OptimizerConfig
+from megaclass.config.schema import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megaclass.config import Config
+from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
-from megaclass.head.measures import HeadMeasures
+from megaclass.head.step_stats import HeadMeasures
 from megaclass.train.build import Model
 
 

@@ -9,8 +9,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.compiled_programs import Usage, compile_for
 
-from megaclass.head.kernels import triton_images, triton_programs, triton_rows
-from megaclass.head.kernels.triton_fused import Tiles, tiles_for
+from megaclass.head.fused import image_programs as triton_images
+from megaclass.head.fused import row_programs as triton_rows
+from megaclass.head.kernels import fused_programs as triton_programs
+from megaclass.head.kernels.fused import Tiles, tiles_for
 from megaclass.head.seal import MULTIPLIER, NUM_WATCHED
 
 # Bytes of shared memory a block may use; registers a multiprocessor has.

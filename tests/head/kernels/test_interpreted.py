@@ -45,7 +45,7 @@ WIDTH = 24
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiles and chunks so small that tiny problems have several of each; every other test with descriptors."""
     if IS_INTERPRETED:
-        from megaclass.head.kernels import triton_fused
+        from megaclass.head.kernels import fused as triton_fused
 
         tiles = triton_fused.Tiles(16, 32, 16, warps=4, stages=2, parts=2)
         monkeypatch.setattr(triton_fused, "FLOAT32_TILES", tiles)
@@ -207,7 +207,7 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
 
 @interpreted
 def test_drawn_classes_are_those_of_plain_pytorch():
-    from megaclass.head.kernels import fused_rows
+    from megaclass.head.fused import rows as fused_rows
     from megaclass.head.sampling import sample_classes
     from megaclass.head.shards import ClassRange
 

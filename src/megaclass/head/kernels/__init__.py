@@ -23,7 +23,7 @@ def choose_kernel(name: str, device: torch.device, *, margin: Margin, storage: s
         raise HeadError(f"Unknown kernel {name!r} for {device}: expected auto, {', '.join(_PLAIN)} or {_FUSED}.")
     obstacle = fused_obstacle(device, margin=margin, storage=storage)
     if obstacle is None and (device.type == "cuda" or name == _FUSED):
-        from megaclass.head.kernels import triton_fused
+        from megaclass.head.kernels import fused as triton_fused
 
         return triton_fused
     if name == _FUSED:
@@ -50,7 +50,7 @@ def fused_obstacle(device: torch.device, *, margin: Margin, storage: str) -> str
         return f"it needs compute capability 8.0 or later, and {torch.cuda.get_device_name(device)} has {capability}"
     if storage == "float64":
         return "it computes in float32, and storage is 'float64'"
-    from megaclass.head.kernels.triton_fused import MAX_LOGIT
+    from megaclass.head.kernels.fused import MAX_LOGIT
 
     if margin.logit_bound() > MAX_LOGIT:
         return f"it takes logits up to {MAX_LOGIT:g}, and those of {margin} reach {margin.logit_bound():g}"

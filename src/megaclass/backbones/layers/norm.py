@@ -1,0 +1,57 @@
+"""Batch norm and its neighbours as one operation: plain PyTorch, or on a GPU in training the fused programs."""
+
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import prelu
+
+from megaclass.distributed.sync_batch_norm import SyncBatchNorm
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Channels that the programs are made for.
+_WIDTHS = (16, 32, 64, 128, 256, 512)
+
+
+def norm_act(norm: nn.Module, x: Tensor, *, slope: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+    """prelu(norm(x)) + skip; slope (C,) is PReLU's weight. All images (B, C, H, W), the same back."""
+    if _is_fused(norm, x):
+        return _fused(norm, x, slope, skip, gives_input=False)[0]
+    y: Tensor = norm(x)
+    y = y if slope is None else prelu(y, slope)
+    return y if skip is None else y + skip
+
+
+def norm_and_input(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(x), and x for its second use: the shortcut's gradient is then added where the norm's is formed."""
+    return _fused(norm, x, None, None, gives_input=True) if _is_fused(norm, x) else (norm(x), x)
+
+
+def _is_fused(norm: nn.Module, x: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and x.dtype != torch.float64
+        and _HAS_TRITON
+        and isinstance(norm, (nn.BatchNorm2d, SyncBatchNorm))
+        and norm.training
+        and norm.affine
+        and norm.track_running_stats
+        and norm.momentum is not None
+        and x.shape[1] in _WIDTHS
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _fused(
+    norm: nn.Module, x: Tensor, slope: Tensor | None, skip: Tensor | None, *, gives_input: bool
+) -> tuple[Tensor, Tensor]:
+    from megaclass.backbones.layers.fused_norm import FusedNorm  # needs Triton
+
+    assert isinstance(norm, (nn.BatchNorm2d, SyncBatchNorm))
+    if skip is not None:
+        skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
+    outputs: tuple[Tensor, Tensor] = FusedNorm.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, slope, skip, norm, gives_input
+    )
+    return outputs

@@ -1,0 +1,368 @@
+"""`megaclass data …`: make, pack, look at, check and measure data sets."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaclass.errors import DataError
+
+if TYPE_CHECKING:
+    from megaclass.image_size import ImageSize
+
+
+def add_data_commands(commands: Any) -> None:
+    """Adds `data` and its own commands to the parser's."""
+    data = commands.add_parser("data", help="make, pack, look at, check and measure data sets")
+    below = data.add_subparsers(required=True, metavar="COMMAND")
+    _add_synth(below)
+    _add_pack(below)
+
+    look = _command(below, "inspect", _inspect, "counts, classes, sizes, label range, images per class, first images")
+    look.add_argument("path", help="data, as data.path takes it")
+    look.add_argument("--png", type=Path, metavar="FOLDER", help="write histogram.png and first-images.png there")
+
+    check = _command(below, "verify", _verify, "decode every record, check labels and index, list the bad ones")
+    check.add_argument("path", help="data, as data.path takes it, or a .rec without an index")
+    check.add_argument("--repair", type=Path, metavar="OUT", help="write a clean copy of the sound images there")
+    check.add_argument("--threads", type=int, default=_num_cores(), help="threads that decode (one a core)")
+    check.add_argument("--show", type=int, default=20, help="bad images to name (20); --json names all")
+
+    shuffle = _command(below, "shuffle", _shuffle, "write a .rec with its records in another order")
+    shuffle.add_argument("path", help="data, as data.path takes it")
+    shuffle.add_argument("--out", type=Path, required=True, help="folder to write")
+    shuffle.add_argument("--seed", type=int, default=0, help="another seed, another order (0)")
+
+    _add_split(below)
+
+    pairs = _command(below, "pairs", _pairs, "make a verification .bin of pairs, half of them of one class")
+    pairs.add_argument("path", help="data, as data.path takes it")
+    pairs.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="file to write")
+    pairs.add_argument("--pairs", type=int, default=6000, help="how many (6000)")
+    pairs.add_argument("--seed", type=int, default=0, help="another seed, other pairs (0)")
+    pairs.add_argument(
+        "--holdout",
+        type=float,
+        metavar="SHARE",
+        help="only of the identities that `data split --identities SHARE` with the same seed keeps out of training",
+    )
+
+    stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
+    stage.add_argument("path", nargs="?", help="data, as data.path takes it")
+    stage.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for example /dev/shm/faces")
+    stage.add_argument("--remove", action="store_true", help="remove the copy that lies there")
+
+    bench = _command(below, "bench", _bench, "images a second by stage: read, decode, collate, loader, augment")
+    bench.add_argument("path", help="data, as data.path takes it")
+    bench.add_argument("--threads", type=int, default=_num_cores(), help="threads of the loader (one a core)")
+    bench.add_argument("--batch", type=int, default=256, help="images in a batch (256)")
+    bench.add_argument("--seconds", type=float, default=2.0, help="time for each stage (2)")
+    bench.add_argument("--device", default="cpu", help="where images are augmented: cpu or cuda (cpu)")
+
+
+def add_bench_step(bench_commands: Any) -> None:
+    """Adds `bench step`."""
+    meaning = "the step of a recipe fed by its data, by memory and by noise; says which part bounds the run"
+    step = bench_commands.add_parser("step", help=meaning, description=meaning)
+    step.add_argument("recipe", type=Path, help="TOML file with the settings")
+    step.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    step.add_argument("--steps", type=int, default=20, help="steps measured with each source (20)")
+    step.add_argument("--json", action="store_true", help="print the result as JSON")
+    step.set_defaults(run=_bench_step)
+
+
+def _bench_step(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.bench.step import bench_step
+    from megaclass.config.read import load_config
+
+    config = load_config(options.recipe, options.settings)
+    return bench_step(config, given[2:], num_steps=max(1, options.steps), is_json=options.json)
+
+
+def _add_split(below: Any) -> None:
+    meaning = "hold out identities, or images of each, before training: OUT/train and OUT/holdout, with pairs"
+    split = _command(below, "split", _split, meaning)
+    split.add_argument("path", help="data, as data.path takes it")
+    split.add_argument("--out", type=Path, required=True, help="folder to write")
+    share = split.add_mutually_exclusive_group(required=True)
+    share.add_argument(
+        "--identities", type=float, metavar="SHARE", help="share of the identities to hold out, such as 0.1"
+    )
+    share.add_argument("--images", type=float, metavar="SHARE", help="share of the images of each identity to hold out")
+    split.add_argument("--seed", type=int, default=0, help="another seed, another choice (0)")
+    split.add_argument("--pairs", type=int, default=6000, help="pairs in train/holdout.bin at most (6000)")
+    split.add_argument("--threads", type=int, default=_num_cores(), help="threads that read (one a core)")
+
+
+def _add_synth(below: Any) -> None:
+    synth = _command(below, "synth", _synth, "draw identities by code, as train.rec, train.idx, property and a .bin")
+    synth.add_argument("--identities", type=int, required=True, help="how many")
+    synth.add_argument("--images-per-identity", type=int, required=True, help="images of each")
+    synth.add_argument("--size", type=int, default=112, help="side of an image in pixels (112)")
+    synth.add_argument("--pairs", type=int, default=1000, help="verification pairs of other identities (1000)")
+    synth.add_argument("--seed", type=int, default=0, help="fixes every pixel (0)")
+    synth.add_argument("--out", type=Path, required=True, help="folder to write")
+
+
+def _add_pack(below: Any) -> None:
+    pack = _command(below, "pack", _pack, "folder, label.txt or tar -> .rec, .idx and property, or tar shards")
+    pack.add_argument("path", help="data, as data.path takes it")
+    pack.add_argument("--out", type=Path, required=True, help="folder to write; a run that was cut off goes on")
+    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="what to write (rec)")
+    pack.add_argument(
+        "--labels",
+        choices=["auto", "float", "id2"],
+        default="auto",
+        help="classes as float32, exact to 2^24, or as 64 bits in id2; auto: id2 beyond 2^24 classes",
+    )
+    pack.add_argument("--no-shuffle", action="store_true", help="keep the images of a class together")
+    pack.add_argument("--seed", type=int, default=0, help="another seed, another order (0)")
+    pack.add_argument(
+        "--size",
+        type=_size,
+        metavar="SIDE|HEIGHTxWIDTH",
+        help="fit images to this size and encode anew, such as 112 or 112x96; otherwise bytes stay as they are",
+    )
+    pack.add_argument(
+        "--fit",
+        choices=("pad", "crop", "squash"),
+        default="squash",
+        help="with --size: black borders, edges cut off, or stretched (squash)",
+    )
+    pack.add_argument("--shard-images", type=int, default=10_000, help="images in a tar shard (10000)")
+    pack.add_argument("--threads", type=int, default=_num_cores(), help="threads that read and encode (one a core)")
+
+
+def _command(
+    below: Any, name: str, run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], meaning: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = below.add_parser(name, help=meaning, description=meaning)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+    def run_and_print(options: argparse.Namespace, given: list[str]) -> int:
+        code, result, text = run(options)
+        print(json.dumps(result, indent=1) if options.json else text)
+        return code
+
+    parser.set_defaults(run=run_and_print)
+    return parser
+
+
+def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.synthetic.synthesize import synthesize
+
+    with _progress("drawing identities") as on_progress:
+        is_new = synthesize(
+            options.out,
+            num_identities=options.identities,
+            images_per_identity=options.images_per_identity,
+            image_size=options.size,
+            seed=options.seed,
+            num_pairs=options.pairs,
+            on_progress=on_progress,
+        )
+    text = f"{options.out}: {'drawn' if is_new else 'already there, left as it is'}"
+    return 0, {"out": str(options.out), "is_new": is_new}, text
+
+
+def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.pack import PackOptions
+
+    chosen = PackOptions(
+        layout=options.format,
+        labels=options.labels,
+        shuffle_seed=None if options.no_shuffle else options.seed,
+        image_size=options.size,
+        fit=options.fit,
+        images_per_shard=options.shard_images,
+    )
+    return _pack_with(options.path, options.out, chosen, options.threads)
+
+
+def _shuffle(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.pack import PackOptions
+
+    return _pack_with(options.path, options.out, PackOptions(shuffle_seed=options.seed), 1)
+
+
+def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.pack import pack
+    from megaclass.image_size import compact_size, shown_size
+    from megaclass.train.run.class_names import class_list
+
+    source = _open(path)
+    names = class_list(path, source).text
+    with _progress("packing images") as on_progress:
+        packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
+    text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
+    if packed.num_resumed:
+        text += f"; went on after {packed.num_resumed:,} that were there"
+    if packed.labels_in_id2:
+        text += "; classes are kept as 64-bit numbers in id2, as the second line of property says (labels=id2)"
+    if packed.num_other_size:
+        what = f"were fitted to it ({options.fit})" if options.image_size is not None else "are kept; --size fits them"
+        size = options.image_size if options.image_size is not None else compact_size(source.image_size)
+        text += f"; {packed.num_other_size:,} have another size than {shown_size(size)} and {what}"
+    return 0, {"out": str(out), **packed.__dict__, "num_classes": source.num_classes}, text
+
+
+def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.inspect import inspect_source, write_first_images, write_histogram
+
+    source = _open(options.path)
+    with _progress("looking at images") as on_progress:
+        found = inspect_source(source, on_progress)
+    text = found.to_text()
+    if options.png is not None:
+        try:
+            options.png.mkdir(parents=True, exist_ok=True)
+            write_histogram(options.png / "histogram.png", found)
+            write_first_images(options.png / "first-images.png", source)
+        except OSError as error:
+            raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
+        text += f"\n\n{options.png / 'histogram.png'}, {options.png / 'first-images.png'}"
+    return 0, found.to_json(), text
+
+
+def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.pack import PackOptions, pack
+    from megaclass.data.tools.verify import verify
+    from megaclass.train.run.class_names import class_list
+
+    with _progress("checking records") as on_progress:
+        findings, sound = verify(options.path, num_threads=options.threads, on_progress=on_progress)
+    lines = [
+        f"{findings.what}: {findings.num_images:,} images, {len(findings.bad):,} bad, {len(findings.faults):,} faults"
+    ]
+    lines += [f"  {fault}" for fault in findings.faults[: options.show]]
+    lines += [f"  {name}: {fault}" for name, fault in findings.bad[: options.show]]
+    num_left = max(0, len(findings.bad) - options.show) + max(0, len(findings.faults) - options.show)
+    lines += [f"  and {num_left:,} more (--json names all)"] if num_left else []
+    lines += [f"  note: {note}" for note in findings.notes]
+    result: dict[str, Any] = {**findings.__dict__, "bad": dict(findings.bad), "is_sound": findings.is_sound}
+    if options.repair is not None:
+        if sound is None:
+            raise DataError(f"Nothing of {options.path} can be saved: no image of it is sound.")
+        try:
+            names = class_list(options.path, sound).text
+        except DataError as error:
+            names = b""
+            lines.append(f"  names of the classes are not carried over: {error}")
+        with _progress("writing the clean copy") as on_progress:
+            chosen = PackOptions(shuffle_seed=None)
+            packed = pack(sound, options.repair, chosen, class_names=names, on_progress=on_progress)
+        result["repaired"] = {"out": str(options.repair), "num_images": packed.num_images}
+        lines.append(f"{options.repair}: {packed.num_images:,} sound images of {sound.num_classes:,} classes")
+    return 0 if findings.is_sound or options.repair is not None else 1, result, "\n".join(lines)
+
+
+def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.split import Split, split_data
+    from megaclass.train.run.class_names import class_list
+
+    by = "identities" if options.identities is not None else "images"
+    split = Split(by=by, share=getattr(options, by), seed=options.seed)
+    source = _open(options.path)
+    with _progress("writing both parts") as on_progress:
+        made = split_data(
+            source,
+            split,
+            options.out,
+            class_names=class_list(options.path, source).text,
+            num_pairs=options.pairs,
+            num_threads=options.threads,
+            on_progress=on_progress,
+        )
+    train = options.out / "train"
+    lines = [
+        f"{train}: {made.num_train_images:,} images of {made.num_train_classes:,} classes: use it as data.path",
+        f"{options.out / 'holdout'}: {made.num_holdout_images:,} images of {made.num_holdout_classes:,} classes",
+        f"{train / 'holdout.bin'}: {made.num_pairs:,} pairs of held-out {by}; training evaluates them by itself"
+        if made.num_pairs
+        else "No pairs: too few images were held out.",
+    ]
+    return 0, {"out": str(options.out), "by": by, **made.__dict__}, "\n".join(lines)
+
+
+def _pairs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.pair_file import write_pairs
+    from megaclass.data.tools.make_pairs import make_pairs
+    from megaclass.data.tools.split import Split, held_out_part, mark_pairs
+
+    source = whole = _open(options.path)
+    split = None
+    if options.holdout is not None:
+        split = Split(by="identities", share=options.holdout, seed=options.seed)
+        source = held_out_part(whole, split)
+    with _progress("reading pairs") as on_progress:
+        pair_set = make_pairs(source, options.pairs, options.seed, on_progress)
+    write_pairs(options.out, pair_set)
+    if split is not None:
+        mark_pairs(options.out, split, split.id_for(whole))
+    return 0, {"out": str(options.out), "num_pairs": pair_set.num_pairs}, f"{options.out}: {pair_set.num_pairs:,} pairs"
+
+
+def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.stage import stage, unstage
+
+    if options.remove:
+        num_files = unstage(options.to)
+        return 0, {"removed": num_files}, f"{options.to}: {num_files} files removed"
+    if options.path is None:
+        raise DataError("megaclass data stage needs the data to copy, or --remove.")
+    with _progress("copying the data into memory, bytes") as on_progress:
+        staged = stage(options.path, options.to, on_progress)
+    return 0, {"path": staged}, f"{staged}: use it as data.path, or {options.to} as data.stage"
+
+
+def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    import torch
+
+    from megaclass.bench.data import bench_stages
+
+    source = _open(options.path)
+    with _progress("measuring") as on_progress:
+        speeds = bench_stages(
+            source,
+            num_threads=options.threads,
+            batch=options.batch,
+            seconds=options.seconds,
+            device=torch.device(options.device),
+            on_progress=on_progress,
+        )
+    lines = [f"{'stage':36}{'images/s':>10}{'CPU s per 1000':>18}"]
+    lines += [f"{speed.stage:36}{speed.images_per_second:>10,.0f}{speed.cpu_s_per_1000:>18.3f}" for speed in speeds]
+    return 0, {speed.stage: speed.__dict__ for speed in speeds}, "\n".join(lines)
+
+
+def _open(path: str) -> Any:
+    """The source, printed as it was chosen; on standard error, beside the progress bars."""
+    from megaclass.data.sources.open_source import open_source
+
+    source = open_source(path)
+    print(source.describe(), file=sys.stderr)
+    return source
+
+
+def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    """A bar that appears with the first report, which says how much there is to do."""
+    from megaclass.progress import bar_on_demand
+
+    return bar_on_demand(title)
+
+
+def _size(text: str) -> "ImageSize":
+    from megaclass.image_size import size_from_text
+
+    try:
+        return size_from_text(text.replace("x", ","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected 112, or height and width as 112x96") from None
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))

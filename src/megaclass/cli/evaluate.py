@@ -1,0 +1,295 @@
+"""The commands evaluate, report, export and embed: parse, call one function."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaclass.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megaclass.evaluate.results import SetResult
+    from megaclass.evaluate.sets import EvaluationSet
+    from megaclass.model import LoadedModel
+    from megaclass.world import World
+
+_MODEL_HELP = "run folder, .safetensors, InsightFace .pth, or .onnx"
+
+
+def add_evaluate_commands(commands: Any) -> None:
+    """commands: what `add_subparsers` gave."""
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="the numbers of a model on verification, template and identification sets",
+        description="megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC",
+    )
+    evaluate.add_argument("model", type=Path, help=_MODEL_HELP)
+    evaluate.add_argument(
+        "--on",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help=".bin, pairs list, IJB folder, or folder of .bin files",
+    )
+    evaluate.add_argument("--gallery", type=Path, help="who is known: folder of identities, or embeddings .npy")
+    evaluate.add_argument("--probes", type=Path, help="who is looked for: folder of identities, or embeddings .npy")
+    evaluate.add_argument("--distractors", type=Path, help="MegaFace's: images, embeddings .npy or its feature files")
+    evaluate.add_argument(
+        "--training-data",
+        metavar="PATH",
+        help="data the model was trained on, as data.path: says how many images of each .bin are in it",
+    )
+    evaluate.add_argument("--out", type=Path, help="folder for evaluation.json (the run folder, if MODEL is one)")
+    evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
+    evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    _add_running(evaluate)
+    evaluate.set_defaults(run=_evaluate)
+
+    report = commands.add_parser("report", help="one HTML page over one or several runs")
+    report.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="run folder, or one that evaluate --out wrote"
+    )
+    report.add_argument(
+        "--out",
+        type=Path,
+        help="page to write (report.html in the run; of several runs, A-and-B.html beside the first)",
+    )
+    report.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where class centres are compared (cpu)"
+    )
+    report.set_defaults(run=_report)
+
+    export = commands.add_parser("export", help="a folder with the model, config.json and a model card")
+    export.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
+    export.add_argument("--to", choices=("onnx", "safetensors", "insightface"), required=True, help="form of the model")
+    export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORM)")
+    export.add_argument("--licence", default="not stated", help="what the model card says about the licence")
+    _add_backbone(export)
+    export.set_defaults(run=_export)
+
+    embed = commands.add_parser("embed", help="embeddings of a folder of images, resumable")
+    embed.add_argument("model", type=Path, help=_MODEL_HELP)
+    embed.add_argument("folder", type=Path, help="images, in it and below")
+    embed.add_argument("--out", type=Path, required=True, help="embeddings.npy; the paths go into a .txt beside it")
+    _add_running(embed)
+    embed.set_defaults(run=_embed)
+
+
+def _add_backbone(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backbone",
+        metavar="MODULE:CLASS",
+        help="your own backbone, imported and built for this model; without it only built-in ones are built, whatever "
+        "the model's file says",
+    )
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    _add_backbone(parser)
+    parser.add_argument(
+        "--fit", choices=("pad", "crop", "squash"), help="how images of another size are fitted (as in training)"
+    )
+    parser.add_argument(
+        "--resize",
+        action="store_true",
+        help="stretch images of another size where the model does not say how to fit them",
+    )
+    parser.add_argument(
+        "--mirror",
+        action=argparse.BooleanOptionalAction,
+        help="add the embedding of the mirrored image (as in training: off after data.mirror=false)",
+    )
+    parser.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
+    parser.add_argument("--threads", type=int, default=2, help="threads a process that decode (2)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs when there are any"
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="processes to start on this machine (1)")
+
+
+def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
+    def run(model: "LoadedModel", world: "World") -> int:
+        from megaclass.data.sources.open_source import open_source
+        from megaclass.distributed.agreement import on_every_rank
+        from megaclass.evaluate.results import write_results
+        from megaclass.evaluate.sets import Evaluator, evaluate_sets
+        from megaclass.evaluate.training_overlap import compared_with_training_data
+
+        sets = on_every_rank(lambda: _sets(options), model.device)
+        fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
+        evaluator = Evaluator(
+            network=model.network,
+            image_size=model.image_size,
+            embedding_dim=model.embedding_dim,
+            device=model.device,
+            batch_size=options.batch_size,
+            num_threads=options.threads,
+            fit=fit,
+            mirror=mirror,
+            with_faiss=options.faiss,
+        )
+        results: list[SetResult] = []
+        for one in sets:
+            with _bar(f"evaluating {one.name}", world) as on_progress:
+                found = evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
+            if world.is_main and options.training_data is not None:
+                found = compared_with_training_data(found, open_source(options.training_data), options.training_data)
+            results += found
+            if world.is_main and not options.json:
+                print_result(results[-1])
+        if world.is_main:
+            if options.json:
+                print(json.dumps({result.name: result.to_json() for result in results}, indent=1), flush=True)
+            out = options.out or (options.model if options.model.is_dir() else None)
+            if out is not None:
+                with _writing(out):
+                    path = write_results(out, {"name": model.name, "weights": model.fingerprint()}, results)
+                print(f"megaclass: numbers in {path}", file=sys.stderr)
+        return 2 if any(result.error is not None for result in results) else 0
+
+    return _on_ranks(options, given, run)
+
+
+def print_result(result: "SetResult") -> None:
+    """A few lines of numbers, or why there are none."""
+    from megaclass.evaluate.report.sets import headline, probes_in_gallery_line, share_with_interval
+    from megaclass.evaluate.training_overlap import training_data_line
+
+    print(f"{result.name:16} {headline(result)}", flush=True)
+    lines = [] if result.error is None else [result.error]
+    for key, title in (("rank_k", "rank"), ("tar_at_far", "TAR at FAR"), ("tpir_at_fpir", "TPIR at FPIR")):
+        values = result.numbers.get(key, {})
+        if any(isinstance(value, dict) for value in values.values()):
+            continue  # by number of distractors: evaluation.json and the report have them
+        intervals = result.numbers.get(f"{key}_95", {})
+        for at, share in values.items():
+            if share is not None:
+                lines.append(f"{title} {at:5} {share_with_interval(share, intervals.get(at))}")
+        unmeasured = [at for at, share in values.items() if share is None]
+        if unmeasured:
+            lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
+    if result.numbers.get("xnorm") is not None:
+        lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
+    if result.numbers.get("mirror") is False:
+        lines.append("without the embeddings of mirrored images")
+    lines += [line for line in (training_data_line(result.numbers), probes_in_gallery_line(result.numbers)) if line]
+    for line in lines:
+        print(f"{'':16} {line}", flush=True)
+
+
+def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
+    from megaclass.evaluate.sets import EvaluationSet, find_sets
+
+    sets = find_sets(options.on)
+    if (options.gallery or options.distractors) and not options.probes:
+        raise ConfigError("--gallery and --distractors need --probes: who is looked for?")
+    if options.gallery:
+        name = f"{options.probes.stem} in {options.gallery.stem}"
+        sets.append(EvaluationSet(name=name, kind="identification", path=options.gallery, probes=options.probes))
+    if options.distractors:
+        name = f"{options.probes.stem} among {options.distractors.stem}"
+        sets.append(EvaluationSet(name=name, kind="distractors", path=options.distractors, probes=options.probes))
+    if not sets:
+        raise ConfigError("Nothing to evaluate on: give --on SET …, or --probes with --gallery or --distractors.")
+    return sets
+
+
+def _report(options: argparse.Namespace, given: list[str]) -> int:
+    import torch
+
+    from megaclass.evaluate.report.from_runs import report_of_runs
+    from megaclass.evaluate.report.page import write_report
+
+    out = options.out or _place_of_report(options.runs)
+    report = report_of_runs(options.runs, device=torch.device(options.device))
+    with _writing(out):
+        write_report(out, report)
+    print(out)
+    return 0
+
+
+def _place_of_report(runs: list[Path]) -> Path:
+    """A page over several runs is none of theirs: it lies beside the first one and leaves their own reports alone."""
+    if len(runs) == 1:
+        return runs[0] / "report.html"
+    first, *others = (run.resolve() for run in runs)
+    rest = others[0].name if len(others) == 1 else f"{len(others)}-others"
+    return first.parent / f"{first.name}-and-{rest}.html"
+
+
+def _export(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.export.run_export import export_model
+
+    if options.out is None and not options.model.is_dir():
+        raise ConfigError(f"{options.model} is not a run folder: say where to export it with --out FOLDER.")
+    out = options.out or options.model / "export" / options.to
+    with _writing(out):
+        print(export_model(options.model, options.to, out, licence=options.licence, backbone=options.backbone))
+    return 0
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"Cannot write {out}: {error.strerror or error}. Name another place with --out.") from error
+
+
+def _embed(options: argparse.Namespace, given: list[str]) -> int:
+    def run(model: "LoadedModel", world: "World") -> int:
+        from megaclass.embed_folder import embed_folder
+
+        fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
+        with _bar("embedding", world) as on_progress:
+            embedded = embed_folder(
+                model,
+                options.folder,
+                options.out,
+                fit=fit,
+                mirror=mirror,
+                batch_size=options.batch_size,
+                num_threads=options.threads,
+                on_progress=on_progress,
+            )
+        if world.is_main:
+            text = f"{options.out}: {embedded.num_embedded:,} × {model.embedding_dim}"
+            text += f", paths in {options.out.with_suffix('.txt')}"
+            if embedded.num_bad:
+                text += f"; {embedded.num_bad:,} could not be read: {options.out.with_suffix('.bad.txt')}"
+            print(text)
+        return 0
+
+    return _on_ranks(options, given, run)
+
+
+def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[LoadedModel, World], int]") -> int:
+    """`run` in every process of the job: those of the starter in charge, those of --nproc, or this one."""
+    from megaclass.world import world_from_environment
+
+    for name in ("batch_size", "threads", "nproc"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    world = world_from_environment()
+    if world.starter == "nobody" and options.nproc > 1:
+        from megaclass.launch.launchers.local import run_local
+
+        return run_local([sys.executable, "-m", "megaclass", *given], options.nproc)
+    from megaclass.distributed.agreement import on_every_rank
+    from megaclass.distributed.process_group import process_group
+    from megaclass.model import load
+
+    with process_group(world, device=options.device) as device:
+        return run(on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device), world)
+
+
+def _bar(title: str, world: "World") -> "AbstractContextManager[Callable[[int, int], None] | None]":
+    """What moves the one bar, on rank 0; the others draw nothing."""
+    from megaclass.progress import bar_on_demand
+
+    return bar_on_demand(title) if world.is_main else nullcontext()

@@ -1,0 +1,209 @@
+"""Reads settings: TOML files, then `key=value` overrides, into the dataclasses of `schema`; and writes them back as TOML."""
+
+import dataclasses
+import difflib
+import json
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megaclass.config.schema import (
+    Config,
+)
+from megaclass.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file, then `section.key=value` arguments, which win."""
+    values = _read_toml(path)
+    for override in overrides:
+        _apply(values, override)
+    return load_config_values(values, where=str(path))
+
+
+def load_config_values(values: dict[str, Any], *, where: str) -> Config:
+    """Settings as nested tables, checked like those of a file; `where` is what errors call them."""
+    return _build(Config, values, prefix="", where=where)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved settings as TOML that load_config reads back to an equal Config; unset values are left out."""
+    lines: list[str] = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        part = getattr(config, section.name)
+        for key in dataclasses.fields(part):
+            value = getattr(part, key.name)
+            if value is not None:
+                lines.append(f"{key.name} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def describe_settings() -> Iterator[tuple[str, str, str, str]]:
+    """(section.key, type, default, meaning) of every setting, read from the classes above; for the documentation."""
+    import ast
+    import inspect
+
+    for section_name, section in _hints(Config).items():
+        body = ast.parse(inspect.getsource(section)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
+                default = "required" if statement.value is None else ast.unparse(statement.value)
+                name = f"{section_name}.{statement.target.id}"
+                yield name, ast.unparse(statement.annotation), default, str(following.value.value)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        found = f" That folder has: {', '.join(near[:8])}." if near else ""
+        raise ConfigError(f"There is no configuration file {path}.{found}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        hint = " One of InsightFace's becomes a recipe by megaclass import-config." if path.suffix == ".py" else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Puts one `section.key=value` into the tree; the text is read as TOML where it can be, else as a string."""
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(
+            f"Cannot read the argument {override!r}: expected section.key=value, for example train.epochs=2."
+        )
+    try:
+        parsed: dict[str, Any] = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    # More than one key: a line break in the text that is no part of a value.
+    value = parsed["value"] if len(parsed) == 1 else text
+    table = values.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} is {table!r} in the file, not a section: {override!r} cannot be applied.")
+    table[key] = _Argument(text, value)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A value from the command line: what was typed, for fields that want text, and what it reads as."""
+
+    text: str
+    value: Any
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
+    hints = _hints(cls)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(
+                f"{_place(values[key], where)}: unknown setting {prefix}{key}; {_nearest(key, hints, prefix)}"
+            )
+    arguments: dict[str, Any] = {}
+    for member in dataclasses.fields(cls):  # type: ignore[arg-type]
+        name, hint = member.name, hints[member.name]
+        if dataclasses.is_dataclass(hint):
+            table = values.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{where}: {prefix}{name} is {table!r}; expected a section [{name}].")
+            arguments[name] = _build(typing.cast("type[Any]", hint), table, f"{prefix}{name}.", where)
+        elif name in values:
+            arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where)
+        elif member.default is dataclasses.MISSING:
+            raise ConfigError(f"{where}: {prefix}{name} is not set and has no default; add it or give {prefix}{name}=…")
+    return cls(**arguments)
+
+
+def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for choice in choices:
+        if isinstance(given, _Argument) and (choice is str or typing.get_origin(choice) is Literal):
+            value = given.value if isinstance(given.value, str) else given.text
+        else:
+            value = given.value if isinstance(given, _Argument) else given
+        fits, converted = _fit(value, choice)
+        if fits:
+            return converted
+    shown = given.text if isinstance(given, _Argument) else given
+    literals = [str(option) for choice in choices for option in typing.get_args(choice) if isinstance(option, str)]
+    close = difflib.get_close_matches(str(shown), literals, n=1)
+    hint_text = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"{_place(given, where)}: {name} is {shown!r}; expected {_type_name(hint)}{hint_text}")
+
+
+def _place(given: Any, where: str) -> str:
+    """Where a value was given: in the file, on the command line, or both for a section."""
+    values = given.values() if isinstance(given, dict) and given else [given]
+    return "command line" if all(isinstance(value, _Argument) for value in values) else where
+
+
+def _nearest(key: str, siblings: Sequence[str] | dict[str, Any], prefix: str) -> str:
+    same = [f"{section}.{key}" for section, hint in _hints(Config).items() if key in _hints(hint)]
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
+    if same or close:
+        return f"did you mean {same[0] if same else prefix + close[0]}?"
+    return f"known: {', '.join(prefix + name for name in siblings)}."
+
+
+def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
+    if hint is float:
+        # No setting means anything at infinity, and TOML can write it.
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = is_number and abs(value) <= sys.float_info.max
+        return is_number, float(value) if is_number else None
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint), value
+    if typing.get_origin(hint) is tuple:
+        return _fit_tuple(value, typing.get_args(hint))
+    return isinstance(value, hint), value
+
+
+def _fit_tuple(value: Any, members: tuple[Any, ...]) -> tuple[bool, Any]:
+    if not isinstance(value, list):
+        return False, None
+    hints = [members[0]] * len(value) if len(members) == 2 and members[1] is Ellipsis else list(members)
+    if len(hints) != len(value):
+        return False, None
+    fitted = [_fit(item, hint) for item, hint in zip(value, hints, strict=True)]
+    return all(fits for fits, _ in fitted), tuple(item for _, item in fitted)
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(choice) for choice in typing.get_args(hint) if choice is not type(None))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        examples = {float: "[8, 14]", str: '["conv1"]', int: "[112, 96]"}
+        return f"a list like {examples.get(typing.get_args(hint)[0], '[[0, 0.1], [8000, 1.0]]')}"
+    return names[hint]
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, float):
+        text = repr(value)
+        return text if any(c in text for c in ".en") else text + ".0"
+    # JSON's strings, numbers and booleans are TOML's, except that TOML wants DEL escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,257 @@
+"""RecordIO: many encoded images in one `.rec` file, found through a text index `.idx`. Bytes as in docs/formats.md.
+
+The reader maps the file into memory, so ranks and workers on one host share one copy, and opening costs nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.data.sources.record_index import RecordIndex, write_index
+from megaclass.errors import DataError
+
+MAGIC = 0xCED7230A
+MAX_PART_BYTES = 2**29 - 1
+# A label travels as float32: from here on neighbouring integers share one value.
+MAX_EXACT_LABEL = 2**24
+
+_MAGIC_BYTES = struct.pack("<I", MAGIC)
+_PART_HEADER = struct.Struct("<II")
+_RECORD_HEADER = struct.Struct("<IfQQ")
+_WHOLE_HEADER = struct.Struct("<III")
+_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one record holds. An empty payload marks the records that describe others."""
+
+    labels: tuple[float, ...]
+    payload: bytes
+    id: int = 0
+    id2: int = 0
+
+
+def image_record(label: int, payload: bytes, key: int, *, is_label_in_id2: bool) -> Record:
+    """A labelled image. With its class in id2, the float is -1: a reader that does not know then refuses it."""
+    if is_label_in_id2:
+        return Record((-1.0,), payload, id=key, id2=label)
+    require_exact_label(label)
+    return Record((float(label),), payload, id=key)
+
+
+def require_exact_label(label: int) -> None:
+    if not 0 <= label < MAX_EXACT_LABEL:
+        raise DataError(
+            f"Cannot write label {label} as float32, which is exact only below {MAX_EXACT_LABEL:,}: "
+            f"pack with 64-bit labels (megaclass data pack --labels id2)."
+        )
+
+
+def pack_record(record: Record) -> bytes:
+    """The bytes of a record, before they are split into parts."""
+    if len(record.labels) == 1:
+        return _RECORD_HEADER.pack(0, record.labels[0], record.id, record.id2) + record.payload
+    labels = np.asarray(record.labels, dtype="<f4").tobytes()
+    return _RECORD_HEADER.pack(len(record.labels), 0.0, record.id, record.id2) + labels + record.payload
+
+
+def unpack_record(packed: bytes, where: str) -> Record:
+    """`where` names the record in errors, for example `train.rec, byte 128`."""
+    if len(packed) < _RECORD_HEADER.size:
+        raise DataError(
+            f"Cannot read {where}: the record has {len(packed)} bytes, "
+            f"expected at least the {_RECORD_HEADER.size} of its header."
+        )
+    num_labels, label, id_, id2 = _RECORD_HEADER.unpack_from(packed)
+    if num_labels == 0:
+        return Record((label,), packed[_RECORD_HEADER.size :], id_, id2)
+    end = _RECORD_HEADER.size + 4 * num_labels
+    if len(packed) < end:
+        raise DataError(
+            f"Cannot read {where}: its header announces {num_labels} labels, which takes {end} bytes, "
+            f"but the record has {len(packed)}."
+        )
+    labels = np.frombuffer(packed, dtype="<f4", count=num_labels, offset=_RECORD_HEADER.size)
+    return Record(tuple(labels.tolist()), packed[end:], id_, id2)
+
+
+class RecordReader:
+    """Random access to the records of one `.rec` file. Pickles as its path, so a worker opens its own map."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Kept open: the size is asked before each record, since touching a page beyond the end kills the process.
+            self._file = path.open("rb")
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise DataError(f"The record file {path} is empty.") from error
+        except OSError as error:
+            raise DataError(f"Cannot read the record file {path}: {error.strerror}.") from error
+
+    def __reduce__(self) -> tuple[type[RecordReader], tuple[Path]]:
+        return RecordReader, (self.path,)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._map)
+
+    def words(self) -> NDArray[np.uint32]:
+        """The file as 32-bit words, without a copy: headers of many records are then gathered at once."""
+        return np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
+
+    def require_unchanged(self) -> None:
+        """Refuses a file that has become shorter than it was when it was opened."""
+        if os.fstat(self._file.fileno()).st_size < len(self._map):
+            raise DataError(
+                f"{self.path} changed while it was read: it had {len(self._map)} bytes and is shorter now. "
+                f"Write a new file and rename it instead of rewriting one that is in use."
+            )
+
+    def read(self, offset: int) -> Record:
+        packed, _ = self._read_packed(offset)
+        return unpack_record(packed, f"{self.path}, byte {offset}")
+
+    def read_payload(self, offset: int) -> bytes:
+        """The encoded image alone; whole records, nearly all there are, take a short way."""
+        if 0 <= offset <= len(self._map) - _WHOLE_HEADER.size:
+            self.require_unchanged()
+            magic, kind_and_length, num_labels = _WHOLE_HEADER.unpack_from(self._map, offset)
+            end = offset + _PART_HEADER.size + kind_and_length
+            start = offset + _PART_HEADER.size + _RECORD_HEADER.size + 4 * num_labels
+            # Of the kinds of parts, a whole one is 0: then the word is the length.
+            if magic == MAGIC and kind_and_length <= MAX_PART_BYTES and start <= end <= len(self._map):
+                return self._map[start:end]
+        return self.read(offset).payload
+
+    def next_record(self, offset: int) -> int:
+        """Where the record after the one at `offset` begins; its own content is not copied."""
+        kind, _, end = self._part(offset)
+        if kind in (_MIDDLE, _LAST):
+            raise self._later_part(offset)
+        while kind in (_FIRST, _MIDDLE):
+            kind, _, end = self._further_part(_padded(end), offset)
+        return _padded(end)
+
+    def find_mark(self, offset: int) -> int:
+        """The first byte from `offset` on that may begin a record: where reading goes on after damage."""
+        found = self._map.find(_MAGIC_BYTES, _padded(offset))
+        while found >= 0 and found % 4:
+            found = self._map.find(_MAGIC_BYTES, found + 1)
+        return found if found >= 0 else len(self._map)
+
+    def _read_packed(self, offset: int) -> tuple[bytes, int]:
+        """The record's bytes and where the next record begins."""
+        self.require_unchanged()
+        kind, start, end = self._part(offset)
+        if kind == _WHOLE:
+            return self._map[start:end], _padded(end)
+        if kind != _FIRST:
+            raise self._later_part(offset)
+        parts = [self._map[start:end]]
+        while kind != _LAST:
+            kind, start, end = self._further_part(_padded(end), offset)
+            parts.append(self._map[start:end])
+        return _MAGIC_BYTES.join(parts), _padded(end)
+
+    def _further_part(self, at: int, offset: int) -> tuple[int, int, int]:
+        kind, start, end = self._part(at)
+        if kind not in (_MIDDLE, _LAST):
+            raise DataError(
+                f"Cannot read {self.path}, byte {at}: "
+                f"expected a further part of the record that begins at byte {offset}."
+            )
+        return kind, start, end
+
+    def _later_part(self, offset: int) -> DataError:
+        return DataError(
+            f"Cannot read {self.path}, byte {offset}: this is a later part of a split record, expected the first."
+        )
+
+    def _part(self, offset: int) -> tuple[int, int, int]:
+        """(kind, first byte, byte after the last) of the part whose header lies at `offset`."""
+        if not 0 <= offset <= len(self._map) - _PART_HEADER.size:
+            raise DataError(
+                f"Cannot read {self.path}, byte {offset}: expected a record, but the file has {len(self._map)} bytes. "
+                f"Is it truncated, or does the index belong to another file?"
+            )
+        magic, kind_and_length = _PART_HEADER.unpack_from(self._map, offset)
+        if magic != MAGIC:
+            raise DataError(
+                f"Cannot read {self.path}, byte {offset}: expected the record mark 0x{MAGIC:08X}, found 0x{magic:08X}. "
+                f"Is it damaged, or does the index belong to another file?"
+            )
+        start = offset + _PART_HEADER.size
+        end = start + (kind_and_length & MAX_PART_BYTES)
+        if end > len(self._map):
+            raise DataError(
+                f"Cannot read {self.path}, byte {offset}: the record needs {end - start} bytes, "
+                f"but the file ends after {len(self._map) - start}."
+            )
+        kind = kind_and_length >> 29
+        if kind > _LAST:
+            raise DataError(f"Cannot read {self.path}, byte {offset}: unknown kind of part {kind}, expected 0 to 3.")
+        return kind, start, end
+
+
+class RecordWriter:
+    """Appends records to a `.rec` file; on leaving without an error, writes the `.idx` beside it.
+
+    The file is a new one, unless `keys` and `offsets` say which whole records it holds already.
+    """
+
+    def __init__(
+        self, path: Path, keys: NDArray[np.int64] | None = None, offsets: NDArray[np.int64] | None = None
+    ) -> None:
+        self.path = path
+        self._file = path.open("wb" if offsets is None or len(offsets) == 0 else "ab")
+        # Eight bytes a number: lists of 40 million Python integers would take gigabytes.
+        self._keys = array("q", (() if keys is None else keys.tolist()))
+        self._offsets = array("q", (() if offsets is None else offsets.tolist()))
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if error is None:
+            keys, offsets = np.array(self._keys, dtype=np.int64), np.array(self._offsets, dtype=np.int64)
+            # Sorted by key, whatever the order in the file: readers then need not sort.
+            order = np.argsort(keys, kind="stable")
+            write_index(self.path.with_suffix(".idx"), RecordIndex(keys[order], offsets[order]))
+
+    def write(self, key: int, record: Record) -> None:
+        self._keys.append(key)
+        self._offsets.append(self._file.tell())
+        self._file.write(_split(pack_record(record), f"the record with key {key} for {self.path}"))
+
+
+def _split(packed: bytes, what: str) -> bytes:
+    """Parts with headers and padding, cut where the bytes could be mistaken for the start of a record."""
+    whole_words = np.frombuffer(packed, dtype="<u4", count=len(packed) // 4)
+    cuts = (np.flatnonzero(whole_words == MAGIC) * 4).tolist()
+    starts, ends = [0, *(cut + 4 for cut in cuts)], [*cuts, len(packed)]
+    parts = []
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if end - start > MAX_PART_BYTES:
+            raise DataError(f"Cannot write {what}: {end - start} bytes in one part, at most {MAX_PART_BYTES} fit.")
+        kind = _WHOLE if not cuts else _FIRST if number == 0 else _LAST if number == len(cuts) else _MIDDLE
+        padding = b"\0" * (_padded(end - start) - (end - start))
+        parts.append(_PART_HEADER.pack(MAGIC, kind << 29 | (end - start)) + packed[start:end] + padding)
+    return b"".join(parts)
+
+
+def _padded(length: int) -> int:
+    return (length + 3) // 4 * 4

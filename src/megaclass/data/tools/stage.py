@@ -1,0 +1,218 @@
+"""A copy of the data in memory (`/dev/shm/…`), made once a host and shared by all its ranks.
+
+A copy carries a list of its files, and once it is finished the sizes and times of the originals: it is used again as long
+as those are what they were. Nothing but what is in that list is ever removed.
+
+Staging folders lie in places that all users share, so what is found there is not trusted. The folder must belong to the
+user and not be open to everybody (data/tools/own_folder.py); every file is opened, replaced and removed relative to the opened
+folder, without following a link; and a list that names anything outside is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from megaclass.data.sources.open_source import CLASSES_FILE, kind_of, split_path
+from megaclass.data.tools.own_folder import OwnFolder, is_inside
+from megaclass.errors import DataError
+
+_LIST = ".staged.json"
+_LOCK = ".lock"
+_COPY_BYTES = 2**24
+# What opening the copy writes beside it.
+_CACHES = ("*.idx.cache", "*.idx.sorted.cache", "*.rec.labels", "*.tar.cache", "shards.cache")
+
+Progress = Callable[[int, int], None]
+
+
+def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
+    """Copies the data at `path` (see `open_source`) into `folder` unless it is there; returns the path to open instead.
+
+    Of several processes on a host one copies and the others wait. `on_progress` gets bytes done and in all.
+    """
+    parts = split_path(path)
+    if all(kind_of(part) in ("synthetic", "debug") for part in parts):
+        return path
+    wanted = {
+        PurePosixPath(f"{number}") / file.relative_to(_base(part)): file
+        for number, part in enumerate(parts)
+        for file in _files(part)
+    }
+    listed: _List = [(str(name), *_size_and_time(file)) for name, file in sorted(wanted.items())]
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with OwnFolder(folder) as own, _locked(own):
+            before = _read_list(own)
+            if before != listed:
+                for name in (PurePosixPath(name) for name, *_ in before or ()):
+                    if name not in wanted:
+                        # It would otherwise stay in the copy as an image that the data no longer has.
+                        own.remove(name)
+                _copy_all(wanted, own, on_progress)
+                _write_list(own, listed)
+            for number, part in enumerate(parts):
+                if kind_of(part) == "folders":
+                    _match_identities(Path(part), own, PurePosixPath(f"{number}"))
+    except OSError as error:
+        raise DataError(f"Cannot stage {path} in {folder}: {error.strerror or error}.") from error
+    return ",".join(str(folder / f"{number}" / _inside(part)) for number, part in enumerate(parts))
+
+
+def unstage(folder: Path) -> int:
+    """Removes a staged copy, and nothing that was not copied; returns how many files."""
+    if not folder.exists() and not folder.is_symlink():
+        raise DataError(f"{folder} holds no staged data: there is no such folder.")
+    try:
+        with OwnFolder(folder) as own:
+            listed = _read_list(own)
+            if listed is None:
+                raise DataError(f"{folder} holds no staged data: there is no {_LIST} in it, so nothing is removed.")
+            for name in (PurePosixPath(name) for name, *_ in listed):
+                own.remove(name)
+                own.remove(_partial(name))
+            own.remove(PurePosixPath(_LIST))
+            own.remove(PurePosixPath(_LOCK))
+            own.remove_empty_folders(lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _CACHES))
+    except OSError as error:
+        raise DataError(f"Cannot remove the copy in {folder}: {error.strerror or error}.") from error
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return len(listed)
+
+
+_List = list[tuple[str, int, int]]
+"""Name below the staging folder, size and time of the original."""
+
+
+def _base(part: str) -> Path:
+    return Path(part).parent if Path(part).is_file() else Path(part)
+
+
+def _inside(part: str) -> str:
+    return Path(part).name if Path(part).is_file() else ""
+
+
+def _files(part: str) -> Iterator[Path]:
+    """What has to be copied; caches come along, so that they are not made anew."""
+    place, kind = Path(part), kind_of(part)
+    base = _base(part)
+    if kind in ("folders", "list"):
+        yield from (file for file in sorted(base.rglob("*")) if file.is_file())
+        return
+    if kind == "tar":
+        shards = [place] if place.is_file() else sorted(base.glob("*.tar"))
+        yield from shards
+        names = (base / CLASSES_FILE, base / "shards.cache", Path(f"{shards[0]}.cache"))
+        yield from (file for file in names if file.is_file())
+        return
+    for record_file in [place] if place.is_file() else sorted(base.glob("*.rec")):
+        index = record_file.with_suffix(".idx")
+        beside = (
+            base / "property",
+            base / CLASSES_FILE,
+            Path(f"{index}.cache"),
+            Path(f"{index}.sorted.cache"),
+            Path(f"{record_file}.labels"),
+        )
+        yield from (record_file, index, *(file for file in beside if file.is_file()))
+
+
+def _match_identities(original: Path, own: OwnFolder, copy: PurePosixPath) -> None:
+    """An identity without images has a label, too: its folder must be there, and one that has gone must not."""
+    wanted = {entry.name for entry in os.scandir(original) if entry.is_dir()}
+    for name in wanted:
+        with own.opened(copy / name, create=True):
+            pass
+    with own.opened(copy, create=True) as handle:
+        for name in {entry.name for entry in os.scandir(handle) if entry.is_dir(follow_symlinks=False)} - wanted:
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=handle)
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise DataError(f"Cannot stage {file}: {error.strerror}.") from error
+    return found.st_size, found.st_mtime_ns
+
+
+def _copy_all(wanted: Mapping[PurePosixPath, Path], own: OwnFolder, on_progress: Progress | None) -> None:
+    to_copy = {name: file for name, file in wanted.items() if own.size_and_time(name) != _size_and_time(file)}
+    total = sum(_size_and_time(file)[0] for file in to_copy.values())
+    free = shutil.disk_usage(own.path).free
+    if total > free:
+        raise DataError(
+            f"Cannot stage the data in {own.path}: it takes {total / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free there. "
+            f"Choose another data.stage, or none."
+        )
+    # Until the copy is finished: what `unstage` may remove.
+    _write_list(own, [(str(name), -1, -1) for name in sorted(wanted)])
+    done = 0
+    for name, file in to_copy.items():
+        try:
+            with file.open("rb") as source, own.new_file(_partial(name)) as target:
+                while block := source.read(_COPY_BYTES):
+                    target.write(block)
+                    done += len(block)
+                    if on_progress is not None:
+                        on_progress(done, total)
+                target.flush()
+                # The same times, so that the caches, which know the originals by them, fit the copies.
+                found = os.fstat(source.fileno())
+                os.utime(target.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+            own.rename(_partial(name), name)
+        finally:
+            own.remove(_partial(name))
+
+
+def _partial(name: PurePosixPath) -> PurePosixPath:
+    return name.with_name(f".{name.name}.partial")
+
+
+@contextlib.contextmanager
+def _locked(own: OwnFolder) -> Iterator[None]:
+    handle = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=own.handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _read_list(own: OwnFolder) -> _List | None:
+    """None where there is none, or a damaged one. Names outside the folder are no accident and are refused."""
+    try:
+        with own.existing_file(PurePosixPath(_LIST)) as file:
+            found = json.loads(file.read())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, list):
+        return None
+    listed: _List = []
+    for entry in found:
+        match entry:
+            case [str(name), int(size), int(time)]:
+                if not is_inside(name):
+                    raise DataError(
+                        f"{own.path / _LIST} names {name[:200]!r}, which lies outside the folder: something other than "
+                        f"megaclass wrote it. Nothing was changed. Choose another folder, or remove this one by hand."
+                    )
+                listed.append((name, size, time))
+            case _:
+                return None
+    return listed
+
+
+def _write_list(own: OwnFolder, listed: _List) -> None:
+    unfinished = PurePosixPath(f"{_LIST}.partial")
+    with own.new_file(unfinished) as file:
+        file.write(json.dumps(listed).encode())
+    own.rename(unfinished, PurePosixPath(_LIST))

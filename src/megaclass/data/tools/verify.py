@@ -1,0 +1,270 @@
+"""Every record looked at: does it decode, is its label in range, does the index name it. And a copy of what is sound.
+
+A damaged `.rec` is read without trusting its index: records are found by their marks, and after damage by the next one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.data.decode import decode_image, first_image_size
+from megaclass.data.sources.open_source import ImageSource, kind_of, open_source
+from megaclass.data.sources.record_index import read_index_lines
+from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordReader
+from megaclass.data.sources.records import Property, RecordSource, read_property
+from megaclass.data.threaded_map import ordered_map
+from megaclass.errors import DataError
+
+_BLOCK_IMAGES = 128
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Findings:
+    """What is wrong with a source; empty lists for a sound one."""
+
+    what: str
+    num_images: int = 0
+    """Images looked at, sound or not."""
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    """(key or name, what is wrong) of every bad image."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong with the file, the index or the header."""
+    notes: list[str] = field(default_factory=list)
+    """What is odd but harms nothing."""
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.bad and not self.faults
+
+
+class SubsetSource:
+    """Some of the images of a source; classes keep their numbers."""
+
+    def __init__(self, inner: ImageSource, rows: NDArray[np.int64]) -> None:
+        self._inner, self._rows = inner, rows
+        self.labels: NDArray[np.int64] = inner.labels[rows]
+        self.num_classes = inner.num_classes
+        self.num_images = len(rows)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return first_image_size(self)
+
+    def read(self, index: int) -> bytes:
+        return self._inner.read(int(self._rows[index]))
+
+    def name_of(self, index: int) -> str:
+        return self._inner.name_of(int(self._rows[index]))
+
+    def describe(self) -> str:
+        return f"{self.num_images:,} images out of {self._inner.describe()}"
+
+
+def verify(
+    path: Path | str, *, num_threads: int = 1, on_progress: Progress | None = None
+) -> tuple[Findings, ImageSource | None]:
+    """What is wrong, and a source of the sound images, None when there are none. `on_progress`: records done, in all."""
+    record_file = _find_record_file(Path(path))
+    if record_file is not None:
+        return _verify_records(record_file, num_threads, on_progress)
+    source = open_source(path)
+    findings = Findings(source.describe(), source.num_images)
+    is_sound = np.ones(source.num_images, dtype=bool)
+
+    def check(rows: range) -> list[tuple[int, str | None]]:
+        return [(row, _fault_of(partial(source.read, row), source.name_of(row))) for row in rows]
+
+    for results in ordered_map(check, _blocks(source.num_images), num_threads):
+        for row, fault in results:
+            if fault is not None:
+                findings.bad.append((source.name_of(row), fault))
+                is_sound[row] = False
+        if on_progress is not None:
+            on_progress(results[-1][0] + 1, source.num_images)
+    _note_empty_classes(findings, source.labels[is_sound], source.num_classes)
+    return findings, SubsetSource(source, np.flatnonzero(is_sound)) if is_sound.any() else None
+
+
+def _find_record_file(place: Path) -> Path | None:
+    """The `.rec` at a path that `open_source` may refuse, for want of an index for example."""
+    if place.suffix == ".rec" and place.is_file():
+        return place
+    found = sorted(place.glob("*.rec")) if place.is_dir() else []
+    if (place / "train.rec") in found:
+        return place / "train.rec"
+    if not found:
+        kind_of(str(place))
+        return None
+    return found[0] if len(found) == 1 else None
+
+
+def _verify_records(path: Path, num_threads: int, on_progress: Progress | None) -> tuple[Findings, ImageSource | None]:
+    findings = Findings(f"RecordIO {path}")
+    reader = RecordReader(path)
+    properties = _property_or_fault(path.parent / "property", findings)
+    offsets = _find_records(reader, findings)
+    keys = _compare_index(path.with_suffix(".idx"), offsets, findings)
+    good = _GoodRecords()
+
+    def check(rows: range) -> list[_Checked]:
+        return [_check_record(reader, int(offsets[row]), int(keys[row]), properties) for row in rows]
+
+    num_done = 0
+    for results in ordered_map(check, _blocks(len(offsets)), num_threads):
+        for row, checked in enumerate(results, start=num_done):
+            if checked.fault is not None:
+                findings.bad.append((f"key {keys[row]}, byte {offsets[row]}", checked.fault))
+            if checked.is_image and checked.fault is None:
+                good.add(int(keys[row]), int(offsets[row]), checked.label)
+            findings.num_images += checked.is_image
+        num_done += len(results)
+        if on_progress is not None:
+            on_progress(num_done, len(offsets))
+    source = good.as_source(reader, properties)
+    if source is not None:
+        _check_header(reader, offsets, keys, findings)
+        _note_empty_classes(findings, source.labels, source.num_classes)
+    return findings, source
+
+
+@dataclass(frozen=True)
+class _Checked:
+    is_image: bool
+    label: int = -1
+    fault: str | None = None
+
+
+class _GoodRecords:
+    def __init__(self) -> None:
+        self._columns = (array("q"), array("q"), array("q"))
+
+    def add(self, *values: int) -> None:
+        for column, value in zip(self._columns, values, strict=True):
+            column.append(value)
+
+    def as_source(self, reader: RecordReader, properties: Property) -> RecordSource | None:
+        keys, offsets, labels = (np.array(column, dtype=np.int64) for column in self._columns)
+        if not len(keys):
+            return None
+        num_classes = properties.num_classes or int(labels.max()) + 1
+        return RecordSource(reader, keys, offsets, labels, num_classes, properties.image_size, has_header=False)
+
+
+def _check_record(reader: RecordReader, offset: int, key: int, properties: Property) -> _Checked:
+    try:
+        record = reader.read(offset)
+    except DataError as error:
+        return _Checked(True, fault=str(error))
+    if not record.payload:
+        # A header, or an identity's range of keys.
+        is_range = len(record.labels) == 2
+        return _Checked(not is_range, fault=None if is_range else "it holds no image: 0 bytes")
+    label, fault = _label_of(record, properties)
+    if fault is None:
+        fault = _fault_of(lambda: record.payload, f"{reader.path}, key {key}")
+    return _Checked(True, label, fault)
+
+
+def _label_of(record: Record, properties: Property) -> tuple[int, str | None]:
+    value: float = record.labels[0]
+    if properties.is_label_in_id2:
+        if value != -1 or record.id2 >= 2**63:
+            return -1, f"label {value} and id2 {record.id2}: expected -1 and the class in id2"
+        value = record.id2
+    elif not (0 <= value < MAX_EXACT_LABEL and float(value).is_integer()):
+        return -1, f"label {value}: expected an integer in [0, {MAX_EXACT_LABEL:,}), which float32 holds exactly"
+    if properties.num_classes is not None and value >= properties.num_classes:
+        return -1, f"label {int(value)}: property says num_classes = {properties.num_classes}"
+    return int(value), None
+
+
+def _fault_of(read: Callable[[], bytes], name: str) -> str | None:
+    try:
+        decode_image(read(), name)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def _property_or_fault(path: Path, findings: Findings) -> Property:
+    try:
+        return read_property(path)
+    except DataError as error:
+        findings.faults.append(str(error))
+        return Property()
+
+
+def _find_records(reader: RecordReader, findings: Findings) -> NDArray[np.int64]:
+    """Where records begin, found by their marks; damage in between is passed over and said."""
+    offsets, offset = array("q"), 0
+    while offset < reader.num_bytes:
+        try:
+            after = reader.next_record(offset)
+            offsets.append(offset)
+        except DataError as error:
+            after = reader.find_mark(offset + 4)
+            findings.faults.append(f"{error} {after - offset} bytes are passed over.")
+        offset = after
+    return np.array(offsets, dtype=np.int64)
+
+
+def _compare_index(path: Path, offsets: NDArray[np.int64], findings: Findings) -> NDArray[np.int64]:
+    """Key of every record found, by the index, or else its number in the file."""
+    keys = np.arange(len(offsets))
+    try:
+        index = read_index_lines(path)
+    except DataError as error:
+        findings.faults.append(str(error))
+        return keys
+    values, counts = np.unique(index.keys, return_counts=True)
+    findings.faults += [
+        f"The index names key {key} {count} times." for key, count in _pairs(values, counts) if count > 1
+    ]
+    place = np.minimum(np.searchsorted(offsets, index.offsets), max(len(offsets) - 1, 0))
+    is_there = offsets[place] == index.offsets if len(offsets) else np.zeros(len(index.keys), dtype=bool)
+    findings.faults += [
+        f"The index says that key {key} begins at byte {offset}: no whole record begins there."
+        for key, offset in _pairs(index.keys[~is_there], index.offsets[~is_there])
+    ]
+    is_named = np.zeros(len(offsets), dtype=bool)
+    is_named[place[is_there]] = True
+    # Numbers of their own for records that the index leaves out, beyond all of its keys.
+    keys = keys + (int(index.keys.max()) + 1 if not is_named.all() else 0)
+    keys[place[is_there]] = index.keys[is_there]
+    findings.faults += [f"The record at byte {offset} is not in the index." for offset in offsets[~is_named].tolist()]
+    return keys
+
+
+def _check_header(
+    reader: RecordReader, offsets: NDArray[np.int64], keys: NDArray[np.int64], findings: Findings
+) -> None:
+    rows = np.flatnonzero(keys == 0)
+    header = reader.read(int(offsets[rows[0]])) if len(rows) else None
+    if header is None or header.payload or len(header.labels) != 2:
+        return
+    announced = header.labels[0] - 1
+    if announced < MAX_EXACT_LABEL and announced != findings.num_images:
+        findings.faults.append(f"The header record announces {announced:g} images, {findings.num_images} were found.")
+
+
+def _note_empty_classes(findings: Findings, labels: NDArray[np.int64], num_classes: int) -> None:
+    num_empty = num_classes - len(np.unique(labels))
+    if num_empty:
+        findings.notes.append(f"{num_empty:,} of {num_classes:,} classes have no image.")
+
+
+def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    return zip(first.tolist(), second.tolist(), strict=True)
+
+
+def _blocks(num_items: int) -> Iterator[range]:
+    return (range(start, min(start + _BLOCK_IMAGES, num_items)) for start in range(0, num_items, _BLOCK_IMAGES))

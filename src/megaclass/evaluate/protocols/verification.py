@@ -1,0 +1,292 @@
+"""Distances of pairs -> the numbers people publish: 10-fold accuracy, ROC, TAR at FAR, EER, AUC.
+
+A pair is called "same" when its distance lies strictly below a threshold. Letters: N pairs, 2N images (pairs are
+consecutive), T thresholds, F folds. All arithmetic is float64.
+
+Accuracy follows the published protocol to the letter (thresholds 0, 0.01 .. 3.99, folds without shuffling). The ROC and
+what is read from it (TAR at FAR, EER, AUC) is exact: every distance that occurs is a threshold, so no grid and no
+interpolation between grid points enters. Published scripts interpolate TAR on a grid of 0.001; the two agree within
+that grid.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.errors import DataError
+from megaclass.evaluate.protocols.intervals import Interval, tar_interval
+
+Floats = NDArray[np.float64]
+Booleans = NDArray[np.bool_]
+
+FAR_TARGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roc:
+    """Shares of pairs called same, from (0, 0) to (1, 1): one point for every distance that occurs."""
+
+    far: Floats
+    """False accept rate: share of the different pairs called same. Never falls."""
+    tar: Floats
+    """True accept rate: share of the same pairs called same. Never falls."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """The numbers of one model on one set of pairs."""
+
+    num_pairs: int
+    num_same: int
+    accuracy: float
+    """Mean over the folds of the accuracy at the threshold that the other folds chose."""
+    accuracy_std: float
+    """Population standard deviation of the folds' accuracies."""
+    threshold: float
+    """Squared distance that separates all pairs best (first maximum): the one to deploy."""
+    fold_accuracies: tuple[float, ...]
+    fold_thresholds: tuple[float, ...]
+    auc: float
+    eer: float
+    """Error rate where false accepts and false rejects are equally frequent."""
+    tar_at_far: dict[float, float | None]
+    """Largest TAR whose FAR does not exceed the target; None where there are fewer than 1 / target different pairs."""
+    tar_intervals: dict[float, Interval | None]
+    """Where each TAR lies with 95 % confidence."""
+    published_tar: float
+    """TAR at FAR 1e-3 as InsightFace prints it, mean over the folds: see `published_tar_at_far`."""
+    xnorm: float | None = None
+    """Mean norm of the embeddings before normalisation, over both flips; None for scores without embeddings."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for json.dump; TAR at FAR under keys such as "1e-3"."""
+        return {
+            "num_pairs": self.num_pairs,
+            "num_same": self.num_same,
+            "accuracy": self.accuracy,
+            "accuracy_std": self.accuracy_std,
+            "threshold": self.threshold,
+            "fold_accuracies": list(self.fold_accuracies),
+            "fold_thresholds": list(self.fold_thresholds),
+            "auc": self.auc,
+            "eer": self.eer,
+            "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
+            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
+            "published_tar_at_far_1e-3": self.published_tar,
+            "xnorm": self.xnorm,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredPairs:
+    """One model's distances on a set of pairs and what they amount to: what a report draws."""
+
+    name: str
+    distances_N: Floats
+    is_same_N: Booleans
+    verification: Verification
+
+    @property
+    def similarities_N(self) -> Floats:
+        """Cosines: |a - b|² = 2 - 2 cos(a, b) for normalised embeddings."""
+        return 1 - self.distances_N / 2
+
+
+def published_thresholds() -> Floats:
+    """The published grid, made by the published call: its rounding decides ties."""
+    return np.arange(0, 4, 0.01, dtype=np.float64)
+
+
+def score_embeddings(
+    name: str,
+    embeddings_2ND: NDArray[Any],
+    is_same_N: NDArray[Any],
+    *,
+    xnorm: float | None = None,
+    num_folds: int = 10,
+) -> ScoredPairs:
+    """The published protocol on embeddings of 2N images; `name` is what a report calls the model."""
+    distances_N = squared_distances(embeddings_2ND)
+    verification = verify_distances(distances_N, is_same_N, num_folds=num_folds, xnorm=xnorm)
+    return ScoredPairs(
+        name=name, distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification
+    )
+
+
+def verify_embeddings(
+    embeddings_2ND: NDArray[Any], is_same_N: NDArray[Any], *, xnorm: float | None = None, num_folds: int = 10
+) -> Verification:
+    """The numbers of `score_embeddings` alone."""
+    return score_embeddings("model", embeddings_2ND, is_same_N, xnorm=xnorm, num_folds=num_folds).verification
+
+
+def squared_distances(embeddings_2ND: NDArray[Any]) -> Floats:
+    """Squared distance of each pair of consecutive rows after L2 normalisation: 0 (same direction) to 4 (opposite)."""
+    embeddings_2ND = np.asarray(embeddings_2ND, dtype=np.float64)
+    if embeddings_2ND.ndim != 2 or len(embeddings_2ND) % 2:
+        raise DataError(
+            f"Embeddings of pairs have shape {embeddings_2ND.shape}: expected (2N, D), the two images of a pair in "
+            f"consecutive rows."
+        )
+    norms_2N = np.linalg.norm(embeddings_2ND, axis=1)
+    # The norm of a row is infinite or NaN exactly when the row cannot be normalised.
+    usable_2N = np.isfinite(norms_2N) & (norms_2N > 0)
+    if not usable_2N.all():
+        unusable = np.flatnonzero(~usable_2N)
+        first = int(unusable[0])
+        what = "all zeros" if norms_2N[first] == 0 else "not finite (NaN or infinity)"
+        raise DataError(
+            f"The embedding of image {first} (pair {first // 2}, {('first', 'second')[first % 2]} image) is {what}, as "
+            f"are {len(unusable) - 1} other(s) of {len(embeddings_2ND)}: the model has diverged or was loaded wrongly."
+        )
+    normalised_2ND = embeddings_2ND / norms_2N[:, None]
+    return np.asarray(np.square(normalised_2ND[0::2] - normalised_2ND[1::2]).sum(axis=1), dtype=np.float64)
+
+
+def verify_distances(
+    distances_N: NDArray[Any],
+    is_same_N: NDArray[Any],
+    *,
+    thresholds_T: NDArray[Any] | None = None,
+    num_folds: int = 10,
+    xnorm: float | None = None,
+) -> Verification:
+    """All numbers from distances, smaller meaning more alike. Without thresholds_T, the published grid for [0, 4)."""
+    distances_N, is_same_N = _checked(distances_N, is_same_N, num_folds)
+    thresholds_T = published_thresholds() if thresholds_T is None else np.asarray(thresholds_T, dtype=np.float64)
+    correct_FT = _correct_by_fold(distances_N, is_same_N, thresholds_T, num_folds)
+    correct_T = correct_FT.sum(axis=0)
+    # Counts are integers and the other folds have one size, so argmax finds the first maximum without rounding.
+    chosen_F = np.argmax(correct_T - correct_FT, axis=1)
+    fold_sizes_F = [len(fold) for fold in np.array_split(distances_N, num_folds)]
+    accuracies_F = correct_FT[np.arange(num_folds), chosen_F] / fold_sizes_F
+    roc = roc_curve(distances_N, is_same_N)
+    num_same = int(is_same_N.sum())
+    return Verification(
+        num_pairs=len(distances_N),
+        num_same=num_same,
+        accuracy=float(accuracies_F.mean()),
+        accuracy_std=float(accuracies_F.std()),
+        threshold=float(thresholds_T[np.argmax(correct_T)]),
+        fold_accuracies=tuple(accuracies_F.tolist()),
+        fold_thresholds=tuple(thresholds_T[chosen_F].tolist()),
+        auc=area_under(roc),
+        eer=equal_error_rate(roc),
+        tar_at_far=tar_at_far(roc, FAR_TARGETS, num_different=len(distances_N) - num_same),
+        tar_intervals=tar_intervals(distances_N, is_same_N, FAR_TARGETS),
+        published_tar=published_tar_at_far(distances_N, is_same_N, num_folds=num_folds),
+        xnorm=xnorm,
+    )
+
+
+def roc_curve(distances_N: NDArray[Any], is_same_N: NDArray[Any]) -> Roc:
+    """Exact: one point per distinct distance, ties moving both rates at once."""
+    distances_N, is_same_N = np.asarray(distances_N, dtype=np.float64), np.asarray(is_same_N, dtype=bool)
+    distinct = np.unique(distances_N)
+    tar = np.searchsorted(np.sort(distances_N[is_same_N]), distinct, side="right") / is_same_N.sum()
+    far = np.searchsorted(np.sort(distances_N[~is_same_N]), distinct, side="right") / (~is_same_N).sum()
+    return Roc(far=np.concatenate([[0.0], far]), tar=np.concatenate([[0.0], tar]))
+
+
+def area_under(roc: Roc) -> float:
+    """Chance that a same pair is closer than a different pair, ties counting half."""
+    return float(np.sum(np.diff(roc.far) * (roc.tar[1:] + roc.tar[:-1])) / 2)
+
+
+def equal_error_rate(roc: Roc) -> float:
+    """Where the ROC, its points joined by straight lines, meets FAR = 1 - TAR."""
+    # False accepts minus false rejects: rises from -1 to 1, so it crosses zero once.
+    gap = roc.far - (1 - roc.tar)
+    after = int(np.argmax(gap >= 0))
+    before = after - 1
+    share = -gap[before] / (gap[after] - gap[before])
+    return float(roc.far[before] + share * (roc.far[after] - roc.far[before]))
+
+
+def tar_at_far(roc: Roc, targets: Sequence[float], *, num_different: int) -> dict[float, float | None]:
+    """Largest TAR among the thresholds whose FAR does not exceed the target."""
+    # One false accept among num_different pairs is the smallest FAR that can be observed. Compared as rates: 29 / 100 is
+    # the same float as 0.29, whereas 0.29 * 100 is less than 29.
+    return {
+        target: float(roc.tar[roc.far <= target].max()) if 1 / num_different <= target else None for target in targets
+    }
+
+
+def published_tar_at_far(distances_N: Floats, is_same_N: Booleans, *, far: float = 1e-3, num_folds: int = 10) -> float:
+    """The published way: a fold's threshold gives the FAR on the other folds, on a grid of 0.001 with straight lines between.
+
+    A grid that never reaches the FAR gives threshold 0, and so a TAR of 0.
+    """
+    thresholds_T = np.arange(0, 4, 0.001)
+    tars = []
+    for inside in np.array_split(np.arange(len(distances_N)), num_folds):
+        is_outside_N = np.ones(len(distances_N), dtype=bool)
+        is_outside_N[inside] = False
+        different = np.sort(distances_N[is_outside_N & ~is_same_N])
+        far_T = np.searchsorted(different, thresholds_T, side="left") / max(1, len(different))
+        after = int(np.searchsorted(far_T, far, side="left"))
+        threshold = 0.0
+        if 0 < after < len(thresholds_T):
+            share = (far - far_T[after - 1]) / (far_T[after] - far_T[after - 1])
+            threshold = thresholds_T[after - 1] + share * (thresholds_T[after] - thresholds_T[after - 1])
+        same = distances_N[inside][is_same_N[inside]]
+        # A fold without same pairs has no rate.
+        if len(same):
+            tars.append(float((same < threshold).mean()))
+    return float(np.mean(tars))
+
+
+def tar_intervals(
+    distances_N: NDArray[Any], is_same_N: NDArray[Any], targets: Sequence[float]
+) -> dict[float, Interval | None]:
+    """95 % intervals of `tar_at_far`; None where the FAR is not measurable."""
+    same, different = np.sort(distances_N[is_same_N]), np.sort(distances_N[~is_same_N])
+    return {
+        target: tar_interval(same, different, target) if 1 / len(different) <= target else None for target in targets
+    }
+
+
+def far_name(far: float) -> str:
+    """1e-3 rather than Python's 0.001 or 1e-03."""
+    mantissa, exponent = f"{far:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _checked(distances_N: NDArray[Any], is_same_N: NDArray[Any], num_folds: int) -> tuple[Floats, Booleans]:
+    distances_N, is_same_N = np.asarray(distances_N, dtype=np.float64), np.asarray(is_same_N, dtype=bool)
+    if distances_N.shape != is_same_N.shape or distances_N.ndim != 1:
+        raise DataError(
+            f"{len(distances_N)} pairs of images but {len(is_same_N)} labels: "
+            f"a set of N pairs holds 2N images and N labels."
+        )
+    if len(distances_N) < num_folds:
+        raise DataError(
+            f"{len(distances_N)} pairs cannot be cut into {num_folds} folds: each fold needs at least one pair."
+        )
+    if not np.isfinite(distances_N).all():
+        first = int(np.flatnonzero(~np.isfinite(distances_N))[0])
+        raise DataError(f"The distance of pair {first} is {distances_N[first]}: expected a finite number.")
+    if is_same_N.all() or not is_same_N.any():
+        raise DataError(
+            f"All {len(is_same_N)} pairs are labelled {'same' if is_same_N.all() else 'different'}: "
+            f"verification needs pairs of both kinds."
+        )
+    return distances_N, is_same_N
+
+
+def _correct_by_fold(
+    distances_N: Floats, is_same_N: Booleans, thresholds_T: Floats, num_folds: int
+) -> NDArray[np.int64]:
+    """Correctly judged pairs of each fold at each threshold, by sorting: no N x T comparison is ever held."""
+    correct_FT = np.empty((num_folds, len(thresholds_T)), dtype=np.int64)
+    # array_split cuts as scikit-learn's unshuffled KFold does: the first N mod F folds are one pair longer.
+    for fold, indices in enumerate(np.array_split(np.arange(len(distances_N)), num_folds)):
+        same = np.sort(distances_N[indices[is_same_N[indices]]])
+        different = np.sort(distances_N[indices[~is_same_N[indices]]])
+        same_below_T = np.searchsorted(same, thresholds_T, side="left")
+        different_below_T = np.searchsorted(different, thresholds_T, side="left")
+        correct_FT[fold] = same_below_T + len(different) - different_below_T
+    return correct_FT

@@ -1,0 +1,160 @@
+"""Run folders -> the report: everything it shows was left in the folder by training and evaluation."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import megaclass
+from megaclass.errors import DataError, UserError
+from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
+from megaclass.evaluate.report.page import ModelReport, ReportData
+from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
+from megaclass.private_files import open_private
+
+BASELINES_FOLDER = "baselines"
+_FACES_FILE = "faces.npz"
+
+
+def report_of_runs(runs: Sequence[Path], *, device: torch.device) -> ReportData:
+    """One page over several runs (or folders that `megaclass evaluate --out` wrote), in the order given."""
+    models: list[ModelReport] = []
+    for run in runs:
+        models.append(_read_run(run, _name_of(run, runs), device))
+        # What no training reaches is the same for every run on the same data: once is enough.
+        if len(runs) == 1:
+            models += [
+                ModelReport(name=folder.name, results=read_results(folder), is_baseline=True)
+                for folder in sorted((run / BASELINES_FOLDER).glob("*/"), reverse=True)
+            ]
+    title = f"Megaclass run {runs[0].name}" if len(runs) == 1 else f"Megaclass: {', '.join(m.name for m in models)}"
+    return ReportData(title=title, models=models, versions=versions())
+
+
+def versions() -> dict[str, str]:
+    return {
+        "megaclass": megaclass.__version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "Python": platform.python_version(),
+    }
+
+
+def write_faces(run: Path, rows: Sequence[Sequence[bytes]]) -> None:
+    """Keeps a few training images with the run, so that a report needs no data."""
+    arrays = {
+        f"{row:03d}_{column:03d}": np.frombuffer(encoded, dtype=np.uint8)
+        for row, images in enumerate(rows)
+        for column, encoded in enumerate(images)
+    }
+    unfinished = run / f".faces.{os.getpid()}.tmp.npz"
+    with open_private(unfinished, "wb", follows_links=False) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    unfinished.replace(run / _FACES_FILE)
+
+
+def read_faces(run: Path) -> list[list[bytes]]:
+    path = run / _FACES_FILE
+    if not path.is_file():
+        return []
+    rows: dict[str, list[bytes]] = {}
+    for name, encoded in sorted(read_arrays(path).items()):
+        rows.setdefault(name.split("_")[0], []).append(encoded.tobytes())
+    return list(rows.values())
+
+
+def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
+    known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
+    if not any((run / one).is_file() for one in known):
+        raise DataError(f"{run} is no run folder: looked for {', '.join(known)}.")
+    summary = _read_summary(run / "summary.json")
+    config = run / "config.toml"
+    return ModelReport(
+        name=name,
+        results=read_results(run),
+        metrics=_read_metrics(run / "metrics.jsonl"),
+        facts=_facts(summary),
+        config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        centres=_centres(run, device),
+        sample_faces=read_faces(run),
+    )
+
+
+def _name_of(run: Path, runs: Sequence[Path]) -> str:
+    """The folder's name, with its parent's where two runs share it."""
+    name = run.resolve().name
+    return name if [one.resolve().name for one in runs].count(name) == 1 else f"{run.resolve().parent.name}/{name}"
+
+
+def _read_summary(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read {path}: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Whole rows; a last one cut off by a crash is left out, and so are values that are no numbers."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read {path}: {error}") from error
+    return [
+        {key: value for key, value in row.items() if value is None or _is_number(value)}
+        for row in rows
+        if isinstance(row, dict) and _is_number(row.get("step"))
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
+
+
+def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
+    shown = {
+        "data": ("Data", "{}"),
+        "data_fingerprint": ("Data fingerprint", "{}"),
+        "num_classes": ("Classes", "{:,}"),
+        "num_images": ("Training images", "{:,}"),
+        "image_size": ("Image size", "{}"),
+        "backbone": ("Backbone", "{}"),
+        "embedding_dim": ("Numbers an embedding", "{}"),
+        "world_size": ("Ranks", "{}"),
+        "steps": ("Steps", "{:,}"),
+        "final_loss": ("Final loss", "{:.4f}"),
+        "images_per_second": ("Images per second", "{:,.0f}"),
+    }
+    facts = {}
+    for key, (title, text) in shown.items():
+        value = summary.get(key)
+        if value is not None:
+            is_plain = text == "{}" or _is_number(value)
+            facts[title] = text.format(value) if is_plain else str(value)
+    size = summary.get("image_size")
+    if isinstance(size, int):
+        facts["Image size"] = f"{size} × {size}"
+    elif isinstance(size, list):
+        # (height, width) of a rectangle.
+        facts["Image size"] = " × ".join(map(str, reversed(size)))
+    return facts
+
+
+def _centres(run: Path, device: torch.device) -> CentreHealth | None:
+    """None where no checkpoint is left; the page then says nothing about centres."""
+    if not (run / "checkpoints").is_dir():
+        return None
+    try:
+        return centre_health(read_run_centres(run), device=device)
+    except UserError as error:
+        print(f"megaclass: no word on class centres: {error}", file=sys.stderr)
+        return None

@@ -1,0 +1,50 @@
+"""What a verification set measures: identities that were held out of training, others, or the training images themselves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaclass.data.pair_file import read_pairs
+from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.tools.overlap import Overlap, find_overlaps
+from megaclass.data.tools.split import is_unseen
+from megaclass.evaluate.results import SetResult
+
+
+def compared_with_training_data(
+    results: Sequence[SetResult], source: ImageSource, data_path: str, drawn: Path | None = None
+) -> list[SetResult]:
+    """The results, each of a .bin with `training_data`: how many of its images are training images, and whether it is of
+    identities that `megaclass data split` held out of the data at `data_path`.
+
+    drawn: pairs of identities that were drawn by code beside the training data and are others by construction.
+    """
+    bins = {one.name: Path(one.path) for one in results if one.error is None and one.path.endswith(".bin")}
+    overlaps = find_overlaps({name: read_pairs(path).images for name, path in bins.items()}, source) if bins else {}
+    return [
+        replace(
+            one, numbers={**one.numbers, "training_data": _said(overlaps[one.name], bins[one.name], data_path, drawn)}
+        )
+        if one.name in overlaps
+        else one
+        for one in results
+    ]
+
+
+def _said(overlap: Overlap, path: Path, data_path: str, drawn: Path | None) -> dict[str, int | bool]:
+    return {**overlap.to_json(), "is_held_out": path == drawn or is_unseen(path, data_path)}
+
+
+def training_data_line(numbers: Mapping[str, Any]) -> str:
+    """A sentence on how the set relates to the training data; empty where that was not looked at."""
+    said = numbers.get("training_data")
+    if said is None:
+        return ""
+    overlap = Overlap.from_json(said)
+    sentence = overlap.describe()
+    if overlap.num_found:
+        return f"WARNING: {sentence}. Hold some out first: megaclass data split."
+    if said["is_held_out"]:
+        return f"Its identities were held out of training; {sentence}."
+    return f"{sentence[0].upper()}{sentence[1:]}; whether the same people were trained on, with other images, is not known."

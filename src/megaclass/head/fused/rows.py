@@ -1,0 +1,161 @@
+"""What a GPU does to rows beside the products: the update of the centres and the draw of classes, a launch each."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from megaclass.head.centres import Centres
+from megaclass.head.counter_random import DRAW_NEGATIVES, ROUND_WEIGHTS, stream_keys, stream_state
+from megaclass.head.fused import image_programs as triton_images
+from megaclass.head.fused import row_programs as triton_rows
+from megaclass.head.kernels.problem import CentreGradient
+from megaclass.head.row_optimizers import Move, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from megaclass.head.shards import ClassRange
+
+_DRAW_BLOCK = 4096
+_LINK_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pulls:
+    """The images' pulls on their own centres, as a list of images for each row."""
+
+    heads_R: Tensor
+    """(S * M,) int32: 1 + the first image of the row's class, 0 where there is none."""
+    links_P: Tensor
+    images_PD: Tensor
+    weights_P: Tensor
+
+
+def link_pulls(
+    slots_P: Tensor, rows_P: Tensor, images_PD: Tensor, weights_P: Tensor, num_rows: int, num_subcentres: int
+) -> Pulls:
+    """slots_P: place of each image's class among those that take part, -1 for none here. rows_P: its row."""
+    heads_R = torch.zeros(num_rows, dtype=torch.int32, device=slots_P.device)
+    links_P = torch.empty(len(slots_P), dtype=torch.int32, device=slots_P.device)
+    if len(slots_P):
+        triton_images.link_pulls[(-(-len(slots_P) // _LINK_BLOCK),)](
+            slots_P, rows_P, heads_R, links_P, len(slots_P), M=num_subcentres, BLOCK=_LINK_BLOCK
+        )
+    return Pulls(heads_R, links_P, images_PD, weights_P)
+
+
+def can_update(optimizer: RowOptimizer) -> bool:
+    """A user's own optimizer runs in plain PyTorch."""
+    return type(optimizer) in (RowSGD, RowAdamW, RowAdagrad)
+
+
+def update_(
+    store: Centres,
+    classes_S: Tensor | None,
+    chunk: CentreGradient,
+    pulls: Pulls,
+    move: Move,
+    squares: list[Tensor] | None,
+) -> None:
+    """Adds the pulls to the chunk's gradient and moves its rows: one launch, every row read and written once.
+
+    squares: as for Centres.update_; without it another program runs, which does not form them.
+    """
+    rows, optimizer = store.rows(), store.optimizer
+    state = stream_state(ROUND_WEIGHTS, store.seed, move.step)
+    width, num_rows = rows["weight"].shape[1], len(chunk.grad_RD)
+    beta1 = float(getattr(optimizer, "momentum", getattr(optimizer, "beta1", 0.0)))
+    beta2 = float(getattr(optimizer, "beta2", 0.0))
+    block_d = triton.next_power_of_2(width)
+    block_r = max(1, 1024 // block_d)
+    assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
+    num_programs = -(-num_rows // block_r)
+    squares_P = None if squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
+    triton_rows.update_rows[(num_programs,)](
+        rows["weight"],
+        rows.get("momentum", rows.get("mean", rows.get("square"))),
+        rows.get("square"),
+        rows.get("count"),
+        chunk.grad_RD,
+        classes_S,
+        chunk.won_R,
+        pulls.heads_R,
+        pulls.links_P,
+        pulls.images_PD,
+        pulls.weights_P,
+        squares_P,
+        move.sticky,
+        move.skip,
+        move.lr if isinstance(move.lr, Tensor) else float(move.lr),
+        move.loss_scale if isinstance(move.loss_scale, Tensor) else float(move.loss_scale),
+        state - (1 << 64) if state >= 1 << 63 else state,
+        chunk.start * store.num_subcentres,
+        num_rows,
+        NUM_LOCAL=len(store.classes),
+        FIRST_ID=store.classes.start * store.num_subcentres,
+        D=width,
+        GRAD_STRIDE=chunk.grad_RD.stride(0),
+        M=store.num_subcentres,
+        KIND=_kind(optimizer),
+        WEIGHT_DECAY=float(optimizer.weight_decay),
+        CLIP_VALUE=optimizer.clip_value,
+        CLIP_ROW_NORM=optimizer.clip_row_norm,
+        BETA_1=beta1,
+        BETA_2=beta2,
+        LOG2_BETA_1=math.log2(max(beta1, 1e-30)),
+        LOG2_BETA_2=math.log2(max(beta2, 1e-30)),
+        EPS=float(getattr(optimizer, "eps", 0.0)),
+        LR_IS_TENSOR=isinstance(move.lr, Tensor),
+        LOSS_SCALE_IS_TENSOR=isinstance(move.loss_scale, Tensor),
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    if squares is not None and squares_P is not None:
+        squares.append(squares_P.sum(dtype=torch.float64))
+
+
+def _kind(optimizer: RowOptimizer) -> str:
+    if isinstance(optimizer, RowSGD):
+        return ("nesterov" if optimizer.nesterov else "sgd") if optimizer.momentum else "plain"
+    return "adamw" if isinstance(optimizer, RowAdamW) else "adagrad"
+
+
+def draw(
+    labels_G: Tensor, local_classes: ClassRange, rate: float, seed: int, step: int, capacity: int, drawn_weight: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """As sampling.sample_classes with a capacity: classes_S, their weights (None for all 1; 0 for padding), how many are
+    no padding, 1 where it overflowed.
+
+    Reads num_local bytes twice; five launches, nothing waits.
+    """
+    device, start, num_local = labels_G.device, local_classes.start, len(local_classes)
+    is_positive = torch.zeros(num_local, dtype=torch.uint8, device=device)
+    if len(labels_G):
+        triton_rows.mark_positives[(-(-len(labels_G) // 256),)](
+            labels_G, is_positive, start, num_local, len(labels_G), BLOCK=256
+        )
+    classes_S = torch.empty(capacity, dtype=torch.int64, device=device)
+    weights_S = torch.empty(capacity, device=device) if drawn_weight != 1 else None
+    overflowed = torch.empty((), dtype=torch.float64, device=device)
+    num_blocks = -(-num_local // _DRAW_BLOCK)
+    counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
+    for counts_only in (True, False):
+        triton_rows.draw_classes[(num_blocks,)](
+            is_positive,
+            counts,
+            classes_S,
+            weights_S,
+            overflowed,
+            start,
+            num_local,
+            round(rate * 2**32) - 2**31,
+            *stream_keys(DRAW_NEGATIVES, seed, step),
+            capacity,
+            float(drawn_weight),
+            COUNTS_ONLY=counts_only,
+            BLOCK=_DRAW_BLOCK,
+            num_warps=8,
+        )
+        if counts_only:
+            counts = counts.cumsum(0, dtype=torch.int32)
+    return classes_S, weights_S, counts[-1], overflowed

@@ -1,0 +1,320 @@
+"""The GPU kernel: logits, margins of negatives and exponentials in one Triton program, the two other products by cuBLAS.
+
+Class chunk by class chunk, forward forms the unit centres, the exponentials, and at once their product with the
+centres: the softmax denominator, not known yet, is a factor of each image's row, so `grad_images` only has to scale.
+Exponentials are kept for the centres' gradient as far as `stored_bytes` allows and computed again beyond. A step costs
+three products of 2 * G * S * D operations, four for what is not stored.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megaclass.head.kernels import fused_programs as triton_programs
+from megaclass.head.kernels.problem import CentreGradient, Problem
+
+# Logits up to 64 give exponentials whose sum over 1e9 classes fits float32; larger ones are shifted down to that.
+# Beyond 128 the shift would take away what counts of a row whose logits are all small.
+_UNSHIFTED_LOGIT = 64.0
+MAX_LOGIT = 128.0
+
+_CHUNK_BYTES = 512 << 20
+"""Most exponentials of one chunk: large enough to fill the GPU, small beside the centres."""
+_LEAST_CHUNK_BYTES = 128 << 20
+_ALIGNED = 32
+"""Rows of a product are a multiple of this; tiles of classes are too."""
+_GRADIENT_BYTES = 128 << 20
+"""Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the exponentials are cut into programs."""
+
+    images: int
+    classes: int
+    width: int
+    warps: int
+    stages: int
+    programs_per_sm: int = 1
+    flatten: bool = False
+    parts: int = 1
+
+
+# By compute capability: the first row that the device reaches. Shared memory a block may use: 227, 99, 163 KiB.
+TILES: list[tuple[tuple[int, int], Tiles]] = [
+    ((12, 0), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((9, 0), Tiles(128, 128, 64, warps=8, stages=3, programs_per_sm=2, flatten=True, parts=2)),
+    ((8, 9), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((8, 7), Tiles(128, 128, 64, warps=8, stages=3)),
+    ((8, 6), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((8, 0), Tiles(128, 128, 64, warps=8, stages=3)),
+]
+# Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far beside the new
+# one; float32 operands take twice the room.
+LADEN_TILES = Tiles(128, 128, 64, warps=4, stages=3, programs_per_sm=2, flatten=True, parts=2)
+SUBCENTRE_TILES = Tiles(128, 128, 64, warps=8, stages=2)
+SMALL_TILES = Tiles(64, 64, 64, warps=8, stages=2)
+FLOAT32_TILES = Tiles(64, 64, 32, warps=8, stages=2)
+
+
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype, num_subcentres: int, *, is_plain: bool) -> Tiles:
+    if dtype == torch.float32:
+        return FLOAT32_TILES
+    if num_subcentres > 1:
+        return SUBCENTRE_TILES if (9, 0) <= capability < (12, 0) else SMALL_TILES
+    if not is_plain:
+        return LADEN_TILES if (9, 0) <= capability < (10, 0) else SMALL_TILES
+    return next(tiles for least, tiles in TILES if capability >= least)
+
+
+def mass(problem: Problem) -> Tensor:
+    run = _Run(problem)
+    masses_NG = torch.empty((run.num_chunks * run.splits, run.num_images), device=run.device)
+    left = problem.stored_bytes
+    sums_GD = torch.empty((run.num_images, run.width), device=run.device) if problem.wants_grad_images else None
+    for place, (start, stop) in enumerate(run.chunks()):
+        chunk = run.exponentials(start, stop, masses_NG[place * run.splits : (place + 1) * run.splits])
+        if sums_GD is not None:
+            assert chunk.centres_RD is not None, "a chunk just formed has its centres"
+            _product_into_(sums_GD, chunk.exps_GR, chunk.centres_RD.to(run.exp_dtype), adds=place > 0)
+        left -= chunk.exps_GR.nbytes
+        if left >= 0:
+            chunk.forget_centres()
+            problem.stored[start, stop] = chunk
+        del chunk  # before the next one is formed
+    if sums_GD is not None:
+        problem.stored["sums"] = sums_GD
+    mass_G = masses_NG.sum(0, dtype=torch.float64)
+    return mass_G * math.exp(_shift(problem)) if _shift(problem) else mass_G
+
+
+def grad_images(problem: Problem, coefficients_G: Tensor) -> Tensor:
+    sums_GD: Tensor = problem.stored["sums"]
+    grad_GD = sums_GD * (coefficients_G * weight_factor(problem))[:, None]
+    return grad_GD[:, : problem.weight_RD.shape[1]].to(problem.work_dtype)
+
+
+def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterator[CentreGradient]:
+    runs = [_Run(problem) for problem in problems]
+    weighted = [_weighted_images(run, c) for run, c in zip(runs, coefficients, strict=True)]
+    first = problems[0]
+    width, num_subcentres = first.weight_RD.shape[1], first.num_subcentres
+    # A part of several must be added up in float32; one alone comes in the precision of its factors, at half the bytes.
+    dtype = runs[0].exp_dtype if len(runs) == 1 else torch.float32
+    step = max(256, _GRADIENT_BYTES // (dtype.itemsize * runs[0].width * num_subcentres) // 256 * 256)
+    buffer = torch.empty((min(step, runs[0].plane) * num_subcentres, runs[0].width), dtype=dtype, device=runs[0].device)
+    for start, stop in runs[0].chunks():
+        chunks = [run.recall(start, stop) for run in runs]
+        for here in range(start, stop, step):
+            last = min(here + step, stop)
+            # With the zeros behind the last class: odd sizes send cuBLAS to slow kernels.
+            height = _round_up(last - here, _ALIGNED)
+            grad_RD = buffer[: height * num_subcentres]
+            for place, (chunk, images_GD) in enumerate(zip(chunks, weighted, strict=True)):
+                for m in range(num_subcentres):
+                    first_column = m * chunk.plane + here - start
+                    exps_GR = chunk.exps_GR[:, first_column : first_column + height]
+                    _product_into_(grad_RD[m * height : (m + 1) * height], exps_GR.T, images_GD, adds=place > 0)
+            grad_RD = _by_class(grad_RD, num_subcentres)[: (last - here) * num_subcentres, :width]
+            yield CentreGradient(here, last, grad_RD, _won(chunks, here - start, last - start))
+        del chunks, chunk
+
+
+@dataclass(slots=True)
+class _Chunk:
+    exps_GR: Tensor
+    centres_RD: Tensor | None
+    won_R: Tensor | None
+    plane: int
+
+    def forget_centres(self) -> None:
+        """They cost a copy to form again; the exponentials cost a product."""
+        self.centres_RD = None
+
+
+class _Run:
+    """One problem, cut into chunks and tiles for its device."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.device = problem.unit_GD.device
+        self.num_images, self.dim = len(problem.unit_GD), problem.weight_RD.shape[1]
+        dtype = problem.unit_GD.dtype
+        capability, num_sms = _device_facts(self.device)
+        is_plain = problem.class_weight_S is None and problem.filter_above is None and problem.curriculum is None
+        self.tiles = tiles_for(capability, dtype, problem.num_subcentres, is_plain=is_plain)
+        # Hopper and later copy tiles by hardware; before, descriptors are emulated and eat registers.
+        self.by_descriptor = capability >= (9, 0)
+        self.exp_dtype = problem.exp_dtype
+        self.width = operand_width(self.dim, dtype)
+        self.images_GD = problem.unit_GD
+        if self.images_GD.shape[1] < self.width:
+            self.images_GD = torch.nn.functional.pad(problem.unit_GD, (0, self.width - self.dim))
+        image_tiles = -(-self.num_images // self.tiles.images)
+        self.splits = max(1, num_sms * self.tiles.programs_per_sm // max(1, image_tiles))
+        row_bytes = max(1, self.num_images) * problem.num_subcentres * self.exp_dtype.itemsize
+        num_classes = problem.num_classes
+        # A chunk that is not kept takes room beside those that are: where little is kept, chunks are smaller.
+        chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, problem.stored_bytes // 4))
+        self.num_chunks = max(1, -(-num_classes // max(self.tiles.classes, chunk_bytes // row_bytes)))
+        # Every program gets as many tiles as the others, unless that would be much more than there is.
+        even = self.tiles.classes * self.splits
+        per_chunk = -(-num_classes // self.num_chunks)
+        self.plane = _round_up(per_chunk, even if per_chunk >= 16 * even else self.tiles.classes)
+        self.num_chunks = -(-num_classes // self.plane)
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.problem.num_classes, self.plane):
+            yield start, min(start + self.plane, self.problem.num_classes)
+
+    def recall(self, start: int, stop: int) -> _Chunk:
+        stored = self.problem.stored.get((start, stop))
+        if stored is not None:
+            assert isinstance(stored, _Chunk)
+            return stored
+        return self.exponentials(start, stop, torch.empty((self.splits, self.num_images), device=self.device))
+
+    def exponentials(self, start: int, stop: int, masses_NG: Tensor) -> _Chunk:
+        problem, tiles = self.problem, self.tiles
+        num_subcentres, plane = problem.num_subcentres, _round_up(stop - start, tiles.classes)
+        centres_RD = self._unit_centres(start, stop, plane)
+        exps_GR = torch.empty((self.num_images, num_subcentres * plane), dtype=self.exp_dtype, device=self.device)
+        won_R = None
+        if num_subcentres > 1:
+            won_R = torch.zeros(num_subcentres * plane, dtype=torch.int32, device=self.device)
+        borders_G, hardness = (None, None) if problem.curriculum is None else (p.float() for p in problem.curriculum)
+        if self.num_images:
+            grid = (-(-self.num_images // tiles.images) * self.splits,)
+            triton_programs.exponentials[grid](
+                self._operand(self.images_GD, tiles.images, tiles.width),
+                self._operand(centres_RD, tiles.classes, tiles.width),
+                self._operand(exps_GR, tiles.images, tiles.classes // tiles.parts),
+                masses_NG,
+                won_R,
+                problem.target_slot_G,
+                problem.class_weight_S,
+                problem.num_drawn,
+                problem.has_direction_G if num_subcentres > 1 else None,
+                borders_G,
+                hardness,
+                start,
+                stop - start,
+                self.num_images,
+                plane,
+                problem.scale / math.log(2),
+                _shift(problem) / math.log(2),
+                problem.filter_above if problem.filter_above is not None else 0.0,
+                WIDTH=self.width,
+                M=num_subcentres,
+                HAS_FILTER=problem.filter_above is not None,
+                IS_CURRICULAR=problem.curriculum is not None,
+                BLOCK_G=tiles.images,
+                BLOCK_S=tiles.classes,
+                BLOCK_D=tiles.width,
+                SPLITS=self.splits,
+                FLATTEN=tiles.flatten,
+                PARTS=tiles.parts,
+                BY_DESCRIPTOR=self.by_descriptor,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )
+        return _Chunk(exps_GR, centres_RD, won_R, plane)
+
+    def _operand(self, tensor: Tensor, height: int, width: int) -> Any:
+        return TensorDescriptor.from_tensor(tensor, [height, width]) if self.by_descriptor else tensor
+
+    def _unit_centres(self, start: int, stop: int, plane: int) -> Tensor:
+        problem = self.problem
+        num_rows = problem.num_subcentres * plane
+        unit_RD = torch.empty((num_rows, self.width), dtype=problem.unit_GD.dtype, device=self.device)
+        block_d = triton.next_power_of_2(self.width)
+        block_r = max(1, 4096 // block_d)
+        triton_programs.unit_centres[(-(-num_rows // block_r),)](
+            problem.weight_RD,
+            problem.classes_S,
+            unit_RD,
+            start,
+            stop - start,
+            len(problem.weight_RD) // problem.num_subcentres,
+            plane,
+            D=self.dim,
+            WIDTH=self.width,
+            M=problem.num_subcentres,
+            IS_SAMPLED=problem.classes_S is not None,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            num_warps=8,
+        )
+        return unit_RD
+
+
+@cache
+def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of multiprocessors; on a CPU (Triton's interpreter) those of a tiny device."""
+    if device.type != "cuda":
+        return (8, 0), 2
+    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _shift(problem: Problem) -> float:
+    return max(0.0, problem.logit_bound - _UNSHIFTED_LOGIT)
+
+
+def operand_width(dim: int, dtype: torch.dtype) -> int:
+    """Columns of the products' operands: the embedding's, filled up with zeros to whole tiles."""
+    return _round_up(dim, FLOAT32_TILES.width if dtype == torch.float32 else SUBCENTRE_TILES.width)
+
+
+def weight_factor(problem: Problem) -> float:
+    """What the stored exponentials leave out of d mass / d cosine: the scale, and the shift of the logits."""
+    return problem.scale * math.exp(_shift(problem))
+
+
+def _weighted_images(run: _Run, coefficients_G: Tensor) -> Tensor:
+    """Images times d loss / d mass: the softmax denominator meets the small matrix instead of the large one."""
+    stored = run.problem.stored.get("weighted")
+    if isinstance(stored, Tensor):
+        return stored
+    factors_G = coefficients_G * weight_factor(run.problem)
+    return (run.images_GD * factors_G[:, None]).to(run.exp_dtype)
+
+
+def _product_into_(out: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
+    """out = a @ b, or out += a @ b, accumulated in float32 and rounded to the dtype of out."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out, beta=1 if adds else 0)
+    elif a.device.type != "cuda":
+        out.addmm_(a.float(), b.float(), beta=1 if adds else 0)
+    elif adds:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def _by_class(grad_RD: Tensor, num_subcentres: int) -> Tensor:
+    """Planes of sub-centres -> the sub-centres of a class beside each other."""
+    if num_subcentres == 1:
+        return grad_RD
+    planes_MSD: Tensor = grad_RD.unflatten(0, (num_subcentres, -1))
+    return planes_MSD.transpose(0, 1).flatten(0, 1)
+
+
+def _won(chunks: list[_Chunk], start: int, stop: int) -> Tensor | None:
+    won: Tensor | None = None
+    for chunk in chunks:
+        if chunk.won_R is not None:
+            part = chunk.won_R.unflatten(0, (-1, chunk.plane))[:, start:stop].T.flatten() > 0
+            won = part if won is None else won | part
+    return won
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,130 @@
+"""reducescatter, alone and in groups. Its gradient is an allgather."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaclass.hvd.collectives.allgather import grouped_allgather
+from megaclass.hvd.collectives.allreduce import group_of
+from megaclass.hvd.collectives.handles import checked_op, enqueue, fetch
+from megaclass.hvd.collectives.ops import Average, Sum
+from megaclass.hvd.compression import Compression, is_scaled
+from megaclass.hvd.exceptions import HorovodInternalError
+from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+
+def _enqueue_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+    **more: Any,
+) -> int:
+    if checked_op(op) not in (Average, Sum):
+        raise HorovodInternalError("Reducescatter currently only supports SUM and AVERAGE.")
+    return enqueue(
+        "reducescatter",
+        tensors,
+        None,
+        name,
+        process_set,
+        op=op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        **more,
+    )
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Combines the tensor over ranks; each gets its part of dimension 0, the first ranks one row more if need be."""
+    return _enqueue_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
+
+
+class HorovodReducescatter(torch.autograd.Function):
+    """reducescatter with a gradient: an allgather."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        prescale_factor: float,
+        postscale_factor: float,
+        is_grouped: bool,
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.process_set = process_set
+        ctx.factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
+        handle = _enqueue_reducescatter(
+            tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=is_grouped, is_urgent=True
+        )
+        return fetch(handle, lambda operation: tuple(operation.outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        scaled = [gradient.contiguous() * ctx.factor for gradient in grad_output]
+        return (*[None] * 6, *grouped_allgather(scaled, process_set=ctx.process_set))
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's part of the tensor combined over ranks; differentiable. op: Average or Sum."""
+    packed, ctx = _packed_for_scatter(compression, tensor)
+    (reduced,) = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, packed)  # type: ignore[no-untyped-call]
+    result: Tensor = compression.decompress(reduced, ctx)
+    return result
+
+
+def _packed_for_scatter(compression: Any, tensor: Tensor) -> tuple[Tensor, Any]:
+    if is_scaled(compression) and tensor.is_floating_point():
+        raise ValueError("Compression in 8 bits is for allreduce; reducescatter knows none, fp16 and bf16.")
+    packed: tuple[Tensor, Any] = compression.compress(tensor)
+    return packed
+
+
+def grouped_reducescatter_async(
+    tensors: Iterable[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """reducescatter of each tensor of the list; one handle for all."""
+    tensors = group_of(tensors)
+    return _enqueue_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=True)
+
+
+def grouped_reducescatter(
+    tensors: Iterable[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """reducescatter of each tensor of the list; differentiable."""
+    tensors = group_of(tensors)
+    packed, contexts = zip(*[_packed_for_scatter(compression, tensor) for tensor in tensors], strict=True)
+    reduced = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, True, *packed)  # type: ignore[no-untyped-call]
+    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

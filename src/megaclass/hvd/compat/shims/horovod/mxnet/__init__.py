@@ -1,0 +1,3 @@
+from megaclass.hvd.compat.util import check_extension
+
+check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__)

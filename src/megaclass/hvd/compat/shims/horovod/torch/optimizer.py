@@ -1,0 +1,52 @@
+import functools
+from typing import Any
+
+from megaclass.hvd.compat.util import split_list
+from megaclass.hvd.compression import Compression
+from megaclass.hvd.functions import broadcast_object
+from megaclass.hvd.mpi_ops import (
+    Adasum,
+    Average,
+    ProcessSet,
+    Sum,
+    allreduce_async_,
+    global_process_set,
+    grouped_allreduce_async_,
+    rocm_built,
+    size,
+    sparse_allreduce_async,
+    synchronize,
+)
+from megaclass.hvd.optimizer import DistributedOptimizer as _DistributedOptimizerOfMegaclass
+from megaclass.hvd.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "_DistributedAdasumOptimizer",
+    "_DistributedOptimizer",
+    "allreduce_async_",
+    "broadcast_object",
+    "global_process_set",
+    "grouped_allreduce_async_",
+    "rocm_built",
+    "size",
+    "sparse_allreduce_async",
+    "split_list",
+    "synchronize",
+]
+
+
+@functools.wraps(_DistributedOptimizerOfMegaclass)
+def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
+    wrapped = _DistributedOptimizerOfMegaclass(*args, **kwargs)
+    # Lightning knows an optimizer that is wrapped already by the word horovod in its class.
+    type(wrapped).__module__ = __name__
+    return wrapped
+
+
+DistributedOptimizer.__module__ = __name__

@@ -1,0 +1,113 @@
+"""Small functions of `horovod.common.util` that scripts and tests call."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from megaclass.hvd.basics import _basics
+
+T = TypeVar("T")
+
+
+def _cache(f: Callable[..., T]) -> Callable[..., T]:
+    """The function, called once for the same arguments."""
+    return functools.cache(f)
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Only torch is supported."""
+    return ext_base_name == "torch"
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    if ext_name != "horovod.torch":
+        raise ImportError(f"Extension {ext_name} has not been built: megaclass.hvd is for PyTorch only.")
+
+
+def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
+    """Nothing is compiled against a framework's version."""
+    if exception is not None:
+        raise exception
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    return ext_base_name == "torch" and torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    return bool(_basics.mpi_built())
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    return bool(_basics.gloo_built())
+
+
+def nccl_built(verbose: bool = False) -> int:
+    return int(_basics.nccl_built())
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    return bool(_basics.ddl_built())
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    return bool(_basics.ccl_built())
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Environment variables for the duration of the block; those that are None stay as they are."""
+    values = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
+    from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility
+
+    return handle_average_backwards_compatibility
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
+    """n parts of about the same length."""
+    quotient, rest = divmod(len(values), n)
+    starts = [i * quotient + min(i, rest) for i in range(n + 1)]
+    return [values[starts[i] : starts[i + 1]] for i in range(n)]
+
+
+def is_iterable(x: object) -> bool:
+    return hasattr(x, "__iter__")
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    if not isinstance(ver, str) or not isinstance(target, str):
+        raise ValueError(f"This function only accepts string arguments, not {ver!r} and {target!r}.")
+    if target.count(".") != 2:
+        raise ValueError(f"We only accepts target version values in the form of: major.minor.patch. Received: {target}")
+    return _numbers(ver) >= _numbers(target)
+
+
+def _numbers(version: str) -> list[int]:
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: next((i for i, letter in enumerate(part) if not letter.isdigit()), len(part))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return numbers

@@ -1,0 +1,371 @@
+"""Who waits for whom: rank 0's table of announced operations. No torch, no sockets, no clock of its own.
+
+Ranks announce operations in any order. An operation is ready when every member of its process set has announced it
+or has joined; the ranks' requests are then compared, and either a response is made of them or an error that names both
+sides. Small allreduces that are ready together become one response.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from megaclass.hvd.engine.messages import Answer, Key, Request, Response
+from megaclass.hvd.settings import Settings
+
+# Two ranks that wait for each other under one name, one in an allreduce, one in an allgather, are given this long to
+# submit the other operation too, as threads may; then it is a mistake.
+CROSSED_S = 0.5
+
+# A larger tensor gains nothing by travelling with others: copying it in and out costs more than a latency.
+FUSED_TENSOR_BYTES = 1024 * 1024
+
+_REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+_NOT_WITH_JOIN = ("allgather", "broadcast", "alltoall", "reducescatter")
+
+
+@dataclass
+class _Pending:
+    """An operation that some ranks have announced."""
+
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+    changed: float = 0.0
+    """When the last rank announced it."""
+    was_compared: bool = False
+    """Whether it was looked at together with others of its name since then."""
+    num_warnings: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Cycle:
+    """What a rank announced in one message."""
+
+    digest: bytes
+    requests: list[Request]
+    since: float
+    payload: bytes
+    """The tensors themselves, if they are small."""
+
+
+class Coordinator:
+    """Fed with announcements, asked for responses."""
+
+    def __init__(self, hosts: list[str], settings: Settings, process_sets: Mapping[int, tuple[int, ...]]) -> None:
+        self._hosts = hosts
+        self._settings = settings
+        # The live table: sets come and go while the job runs.
+        self.process_sets = process_sets
+        self._table: dict[Key, _Pending] = {}
+        self._ready: list[Response] = []
+        self._joined: list[int] = []
+        # Whole cycles that came in as one hash, by rank, and what was answered when all ranks sent it the last time.
+        self._held: list[deque[_Cycle]] = [deque() for _ in hosts]
+        self._answers: dict[bytes, Answer] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self._hosts)
+
+    def announce(
+        self, rank: int, digest: bytes, requests: list[Request], now: float, payload: bytes = b""
+    ) -> Answer | None:
+        """One cycle of one rank, perhaps with its tensors; what became ready by it.
+
+        While nothing else is open, a cycle is kept as its hash until all ranks have sent theirs: if the hashes are
+        equal and were answered before, the same answer is given without a look at the single operations.
+        """
+        if self._table or self._joined or any(request.terms.process_set for request in requests):
+            self.open_held()
+            self._open(rank, requests, now)
+            return self._take()
+        self._held[rank].append(_Cycle(digest, requests, now, payload))
+        if not all(self._held):
+            return None
+        # A rank may be several cycles ahead; the first ones of all ranks belong together.
+        if any(cycles[0].digest != digest for cycles in self._held):
+            self.open_held()
+            return self._take()
+        firsts = [cycles.popleft() for cycles in self._held]
+        answer = self._answers.get(digest)
+        if answer is None:
+            # All ranks want the same in the same order: nothing to wait for, nothing to compare.
+            self._ready += [self._respond(dict.fromkeys(self._members(0), request)) for request in requests]
+            answer = self._take()
+            if answer is not None and answer.repeats:
+                self._remember(digest, answer)
+        if answer is not None:
+            payloads = [cycle.payload for cycle in firsts]
+            is_one = len(answer.responses) == 1 and not answer.responses[0].error
+            answer.payloads = payloads if is_one and all(payloads) else []
+        return answer
+
+    def _remember(self, digest: bytes, answer: Answer) -> None:
+        if len(self._answers) >= self._settings.cache_capacity:
+            self._answers.clear()
+        if self._settings.cache_capacity:
+            self._answers[digest] = answer
+
+    def join(self, rank: int) -> Answer | None:
+        """The rank has no more data."""
+        self.open_held()
+        self._joined.append(rank)
+        for key in list(self._table):
+            self._settle(key)
+        if len(self._joined) == self.size:
+            self._ready.append(Response((), last_joined=rank))
+            self._joined.clear()
+        return self._take()
+
+    def open_held(self) -> None:
+        """Looks at the operations of the cycles that came as hashes, one by one."""
+        for rank, cycles in enumerate(self._held):
+            while cycles:
+                cycle = cycles.popleft()
+                self._open(rank, cycle.requests, cycle.since)
+
+    def _open(self, rank: int, requests: Iterable[Request], now: float) -> None:
+        for request in requests:
+            pending = self._table.get(request.key)
+            if pending is None:
+                pending = self._table[request.key] = _Pending(now)
+            pending.requests[rank] = request
+            pending.changed, pending.was_compared = now, False
+            self._settle(request.key)
+
+    def _settle(self, key: Key) -> None:
+        pending = self._table[key]
+        members = self._members(key[0])
+        if self._joined:
+            if any(rank not in pending.requests and rank not in self._joined for rank in members):
+                return
+        elif len(pending.requests) < len(members):
+            return
+        del self._table[key]
+        if pending.requests:
+            self._ready.append(self._respond(pending.requests))
+
+    def _members(self, process_set: int) -> tuple[int, ...]:
+        return self.process_sets.get(process_set, ())
+
+    def _take(self) -> Answer | None:
+        ready, self._ready = self._ready, []
+        return Answer(fuse(ready, self._settings)) if ready else None
+
+    # -- comparing ------------------------------------------------------------------------------------------------
+
+    def _respond(self, by_rank: dict[int, Request]) -> Response:
+        ranks = sorted(by_rank)
+        requests = [by_rank[rank] for rank in ranks]
+        first = requests[0]
+        error = self._disagreement(ranks, requests) or self._impossible(first)
+        if error:
+            return Response((first,), error=error)
+        sizes: tuple[tuple[int, ...], ...] = ()
+        if first.kind == "allgather":
+            sizes = tuple(zip(*([shape[0] for shape in request.shapes] for request in requests), strict=True))
+        elif first.kind == "alltoall":
+            sizes = tuple(request.splits for request in requests)
+        return Response((first,), sizes=sizes)
+
+    def _disagreement(self, ranks: list[int], requests: list[Request]) -> str:
+        """What differs between the first rank and another, both named; empty when nothing does."""
+        first = requests[0]
+        for rank, other in zip(ranks[1:], requests[1:], strict=True):
+            if other is first or other == first:
+                continue
+            for what, one, two in _differences(first, other):
+                return (
+                    f"Mismatched {what} for {first.full_name!r}: {self._name(ranks[0])} sent {one}, "
+                    f"but {self._name(rank)} sent {two}."
+                )
+        return ""
+
+    def _impossible(self, first: Request) -> str:
+        if first.kind == "allreduce":
+            return ""
+        if first.kind in _NOT_WITH_JOIN and any(rank in self._joined for rank in self._members(first.process_set)):
+            hint = " Specify sparse_as_dense=True if using DistributedOptimizer." if first.kind == "allgather" else ""
+            return f"{first.kind.capitalize()} is not supported with Join at this time.{hint}"
+        if first.kind in ("allgather", "alltoall", "reducescatter") and any(not shape for shape in first.shapes):
+            return f"Tried to {first.kind} a tensor of no dimensions under the name {first.full_name!r}."
+        return ""
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._hosts[rank]})"
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def next_check(self) -> float | None:
+        """When to call `check`; None while nothing waits."""
+        times = [self._next_look(pending) for pending in self._table.values()]
+        times += [cycles[0].since + CROSSED_S for cycles in self._held if cycles]
+        return min(times, default=None)
+
+    def _next_look(self, pending: _Pending) -> float:
+        if not pending.was_compared:
+            return pending.changed + CROSSED_S
+        warn_s, end_s = self._settings.stall_warning_s, self._settings.stall_shutdown_s
+        if not warn_s:
+            return float("inf")
+        warning = pending.since + warn_s * (pending.num_warnings + 1)
+        return min(warning, pending.since + end_s) if end_s >= warn_s else warning
+
+    def check(self, now: float) -> tuple[Answer | None, str, str]:
+        """Errors for operations that cannot come together, a warning, and a reason to end the job; mostly empty."""
+        self.open_held()
+        for keys in self._crossed(now):
+            error = self._crossed_text(keys)
+            for key in keys:
+                pending = self._table.pop(key)
+                self._ready.append(Response((next(iter(pending.requests.values())),), error=error))
+        warn_s, end_s = self._settings.stall_warning_s, self._settings.stall_shutdown_s
+        stalled, ended = {}, {}
+        for key, pending in self._table.items():
+            lag = now - pending.since
+            if warn_s and lag >= warn_s * (pending.num_warnings + 1):
+                pending.num_warnings = int(lag / warn_s)
+                stalled[key] = pending
+            if warn_s and end_s >= warn_s and lag >= end_s:
+                ended[key] = pending
+        warning = self._stall_text(stalled, warn_s) if stalled else ""
+        reason = f"{self._stall_text(ended, end_s)}\nWill shutdown." if ended else ""
+        return self._take(), warning, reason
+
+    def _crossed(self, now: float) -> list[list[Key]]:
+        """Operations of one name whose ranks wait for each other: they differ in kind or in process set."""
+        by_name: dict[str, list[Key]] = {}
+        for key, pending in self._table.items():
+            pending.was_compared |= now - pending.changed >= CROSSED_S
+            if pending.was_compared:
+                by_name.setdefault(key[2], []).append(key)
+        return [keys for keys in by_name.values() if len(keys) > 1 and self._is_crossed(keys)]
+
+    def _is_crossed(self, keys: list[Key]) -> bool:
+        # A rank that has not come yet may still make one of them whole.
+        present = set(self._joined).union(*(self._table[key].requests for key in keys))
+        if any(rank not in present for key in keys for rank in self._members(key[0])):
+            return False
+        for one, two in itertools.combinations(keys, 2):
+            both = set(self._members(one[0])) & set(self._members(two[0]))
+            in_one, in_two = set(self._table[one].requests) & both, set(self._table[two].requests) & both
+            if in_one - in_two and in_two - in_one:
+                return True
+        return False
+
+    def _crossed_text(self, keys: list[Key]) -> str:
+        in_sets = len({key[0] for key in keys}) > 1
+        sides = []
+        for key in keys:
+            where = f" on process set {key[0]} {list(self._members(key[0]))}" if in_sets else ""
+            sides.append(f"{self._name(min(self._table[key].requests))} did an {key[1]}{where}")
+        what = "operations" if len({key[1] for key in keys}) > 1 else "process sets"
+        return f"Mismatched {what} for the name {keys[0][2]!r}: {', but '.join(sides)}."
+
+    def _stall_text(self, stalled: Mapping[Key, _Pending], limit_s: float) -> str:
+        missing: dict[int, list[str]] = {}
+        for key, pending in stalled.items():
+            for rank in self._members(key[0]):
+                if rank not in pending.requests and rank not in self._joined:
+                    missing.setdefault(rank, []).append(f"{key[1]}.{key[2]}")
+        lines = [
+            f"One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
+            f"waiting for remainder of ranks for more than {limit_s:g} seconds. This may indicate that different ranks "
+            f"are trying to submit different tensors or that only subset of ranks is submitting tensors, which will "
+            f"cause deadlock. ",
+            "Missing ranks:",
+        ]
+        for rank, names in sorted(missing.items()):
+            shown = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
+            lines.append(f"{rank} ({self._hosts[rank]}): [{shown}]")
+        return "\n".join(lines)
+
+
+def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
+    """(what, of one, of two) for everything in which members must agree, the most telling first."""
+    kind = one.kind
+    if one.dtypes != two.dtypes:
+        yield "data types", _plain(one.dtypes), _plain(two.dtypes)
+    if len(one.shapes) != len(two.shapes):
+        yield f"{kind} numbers of tensors", str(len(one.shapes)), str(len(two.shapes))
+    if kind in ("allreduce", "broadcast", "reducescatter") and one.shapes != two.shapes:
+        yield f"{kind} tensor shapes", f"shape {_plain(one.shapes)}", f"shape {_plain(two.shapes)}"
+    if kind in ("allgather", "alltoall"):
+        for left, right in zip(one.shapes, two.shapes, strict=True):
+            if len(left) != len(right) or left[1:] != right[1:]:
+                yield f"{kind} tensor shapes beyond dimension 0", f"shape {list(left)}", f"shape {list(right)}"
+    if one.op != two.op:
+        yield "reduction operations", _REDUCTIONS[one.op], _REDUCTIONS[two.op]
+    if (one.prescale, one.postscale) != (two.prescale, two.postscale):
+        yield (
+            "prescale and/or postscale factors",
+            f"factors ({one.prescale}, {one.postscale})",
+            f"factors ({two.prescale}, {two.postscale})",
+        )
+    if one.root != two.root:
+        yield f"{kind} root ranks", f"root rank {one.root}", f"root rank {two.root}"
+    if kind == "alltoall" and len(one.splits) != len(two.splits):
+        yield "numbers of splits", f"splits {list(one.splits)}", f"splits {list(two.splits)}"
+    if kind in ("add_process_set", "remove_process_set") and one.splits != two.splits:
+        yield "process sets", f"ranks {list(one.splits)}", f"ranks {list(two.splits)}"
+    if one.device != two.device:
+        yield f"{kind} CPU/GPU device selection", f"a tensor on {one.device}", f"a tensor on {two.device}"
+    if (one.wire, one.keeps_error) != (two.wire, two.keeps_error):
+        yield "compression", one.wire or "none", two.wire or "none"
+
+
+def _plain(values: tuple[object, ...]) -> str:
+    """Without brackets around the one tensor of an operation that is not grouped."""
+    listed = [list(value) if isinstance(value, tuple) else value for value in values]
+    return str(listed[0] if len(listed) == 1 else listed)
+
+
+# -- fusion -----------------------------------------------------------------------------------------------------------
+
+
+def fuse(responses: list[Response], settings: Settings) -> list[Response]:
+    """Allreduces of the same kind made one, up to the threshold; the order of first members is kept."""
+    if len(responses) < 2 or not settings.fusion_threshold:
+        return responses
+    fused: list[list[Response]] = []
+    open_buckets: dict[tuple[object, ...], tuple[int, list[Response]]] = {}
+    for response in responses:
+        label = _fusion_label(response, settings)
+        size = response.requests[0].terms.num_bytes if label is not None else 0
+        used, bucket = open_buckets.get(label, (0, None)) if label is not None else (0, None)
+        if bucket is not None and used + size <= settings.fusion_threshold:
+            bucket.append(response)
+        else:
+            bucket = [response]
+            fused.append(bucket)
+            used = 0
+        if label is not None:
+            open_buckets[label] = (used + size, bucket)
+    return [
+        bucket[0] if len(bucket) == 1 else Response(tuple(response.requests[0] for response in bucket))
+        for bucket in fused
+    ]
+
+
+def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] | None:
+    """Responses with equal labels may travel together; None: this one travels by itself."""
+    if response.error or not response.requests or response.requests[0].kind != "allreduce":
+        return None
+    first = response.requests[0].terms
+    if _REDUCTIONS[first.op] == "Adasum" or len(set(first.dtypes)) != 1:
+        return None
+    if first.is_grouped and not settings.fuse_groups:
+        return None
+    # Compressed tensors are copied to be encoded anyway.
+    if first.num_bytes > FUSED_TENSOR_BYTES and not first.wire:
+        return None
+    return (
+        first.process_set,
+        first.dtypes[0],
+        first.op,
+        first.prescale,
+        first.postscale,
+        first.device,
+        first.wire,
+        first.keeps_error,
+    )

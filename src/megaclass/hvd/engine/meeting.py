@@ -1,0 +1,273 @@
+"""How the ranks of a job find each other: process groups for tensors, links to rank 0 for control messages.
+
+hvd has groups of its own and never touches torch.distributed's default group, which belongs to the script. The ranks meet
+in a store of their own; only where torch.distributed was initialised without a starter that hvd knows, the default group's
+store and ranks are used. Each generation of init() has a prefix of its own in the store: a rank that comes back first waits
+for the others instead of meeting their past.
+
+Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the
+job's secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (links.py).
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaclass.distributed.network.connection_watch import ConnectionWatch, network_timeout
+from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
+from megaclass.distributed.network.rank0_address import interface_names, meeting_point
+from megaclass.distributed.network.store import SignedStore, allow_many_connections, make_store
+from megaclass.errors import LaunchError
+from megaclass.hvd.engine.control_connection import Door, Link, Reception, connect
+from megaclass.hvd.settings import Settings
+from megaclass.world import World, is_horovods, world_from_environment
+
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All ranks, after they have met."""
+
+    rank: int
+    hosts: list[str]
+    local_ranks: list[int]
+    store: "dist.Store"  # type: ignore[name-defined]
+    """Of this generation."""
+    secret: bytes
+    """Known to all ranks of the job and to nobody else; empty where the starter gave none."""
+    is_one_machine: bool
+    links: dict[int, Link]
+    address: str
+    """Where the other ranks reach this one."""
+    uses_nccl: bool
+    """Whether every rank has a GPU of its own."""
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    def signed_store(self, name: str) -> SignedStore:
+        """Entries of one purpose; `name` is the same on all ranks that take part."""
+        return SignedStore(dist.PrefixStore(name, self.store), self.secret)  # type: ignore[attr-defined]
+
+
+class Meeter:
+    """Remembers the store between generations."""
+
+    def __init__(self) -> None:
+        self._store: dist.Store | None = None  # type: ignore[name-defined]
+
+    def meet(self, ranks: list[int] | None, settings: Settings) -> Meeting:
+        """Collective over the listed ranks, or all. A rank that is not listed must not call it."""
+        world = _world()
+        # With a port of our own known to all ranks, what the script did with torch.distributed does not matter.
+        is_guest = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
+        if not is_guest:
+            world = meeting_point(world)
+            os.environ.update(interface_names(world))
+        here, size = (dist.get_rank(), dist.get_world_size()) if is_guest else (world.rank, world.size)
+        members = tuple(sorted(set(ranks))) if ranks else tuple(range(size))
+        if here not in members:
+            raise ValueError(f"hvd.init(comm={ranks}) was called on rank {here}, which is not among them.")
+        if is_guest:
+            allow_many_connections()
+            base = dist.distributed_c10d._get_default_store()
+        else:
+            base = self._own_store(world, settings)
+        # Each rank counts in the store how often it has met these members: whom it met in between does not matter.
+        base = dist.PrefixStore(f"megaclass.hvd/{members}", base)  # type: ignore[attr-defined]
+        generation = base.add(f"generations of {here}", 1)
+        store = dist.PrefixStore(str(generation), base)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=settings.start_timeout_s))
+        try:
+            return _meeting(store, members.index(here), len(members), world, settings)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"{world.name()} cannot join the others at {world.address}:{world.port} within "
+                f"{settings.start_timeout_s:g} s: {error}"
+            ) from error
+
+    def _own_store(self, world: World, settings: Settings) -> "dist.Store":  # type: ignore[name-defined]
+        if self._store is None:
+            try:
+                self._store = make_store(world, settings.start_timeout_s)
+            except RuntimeError as error:
+                raise LaunchError(
+                    f"{world.name()} cannot reach the store at {world.address}:{world.port}: {error}"
+                ) from error
+        return self._store
+
+
+def watch_connections() -> ConnectionWatch:
+    """Watches the connections that this process makes to other hosts; nothing where all ranks are on one machine."""
+    world = _world()
+    limit_s = network_timeout() if world.local_size < world.size else 0.0
+    return ConnectionWatch(world.name(), limit_s).start()
+
+
+def new_group(
+    meeting: Meeting, name: str, ranks: tuple[int, ...], settings: Settings, *, backend: str = "gloo"
+) -> dist.ProcessGroup:
+    """A process group of these ranks, known to nobody but its holder; only its members call it.
+
+    torch.distributed's functions work with it as long as ranks are given as `group_src` and `group_dst`. No device_id:
+    which GPU a rank uses is the script's choice, made after init().
+    """
+    place, size = ranks.index(meeting.rank), len(ranks)
+    timeout = timedelta(seconds=settings.gloo_timeout_s)
+    kinds = dist.ProcessGroup.BackendType
+    made: Any
+    if backend == "gloo":
+        # gloo looks for its peers there: signed, so that nobody can send this rank to another address.
+        store: Any = meeting.signed_store(f"{name}/gloo")
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = _gloo_devices(meeting)
+        made, kind, device = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, "cpu"
+    else:
+        # NCCL's threads use the store as long as the group lives, and must not need Python for it: not signed.
+        store = dist.PrefixStore(f"{name}/nccl", meeting.store)  # type: ignore[attr-defined]
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        made, kind, device = dist.ProcessGroupNCCL(store, place, size, options), kinds.NCCL, "cuda"
+    group = dist.ProcessGroup(store, place, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, made)
+    return group
+
+
+def _gloo_devices(meeting: Meeting) -> list[Any]:
+    """Loopback on one machine; otherwise the interfaces that the environment names, or that of the host's name."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if names:
+        return [gloo.create_device(interface=name) for name in names]
+    return [gloo.create_device(hostname="127.0.0.1") if meeting.is_one_machine else gloo.create_default_device()]
+
+
+def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings) -> Meeting:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    network = machine_and_network()
+    secret = job_secret() or _shared_secret(store, rank, size, network, settings)
+    signed = SignedStore(store, secret)
+    mine: dict[str, object] = {
+        "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
+        "local_rank": world.local_rank if world.starter != "nobody" else -1,
+        "gpus": num_gpus,
+        # A machine may be several hosts by name, and containers on one machine have names of their own.
+        "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
+        "network": network,
+    }
+    everybody = [_checked_entry(entry) for entry in _exchanged(signed, "who", mine, rank, size)]
+    hosts = [str(entry["host"]) for entry in everybody]
+    local_ranks = [int(entry["local_rank"]) for entry in everybody]
+    # A starter that says nothing about local ranks, two ranks that claim one, or some ranks of a host only: count them.
+    places = set(zip(hosts, local_ranks, strict=True))
+    if places != {(host, place) for host in hosts for place in range(hosts.count(host))}:
+        local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
+    is_one_machine = len({entry["network"] for entry in everybody}) == 1
+    if size == 1:
+        address, links = "127.0.0.1", {}
+    elif rank == 0:
+        reception = Reception("127.0.0.1" if is_one_machine else _own_address(world), secret)
+        address = reception.door.address
+        signed.set("door", reception.door.to_json())
+        arrived = reception.welcome(range(1, size), settings.start_timeout_s)
+        links = {peer: Link(connection) for peer, connection in arrived.items()}
+    else:
+        door = Door.from_json(signed.get("door"))
+        connection = connect(door, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
+        address = connection.getsockname()[0]
+        links = {0: Link(connection)}
+    machines = [entry["machine"] for entry in everybody]
+    uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in everybody)
+    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, links, address, uses_nccl)
+
+
+def _exchanged(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
+    """What every rank gave, by rank, as JSON: rank 0 collects it and the others read it there."""
+    if rank:
+        store.set(f"{name}/{rank}", json.dumps(mine))
+        found = _parsed(store.get(name), name)
+    else:
+        found = [mine, *(_parsed(store.get(f"{name}/{other}"), f"{name}/{other}") for other in range(1, size))]
+        store.set(name, json.dumps(found))
+    if not isinstance(found, list) or len(found) != size:
+        raise LaunchError(f"The entry {name!r} in the job's store is not a list of {size} entries.")
+    return found
+
+
+def _parsed(content: bytes, name: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(f"The entry {name!r} in the job's store was not written by a rank: it is no JSON.") from error
+
+
+def _checked_entry(entry: Any) -> dict[str, Any]:
+    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str}
+    if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
+        raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
+    return entry
+
+
+def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Settings) -> bytes:
+    """A secret for ranks whose starter gave none, if they are all on one machine and of one user; else empty bytes.
+
+    The entries are not signed. Forged ones lead to an error or to a job without a secret, in which no object of a class
+    is ever unpickled: never to a secret that the forger knows.
+    """
+    if size == 1 or _exchanged(store, "networks", network, rank, size) != size * [network]:
+        return b""
+    if rank == 0:
+        offered = LocalSecret(size - 1, settings.start_timeout_s)
+        store.set("secret is at", offered.name)
+        return offered.secret
+    return local_secret(store.get("secret is at").decode(errors="replace"))
+
+
+def _world() -> World:
+    """From the starter's variables, or from Horovod's own where only those are set."""
+    if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ or is_horovods():
+        return world_from_environment()
+    env = dict(os.environ)
+    for ours, theirs in (
+        ("RANK", "RANK"),
+        ("WORLD_SIZE", "SIZE"),
+        ("LOCAL_RANK", "LOCAL_RANK"),
+        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        ("GROUP_RANK", "CROSS_RANK"),
+        ("GROUP_WORLD_SIZE", "CROSS_SIZE"),
+    ):
+        if f"HOROVOD_{theirs}" in env:
+            env[ours] = env[f"HOROVOD_{theirs}"]
+    return world_from_environment(env)
+
+
+def _own_address(world: World) -> str:
+    """The address at which other hosts reach this one."""
+    interface = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+            except OSError as error:
+                raise LaunchError(f"Interface {interface!r} on {socket.gethostname()}: {error.strerror}.") from error
+        return socket.inet_ntoa(packed[20:24])
+    with contextlib.suppress(OSError):
+        address = socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0][4][0]
+        with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            return str(address)
+    return socket.gethostbyname(socket.gethostname())

@@ -1,0 +1,262 @@
+"""run(): a function on every rank of a job, on this machine or many, and its results by rank.
+
+The ranks are started by `megaclass run`. Each connects back here, gets the pickled function and sends its result; the
+connection is also its lifeline. Unpickling runs code: both sides prove by HMAC that they know a key, which travels with
+the ranks' environment and never on a command line.
+"""
+
+import multiprocessing.spawn
+import os
+import pickle
+import re
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+from megaclass.distributed.network.addresses import interfaces, own_addresses, source_towards
+from megaclass.errors import LaunchError
+from megaclass.hvd.exceptions import SHUT_DOWN
+from megaclass.launch.hosts import Host, given_hosts
+from megaclass.launch.plan import HOROVOD_MARK, place_ranks
+
+FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
+"""Addresses, port and key of the process that called run(), for the ranks."""
+_GRACE_S = 10.0
+_BACKLOG = 512
+_PROOF_S = 5.0
+"""For a caller to prove that it knows the key."""
+_MAX_STRANGERS = 512
+_TIMEVAL = struct.Struct("ll")
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Any = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Any = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Runs `func(*args, **kwargs)` in `num_proc` processes, on `hosts` or this machine; the results, by rank.
+
+    RuntimeError when a rank fails, with its traceback; the others are ended. The arguments for elastic jobs are refused,
+    those for MPI have no meaning.
+    """
+    if network_interface:
+        _deprecated("network_interface", "network_interfaces")
+        network_interfaces = network_interface.split(",")
+    if np is not None:
+        _deprecated("np", "num_proc")
+        num_proc = np
+    if min_np is not None:
+        _deprecated("min_np", "min_num_proc")
+    if max_np is not None:
+        _deprecated("max_np", "max_num_proc")
+    if hosts is not None and hostfile is not None:
+        raise ValueError("Argument hosts and hostfile only allow one provided.")
+    if use_gloo and use_mpi:
+        raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
+    if use_mpi:
+        raise ValueError("MPI support has not been built: there is no MPI here. Leave use_mpi out.")
+    if host_discovery_script is not None or min_num_proc is not None or min_np is not None:
+        raise LaunchError("run() starts a fixed number of processes: leave min_num_proc and host_discovery_script out.")
+    machines = _machines(num_proc, hosts, hostfile)
+    wanted = list(network_interfaces or ())
+    options = [
+        *("--num-proc", str(num_proc), "-H", ",".join(f"{host.name}:{host.slots}" for host in machines)),
+        *(("--start-timeout", str(start_timeout)) if start_timeout else ()),
+        *(("--ssh-port", str(ssh_port)) if ssh_port else ()),
+        *(("--ssh-identity-file", str(ssh_identity_file)) if ssh_identity_file else ()),
+        *(("--output-filename", str(output_filename)) if output_filename else ()),
+        *(("--network-interfaces", ",".join(wanted)) if wanted else ()),
+        *(("--verbose",) if verbose else ()),
+    ]
+    call = pickled_call(func, tuple(args), kwargs or {})
+    others = [host.name for host in machines if not host.is_local]
+    return _Job(call, num_proc, others, wanted, executable or sys.executable).results(options, start_timeout)
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
+
+
+def _machines(num_proc: int, hosts: str | None, hostfile: str | None) -> list[Host]:
+    """Hosts with enough slots; ValueError, as from Horovod, when they cannot be read or do not suffice."""
+    if num_proc < 1:
+        raise ValueError(f"run(num_proc={num_proc}): it must be at least 1.")
+    try:
+        found = given_hosts(hosts, Path(hostfile) if hostfile is not None else None)
+        machines = found or [Host(name="localhost", slots=num_proc, is_local=True)]
+        place_ranks(machines, num_proc)
+    except LaunchError as error:
+        raise ValueError(str(error)) from error
+    return machines
+
+
+def pickled_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """By cloudpickle where it is installed: it knows lambdas, and functions of the main script by value. Without it the
+    ranks import the main script, as multiprocessing's do."""
+    prepared = multiprocessing.spawn.get_preparation_data("hvd.run")
+    place = {"sys_path": prepared["sys_path"], "sys_argv": prepared["sys_argv"]}
+    try:
+        import cloudpickle
+    except ImportError:
+        main = {name: value for name, value in prepared.items() if name.startswith("init_main")}
+        try:
+            if getattr(func, "__module__", "") == "__main__" and not _is_importable(main):
+                raise pickle.PicklingError("the ranks cannot import what was typed in")
+            return pickle.dumps((place | main, pickle.dumps((func, args, kwargs))))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise LaunchError(
+                f"run() cannot pickle {getattr(func, '__name__', func)!r} for the ranks: {error}. "
+                f"Lambdas and functions in functions need cloudpickle: pip install 'megaclass[hvd]'."
+            ) from error
+    return pickle.dumps((place, cloudpickle.dumps((func, args, kwargs))))
+
+
+def _is_importable(main: dict[str, str]) -> bool:
+    return "init_main_from_name" in main or Path(main.get("init_main_from_path", "")).is_file()
+
+
+class _Job:
+    """The server that hands out the function, and the launcher that starts who asks for it."""
+
+    def __init__(self, call: bytes, size: int, others: list[str], wanted: list[str], executable: str) -> None:
+        self._call = call
+        self._size = size
+        self._executable = executable
+        self._key = secrets.token_bytes(32)
+        self._addresses = _own_addresses(others, wanted)
+        # All interfaces only where the hosts' names do not tell which one leads to them.
+        bound = self._addresses[0] if len(self._addresses) == 1 else "0.0.0.0"
+        self._listener = Listener((bound, 0), backlog=_BACKLOG)
+        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._order: list[int] = []
+        self._is_over = False
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+
+    def results(self, options: list[str], start_timeout: int | None) -> list[Any]:
+        env = {**os.environ, FUNCTION_SERVER: self._where()}
+        if start_timeout:
+            env["HOROVOD_START_TIMEOUT"] = str(start_timeout)
+        task = [self._executable, "-m", "megaclass.hvd.run_function_worker"]
+        # Functions find Horovod's environment, as under Horovod's run(); a real Horovod on the path stays what it is.
+        mark = ["-x", f"{HOROVOD_MARK}=1"]
+        command = [sys.executable, "-P", "-m", "megaclass", "run", *mark, *options, *task]
+        threading.Thread(target=self._serve, name="hvd.run", daemon=True).start()
+        launcher = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+        try:
+            code = launcher.wait()
+        finally:
+            self._is_over = True
+            if launcher.poll() is None:
+                launcher.terminate()
+                try:
+                    launcher.wait(_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    launcher.kill()
+                    launcher.wait()
+            self._listener.close()
+        failures = [(rank, self._answers[rank][1]) for rank in self._order if not self._answers[rank][0]]
+        if failures or code or len(self._answers) < self._size:
+            raise RuntimeError(_failed(failures, code))
+        return [self._answers[rank][1] for rank in range(self._size)]
+
+    def _where(self) -> str:
+        return " ".join([*self._addresses, str(self._listener.address[1]), self._key.hex()])
+
+    def _serve(self) -> None:
+        while not self._is_over:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                # Somebody who knocked and left, or close().
+                continue
+            # More wait to be accepted until a stranger has proved itself or run out of time.
+            self._strangers.acquire()
+            # A thread each: one stranger who says nothing would keep all ranks waiting.
+            threading.Thread(target=self._answer, args=(connection,), name="hvd.run", daemon=True).start()
+
+    def _is_rank(self, connection: Connection) -> bool:
+        try:
+            _set_read_timeout(connection, _PROOF_S)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            _set_read_timeout(connection, 0.0)
+        except (AuthenticationError, EOFError, OSError):
+            return False
+        finally:
+            self._strangers.release()
+        return True
+
+    def _answer(self, connection: Connection) -> None:
+        with connection:
+            if not self._is_rank(connection):
+                return
+            try:
+                connection.send_bytes(self._call)
+                rank, succeeded, value = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                return
+            self._answers[rank] = (succeeded, value)
+            self._order.append(rank)
+            connection.send_bytes(b"taken")
+
+
+def _set_read_timeout(connection: Connection, timeout_s: float) -> None:
+    """Makes reading fail with an OSError when nothing comes for that long; 0 disables it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout_s), 0))
+
+
+def _own_addresses(others: list[str], wanted: list[str]) -> list[str]:
+    """Where other hosts find this process: one address if their names tell which, else all of them."""
+    if not others:
+        return ["127.0.0.1"]
+    if wanted:
+        return [address for name in wanted for address in interfaces().get(name, [])][:1] or own_addresses()
+    towards = {source_towards(re.sub(r"^.*@|[\[\]]", "", name)) for name in others}
+    known = [address for address in towards if address is not None]
+    return known if len(known) == len(towards) == 1 else own_addresses()
+
+
+def _failed(failures: list[tuple[int, str]], code: int) -> str:
+    """One failure makes the others fail too: the cause goes first."""
+    text = (
+        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
+        "The first process to do so was:\n"
+    )
+    if not failures:
+        return f"{text}Process name: unknown, see the output above\nExit code: {code}\n"
+    rank, traceback = min(failures, key=lambda failure: SHUT_DOWN in failure[1])
+    return f"{text}Process name: {rank}\nExit code: {code}\n{traceback}"

@@ -1,3 +1,0 @@
-from megaclass.hvd.horovod_util import check_extension
-
-check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)

@@ -1,0 +1,368 @@
+"""The agent: one process a host, started by the driver, that keeps that host's ranks. Standard library only.
+
+    driver  --- stdin:  the job, "go", signals, heartbeats --->  agent  --- starts, signals, reaps --->  workers
+    driver  <-- stdout: hello, output, exits, heartbeats ------  agent  <-- stdout and stderr, by pipe --  workers
+
+stdin is the lifeline: when it ends or falls silent, the driver, its ssh or the cable is gone, and the workers go too.
+"""
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from megaclass.distributed.network.addresses import interfaces
+from megaclass.distributed.restart_progress import FD_NAME, ProgressMark
+from megaclass.errors import LaunchError
+from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
+from megaclass.launch.network import hold_store_port, interface_towards, present, reserve_port
+from megaclass.launch.plan import interface_environment, job_environment, rank_environment, without_other_starters
+from megaclass.launch.signals import SignalInbox
+from megaclass.launch.versions import installed_versions
+from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
+from megaclass.launch.wire.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
+from megaclass.world import World
+
+_READ_BYTES = 1 << 16
+# Beyond this the workers' pipes are not read: they wait, as they would for a slow terminal, and no memory fills.
+_QUEUE_BYTES = 4 << 20
+_STREAMS = ("stdout", "stderr")
+_JOB_S = 30.0
+_HELPERS_S = 0.5
+_TICK_S = 0.05
+
+
+def main() -> int:
+    """Reads the job from stdin, keeps its ranks, and leaves when nothing of them is left."""
+    # Before anything else: a driver that gives up during the start must not be outlived.
+    with SignalInbox([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as inbox:
+        job, rest = _read_job()
+        if job is None:
+            return 0
+        os.set_blocking(sys.stdin.fileno(), False)
+        os.set_blocking(sys.stdout.fileno(), False)
+        silence_s, grace_s = silence_limits(job["heartbeat_s"], job["grace_s"])
+        with Supervisor(
+            job["run_id"], grace_s=job["grace_s"], adopts=True, captures=True, silence_s=silence_s
+        ) as supervisor:
+            agent = Agent(job, supervisor, inbox, silence_s=silence_s, silence_grace_s=grace_s)
+            agent.obey(rest)
+            agent.run()
+    return 0
+
+
+class Agent:
+    def __init__(
+        self, job: Message, supervisor: Supervisor, inbox: SignalInbox, *, silence_s: float, silence_grace_s: float
+    ) -> None:
+        self._job = job
+        self._supervisor = supervisor
+        self._inbox = inbox
+        self._silence_s = silence_s
+        self._silence_grace_s = silence_grace_s
+        self._worlds = [World(**world) for world in job["worlds"]]
+        self._env = worker_base_environment(job, os.environ)
+        self._interfaces: list[str] = []
+        self._held_port: socket.socket | None = None
+        self._store_port: socket.socket | None = None
+        self._reader = MessageReader()
+        self._selector = selectors.DefaultSelector()
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._pipes: dict[int, tuple[Worker, str]] = {}
+        self._is_reading_pipes = True
+        self._stopped: set[int] = set()
+        self._progress = ProgressMark()
+        self._step: int | None = None
+        self._is_connected = True
+        self._is_ending = False
+        self._helpers_until = 0.0
+        self._heard_at = time.monotonic()
+        self._beat_at = 0.0
+
+    def run(self) -> None:
+        """Until nothing of the ranks is left and everything has been said."""
+        self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._on_signals)
+        self._greet()
+        self._loop(until=self._is_over)
+        # Nobody writes any more: what is in the pipes is all there is.
+        for pipe in list(self._pipes):
+            while self._on_output(pipe):
+                continue
+        self._say({"say": "done"})
+        self._loop(until=lambda: not self._queue)
+
+    def _loop(self, until: Callable[[], bool]) -> None:
+        while not until():
+            self._balance()
+            for key, _ in self._selector.select(self._wait_s()):
+                key.data()
+            self._beat()
+            self._note_exits()
+
+    # ---- what the driver says ----
+
+    def _on_stdin(self) -> None:
+        try:
+            data = os.read(sys.stdin.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._heard_at = time.monotonic()
+            self.obey(data)
+        else:
+            self._selector.unregister(sys.stdin)
+            self._lose_driver("the driver is gone")
+
+    def obey(self, data: bytes) -> None:
+        try:
+            for message, _ in self._reader.feed(data):
+                match message.get("do"):
+                    case "go":
+                        self._start_workers(message)
+                    case "signal":
+                        self._supervisor.send_signal(int(message["number"]))
+                    case "end":
+                        self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
+        except ProtocolError as error:
+            self._lose_driver(f"the driver's line carries something else: {error}")
+
+    def _on_signals(self) -> None:
+        if set(self._inbox.taken()) - {signal.SIGCHLD}:
+            self._say({"say": "note", "text": "the agent was told to end by a signal"})
+            self._end(None)
+
+    def _lose_driver(self, why: str) -> None:
+        if self._is_connected:
+            self._is_connected = False
+            self._queue.clear()
+            self._queued_bytes = 0
+            with contextlib.suppress(OSError):
+                print(
+                    f"megaclass agent on {socket.gethostname()}: {why}; ending its ranks", file=sys.stderr, flush=True
+                )
+            self._end(self._silence_grace_s)
+
+    def _end(self, grace_s: float | None, first: int = signal.SIGTERM) -> None:
+        self._is_ending = True
+        self._supervisor.end(grace_s, first)
+
+    # ---- the start ----
+
+    def _greet(self) -> None:
+        """Says hello with what the driver must know before the ranks may start, or why they cannot."""
+        self._send(greeting(self._job["token"]))
+        hello: Message = {"say": "hello", "pid": os.getpid(), "ssh": os.environ.get("SSH_CONNECTION", "")}
+        try:
+            workdir = Path(self._job["workdir"])
+            if not workdir.is_dir():
+                raise LaunchError(f"There is no folder {str(workdir)!r} to work in; give another with --workdir.")
+            find_command(self._job["command"], self._env, workdir)
+            if self._job["interfaces"]:
+                self._interfaces = present(self._job["interfaces"])
+                hello["address"] = interfaces()[self._interfaces[0]][0]
+            if self._job["needs_versions"]:
+                hello["versions"] = installed_versions()
+            if self._worlds[0].is_main:
+                self._held_port = reserve_port(self._job["master_port"])
+                hello["port"] = self._held_port.getsockname()[1]
+                # A port that the user chose is the only one: a firewall may let no other through.
+                if not self._job["master_port"]:
+                    self._store_port = hold_store_port("127.0.0.1" if len(self._worlds) == self._worlds[0].size else "")
+                    hello["store_port"] = self._store_port.getsockname()[1]
+        except LaunchError as error:
+            hello = {"say": "refuse", "why": str(error)}
+            self._end(0.0)
+        self._say(hello)
+
+    def _start_workers(self, go: Message) -> None:
+        interface = ",".join(self._interfaces) or interface_towards(go["address"])
+        for world in self._worlds:
+            given = self._job["given"]
+            env = {
+                **self._env,
+                **(interface_environment(interface, self._env, given) if interface is not None else {}),
+                **rank_environment(world, host=self._job["host"], address=go["address"], port=go["port"], given=given),
+                **job_environment(self._job["secret"], go["store_port"]),
+                "MEGACLASS_RESTART": str(self._job["restart"]),
+            }
+            try:
+                worker = self._supervisor.start(
+                    world.rank,
+                    self._job["command"],
+                    env | {FD_NAME: str(self._progress.fileno())},
+                    Path(self._job["workdir"]),
+                    pass_fds=[self._progress.fileno()],
+                )
+                self._watch(worker)
+            except LaunchError as error:
+                self._say({"say": "refuse", "why": str(error)})
+                self._end(None)
+                return
+        self._say({"say": "started", "pids": {str(w.rank): w.pid for w in self._supervisor.workers}})
+
+    def _watch(self, worker: Worker) -> None:
+        for stream, pipe in zip(_STREAMS, (worker.process.stdout, worker.process.stderr), strict=True):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._pipes[pipe.fileno()] = (worker, stream)
+            self._selector.register(pipe.fileno(), selectors.EVENT_READ, partial(self._on_output, pipe.fileno()))
+
+    # ---- what the workers say ----
+
+    def _on_output(self, pipe: int) -> bool:
+        """Passes on what is there, one read's worth; whether there may be more."""
+        worker, stream = self._pipes[pipe]
+        try:
+            data = os.read(pipe, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(pipe)
+            del self._pipes[pipe]
+            closed = worker.process.stdout if stream == "stdout" else worker.process.stderr
+            assert closed is not None
+            closed.close()
+            return False
+        self._say({"say": "output", "rank": worker.rank, "stream": stream}, data)
+        return True
+
+    def _note_progress(self) -> None:
+        if (step := self._progress.step()) != self._step:
+            self._step = step
+            self._say({"say": "progress", "step": step})
+
+    def _note_exits(self) -> None:
+        for worker in self._supervisor.reap():
+            self._note_progress()
+            # Its last words come before the news of its end. Two reads empty a pipe of Linux's default size.
+            for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
+                for _ in range(2):
+                    if pipe in self._pipes and not self._on_output(pipe):
+                        break
+            self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
+        if self._supervisor.workers and not self._supervisor.running() and not self._is_ending:
+            self._end_leftovers()
+
+    def _end_leftovers(self) -> None:
+        """Helpers that leave when their rank has (Python's resource tracker, say) get a moment to do so."""
+        names = self._supervisor.leftovers()
+        now = time.monotonic()
+        self._helpers_until = self._helpers_until or now + _HELPERS_S
+        if names and now < self._helpers_until:
+            return
+        self._end(None)
+        if names:
+            text = f"ending what its ranks left behind: {', '.join(names)}"
+            self._say({"say": "note", "text": text})
+
+    # ---- the clock ----
+
+    def _wait_s(self) -> float:
+        if self._is_ending or self._helpers_until:
+            return _TICK_S
+        now = time.monotonic()
+        return max(0.0, min(self._beat_at, self._heard_at + self._silence_s) - now)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._heard_at > self._silence_s:
+            self._lose_driver(f"nothing heard from the driver for {now - self._heard_at:.1f} s")
+        if now >= self._beat_at:
+            self._beat_at = now + beat_interval(self._job["heartbeat_s"])
+            self._supervisor.keep_watch()
+            self._say({"say": "beat"})
+            self._note_progress()
+            for worker in self._supervisor.running():
+                if self._supervisor.is_stopped(worker) and worker.pid not in self._stopped:
+                    self._stopped.add(worker.pid)
+                    self._say({"say": "stopped", "rank": worker.rank, "pid": worker.pid})
+
+    def _is_over(self) -> bool:
+        return self._is_ending and self._supervisor.is_clear() and not self._supervisor.reap()
+
+    # ---- to the driver ----
+
+    def _say(self, message: Message, payload: bytes = b"") -> None:
+        self._send(encode(message, payload))
+
+    def _send(self, data: bytes) -> None:
+        if not self._is_connected:
+            return
+        self._queue.append(data)
+        self._queued_bytes += len(data)
+        self._write()
+
+    def _write(self) -> None:
+        while self._queue:
+            try:
+                written = os.write(sys.stdout.fileno(), self._queue[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._lose_driver("the driver does not listen any more")
+                return
+            self._queued_bytes -= written
+            first = self._queue.popleft()
+            if written < len(first):
+                self._queue.appendleft(first[written:])
+
+    def _balance(self) -> None:
+        """Writes when the driver takes more; reads the workers only while the queue is short."""
+        is_registered = sys.stdout.fileno() in self._selector.get_map()
+        if self._queue and not is_registered:
+            self._selector.register(sys.stdout.fileno(), selectors.EVENT_WRITE, self._write)
+        elif not self._queue and is_registered:
+            self._selector.unregister(sys.stdout.fileno())
+        should_read = self._queued_bytes < _QUEUE_BYTES
+        if should_read != self._is_reading_pipes:
+            self._is_reading_pipes = should_read
+            for pipe in self._pipes:
+                if should_read:
+                    self._selector.register(pipe, selectors.EVENT_READ, partial(self._on_output, pipe))
+                else:
+                    self._selector.unregister(pipe)
+
+
+def worker_base_environment(job: Message, own: Mapping[str, str]) -> dict[str, str]:
+    """What all workers of this host share: the host's own environment, what the driver passed on, what the user gave."""
+    env = {**own, **job["passed"]}
+    if "PATH" in job["passed"] and "PATH" in own:
+        # The driver's folders first, for the same interpreter; then the host's own, which may have more.
+        folders = [*job["passed"]["PATH"].split(os.pathsep), *own["PATH"].split(os.pathsep)]
+        env["PATH"] = os.pathsep.join(dict.fromkeys(folders))
+    # A crash, or SIGABRT after a hang, then prints the Python stack of every thread.
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    env.setdefault("OMP_NUM_THREADS", str(default_threads(len(job["worlds"]))))
+    return {**without_other_starters(env, job["given"]), **job["given"]}
+
+
+def _read_job() -> tuple[Message | None, bytes]:
+    """The first line of stdin, and what came with it; None when the driver left before it was whole."""
+    data = bytearray()
+    while (end := data.find(b"\n")) < 0:
+        # ssh delivers it with the first packets; if not, the cable was cut in this very moment.
+        is_there = select.select([sys.stdin], [], [], _JOB_S)[0]
+        more = os.read(sys.stdin.fileno(), _READ_BYTES) if is_there else b""
+        if not more or len(data) > MAX_LINE_BYTES:
+            return None, b""
+        data += more
+    reader = MessageReader()
+    [(job, _)] = reader.feed(bytes(data[: end + 1]))
+    return job, bytes(data[end + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A line to a host that `megaclass check` asks: questions go in, answers come out, or not. Standard library only."""
+
+import os
+import secrets
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaclass.errors import LaunchError
+from megaclass.launch.check.rules import Facts
+from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode, greeting
+
+
+@dataclass(slots=True)
+class Line:
+    """A process that answers questions, one at a time; its output is read by a thread, because it may never come."""
+
+    command: Sequence[str]
+    said: bytearray = field(default_factory=bytearray)
+    fault: str = ""
+    """Why the other side is not listened to any more, where it broke the protocol."""
+    _replies: list[Any] = field(default_factory=list)
+    _is_over: bool = False
+    _news: threading.Condition = field(default_factory=threading.Condition)
+    _process: "subprocess.Popen[bytes] | None" = None
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def greet(self, timeout_s: float) -> Facts | None:
+        token = secrets.token_hex(16)
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot start {self.command[0]} here: {error.strerror}. Name a Python that is there with --python."
+            ) from error
+        self._threads = [
+            threading.Thread(target=self._listen, args=(MessageReader(after=greeting(token)),), daemon=True),
+            threading.Thread(target=self._listen_to_stderr, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self.ask({"token": token}, timeout_s)
+
+    def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
+        """None when no answer came; ProtocolError when something else did. The answer is as the host gave it: unchecked."""
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(encode(dict(question)))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        with self._news:
+            self._news.wait_for(lambda: self._replies or self._is_over, timeout_s)
+            if self.fault:
+                raise ProtocolError(self.fault)
+            return self._replies.pop(0) if self._replies else None
+
+    def last_words(self) -> tuple[int | None, str]:
+        """Exit code, None while it still runs, and what it wrote to stderr."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(0.5) if self._is_over else None
+        except subprocess.TimeoutExpired:
+            code = None
+        self._threads[1].join(0.5)
+        return code, self.said.decode(errors="replace")
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(2.0)
+        except BrokenPipeError:
+            pass
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._process.wait()
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def _listen(self, reader: MessageReader) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while data := os.read(self._process.stdout.fileno(), 1 << 16):
+            try:
+                replies = [message for message, _ in reader.feed(data)]
+                # One question, one answer: a host that goes on talking must not fill the memory.
+                if len(replies) + len(self._replies) > 1:
+                    raise ProtocolError("it sends answers that nobody asked for")
+            except ProtocolError as error:
+                self.fault = str(error)
+                break
+            with self._news:
+                self._replies += replies
+                self._news.notify_all()
+        with self._news:
+            self._is_over = True
+            self._news.notify_all()
+
+    def _listen_to_stderr(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        while data := os.read(self._process.stderr.fileno(), 1 << 16):
+            self.said = (self.said + data)[-8192:]

@@ -1,0 +1,100 @@
+"""What `megaclass check` found out: one line each, with what to do about it. Standard library only."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from megaclass.launch.wire.plain_text import plain_text
+
+
+class State(StrEnum):
+    GOOD = "good"
+    ABSENT = "absent"
+    """Not there, and training starts without it."""
+    DOUBTFUL = "doubtful"
+    """Training starts, but somebody will wonder later."""
+    BAD = "bad"
+    """Training would not start, or would not use what it is given."""
+
+
+_MARKS = {State.GOOD: "[X]", State.ABSENT: "[ ]", State.DOUBTFUL: "[?]", State.BAD: "[!]"}
+_ADVICE_COLUMN = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    what: str
+    state: State
+    found: str
+    advice: str = ""
+    """What to do, with the line to type; there is one for everything bad or doubtful."""
+
+    def __post_init__(self) -> None:
+        assert (self.state in (State.BAD, State.DOUBTFUL)) == bool(self.advice), self
+
+
+def good(what: str, found: str) -> Finding:
+    return Finding(what=what, state=State.GOOD, found=found)
+
+
+def absent(what: str, found: str) -> Finding:
+    return Finding(what=what, state=State.ABSENT, found=found)
+
+
+def doubtful(what: str, found: str, advice: str) -> Finding:
+    return Finding(what=what, state=State.DOUBTFUL, found=found, advice=advice)
+
+
+def bad(what: str, found: str, advice: str) -> Finding:
+    return Finding(what=what, state=State.BAD, found=found, advice=advice)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    findings: Mapping[str, Sequence[Finding]]
+    """By whom they are about: a host, or the hosts together."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """What stands above them in the table, where it is not the name alone."""
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What each host said about itself; empty for one that said nothing."""
+    all_reduce: Sequence[Mapping[str, Any]] = ()
+    """Rows of `megaclass bench allreduce`."""
+
+    @property
+    def would_start(self) -> bool:
+        return not any(finding.state is State.BAD for finding in self._all())
+
+    def as_json(self) -> dict[str, object]:
+        """Everything the table says, and the facts and figures behind it."""
+        return {
+            "would_start": self.would_start,
+            "findings": [
+                {"where": where, **asdict(finding)} for where, findings in self.findings.items() for finding in findings
+            ],
+            "facts": dict(self.facts),
+            "all_reduce": list(self.all_reduce),
+        }
+
+    def table(self) -> str:
+        width = max((len(finding.what) for finding in self._all()), default=0)
+        lines: list[str] = []
+        for where, findings in self.findings.items():
+            lines += ["", self.titles.get(where, where)]
+            for finding in findings:
+                found = plain_text(finding.found)
+                lines.append(f"    {_MARKS[finding.state]} {finding.what:<{width}}  {found}".rstrip())
+                if finding.advice:
+                    lines.append(f"{'':{_ADVICE_COLUMN}}{plain_text(finding.advice)}")
+        return "\n".join([*lines, "", self._verdict()])
+
+    def _verdict(self) -> str:
+        num_bad = sum(finding.state is State.BAD for finding in self._all())
+        if num_bad:
+            return f"Training would not start: {num_bad} problem{'s' if num_bad > 1 else ''}, marked [!]."
+        num_doubtful = sum(finding.state is State.DOUBTFUL for finding in self._all())
+        return "Training would start." + (f" Worth a look: {num_doubtful}, marked [?]." if num_doubtful else "")
+
+    def _all(self) -> Iterator[Finding]:
+        for findings in self.findings.values():
+            yield from findings

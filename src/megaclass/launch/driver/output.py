@@ -1,0 +1,214 @@
+"""Output of many ranks on one screen and in files: whole lines, nothing lost, memory bounded. Standard library only."""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from megaclass.launch.wire.plain_text import for_terminal
+from megaclass.private_files import make_private_folder, open_private
+
+# A longer line is shown in pieces: no line of a rank may fill the driver's memory.
+MAX_LINE_BYTES = 1 << 20
+_MAX_WAITING_BYTES = 8 << 20
+_COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+
+
+class LineCutter:
+    """Bytes of one stream of one rank to whole lines, without their ends.
+
+    A carriage return ends a line too: every state of a progress bar becomes a line of its own, instead of overwriting
+    what another rank has printed.
+    """
+
+    def __init__(self) -> None:
+        self._partial = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._partial += data
+        # A carriage return at the very end may be half of \r\n.
+        end = max(self._partial.rfind(b"\n"), self._partial.rfind(b"\r", 0, len(self._partial) - 1)) + 1
+        if not end:
+            return self._pieces_of_a_long_line()
+        *lines, last = bytes(self._partial[:end]).replace(b"\r\n", b"\n").split(b"\n")
+        del self._partial[:end]
+        shown: list[bytes] = []
+        for line in lines:
+            shown += [state for state in line.split(b"\r") if state] or [b""]
+        shown += [state for state in last.split(b"\r") if state]
+        return [line[i : i + MAX_LINE_BYTES] for line in shown for i in range(0, len(line) or 1, MAX_LINE_BYTES)]
+
+    def rest(self) -> list[bytes]:
+        """What came after the last line end."""
+        rest = bytes(self._partial).strip(b"\r")
+        self._partial.clear()
+        return [rest] if rest else []
+
+    def _pieces_of_a_long_line(self) -> list[bytes]:
+        pieces = []
+        while len(self._partial) > MAX_LINE_BYTES:
+            pieces.append(bytes(self._partial[:MAX_LINE_BYTES]))
+            del self._partial[:MAX_LINE_BYTES]
+        return pieces
+
+
+class Screen:
+    """The driver's stdout and stderr, written by a thread: a reader that pauses (a pager, Ctrl-S) must not stop the heart.
+
+    `is_full` asks the caller to hold back; `fault` is set when a stream cannot be written any more.
+    """
+
+    def __init__(self, fds: dict[str, int]) -> None:
+        self.fault: OSError | None = None
+        self._fds = fds
+        self._are_terminals = {stream: os.isatty(fd) for stream, fd in fds.items()}
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._write_all, name="screen", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_bytes > _MAX_WAITING_BYTES
+
+    def is_terminal(self, stream: str) -> bool:
+        """Whether the bytes reach a terminal, which obeys some of them, and not a file or a program."""
+        return self._are_terminals[stream]
+
+    def put(self, stream: str, data: bytes) -> None:
+        with self._changed:
+            self._waiting.append((self._fds[stream], data))
+            self._num_bytes += len(data)
+            self._changed.notify()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits until everything is written, or for so long."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_closing:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                fd, data = self._waiting.popleft()
+            self._write(fd, data)
+            with self._changed:
+                self._num_bytes -= len(data)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        if self.fault is not None and fd == self._fds["stdout"]:
+            return
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:
+                time.sleep(0.01)  # somebody who shares the terminal has made it non-blocking
+            except OSError as error:
+                if fd == self._fds["stdout"]:
+                    self.fault = error
+                return
+
+
+class RankOutput:
+    """Lines of all ranks to the screen, in Horovod's format, and bytes to files on request.
+
+    folder: DIR/rank.<n>/{stdout,stderr} get the rank's bytes unchanged. A file that cannot be written is given up, said once.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        *,
+        colours: dict[str, bool],
+        with_timestamp: bool,
+        folder: Path | None,
+        say: Callable[[str], None],
+        num_ranks: int = 1,
+    ) -> None:
+        """num_ranks: decides how many digits the names of folders have; each rank has both files, empty or not."""
+        # As in Horovod: rank.0 … rank.9 of ten ranks, rank.00 … rank.10 of eleven.
+        self._num_digits = len(str(num_ranks - 1))
+        self._screen = screen
+        self._colours = colours
+        self._with_timestamp = with_timestamp
+        self._folder = folder
+        self._say = say
+        self._cutters: dict[tuple[int, str], LineCutter] = {}
+        self._files: dict[tuple[int, str], IO[bytes] | None] = {}
+        if folder is not None:
+            for rank in range(num_ranks):
+                self._store(rank, "stdout", b"")
+                self._store(rank, "stderr", b"")
+
+    def put(self, rank: int, stream: str, data: bytes) -> list[bytes]:
+        """Shows the whole lines; returns them."""
+        if self._folder is not None:
+            self._store(rank, stream, data)
+        lines = self._cutters.setdefault((rank, stream), LineCutter()).feed(data)
+        self._show(rank, stream, lines)
+        return lines
+
+    def finish(self, rank: int) -> list[bytes]:
+        """Shows what the rank printed without a line end before it ended; returns it."""
+        shown = []
+        for stream in ("stdout", "stderr"):
+            if (rank, stream) in self._cutters:
+                rest = self._cutters[rank, stream].rest()
+                self._show(rank, stream, rest)
+                shown += rest
+        return shown
+
+    def where(self, rank: int) -> str:
+        """A sentence about the rank's files, if it has any."""
+        return f"\nAll it printed: {self._folder_of(rank)}" if self._folder is not None else ""
+
+    def _folder_of(self, rank: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"rank.{rank:0{self._num_digits}}"
+
+    def close(self) -> None:
+        for file in self._files.values():
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+        self._files.clear()
+
+    def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._with_timestamp else ""
+        prefix = f"{stamp}[{rank}]<{stream}>:"
+        if self._colours[stream]:
+            prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
+        start = prefix.encode()
+        if self._screen.is_terminal(stream):
+            lines = [for_terminal(line) for line in lines]
+        self._screen.put(stream, b"".join(start + line + b"\n" for line in lines))
+
+    def _store(self, rank: int, stream: str, data: bytes) -> None:
+        path = self._folder_of(rank) / stream
+        try:
+            if (rank, stream) not in self._files:
+                make_private_folder(path.parent.parent)
+                make_private_folder(path.parent)
+                self._files[rank, stream] = open_private(path, "ab", follows_links=False, buffering=0)
+            file = self._files[rank, stream]
+            if file is not None:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) or 0 :]
+        except OSError as error:
+            self._files[rank, stream] = None
+            self._say(f"cannot write {path}: {error.strerror}; the run goes on without this file.")

@@ -1,0 +1,66 @@
+"""The roll of all ranks: where each runs, what it printed last, how it ended. Standard library only."""
+
+import time
+from collections.abc import Sequence
+
+from megaclass.launch.driver.failure_report import LastLines, epitaph, headline
+from megaclass.launch.plan import Placement
+
+_LEFT_EARLY_S = 60.0
+
+
+class Roll:
+    def __init__(self, placements: Sequence[Placement]) -> None:
+        self.hosts = {world.rank: placement.host.name for placement in placements for world in placement.worlds}
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self._exit_times: dict[int, float] = {}
+        self._last_lines = {rank: LastLines() for rank in self.hosts}
+        self._has_named_early = False
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def num_left(self) -> int:
+        return self.size - len(self.codes)
+
+    def running(self) -> list[int]:
+        return sorted(set(self.hosts) - set(self.codes))
+
+    def name_running(self) -> str:
+        return ", ".join(f"{rank} on {self.hosts[rank]} (pid {self.pids.get(rank, '?')})" for rank in self.running())
+
+    def note_lines(self, rank: int, lines: list[bytes]) -> None:
+        self._last_lines[rank].add(lines)
+
+    def note_exit(self, rank: int, pid: int, code: int) -> None:
+        self.pids[rank] = pid
+        self.codes[rank] = code
+        self._exit_times[rank] = time.monotonic()
+
+    def headline_of(self, rank: int) -> str:
+        return headline(rank, self.hosts[rank], self.pids[rank], self.codes[rank], self.num_left)
+
+    def epitaph_of(self, rank: int) -> str:
+        """Who failed first, where and how, with its last lines, and who had left before."""
+        last_lines = self._last_lines[rank].shown()
+        text = epitaph(rank, self.hosts[rank], self.pids[rank], self.codes[rank], last_lines)
+        early = sorted(other for other, code in self.codes.items() if code == 0)
+        if early:
+            times = ", ".join(f"{r} ({time.monotonic() - self._exit_times[r]:.1f} s before)" for r in early)
+            text += f"\nAlready gone, with exit code 0: rank {times}. If that was too early, the cause is there."
+        return text
+
+    def name_who_left_early(self) -> str | None:
+        """A sentence, once, about a rank that others may be waiting for in vain."""
+        now = time.monotonic()
+        early = [rank for rank, at in self._exit_times.items() if now - at > _LEFT_EARLY_S]
+        if not early or self._has_named_early or not self.num_left:
+            return None
+        self._has_named_early = True
+        return (
+            f"rank {early[0]} on {self.hosts[early[0]]} left with exit code 0 {_LEFT_EARLY_S:g} s ago; "
+            f"still running: {self.name_running()}."
+        )

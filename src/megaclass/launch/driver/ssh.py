@@ -1,0 +1,136 @@
+"""The command that starts an agent on a host, and what ssh's complaints mean. Standard library only."""
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaclass.launch.hosts import Host
+
+_CONNECT_S = 10
+
+# What ssh says when it ends with 255, what that means, and what to do about it.
+_CAUSES = (
+    (
+        r"Could not resolve hostname",
+        "its name cannot be resolved",
+        "check the spelling, or add it to ~/.ssh/config or /etc/hosts",
+    ),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one in known_hosts",
+        "if that is expected, remove the old one with `ssh-keygen -R {host}`",
+    ),
+    (
+        r"Host key verification failed|No .* host key is known",
+        "its host key is not known",
+        "log in once with `{login}` and compare the key",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "it refuses our key, and a password cannot be asked for",
+        "give the key with -i, or copy it with `{copy}`",
+    ),
+    (
+        r"Connection timed out|Operation timed out|timed out during",
+        "it does not answer",
+        "see whether it is up and a firewall lets ssh through: `ping -c 3 {host}`, then `{login}`",
+    ),
+    (
+        r"No route to host|Network is unreachable",
+        "there is no route to it",
+        "see whether it is up, and in this network: `ping -c 3 {host}`",
+    ),
+    (
+        r"Connection refused",
+        "it runs no ssh server at that port",
+        "start it there with `sudo systemctl start ssh`, or give the port with -p",
+    ),
+    (
+        r"Connection (closed|reset)|closed by remote host|Broken pipe",
+        "the connection was cut",
+        "see by whom with `{login} -v`",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshSettings:
+    port: int | None = None
+    identity_file: Path | None = None
+    extra: tuple[str, ...] = ()
+    """Further arguments of ssh, in front of ours: the first value of an option counts."""
+    remote_prefix: str = ""
+    """Shell text before the agent's command on other hosts: `nice -n 5`, `. /opt/env.sh &&`."""
+    python: str = ""
+    heartbeat_s: float = 40.0
+
+
+def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.launch.agent.agent") -> list[str]:
+    """An argument list: no shell on this side. On the other side ssh always has one; nothing of the user's passes through
+    it but the interpreter's path, quoted, and the prefix."""
+    # -P: a file named like one of ours in the login folder must not be imported; -X utf8: the same text on all hosts.
+    agent = [settings.python, "-X", "utf8", "-P", "-m", module]
+    if host.is_local:
+        return agent
+    remote = shlex.join(agent)
+    return [
+        "ssh",
+        *settings.extra,
+        *("-o", "BatchMode=yes"),
+        *("-o", f"ConnectTimeout={_CONNECT_S}"),
+        *("-o", f"ServerAliveInterval={max(1, round(settings.heartbeat_s / 3))}"),
+        *("-o", "ServerAliveCountMax=3"),
+        # No background master, which would outlive the run; an existing one is used. No forwards of the user's config,
+        # of which only the first connection would get the port.
+        *("-o", "ControlMaster=no"),
+        *("-o", "ClearAllForwardings=yes"),
+        "-T",
+        *(("-p", str(settings.port)) if settings.port is not None else ()),
+        *(("-i", str(settings.identity_file)) if settings.identity_file is not None else ()),
+        "--",
+        host.name.replace("[", "").replace("]", ""),
+        f"{settings.remote_prefix} {remote}".lstrip(),
+    ]
+
+
+def login_command(host: Host, settings: SshSettings, program: str = "ssh") -> str:
+    """What somebody would type to reach the host the same way; ssh-copy-id takes the same options."""
+    port = ("-p", str(settings.port)) if settings.port is not None else ()
+    key = ("-i", str(settings.identity_file)) if settings.identity_file is not None else ()
+    return shlex.join([program, *settings.extra, *port, *key, host.name])
+
+
+def why_not_started(host: Host, settings: SshSettings, code: int | None, said: str) -> str:
+    """A sentence about an agent that ended, or said nothing, before it could report. said: its stderr."""
+    what, advice = cause_and_advice(host, settings, code, said)
+    return f"{host.name}: {what}{f': {advice}' if advice else ''}.{_last_lines(said)}"
+
+
+def cause_and_advice(host: Host, settings: SshSettings, code: int | None, said: str) -> tuple[str, str]:
+    """Why the agent is not there, and what to do."""
+    login = login_command(host, settings)
+    if not host.is_local and code == 255:
+        for pattern, cause, advice in _CAUSES:
+            if re.search(pattern, said, re.IGNORECASE):
+                copy = login_command(host, settings, "ssh-copy-id")
+                return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
+        return "ssh cannot connect", f"see why with `{login}`"
+    if "No module named" in said and "megaclass" in said:
+        there = f"{settings.python} there has no megaclass"
+        return there, "install it there as here, or name the interpreter that has it with --python"
+    if code in (126, 127):
+        missing = f"there is no Python at {settings.python}"
+        return missing, "install the same environment there, or give the path with --python"
+    if code is None and host.is_local:
+        return "it did not report in time", ""
+    if code is None:
+        return "it did not report in time", f"does a login script wait for input? See with `{login}`"
+    return f"its agent ended with {code} before it could report", ""
+
+
+def _last_lines(said: str, num_lines: int = 3) -> str:
+    lines: Sequence[str] = [line for line in said.splitlines() if line.strip() and not line.startswith("@@@")]
+    return "".join(f"{os.linesep}    {line.strip()}" for line in lines[-num_lines:])

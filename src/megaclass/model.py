@@ -1,0 +1,311 @@
+"""A path -> a model that embeds: a run folder, model.safetensors, InsightFace's .pth, or ONNX. The same numbers from each.
+
+import megaclass
+model = megaclass.load("runs/demo")
+embeddings = model.embed(["anna.jpg", "anna-again.jpg", "bert.jpg"])
+print(embeddings @ embeddings.T)
+"""
+
+import hashlib
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megaclass.backbones import BACKBONES, build_backbone
+from megaclass.backbones.recognise import BackboneShape, recognise
+from megaclass.checkpoint.load import load_shared, newest_whole
+from megaclass.checkpoint.manifest import read_manifest
+from megaclass.data.decode import Fit
+from megaclass.errors import CheckpointError, ConfigError
+from megaclass.evaluate.embed import embed_part
+from megaclass.evaluate.images import FileImages
+from megaclass.evaluate.onnx_network import OnnxNetwork
+from megaclass.image_size import ImageSize, height_and_width, shown_size, size_from_text
+from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone
+
+_DEFAULT_IMAGE_SIZE = 112
+# What a file may state; larger numbers are taken for damage. Recipes have the same limit for embeddings.
+_MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE = 65536, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTreatment:
+    """How a model wants images that are embedded: as training treated them."""
+
+    fit: Fit | None = None
+    """How images of another size are fitted; None: the model does not say."""
+    mirror: bool = True
+    """Whether the embedding of the mirrored image is added; off where training did not mirror."""
+
+    @classmethod
+    def of(cls, said: Mapping[str, object]) -> "ImageTreatment":
+        """From the settings `data` of a run, or the metadata of a model file; what is missing or odd is left open."""
+        fits: dict[object, Fit] = {"pad": "pad", "crop": "crop", "squash": "squash"}
+        fit = said.get("fit")
+        return cls(
+            fit=fits.get(fit) if isinstance(fit, str) else None, mirror=said.get("mirror") not in (False, "false")
+        )
+
+    def chosen(self, fit: Fit | None, mirror: bool | None, *, resize: bool) -> tuple[Fit | None, bool]:
+        """What a user asked for (None: nothing), filled in by what the model says."""
+        return fit or self.fit or ("squash" if resize else None), self.mirror if mirror is None else mirror
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A network in eval mode and what to know about it."""
+
+    name: str
+    """How tables and reports call it."""
+    path: Path
+    """What was read: the checkpoint of a run folder, or the file."""
+    network: nn.Module
+    """(B, 3, H, W) in [-1, 1] -> (B, D), not normalised."""
+    backbone: str
+    image_size: ImageSize
+    embedding_dim: int
+    device: torch.device
+    treatment: ImageTreatment = field(default_factory=lambda: ImageTreatment())
+    """How training treated images."""
+
+    def embed(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        resize: bool = False,
+        fit: Fit | None = None,
+        mirror: bool | None = None,
+        batch_size: int = 64,
+    ) -> NDArray[np.float32]:
+        """(N, D): f(x) + f(mirrored x) of each image file, normalised; a product of two rows is their cosine.
+
+        Images of another size are fitted as in training where the model says how, or as `fit` says; otherwise they are
+        refused, unless `resize` allows to stretch them. mirror: false gives f(x); None: as in training.
+        """
+        fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
+        images = FileImages(paths=[Path(path) for path in paths], image_size=self.image_size, fit=fit)
+        if not paths:
+            return np.empty((0, self.embedding_dim), dtype=np.float32)
+        rows = embed_part(
+            self.network, images, range(len(paths)), device=self.device, batch_size=batch_size, mirror=mirror
+        )
+        return nn.functional.normalize(rows[:, :-1]).cpu().numpy()
+
+    def fingerprint(self) -> str:
+        """Changes with the weights: what a resumed embedding compares, and what results are kept under."""
+        if isinstance(self.network, OnnxNetwork):
+            return hashlib.sha256(self.path.read_bytes()).hexdigest()
+        return weights_fingerprint(self.network)
+
+
+def weights_fingerprint(network: nn.Module) -> str:
+    """The same for the same weights, wherever they lie and in whatever layout."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load(path: str | Path, *, device: str | torch.device = "cpu", backbone: str | None = None) -> LoadedModel:
+    """Opens a run folder, `.safetensors`, InsightFace `.pth`/`.pt` or `.onnx`; what it is decides how it is read.
+
+    backbone: `package.module:Class` of your own, for a model that is none of the built-in ones. A file can only name
+    built-in backbones: what is imported and called is the caller's choice, never the file's.
+    """
+    path, device = Path(path), torch.device(device)
+    if path.is_dir():
+        return _load_run(path, device, backbone)
+    if not path.is_file():
+        raise CheckpointError(f"There is no model at {path}: expected a run folder, .safetensors, .pth or .onnx.")
+    if path.suffix == ".safetensors":
+        state, said = _read_safetensors(path)
+        shape = _stated_shape(state, said, path, backbone)
+        return _build(path.stem, path, state, shape, device, ImageTreatment.of(said))
+    if path.suffix in (".pth", ".pt", ".params"):
+        if backbone is not None:
+            raise CheckpointError(
+                f"{path} states no embedding size and no image size, so {backbone} cannot be built for it: backbones of "
+                f"your own are opened from a run folder or a .safetensors file."
+            )
+        state = read_backbone(path)
+        return _build(path.stem, path, state, recognise(state, str(path)), device)
+    if path.suffix == ".onnx":
+        return _load_onnx(path, device)
+    raise CheckpointError(
+        f"Cannot tell what model {path} is: expected a run folder, .safetensors, .pth, .pt, .params or .onnx."
+    )
+
+
+def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Checkpoint and backbone of a run: the newest whole checkpoint, whose path is said, or its model.safetensors."""
+    folder, passed_over = newest_whole(run / "checkpoints")
+    for reason in passed_over:
+        print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
+    if folder is not None:
+        shared = load_shared(folder)
+        # Where a running mean of the weights was kept, it is what training evaluated and exported.
+        return folder, _part(shared, "backbone.") | _part(shared, "ema.")
+    if (run / "model.safetensors").is_file():
+        return run / "model.safetensors", _read_safetensors(run / "model.safetensors")[0]
+    raise CheckpointError(
+        f"{run} is no run folder with a model: looked for a whole checkpoint in {run / 'checkpoints'} and for "
+        f"model.safetensors."
+    )
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _load_run(run: Path, device: torch.device, backbone: str | None) -> LoadedModel:
+    path, state = read_run_state(run)
+    if not path.is_dir():
+        said = _read_safetensors(path)[1]
+        return _build(
+            run.name, path, state, _stated_shape(state, said, path, backbone), device, ImageTreatment.of(said)
+        )
+    settings = _settings_of(path)
+    shape = _shape_of_run(run, path, state, settings, backbone)
+    return _build(run.name, path, state, shape, device, ImageTreatment.of(_section(settings, "data")))
+
+
+def _shape_of_run(
+    run: Path, path: Path, state: dict[str, Tensor], settings: Mapping[str, Any], backbone: str | None
+) -> BackboneShape:
+    own = _section(settings, "backbone")
+    name = str(own.get("name", ""))
+    if backbone is None and ":" not in name:
+        return recognise(state, str(path), _stated_size(_section(settings, "data").get("size")))
+    # A backbone of the user's own: its width is in the settings, its input size beside its exported weights.
+    exported = run / "model.safetensors"
+    said = _read_safetensors(exported)[1] if exported.is_file() else {}
+    stated = {"backbone": name, "embedding_dim": str(own.get("embedding_dim")), **said}
+    return _stated_shape(state, stated, path, backbone)
+
+
+def _settings_of(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_manifest(checkpoint).config)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise CheckpointError(f"The settings in {checkpoint} cannot be read: {error}.") from error
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = settings.get(name, {})
+    return section if isinstance(section, dict) else {}
+
+
+def _stated_size(given: object) -> ImageSize | None:
+    """Returns `data.size` of a run, or None where it is not stated (0) or is damaged."""
+    if isinstance(given, int) and given > 0:
+        return given
+    if isinstance(given, list) and len(given) == 2 and all(isinstance(side, int) for side in given):
+        return given[0], given[1]
+    return None
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights and metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = dict(file.metadata() or {})
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
+    return state, said
+
+
+def _stated_shape(
+    state: Mapping[str, Tensor], said: Mapping[str, str], path: Path, backbone: str | None
+) -> BackboneShape:
+    """The shape that a file's metadata states; files that state none are recognised by their names.
+
+    Metadata is whatever the file's author wrote: it may choose among the built-in backbones and nothing else.
+    """
+    name = backbone or said.get("backbone", "")
+    if backbone is None and ":" in name:
+        raise CheckpointError(
+            f"{path} says that its backbone is {name[:80]!r}, code of its author's own. Files never choose code to run. If "
+            f"you trust this class and have it on the Python path, name it yourself: --backbone package.module:Class, or "
+            f"megaclass.load(path, backbone=…)."
+        )
+    if backbone is None and name not in BACKBONES:
+        return recognise(state, str(path))
+    try:
+        shape = BackboneShape(
+            name=name, embedding_dim=int(said["embedding_dim"]), image_size=size_from_text(said["image_size"])
+        )
+    except (KeyError, ValueError):
+        if backbone is None:
+            return recognise(state, str(path))
+        raise CheckpointError(
+            f"{path} does not state embedding_dim and image_size, which {backbone} needs: a run's model.safetensors states "
+            f"them in its metadata."
+        ) from None
+    return shape
+
+
+def _build(
+    name: str,
+    path: Path,
+    state: dict[str, Tensor],
+    shape: BackboneShape,
+    device: torch.device,
+    treatment: ImageTreatment | None = None,
+) -> LoadedModel:
+    sides = height_and_width(shape.image_size)
+    if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 1 <= min(sides) <= max(sides) <= _MAX_IMAGE_SIZE):
+        raise CheckpointError(
+            f"{path} is of embeddings of {shape.embedding_dim} numbers and images of {shown_size(shape.image_size)} pixels: "
+            f"at most {_MAX_EMBEDDING_DIM:,} numbers and {_MAX_IMAGE_SIZE:,} pixels per side are accepted."
+        )
+    if ":" not in shape.name:
+        # Built without memory first: a size that the weights do not have is refused before it is allocated.
+        with torch.device("meta"):
+            outline = _built(shape, path)
+        check_fits(outline, state, path)
+    network = _built(shape, path)
+    load_backbone_(network, state, path)
+    return LoadedModel(
+        name=name,
+        path=path,
+        network=network.to(device).float().eval(),
+        backbone=shape.name,
+        image_size=shape.image_size,
+        embedding_dim=shape.embedding_dim,
+        device=device,
+        treatment=treatment or ImageTreatment(),
+    )
+
+
+def _built(shape: BackboneShape, path: Path) -> nn.Module:
+    try:
+        return build_backbone(shape.name, embedding_dim=shape.embedding_dim, image_size=shape.image_size)
+    except ConfigError as error:
+        raise CheckpointError(f"Cannot build the backbone of {path}: {error}") from error
+
+
+def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
+    network = OnnxNetwork(path, device)
+    image_size = network.image_size or _DEFAULT_IMAGE_SIZE
+    return LoadedModel(
+        name=path.stem,
+        path=path,
+        network=network,
+        backbone="onnx",
+        image_size=image_size,
+        embedding_dim=network(torch.zeros(1, 3, *height_and_width(image_size))).shape[1],
+        device=device,
+        treatment=ImageTreatment.of(network.metadata),
+    )

@@ -1,0 +1,139 @@
+"""Fine-tuning: a new run that begins with the weights, and perhaps the centres, of another one."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaclass.checkpoint.class_names import ClassList, describe_difference, saved_classes
+from megaclass.checkpoint.load import copy_matched_rows, first_whole_on_all_ranks, load_shared, saved_rows
+from megaclass.checkpoint.manifest import NAME, read_manifest
+from megaclass.checkpoint.retention import published
+from megaclass.config.schema import CLASS_MEANS, Config
+from megaclass.data.fingerprint import DataMarks, fingerprint
+from megaclass.data.sources.open_source import ImageSource
+from megaclass.distributed.agreement import (
+    on_every_rank,
+    on_every_rank_for_long,
+    on_main_rank_for_long,
+    text_of_main_rank,
+)
+from megaclass.errors import CheckpointError
+from megaclass.export.safetensors_file import load_state
+from megaclass.insightface.checkpoints import load_backbone_, read_backbone, read_centre_shards
+from megaclass.train.build import Model
+from megaclass.train.class_means import start_at_class_means
+from megaclass.train.run.resume import check_same_people, match_on_all_ranks
+from megaclass.world import World
+
+_MODEL = "model.safetensors"
+
+
+def initialise(
+    config: Config,
+    model: Model,
+    source: ImageSource,
+    classes: ClassList,
+    world: World,
+    device: torch.device,
+    *,
+    matches_classes: bool,
+    trusts_numbers: bool = False,
+) -> None:
+    """Collective. Copies in what train.init_backbone and train.init_centres name; every rank reads the files.
+
+    matches_classes, trusts_numbers: as for `resume_run`.
+
+    A run folder stands for its newest whole checkpoint in both; each byte of a checkpoint is checked, by one of the ranks.
+    """
+    is_one_path = config.train.init_backbone == config.train.init_centres
+    backbone = Path()
+    if config.train.init_backbone is not None:
+        backbone = _resolve(Path(config.train.init_backbone), device, or_else=None if is_one_path else _MODEL)
+        on_every_rank(lambda: _load_backbone(model, backbone), device)
+    if config.train.init_centres == CLASS_MEANS:
+        start_at_class_means(config, model, source, world, device)
+    elif config.train.init_centres is not None:
+        path = backbone if is_one_path else _resolve(Path(config.train.init_centres), device, or_else=None)
+        if not trusts_numbers:
+            on_main_rank_for_long(lambda: _check_people(path, source, classes), device)
+        saved, shards = on_every_rank(lambda: _read_centres(model, path, classes, matches_classes), device)
+        saved_K = np.arange(model.head.classes.start, model.head.classes.stop)
+        if saved != classes:
+            saved_K = match_on_all_ranks(saved, classes, model, world, device, str(path)).saved_K
+        target, num_subcentres = {"weight": model.head.rows()["weight"]}, model.head.store.num_subcentres
+        on_every_rank_for_long(lambda: copy_matched_rows(shards, target, saved_K, num_subcentres, str(path)), device)
+        model.head.accept_rows()
+
+
+def _resolve(path: Path, device: torch.device, *, or_else: str | None) -> Path:
+    """Collective. What is to be read: a whole checkpoint, `or_else` beside the checkpoints, or what is of another kind."""
+    folder, passed_over = first_whole_on_all_ranks(lambda: _checkpoints_of(path), device)
+
+    def resolve() -> str:
+        for reason in passed_over if folder is not None else ():
+            print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
+        if folder is not None:
+            print(f"megaclass: beginning with {folder}", file=sys.stderr, flush=True)
+            return str(folder)
+        if or_else is not None and (path / or_else).is_file():
+            return str(path / or_else)
+        if passed_over or (path / "checkpoints").is_dir():
+            why = "; ".join(passed_over) or "the folder is empty"
+            raise CheckpointError(f"There is no whole checkpoint in {path}: {why}.")
+        return str(path)
+
+    return Path(text_of_main_rank(resolve, device))
+
+
+def _checkpoints_of(path: Path) -> list[Path]:
+    """The checkpoint itself, or those of a run folder, newest first."""
+    return [path] if (path / NAME).is_file() else published(path / "checkpoints")[::-1]
+
+
+def _load_backbone(model: Model, path: Path) -> None:
+    load_backbone_(model.backbone, _read_backbone(path), path)
+    if model.ema is not None:
+        model.ema.load({name: parameter.detach() for name, parameter in model.backbone.named_parameters()})
+
+
+def _read_backbone(path: Path) -> dict[str, Tensor]:
+    if (path / NAME).is_file():
+        shared = load_shared(path)
+        # Where a running mean was kept, it is what the run stands for.
+        parts = ("backbone.", "ema.")
+        return {name.removeprefix(p): tensor for p in parts for name, tensor in shared.items() if name.startswith(p)}
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run folder: it holds no {NAME}, no checkpoints/ and no {_MODEL}."
+        )
+    return load_state(path) if path.suffix == ".safetensors" else read_backbone(path)
+
+
+def _check_people(path: Path, source: ImageSource, classes: ClassList) -> None:
+    """Rank 0. Files of InsightFace do not say whose centres they hold; checkpoints do."""
+    if (path / NAME).is_file():
+        manifest = read_manifest(path)
+        marks = DataMarks(fingerprint=fingerprint(source))
+        check_same_people(manifest.data, marks, source, saved_classes(path, manifest), classes, path)
+
+
+def _read_centres(
+    model: Model, path: Path, classes: ClassList, matches_classes: bool
+) -> tuple[ClassList, Iterator[tuple[int, dict[str, Tensor]]]]:
+    """The classes these centres are of, and the centres, shard by shard."""
+    if (path / NAME).is_file():
+        manifest = read_manifest(path)
+        saved, shards = saved_classes(path, manifest), saved_rows(path, manifest, 0, manifest.num_classes)
+    else:
+        centres = read_centre_shards(path)
+        num_saved = sum(len(shard) for _, shard in centres) // model.head.store.num_subcentres
+        # InsightFace knows its classes by number alone: as many as the data has are taken for the same ones.
+        saved = classes if num_saved == classes.num_classes else ClassList(num_saved)
+        shards = ((first, {"weight": shard}) for first, shard in centres)
+    if saved != classes and not matches_classes:
+        raise CheckpointError(f"The centres in {path} are of other classes: {describe_difference(saved, classes)}.")
+    return saved, shards
