@@ -8,18 +8,15 @@ from torch.nn.functional import normalize
 
 from megaclass import PartialFC
 from megaclass.head.counter_random import (
-    DRAW_NEGATIVES,
-    INITIAL_CENTRES,
-    MARGIN_NOISE,
-    ROUND_WEIGHTS,
     normals_from_bits,
     random_bits,
     random_bits_rows,
     round_stochastically,
     stream_keys,
 )
+from megaclass.keyed_random import Stream
 
-KEYS = stream_keys(DRAW_NEGATIVES, 0, 0)
+KEYS = stream_keys(Stream.DRAW_NEGATIVES, 0, 0)
 MILLION = torch.arange(1_000_000)
 
 
@@ -56,7 +53,9 @@ def test_each_bit_of_the_index_turns_each_bit_of_the_number_half_the_time():
         assert (shares - 0.5).abs().max().item() < 5 * 0.5 / math.sqrt(num_samples)
 
 
-@pytest.mark.parametrize("other", [(DRAW_NEGATIVES, 0, 1), (DRAW_NEGATIVES, 1, 0), (MARGIN_NOISE, 0, 0)])
+@pytest.mark.parametrize(
+    "other", [(Stream.DRAW_NEGATIVES, 0, 1), (Stream.DRAW_NEGATIVES, 1, 0), (Stream.MARGIN_NOISE, 0, 0)]
+)
 def test_another_step_seed_or_purpose_gives_other_bits(other):
     turned = random_bits(KEYS, MILLION) ^ random_bits(stream_keys(*other), MILLION)
     counts = ((turned[:, None] >> torch.arange(32, dtype=torch.int32)) & 1).double().mean(0)
@@ -64,7 +63,7 @@ def test_another_step_seed_or_purpose_gives_other_bits(other):
 
 
 def test_keys_of_all_purposes_seeds_and_steps_are_distinct():
-    purposes = (INITIAL_CENTRES, DRAW_NEGATIVES, MARGIN_NOISE, ROUND_WEIGHTS)
+    purposes = (Stream.INITIAL_CENTRES, Stream.DRAW_NEGATIVES, Stream.MARGIN_NOISE, Stream.ROUND_WEIGHTS)
     keys = [stream_keys(p, seed, step) for p in purposes for seed in range(-5, 20) for step in range(500)]
     assert len(set(keys)) == len(keys)
     assert all(-(2**31) <= half < 2**31 for pair in keys for half in pair)
@@ -189,7 +188,7 @@ def test_what_bfloat16_holds_is_not_rounded():
 
 def test_rounding_never_moves_a_value_by_a_bfloat16_step_or_more():
     values = normals_from_bits(random_bits(KEYS, torch.arange(100_000)), torch.float32)
-    rounded = round_stochastically(values, random_bits(stream_keys(ROUND_WEIGHTS), torch.arange(100_000)))
+    rounded = round_stochastically(values, random_bits(stream_keys(Stream.ROUND_WEIGHTS), torch.arange(100_000)))
     # bfloat16 keeps 7 bits behind the leading one.
     steps = torch.exp2(values.abs().log2().floor() - 7)
     assert ((rounded.float() - values).abs() < steps).all()

@@ -30,9 +30,10 @@ from megaclass import (
     Targets,
 )
 from megaclass.errors import HeadError
-from megaclass.head.counter_random import MARGIN_NOISE, normals_from_bits, random_bits, stream_keys
+from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
 from megaclass.head.kernels import chunked
 from megaclass.head.sampling import sample_classes
+from megaclass.keyed_random import Stream
 
 ALL_MARGINS = {
     "ArcFace": ArcFace(),
@@ -605,7 +606,7 @@ def test_the_head_is_the_dense_softmax_over_the_classes_that_take_part(monkeypat
         embeddings_BD, labels_B = _images(num_images, width, num_classes, seed=step)
         sample = sample_classes(labels_B, 0, num_classes, rate, SEED, step)
         drawn_weight = 1 / rate if settings.get("correct_sampling") else 1.0
-        noise_keys = stream_keys(MARGIN_NOISE, SEED, step)
+        noise_keys = stream_keys(Stream.MARGIN_NOISE, SEED, step)
         dense = dense_step(
             formula,
             weight_RD,
@@ -660,7 +661,9 @@ def test_backward_sees_the_noise_that_forward_saw(kernel, stored_bytes):
         stored_bytes=stored_bytes,
     )
     embeddings_BD, labels_B = _images(12, 8, 40, seed=0)
-    normals_B = normals_from_bits(random_bits(stream_keys(MARGIN_NOISE, SEED, 0), torch.arange(12)), torch.float64)
+    normals_B = normals_from_bits(
+        random_bits(stream_keys(Stream.MARGIN_NOISE, SEED, 0), torch.arange(12)), torch.float64
+    )
     formula = Formula(
         head.margin, lambda c, n, s, z: c, negatives=lambda cosines, c, s: cosines * (1 + 0.1 * normals_B)[:, None]
     )

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from megaclass.errors import HeadError
 from megaclass.head.counter_random import (
-    INITIAL_CENTRES,
-    ROUND_WEIGHTS,
     normals_from_bits,
     random_bits_rows,
     round_stochastically,
@@ -19,6 +17,7 @@ from megaclass.head.kernels.problem import take_rows, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.seal import Seal
 from megaclass.head.shards import ClassRange
+from megaclass.keyed_random import Stream
 
 STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 _INITIAL_DEVIATION = 0.01
@@ -165,7 +164,7 @@ class Centres:
         if dtype != torch.bfloat16:
             return new
         ids = torch.arange(rows.start, rows.stop, device=new.device) if isinstance(rows, slice) else rows
-        keys = stream_keys(ROUND_WEIGHTS, self.seed, step, place)
+        keys = stream_keys(Stream.ROUND_WEIGHTS, self.seed, step, place)
         return round_stochastically(new, random_bits_rows(keys, ids + self._first_row, new.shape[1]))
 
     def _write(self, tensor: Tensor, rows: slice | Tensor, new: Tensor, mask_R: Tensor | None) -> None:
@@ -183,7 +182,7 @@ class Centres:
         return self.classes.start * self.num_subcentres
 
     def _draw_initial(self) -> None:
-        keys = stream_keys(INITIAL_CENTRES, self.seed)
+        keys = stream_keys(Stream.INITIAL_CENTRES, self.seed)
         num_rows, width = self.weight_RD.shape
         device = self.weight_RD.device
         block = max(1, _BLOCK_ELEMENTS.get(device.type, 1 << 15) // max(1, width))

@@ -10,10 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-_MASK_64 = (1 << 64) - 1
-
-# What a number is for; keeps the streams of one seed apart.
-INITIAL_CENTRES, DRAW_NEGATIVES, MARGIN_NOISE, ROUND_WEIGHTS = 1, 2, 3, 4
+from megaclass.keyed_random import MASK_64, mix64_int
 
 
 def stream_keys(*parts: int) -> tuple[int, int]:
@@ -26,7 +23,7 @@ def stream_state(*parts: int) -> int:
     """The 64 bits the keys are cut from. One more part is mixed in as state ^ mix(part), then mixed again."""
     state = 0
     for part in parts:
-        state = _mix_64(state ^ _mix_64(part & _MASK_64))
+        state = mix64_int(state ^ mix64_int(part & MASK_64))
     return state
 
 
@@ -68,13 +65,6 @@ def _mix_32_(x: Tensor) -> Tensor:
     x *= _signed_32(0x846CA68B)
     x ^= (x >> 16) & 0xFFFF
     return x
-
-
-def _mix_64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK_64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return x ^ (x >> 31)
 
 
 def _signed_32(x: int) -> int:

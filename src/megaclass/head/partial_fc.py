@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size, sum_over_ranks_
 from megaclass.errors import HeadError
 from megaclass.head.centres import STORAGE_DTYPES, Centres
-from megaclass.head.counter_random import MARGIN_NOISE, normals_from_bits, random_bits, stream_keys
+from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
 from megaclass.head.cross_entropy import (
     LossPart,
     Settled,
@@ -56,6 +56,7 @@ from megaclass.head.row_optimizers import Move, RowOptimizer, RowSGD
 from megaclass.head.sampling import SampleRate, rate_schedule, sample_capacity, sample_classes
 from megaclass.head.shards import ClassRange, class_range
 from megaclass.head.step_stats import HeadMeasures, measure
+from megaclass.keyed_random import Stream
 
 if TYPE_CHECKING:
     from megaclass.head.fused.step import FusedStep
@@ -626,7 +627,7 @@ class PartialFC(nn.Module):
     def _normals(self, places_W: Tensor, max_batch: int) -> Tensor:
         """Keyed by the image's place in the step's global batch: padding and parts do not shift it."""
         places_G = (places_W[:, None] + torch.arange(max_batch, device=self.device)).flatten()
-        keys = stream_keys(MARGIN_NOISE, self.seed, self.step_count)
+        keys = stream_keys(Stream.MARGIN_NOISE, self.seed, self.step_count)
         return normals_from_bits(random_bits(keys, places_G), torch.float64)
 
     def _product_dtype(self, embeddings_BD: Tensor) -> torch.dtype:

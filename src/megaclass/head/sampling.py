@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError
-from megaclass.head.counter_random import DRAW_NEGATIVES, random_bits, stream_keys
+from megaclass.head.counter_random import random_bits, stream_keys
+from megaclass.keyed_random import Stream
 
 # The hash of a block of this many classes stays in the cache of a CPU core.
 _BLOCK = 1 << 16
@@ -60,7 +61,7 @@ class ClassSample:
 
 def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, device: torch.device) -> Tensor:
     """(num_local,) bool: the draw of each class; depends on (seed, step, class) alone, not on the cut."""
-    keys = stream_keys(DRAW_NEGATIVES, seed, step)
+    keys = stream_keys(Stream.DRAW_NEGATIVES, seed, step)
     threshold = round(rate * 2**32) - 2**31
     drawn_K = torch.zeros(num_local, dtype=torch.bool, device=device)
     if threshold == -(2**31):

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 
 from megaclass.backbones.vit import DropPath, PatchMask, kept_patches
 from megaclass.head.counter_random import random_bits_rows, stream_keys
-
-_DROPOUT = 5
+from megaclass.keyed_random import Stream
 
 
 class KeyedDropout(nn.Module):
@@ -20,7 +19,7 @@ class KeyedDropout(nn.Module):
 
     def expect(self, images_B: Tensor, step: int) -> None:
         """images_B: (B,) numbers of the images in the data set."""
-        first, second = stream_keys(_DROPOUT, self.seed, step, self.layer)
+        first, second = stream_keys(Stream.DROPOUT, self.seed, step, self.layer)
         # Tensors: as numbers they would be part of what torch.compile compiles, again in every step.
         self._keys = images_B.new_full((), first, dtype=torch.int32), images_B.new_full((), second, dtype=torch.int32)
         self._images_B = images_B

@@ -159,7 +159,7 @@ def _mix_32(x):
 
 @triton.jit
 def _mix_64(x):
-    """counter_random._mix_64 on a uint64."""
+    """keyed_random.mix64_int on a uint64."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

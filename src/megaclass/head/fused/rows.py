@@ -8,12 +8,13 @@ import triton
 from torch import Tensor
 
 from megaclass.head.centres import Centres
-from megaclass.head.counter_random import DRAW_NEGATIVES, ROUND_WEIGHTS, stream_keys, stream_state
+from megaclass.head.counter_random import stream_keys, stream_state
 from megaclass.head.fused import image_programs as triton_images
 from megaclass.head.fused import row_programs as triton_rows
 from megaclass.head.kernels.problem import CentreGradient
 from megaclass.head.row_optimizers import Move, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.head.shards import ClassRange
+from megaclass.keyed_random import Stream
 
 _DRAW_BLOCK = 4096
 _LINK_BLOCK = 64
@@ -61,7 +62,7 @@ def update_(
     squares: as for Centres.update_; without it another program runs, which does not form them.
     """
     rows, optimizer = store.rows(), store.optimizer
-    state = stream_state(ROUND_WEIGHTS, store.seed, move.step)
+    state = stream_state(Stream.ROUND_WEIGHTS, store.seed, move.step)
     width, num_rows = rows["weight"].shape[1], len(chunk.grad_RD)
     beta1 = float(getattr(optimizer, "momentum", getattr(optimizer, "beta1", 0.0)))
     beta2 = float(getattr(optimizer, "beta2", 0.0))
@@ -149,7 +150,7 @@ def draw(
             start,
             num_local,
             round(rate * 2**32) - 2**31,
-            *stream_keys(DRAW_NEGATIVES, seed, step),
+            *stream_keys(Stream.DRAW_NEGATIVES, seed, step),
             capacity,
             float(drawn_weight),
             COUNTS_ONLY=counts_only,

@@ -1,0 +1,108 @@
+"""Files that appear whole or not at all, and locks between processes.
+
+A writer that dies in the middle must never leave half a file under the final name. Every writer of the package therefore
+goes through this module: write beside the target, flush to the disk, rename. A rename is atomic within one file system,
+which is why the unfinished file lies in the folder of the finished one.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from megaclass.errors import UserError
+
+
+@contextmanager
+def published_file(path: Path) -> Iterator[Path]:
+    """Yields a path to write and check; when the block ends without an error, that file becomes `path`.
+
+    On an error nothing new is left behind, and what stood at `path` before still stands.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"Cannot write {path}: the folder {path.parent} does not exist.")
+    # The suffix stays last, because some writers (onnx) choose the format by it.
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        yield unfinished
+        # Some writers (safetensors) create files for their owner only; the result follows the user's umask.
+        unfinished.chmod(0o666 & ~_umask())
+        flush(unfinished)
+        unfinished.replace(path)
+        flush(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def published_folder(path: Path) -> Iterator[Path]:
+    """Yields a folder to fill and check; when the block ends without an error, it becomes `path`.
+
+    On an error nothing new is left behind, and what stood at `path` before still stands.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"Cannot write the folder {path}: a file with that name exists.")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for file in unfinished.iterdir():
+            flush(file)
+        flush(unfinished)
+        if path.exists():
+            # A folder cannot be renamed onto another: for a moment there is none, and never half of one.
+            path.rename(replaced)
+        unfinished.rename(path)
+        flush(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file that appears whole or not at all."""
+    with published_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def flush(path: Path) -> None:
+    """Waits until the content of a file, or the entries of a folder, are on the disk.
+
+    A rename may reach the disk before the content it names; without this a power cut could leave an empty file.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(path: Path, *, timeout_s: float = -1.0) -> Iterator[bool]:
+    """Holds a lock between processes while the block runs; the kernel releases it when the holder dies.
+
+    timeout_s: how long to wait for another holder; negative waits without limit, 0 does not wait. Yields whether the lock
+    was obtained. The lock file itself stays: removing it would let two processes hold "the same" lock.
+    """
+    lock = FileLock(path, timeout=timeout_s)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
