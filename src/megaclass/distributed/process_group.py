@@ -63,7 +63,8 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
                 watch.settle(_addresses_of_all(world, chosen), ends_process=True)
             yield chosen
         except RuntimeError as error:
-            if any(sign in str(error) for sign in _ECHOES):
+            is_own = watch is not None and bool(watch.reason)
+            if not is_own and any(sign in str(error) for sign in _ECHOES):
                 # The echo of another rank's end, which is about to be reported: that rank is to be named as the cause.
                 time.sleep(_FAILED_RANK_FIRST_S)
             raise
