@@ -221,6 +221,7 @@ def test_a_run_of_two_ranks_killed_while_it_saves_has_the_curve_of_one_never_sto
     check_kills(rank_pool, data, tmp_path, 1, train__epochs=3)
 
 
+@pytest.mark.ranks
 @pytest.mark.soak
 def test_a_run_killed_30_times_has_the_curve_of_one_never_stopped(rank_pool, data, tmp_path):
     check_kills(rank_pool, data, tmp_path, 30, train__epochs=60)
