@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megaclass.errors import DataError
 from megaclass.evaluate.protocols.verification import Roc, ScoredPairs, roc_curve
-from megaclass.private_files import make_private_folder, open_private, write_private
+from megaclass.files import make_private_folder, open_private, write_private
 
 Floats = NDArray[np.float64]
 

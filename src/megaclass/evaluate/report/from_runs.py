@@ -16,7 +16,7 @@ from megaclass.errors import DataError, UserError
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report.page import ModelReport, ReportData
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
-from megaclass.private_files import open_private
+from megaclass.files import open_private
 
 BASELINES_FOLDER = "baselines"
 _FACES_FILE = "faces.npz"

@@ -21,7 +21,7 @@ from megaclass.evaluate.report.script import SCRIPT, script_digest
 from megaclass.evaluate.report.sets import headline, set_sections
 from megaclass.evaluate.report.style import STYLE
 from megaclass.evaluate.results import SetResult
-from megaclass.private_files import write_private
+from megaclass.files import write_private
 
 _NUM_BINS = 40
 
