@@ -23,19 +23,25 @@ _PRIVATE_FOLDER_MODE = 0o700
 
 
 @contextmanager
-def published_file(path: Path) -> Iterator[Path]:
+def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     """Yields a path to write and check; when the block ends without an error, that file becomes `path`.
 
     On an error nothing new is left behind, and what stood at `path` before still stands.
+    is_private: only the owner may read the file, at any moment of its writing.
     """
     if not path.parent.is_dir():
         raise UserError(f"Cannot write {path}: the folder {path.parent} does not exist.")
     # The suffix stays last, because some writers (onnx) choose the format by it.
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    mode = (0o600 if is_private else 0o666) & ~_umask()
     try:
+        if is_private:
+            # Created here, because most writers create files that everyone may read. O_EXCL follows no symbolic link.
+            unfinished.unlink(missing_ok=True)
+            os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield unfinished
         # Some writers (safetensors) create files for their owner only; the result follows the user's umask.
-        unfinished.chmod(0o666 & ~_umask())
+        unfinished.chmod(mode)
         flush(unfinished)
         unfinished.replace(path)
         flush(path.parent)
@@ -71,9 +77,9 @@ def published_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, is_private: bool = False) -> None:
     """Writes a text file that appears whole or not at all."""
-    with published_file(path) as unfinished:
+    with published_file(path, is_private=is_private) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 

@@ -60,7 +60,10 @@ def rows_in(rows: Any) -> list[dict[str, Any]]:
     except ValueError:
         return []
     backends = [row["backend"] for row in found]
-    return found if all(backends.count(backend) == 2 for backend in backends) else []
+    if not all(backends.count(backend) == 2 for backend in backends):
+        return []
+    # The other columns are shown as JSON only, which escapes what a terminal would obey.
+    return [{**row, **checked} for row, checked in zip(rows, found, strict=True)]
 
 
 def _checked(name: str, check: Check, value: Any) -> Any:
