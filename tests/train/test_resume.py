@@ -404,7 +404,7 @@ def test_a_list_of_names_that_does_not_fit_the_data_is_refused(run_ranks, data, 
     folder = renumbered(data, tmp_path / "data", list(range(NUM_CLASSES)))
     (folder / "classes.txt").write_text("one\ntwo\n")
     _, _, error = run_ranks(1, _train, settings(folder, tmp_path / "run"))[0]
-    assert "names 2 classes, but its labels are of 20" in error
+    assert "names 2 classes, but has labels for 20" in error
 
 
 # --- refused with the difference ---

@@ -42,7 +42,7 @@ from megaclass.train.precision import LossScale, Precision, choose_precision
 from megaclass.train.running_statistics import RunningStatistics
 from megaclass.world import World
 
-# Margin, and the field that head.margin_size sets.
+# Margin class, and its field that head.margin_size sets.
 _MARGINS: dict[str, tuple[Any, str | None]] = {
     "softmax": (NormalisedSoftmax, None),
     "arcface": (ArcFace, "margin"),
@@ -60,11 +60,11 @@ _logger = logging.getLogger("megaclass.train")
 
 @dataclass
 class Model:
-    """What is trained: everything a checkpoint must hold."""
+    """Backbone, head and their optimizers: everything that a checkpoint must hold."""
 
     backbone: nn.Module
     parallel: DistributedDataParallel
-    """The backbone, compiled if asked, its gradients averaged over ranks."""
+    """The backbone in DDP, which averages its gradients over the ranks; compiled if train.compile is set."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
     precision: Precision
@@ -75,12 +75,12 @@ class Model:
 
     @contextmanager
     def for_evaluation(self) -> Iterator[nn.Module]:
-        """The backbone with the weights that are evaluated and exported: the running mean where one is kept."""
+        """Yields the backbone with the weights to evaluate and export: the moving average if train.ema is set."""
         with self.ema.in_place() if self.ema is not None else nullcontext():
             yield self.backbone
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Tensors that are the same on all ranks, by name."""
+        """Returns the tensors that are the same on all ranks, by name."""
         state = {f"backbone.{name}": tensor for name, tensor in self.backbone.state_dict().items()}
         for name, parameter in self.backbone.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -95,7 +95,7 @@ class Model:
         for name, parameter in self.backbone.named_parameters():
             for key, value in tensors_with_prefix(state, f"optimizer.{name}.").items():
                 if value.shape == parameter.shape:
-                    # Laid out as the weights are: a fused optimizer walks through both by address.
+                    # In the memory layout of the weights: a fused optimizer walks through both by address.
                     value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
                 elif self.optimizer.defaults.get("fused"):
                     # Adam counts its steps on the CPU unless it is fused.
@@ -109,12 +109,12 @@ class Model:
 
 
 def input_size(config: Config, source: ImageSource) -> tuple[int, int]:
-    """(height, width) of what the backbone takes: data.size, or else the size of the data's images."""
+    """Returns (height, width) of the backbone's input: data.size, or else the size of the first image."""
     return height_and_width(config.data.size) if config.data.size else source.image_size
 
 
 def build_model(config: Config, source: ImageSource, world: World, device: torch.device) -> Model:
-    """Collective: DDP gives all ranks the weights of rank 0, the head compares its settings."""
+    """Collective. DDP copies the weights of rank 0 to all ranks, and the head compares its settings between ranks."""
     precision = choose_precision(config.train, device)
     image_size = compact_size(input_size(config, source))
     backbone, dropouts = _build_backbone(config, image_size, device)
@@ -206,16 +206,18 @@ def _build_backbone(
 
 
 def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
-    for beginning in config.freeze:
-        frozen = [p for name, p in backbone.named_parameters() if name.startswith(beginning)]
+    for prefix in config.freeze:
+        frozen = [p for name, p in backbone.named_parameters() if name.startswith(prefix)]
         if not frozen:
-            raise ConfigError(f"backbone.freeze names {beginning!r}, but no parameter of {config.name} begins so.")
+            raise ConfigError(
+                f"backbone.freeze names {prefix!r}, but no parameter of {config.name} starts with that prefix."
+            )
         for parameter in frozen:
             parameter.requires_grad = False
     if not any(parameter.requires_grad for parameter in backbone.parameters()):
         raise ConfigError(
             f"backbone.freeze = {list(config.freeze)} leaves nothing of {config.name} to train: "
-            f"the head learns beside a backbone, so leave its last layer out at least."
+            f"leave at least its last layer out of the list."
         )
 
 
@@ -227,12 +229,12 @@ def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None
             f"{config.name}."
         )
     for block in blocks:
-        block.forward = partial(_forward_kept_lean, block, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(_forward_with_recomputation, block, block.forward)  # type: ignore[method-assign]
 
 
-def _forward_kept_lean(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _forward_with_recomputation(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
-        # Compiled, the repetition is arithmetic alone.
+        # A compiled block repeats its arithmetic only, and does not touch the running statistics again.
         result: Tensor = checkpoint(forward, x, use_reentrant=False)
     else:
         result = checkpoint(
@@ -243,7 +245,7 @@ def _forward_kept_lean(block: nn.Module, forward: Callable[[Tensor], Tensor], x:
 
 @contextmanager
 def _statistics_stay(block: nn.Module) -> Iterator[None]:
-    """Around the forward's repetition in backward: running statistics follow a batch once."""
+    """Freezes running statistics while backward repeats the forward: each batch must count once."""
     norms = [module for module in block.modules() if isinstance(module, (nn.BatchNorm2d, SyncBatchNorm))]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -256,19 +258,19 @@ def _statistics_stay(block: nn.Module) -> Iterator[None]:
 
 
 def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
-    """Tried on two images at once, because torch.compile fails at the first call, not here."""
+    """Returns the compiled backbone, or the backbone itself if compiling fails; tries two images, because compiling is lazy."""
     device = next(backbone.parameters()).device
     images = torch.zeros((2, 3, *height_and_width(image_size)), device=device).to(memory_format=torch.channels_last)
-    # Static shapes: the second size seen would otherwise make the batch dynamic, and the kernels slower.
+    # Static shapes: otherwise a second batch size would make the dimension dynamic, and the kernels slower.
     compiled = torch.compile(backbone, dynamic=False)
     was_training = backbone.training
     try:
         backbone.eval()
         with torch.no_grad():
             compiled(images)
-    except Exception as error:  # a compiler may fail in any way; the run need not
+    except Exception as error:  # a compiler may fail in any way, which must not end the run
         reason = str(error).strip().split("\n")[0]
-        _logger.info(f"torch.compile failed, going on without it: {reason}")
+        _logger.warning(f"torch.compile failed, continuing without it: {reason}")
         return backbone
     finally:
         backbone.train(was_training)
@@ -277,7 +279,7 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
 
 def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
-    # Fused optimizers take `found_inf` on the device, so that a bad step is skipped without asking the host.
+    # Fused optimizers read `found_inf` on the device, so that a bad step is skipped without waiting for the host.
     fused = parameters[0].device.type == "cuda"
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
@@ -285,7 +287,7 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
         parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
     )
     if config.momentum:
-        # Left to its first step, the fused one takes memory as it comes, and would keep that if the step is skipped.
+        # The fused optimizer would create its buffers uninitialised in the first step, and keep them if that is skipped.
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd

@@ -9,6 +9,7 @@ One step on every rank (train/step.py):
                 gradient that is not finite updates nothing
 """
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from megaclass.train.run.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.schedule import learning_rate
 from megaclass.train.step import training_step
 
+_logger = logging.getLogger("megaclass.train")
 # Share of the time spent waiting for data from which on the progress bar shows it.
 _SHOWN_WAIT_SHARE = 0.05
 
@@ -44,7 +46,7 @@ class Outcome:
     final_loss: float
     images_per_second: float
     stop: Stop
-    """Whether a signal asked to stop before the last step."""
+    """The request to stop before the last step, if a signal made one."""
     results: list[SetResult] | None
     """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
 
@@ -123,6 +125,7 @@ def describe_row(row: dict[str, float]) -> str:
 
 def save(model: Model, writer: CheckpointWriter, step: int, metrics: dict[str, float], device: torch.device) -> None:
     """Collective. Averages the batch statistics over the ranks and starts a checkpoint, written during the next steps."""
+    _logger.debug(f"saving a checkpoint of step {step}")
     average_buffers_(model.backbone)
     writer.save(
         Snapshot(

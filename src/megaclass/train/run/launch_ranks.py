@@ -14,7 +14,7 @@ from megaclass.data.augment import parse_augment
 from megaclass.launch.launchers.local import run_local
 from megaclass.train.build import build_margin
 from megaclass.train.run.rank_main import train_as_rank
-from megaclass.train.run.restart import StartMode, check_start
+from megaclass.train.run.restart import NO_STARTER, StartMode, check_start
 from megaclass.world import World, starters_variables, world_from_environment
 
 _logger = logging.getLogger("megaclass.train")
@@ -26,7 +26,7 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     """Returns the exit code of the run. `arguments`: the command line after `megaclass train`, to start ranks with."""
     _check_settings(config)
     world = world_from_environment()
-    if world.starter != "nobody":
+    if world.starter != NO_STARTER:
         if world.size == 1 and config.train.nproc > 1:
             _logger.warning(_unused_nproc(config, world), extra={"sender": world.name()})
         return train_as_rank(config, world, mode)

@@ -83,6 +83,11 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
     model = build_model(config, run.source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
+    num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
+    _logger.debug(
+        f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
+        f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
+    )
     first_step = 0
     if mode.resume is None:
         load_initial_weights(run, model, mode)

@@ -18,6 +18,7 @@ In the state "taken", or if the folder had to be free at first, a restart (`_mod
 """
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -37,8 +38,10 @@ from megaclass.train.run.data import make_data
 from megaclass.train.run.folder import RunFolder
 from megaclass.world import World
 
+_logger = logging.getLogger("megaclass.train")
 # How long rank 0 of the previous start may take to end: the grace periods of the launchers, and a write to a slow disk.
 _PREVIOUS_START_ENDS_S = 120.0
+NO_STARTER = World().starter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def prepare_run(
     decided = mode
     # Under torchrun, srun or megaclass run no parent has called check_start. The ranks that our own parent starts cannot
     # be told from those, so rank 0 repeats the checks there, which takes milliseconds: the data exists by then.
-    is_first_check = world.starter != "nobody"
+    is_first_check = world.starter != NO_STARTER
 
     def prepare() -> None:
         nonlocal decided
@@ -104,6 +107,7 @@ def prepare_run(
             make_data(config)
 
     on_main_rank_for_long(prepare, device)
+    _logger.debug(f"rank {world.rank}: starting with {decided}")
     # The other ranks may see an older state of a network file system: they start as rank 0 decided.
     return StartMode(**json.loads(text_of_main_rank(lambda: json.dumps(asdict(decided)), device)))
 

@@ -58,7 +58,7 @@ def resume_run(run: Run, model: Model, mode: StartMode) -> int:
             check_same_people(manifest.data, run.data_marks, run.source, saved, run.classes, folder)
         if saved == run.classes and manifest.data.fingerprint not in ("", run.data_marks.fingerprint):
             changed = _describe_fingerprints(manifest.data, run.data_marks, folder)
-            _logger.info(f"the data has changed, going on with it: {changed}")
+            _logger.info(f"the data has changed, continuing with it: {changed}")
         _logger.info(f"resuming from {folder}, step {manifest.step}")
 
     on_main_rank_for_long(check, run.device)

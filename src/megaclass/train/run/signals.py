@@ -18,7 +18,7 @@ from megaclass.launch.signals import is_heeded, leave_closed_terminal
 
 
 class Stop(enum.IntEnum):
-    """Whether, and why, a run ends before its last step."""
+    """Reason to end a run before its last step."""
 
     NO = 0
     ASKED = 1
