@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaclass.even_parts import even_part
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.allgather import sparse_allreduce_async
 from megaclass.hvd.collectives.allreduce import (
@@ -158,9 +159,8 @@ class _DistributedOptimizer(_Distributed):
             formed += [(parameter,) for parameter in parameters if id(parameter) not in grouped]
         else:
             assert self._groups is not None
-            quotient, rest = divmod(len(parameters), self._groups)
-            starts = [i * quotient + min(i, rest) for i in range(self._groups + 1)]
-            formed = [tuple(parameters[starts[i] : starts[i + 1]]) for i in range(self._groups)]
+            parts = [even_part(len(parameters), part, self._groups) for part in range(self._groups)]
+            formed = [tuple(parameters[part.start : part.stop]) for part in parts]
         for group in formed:
             if group:
                 self._num_ready[group] = 0
