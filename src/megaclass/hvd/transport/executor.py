@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.distributed.collectives import all_gather_single
 from megaclass.distributed.wire_formats import WIRE_FORMATS, compressed_all_reduce_
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.engine.controller import Operation
@@ -19,9 +20,6 @@ from megaclass.hvd.engine.messages import Request, Response
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.transport.adasum import adasum_
 from megaclass.hvd.transport.ring import Ring
-
-# torch 2.13 renamed it and warns about the name that 2.11 and 2.12 know.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _OPS = {
     Average: dist.ReduceOp.SUM,
@@ -466,7 +464,7 @@ def divide_(tensor: Tensor, size: int) -> Tensor:
 
 def _gather_even(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
     source = given if given.device == out.device else given.to(out.device)
-    _all_gather(_bytes(out), _bytes(source), group=group)
+    all_gather_single(_bytes(out), _bytes(source), group=group)
 
 
 def _broadcast_blocks(out: Tensor, rows: tuple[int, ...], group: dist.ProcessGroup) -> None:
