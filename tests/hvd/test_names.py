@@ -74,6 +74,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.ranks
 def test_submodules_and_private_names_that_libraries_use_are_there():
     script = start_script(_AS_LIBRARIES_IMPORT_THEM, 1, free_port(), PYTHONPATH=hvd.shims_folder())
     [(code, out, err)] = outputs_of(script)
@@ -140,6 +141,7 @@ print("all there")
 """
 
 
+@pytest.mark.ranks
 def test_what_tests_of_horovodrun_import_is_there(tmp_path):
     script = start_script(
         f"import sys; sys.argv[0] = {str(tmp_path / 'config.yaml')!r}\n{_AS_TESTS_OF_HOROVODRUN_USE_THEM}",
@@ -225,6 +227,7 @@ print("all there")
 """
 
 
+@pytest.mark.ranks
 def test_the_small_modules_that_scripts_import_are_there(tmp_path):
     script = f"import sys; sys.argv[0] = {str(tmp_path)!r}\n{_SMALL_MODULES}"
     [(code, out, err)] = outputs_of(start_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
@@ -249,6 +252,7 @@ with mock.patch("horovod.runner.launch.network.filter_local_addresses", lambda h
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["good", "broken"])
 def test_a_static_run_says_what_horovods_does_about_ssh(tmp_path, how):
     folder = tmp_path / how
@@ -281,6 +285,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.ranks
 def test_what_is_not_there_says_so():
     [(code, out, err)] = outputs_of(start_script(_WHAT_IS_NOT_THERE, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
     assert code == 0, err
