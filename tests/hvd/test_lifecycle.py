@@ -187,26 +187,6 @@ def test_a_script_that_imports_horovod_runs_unchanged_where_the_launcher_says_so
     assert "No module named 'horovod'" in elsewhere.stderr
 
 
-_HOROVOD_TORCH = """
-Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
-allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
-grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
-grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_
-alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter
-grouped_reducescatter_async join barrier poll synchronize init shutdown is_initialized
-start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
-mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
-cuda_built rocm_built ProcessSet global_process_set add_process_set remove_process_set Average Sum
-Adasum Min Max Product HorovodInternalError DistributedOptimizer SyncBatchNorm
-"""
-
-
-def test_every_public_name_of_horovod_torch_is_there():
-    names = _HOROVOD_TORCH.split()
-    assert len(names) == 66
-    assert not [name for name in names if not hasattr(hvd, name)]
-
-
 def _open_files(rank: int, size: int) -> list[int]:
     counts = []
     for _ in range(8):

@@ -6,6 +6,7 @@ from tests.conftest import free_port
 from tests.hvd.jobs import error_of, in_job, job, outputs_of, start_script
 
 import megaclass.hvd as hvd
+from megaclass.hvd import mpi_ops
 
 
 def _only_some_ranks_use_a_set(rank: int, size: int) -> None:
@@ -41,6 +42,45 @@ def _names_after_join(rank: int, size: int) -> None:
 
 def test_unnamed_operations_meet_again_after_every_join(run_ranks):
     run_ranks(3, in_job, _names_after_join)
+
+
+_HOROVOD_TORCH = """
+Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
+allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
+grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_
+alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter
+grouped_reducescatter_async join barrier poll synchronize init shutdown is_initialized
+start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
+mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
+cuda_built rocm_built ProcessSet global_process_set add_process_set remove_process_set Average Sum
+Adasum Min Max Product HorovodInternalError DistributedOptimizer SyncBatchNorm
+"""
+# In horovod.torch these are absent: `run` is a name of `horovod` itself, and `shims_folder` is megaclass's own.
+_MORE = {"run", "shims_folder"}
+# Horovod has these in horovod.torch.mpi_ops only.
+_ONLY_IN_MPI_OPS = {"handle_average_backwards_compatibility", "is_homogeneous"}
+
+
+def test_the_public_names_are_those_of_horovod_torch_and_each_is_listed_once():
+    horovods = set(_HOROVOD_TORCH.split())
+    assert len(horovods) == 66
+    assert set(hvd.__all__) == horovods | _MORE
+    assert len(hvd.__all__) == len(set(hvd.__all__))
+    assert dir(hvd) == sorted(hvd.__all__)
+    # Every name is defined in one module, whose __all__ lists it.
+    assert hvd.allreduce.__module__ == "megaclass.hvd.collectives.allreduce"
+    elsewhere = {"Compression", "DistributedOptimizer", "SyncBatchNorm", "allgather_object", "broadcast_object"}
+    elsewhere |= {"broadcast_optimizer_state", "broadcast_parameters"}
+    assert set(mpi_ops.__all__) == horovods - elsewhere | _ONLY_IN_MPI_OPS
+    assert not _ONLY_IN_MPI_OPS & set(dir(hvd))
+
+
+def test_a_name_that_horovod_does_not_have_is_an_error():
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = hvd.no_such_name
+    with pytest.raises(AttributeError, match="elastic jobs are not supported"):
+        _ = hvd.elastic
 
 
 _AS_LIBRARIES_IMPORT_THEM = """

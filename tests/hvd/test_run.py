@@ -64,6 +64,7 @@ def test_the_error_tells_of_the_rank_that_failed_first():
     assert "ValueError: no such thing" in str(caught.value)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [

@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from megaclass.distributed.network.job_secret import JOB_SECRET
 from megaclass.errors import LaunchError
 from megaclass.hvd.basics import _basics
+from megaclass.hvd.collectives.allgather import allgather
+from megaclass.hvd.collectives.broadcast import broadcast_, broadcast_async_
+from megaclass.hvd.collectives.handles import synchronize
 from megaclass.hvd.exceptions import HorovodInternalError
-from megaclass.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, size, synchronize
+from megaclass.hvd.lifecycle import rank, size
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 _MAC_BYTES = 32
 _NEEDS_SECRET = (

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from megaclass.hvd.basics import _basics
-from megaclass.hvd.collectives.allreduce import compressed_allreduce_async_
+from megaclass.hvd.collectives.allgather import sparse_allreduce_async
+from megaclass.hvd.collectives.allreduce import (
+    allreduce_async_,
+    compressed_allreduce_async_,
+    grouped_allreduce_async_,
+)
+from megaclass.hvd.collectives.handles import synchronize
+from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.compression import Compression, wire_of
 from megaclass.hvd.functions import broadcast_object
 from megaclass.hvd.gradient_batches import GradientBatches
-from megaclass.hvd.mpi_ops import (
-    Adasum,
-    Average,
-    Sum,
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-    synchronize,
-)
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedOptimizer"]
 
 _TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "

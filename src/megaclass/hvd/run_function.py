@@ -28,6 +28,8 @@ from megaclass.hvd.exceptions import SHUT_DOWN
 from megaclass.launch.hosts import Host, given_hosts
 from megaclass.launch.plan import HOROVOD_MARK, place_ranks
 
+__all__ = ["run"]
+
 FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
 """Addresses, port and key of the process that called run(), for the ranks."""
 _GRACE_S = 10.0

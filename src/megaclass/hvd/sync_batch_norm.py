@@ -6,7 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from megaclass.hvd.mpi_ops import Sum, allreduce, size
+from megaclass.hvd.collectives.allreduce import allreduce
+from megaclass.hvd.collectives.ops import Sum
+from megaclass.hvd.lifecycle import size
+
+__all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -128,22 +128,25 @@ def new_group(
     timeout = timedelta(seconds=settings.gloo_timeout_s)
     kinds = dist.ProcessGroup.BackendType
     made: Any
+    devices: tuple[str, ...]
     if backend == "gloo":
         # gloo looks for its peers there: signed, so that nobody can send this rank to another address.
         store: Any = meeting.signed_store(f"{name}/gloo")
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = _gloo_devices(meeting)
-        made, kind, device = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, "cpu"
+        made, kind, devices = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, ("cpu", "cuda")
     else:
         # NCCL's threads use the store as long as the group lives, and must not need Python for it: not signed.
         store = dist.PrefixStore(f"{name}/nccl", meeting.store)  # type: ignore[attr-defined]
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        made, kind, device = dist.ProcessGroupNCCL(store, place, size, options), kinds.NCCL, "cuda"
+        made, kind, devices = dist.ProcessGroupNCCL(store, place, size, options), kinds.NCCL, ("cuda",)
     group = dist.ProcessGroup(store, place, size)
     group._set_default_backend(kind)
-    group._register_backend(torch.device(device), kind, made)
+    for device in devices:
+        # gloo takes CUDA tensors, too, through main memory: what ranks that share a GPU use.
+        group._register_backend(torch.device(device), kind, made)
     return group
 
 

@@ -23,6 +23,7 @@ from megaclass.checkpoint.load import (
 )
 from megaclass.checkpoint.manifest import Manifest, read_manifest
 from megaclass.checkpoint.retention import best_folder, published, set_aside_after
+from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import load_config_values, to_toml
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, foreign_class
@@ -159,11 +160,7 @@ def _leave_later_ones(run: RunFolder, step: int) -> None:
 def _load(model: Model, folder: Path, match: ClassMatch | None, world: World, device: torch.device) -> int:
     manifest = read_manifest(folder)
     shared = load_shared(folder)
-    check_fits(
-        model.backbone,
-        {name.removeprefix("backbone."): tensor for name, tensor in shared.items() if name.startswith("backbone.")},
-        folder,
-    )
+    check_fits(model.backbone, tensors_with_prefix(shared, "backbone."), folder)
     model.load_shared_state(shared)
     own = model.head.classes
     if match is None:
