@@ -26,7 +26,7 @@ from megaclass.checkpoint.retention import best_folder, published, set_aside_aft
 from megaclass.config.read import load_config_values, to_toml
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, foreign_class
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import (
     on_every_rank,
     on_every_rank_for_long,
