@@ -21,7 +21,7 @@ from megaclass.distributed.collectives import gather_blocks, scatter_sum, sum_ov
 from megaclass.distributed.process_group import process_group
 from megaclass.launch.launchers.local import run_local
 from megaclass.train.build import Model, build_model
-from megaclass.train.run.start import make_data, make_loader, open_data
+from megaclass.train.run.data import make_data, make_loader, open_data
 from megaclass.train.step import training_step
 from megaclass.world import World, world_from_environment
 
