@@ -340,8 +340,8 @@ def test_what_is_not_there_says_so():
         "`megaclass run --launcher ray` starts a command on a Ray cluster.",
         "torch.elastic.sampler ImportError horovod.torch.elastic is not there yet: "
         "elastic jobs are not supported by megaclass.",
-        "common.elastic ImportError horovod.common.elastic is not there yet: elastic jobs are not supported by megaclass.",
-        "hvd.elastic is not there yet: elastic jobs are not supported by megaclass.",
+        "common.elastic ImportError horovod.common.elastic is not available: elastic jobs are not supported by megaclass.",
+        "hvd.elastic is not available: elastic jobs are not supported by megaclass.",
     ]
 
 
