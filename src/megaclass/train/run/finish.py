@@ -14,7 +14,7 @@ from megaclass.config.schema import Config
 from megaclass.data.decode import Fit, decode_image
 from megaclass.data.fingerprint import fingerprint
 from megaclass.data.pair_file import read_pairs
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.protocols.baselines import score_histograms, score_pixels
 from megaclass.evaluate.report.from_runs import BASELINES_FOLDER, report_of_runs, write_faces
