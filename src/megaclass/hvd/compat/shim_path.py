@@ -1,8 +1,8 @@
-"""Where the modules named `horovod` are kept. No torch here: a launcher asks before it starts anybody."""
+"""The folder of the modules named `horovod`. Imports no torch: launchers ask for it before they start ranks."""
 
 from pathlib import Path
 
 
 def shims_folder() -> str:
-    """The folder to put first on PYTHONPATH of a job in which `import horovod.torch` shall mean this package."""
+    """Returns the folder that, first on PYTHONPATH, makes `import horovod.torch` import this package."""
     return str(Path(__file__).parent / "shims")
