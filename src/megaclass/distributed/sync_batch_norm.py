@@ -1,6 +1,6 @@
 """Batch norm over the global batch, on CPU and GPU: the same statistics on any number of ranks.
 
-Forward: one all-reduce of 2 x channels + 1 float64. Backward: one of 2 x channels. In evaluation nothing travels.
+Forward: one all-reduce of 2 x channels + 1 float64. Backward: one all-reduce of 2 x channels. Evaluation sends nothing.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from megaclass.distributed.collectives import sum_over_ranks_
 
 
 class SyncBatchNorm(nn.modules.batchnorm._NormBase):
-    """nn.BatchNorm1d or 2d whose statistics in training are those of all ranks' images; a rank may bring none."""
+    """nn.BatchNorm1d or 2d that computes its training statistics over the images of all ranks; a rank may have no images."""
 
     def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
         super().__init__(num_features, **options)
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, channels) or (B, channels, H, W), the same back."""
+        """Normalises (B, channels) or (B, channels, H, W); returns the same shape."""
         if not self.training:
             return nn.functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
@@ -34,18 +34,18 @@ class SyncBatchNorm(nn.modules.batchnorm._NormBase):
 
     @torch.no_grad()
     def follow(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Moves the running statistics towards those of a batch of `count` values a channel, over all ranks."""
+        """Updates the running statistics with those of a global batch of `count` values per channel."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        # Like nn.BatchNorm: normalised by the biased variance, remembered as the unbiased one.
+        # Like nn.BatchNorm: the biased variance normalises, the unbiased one enters the running statistics.
         unbiased = variance * (count / (count - 1).clamp_min(1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
 def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replaces every nn.BatchNorm in the module; parameters, buffers and their names stay."""
+    """Replaces every nn.BatchNorm in the module; parameters, buffers and their names stay the same."""
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             new = SyncBatchNorm(
@@ -66,9 +66,10 @@ def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
 def moments_over_ranks(
     mean: Tensor, variance: Tensor, count: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From each rank's own moments (C,) of its `count` values a channel: mean, biased variance and count of all, float64.
+    """Combines each rank's moments (C,) of its `count` values per channel into mean, biased variance and count of all ranks.
 
-    Sums of x and of x² are formed here, in float64: a rank's own mean and variance are exact in float32 where x² is not.
+    The sums of x and x² are formed in float64 from the rank's mean and variance, because a float32 sum of x² loses digits
+    where mean and variance do not. One all-reduce of 2C + 1 float64.
     """
     mean, variance = mean.double(), variance.double()
     sums = torch.cat([count * mean, count * (variance + mean * mean), mean.new_full((1,), count)])
