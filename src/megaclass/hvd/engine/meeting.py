@@ -168,9 +168,16 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
         # A machine may be several hosts by name, and containers on one machine have names of their own.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
+        "cpu_operations": settings.cpu_operations,
     }
     everybody = [_checked_entry(entry) for entry in _exchanged(signed, "who", mine, rank, size)]
     hosts = [str(entry["host"]) for entry in everybody]
+    for other, entry in enumerate(everybody):
+        if entry["cpu_operations"] != everybody[0]["cpu_operations"]:
+            raise LaunchError(
+                f"HOROVOD_CPU_OPERATIONS is {everybody[0]['cpu_operations']} on rank 0 ({hosts[0]}), but "
+                f"{entry['cpu_operations']} on rank {other} ({hosts[other]}): it must be the same on all ranks."
+            )
     local_ranks = [int(entry["local_rank"]) for entry in everybody]
     # A starter that says nothing about local ranks, two ranks that claim one, or some ranks of a host only: count them.
     places = set(zip(hosts, local_ranks, strict=True))
@@ -216,7 +223,7 @@ def _parsed(content: bytes, name: str) -> Any:
 
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
-    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str}
+    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str, "cpu_operations": str}
     if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
         raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
     return entry
