@@ -25,7 +25,7 @@ def _enqueue_broadcast(
     is_urgent: bool = False,
 ) -> int:
     job = _basics.job()
-    members = job.process_sets.get(process_set.process_set_id, ())
+    members = job.members(process_set.process_set_id)
     # In a set that is not there, or not ours, the membership is what is wrong.
     if members and job.meeting.rank in members and root_rank not in members:
         raise ValueError(
