@@ -1,6 +1,5 @@
 """All public names in one place; `megaclass.hvd` gives them out when they are first asked for."""
 
-from megaclass.hvd.compat.shim_path import shims_folder
 from megaclass.hvd.compression import Compression
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.functions import (
@@ -72,6 +71,7 @@ from megaclass.hvd.mpi_ops import (
 from megaclass.hvd.optimizer import DistributedOptimizer
 from megaclass.hvd.run_function import run
 from megaclass.hvd.sync_batch_norm import SyncBatchNorm
+from megaclass.launch.horovod_options import shims_folder
 
 __all__ = [
     "Adasum",

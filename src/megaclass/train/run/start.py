@@ -36,7 +36,8 @@ from megaclass.distributed.agreement import (
 from megaclass.distributed.process_group import process_group
 from megaclass.errors import CheckpointError, ConfigError, DataError, ExportError, TrainError
 from megaclass.image_size import compact_size
-from megaclass.launch.launchers.local import EXIT_RESUME_ME, run_local
+from megaclass.launch.exit_codes import EXIT_RESUME_ME
+from megaclass.launch.launchers.local import run_local
 from megaclass.progress import Bar, progress_bar
 from megaclass.train.build import Model, build_margin, build_model, input_size
 from megaclass.train.loop import Outcome, train
@@ -82,7 +83,7 @@ def start_training(config: Config, arguments: Sequence[str], beginning: Beginnin
     build_margin(config.head)
     parse_augment(config.data.augment)
     world = world_from_environment()
-    if world.starter != "nobody":
+    if world.starter != "none":
         if world.size == 1 and config.train.nproc > 1:
             print(f"WARNING {world.name()}: {_unused_nproc(config, world)}", file=sys.stderr, flush=True)
         return _train_as_rank(config, world, beginning)
@@ -113,7 +114,7 @@ def _begin(
     def prepare() -> None:
         nonlocal decided
         require_packages(config)
-        is_restart = world.starter != "nobody" and os.environ.get("MEGACLASS_RESTART", "0") != "0"
+        is_restart = world.starter != "none" and os.environ.get("MEGACLASS_RESTART", "0") != "0"
         if beginning.needs_free_folder and not is_restart:
             run.check_free()
         held.enter_context(run.locked(_PATIENCE_S if is_restart else 0.0))
