@@ -68,7 +68,7 @@ class StepBench:
 def bench_step(config: Config, arguments: Sequence[str], *, num_steps: int, is_json: bool) -> int:
     """Measures and prints the result; returns the exit code. arguments: the command line after `bench step`, to start ranks."""
     world = world_from_environment()
-    if world.starter == "nobody":
+    if world.starter == "none":
         make_data(config)
         if config.train.nproc > 1:
             return run_local([sys.executable, "-m", "megaclass", "bench", "step", *arguments], config.train.nproc)

@@ -163,7 +163,7 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
     signed = SignedStore(store, secret)
     mine: dict[str, object] = {
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
-        "local_rank": world.local_rank if world.starter != "nobody" else -1,
+        "local_rank": world.local_rank if world.starter != "none" else -1,
         "gpus": num_gpus,
         # A machine may be several hosts by name, and containers on one machine have names of their own.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",

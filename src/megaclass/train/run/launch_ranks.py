@@ -26,7 +26,7 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     """Returns the exit code of the run. `arguments`: the command line after `megaclass train`, to start ranks with."""
     _check_settings(config)
     world = world_from_environment()
-    if world.starter != "nobody":
+    if world.starter != "none":
         if world.size == 1 and config.train.nproc > 1:
             _logger.warning(_unused_nproc(config, world), extra={"sender": world.name()})
         return train_as_rank(config, world, mode)

@@ -84,7 +84,7 @@ def prepare_run(
     decided = mode
     # Under torchrun, srun or megaclass run no parent has called check_start. The ranks that our own parent starts cannot
     # be told from those, so rank 0 repeats the checks there, which takes milliseconds: the data exists by then.
-    is_first_check = world.starter != "nobody"
+    is_first_check = world.starter != "none"
 
     def prepare() -> None:
         nonlocal decided
