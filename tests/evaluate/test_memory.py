@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from megaclass.data.pair_file import PairSet, write_pairs
@@ -14,7 +15,6 @@ _NUM_IMAGES = 12_000
 _MEASURE = """
 import resource, sys
 from pathlib import Path
-import pytest
 import torch
 from torch import nn
 from megaclass.evaluate.protocol import Evaluator

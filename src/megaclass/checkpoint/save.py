@@ -51,8 +51,7 @@ from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.distributed.restart_progress import report_progress
 from megaclass.errors import CheckpointError, UserError, is_transient
-from megaclass.files import flush
-from megaclass.private_files import make_private_folder
+from megaclass.files import flush, make_private_folder
 
 T = TypeVar("T")
 _POLL_S = 0.05

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from megaclass.errors import DataError
 from megaclass.evaluate.protocol import Curves, HardPair, SetResult, share_with_interval
 from megaclass.evaluate.protocols import PROTOCOLS
-from megaclass.files import published_file, write_text
-from megaclass.private_files import make_private_folder
+from megaclass.files import make_private_folder, published_file, write_text
 
 _log = logging.getLogger("megaclass.evaluate")
 NUMBERS_FILE = "evaluation.json"

@@ -15,7 +15,7 @@ from megaclass.checkpoint.retention import published
 from megaclass.checkpoint.tensor_file import read_tensors, tensors_with_prefix
 from megaclass.config.schema import CLASS_MEANS, Config
 from megaclass.data.fingerprint import DataMarks, fingerprint
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import (
     on_every_rank,
     on_every_rank_for_long,
