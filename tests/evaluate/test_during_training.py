@@ -8,7 +8,8 @@ import torch
 
 from megaclass.backbones import build_backbone
 from megaclass.distributed.data_parallel import data_parallel
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.protocol import Evaluator
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 
 _CPU = torch.device("cpu")
 

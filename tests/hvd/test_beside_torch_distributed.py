@@ -8,6 +8,8 @@ import pytest
 from tests.conftest import free_port
 from tests.hvd.jobs import outputs_of, start_script
 
+pytestmark = pytest.mark.ranks
+
 _LEFT_ALONE = """
 import torch, torch.distributed as dist, megaclass.hvd as hvd
 hvd.init(process_sets="dynamic")

@@ -28,6 +28,7 @@ print("rank", hvd.rank() if hvd.is_initialized() else "-")
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_process_may_leave_and_come_back(size):
     for code, out, err in outputs_of(start_script(_AGAIN, size, free_port())):
@@ -35,6 +36,7 @@ def test_a_process_may_leave_and_come_back(size):
         assert out == "rank -\n"
 
 
+@pytest.mark.ranks
 def test_a_plain_python_process_is_a_world_of_one():
     script = (
         "import torch, megaclass.hvd as hvd; hvd.init(); print(hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1)))"
@@ -104,6 +106,7 @@ def test_a_default_group_of_somebody_elses_is_used_and_left_alone(run_ranks):
     run_ranks(3, in_job, _beside_others)
 
 
+@pytest.mark.ranks
 def test_an_idle_job_costs_less_than_a_hundredth_of_a_core():
     script = """
     import resource, time, torch, megaclass.hvd as hvd
@@ -116,6 +119,7 @@ def test_an_idle_job_costs_less_than_a_hundredth_of_a_core():
         assert float(out) < 0.01
 
 
+@pytest.mark.ranks
 def test_when_one_rank_ends_the_operations_of_the_others_fail():
     script = """
     import torch, megaclass.hvd as hvd
@@ -130,6 +134,7 @@ def test_when_one_rank_ends_the_operations_of_the_others_fail():
     assert (code, out) == (0, "True\n"), err
 
 
+@pytest.mark.ranks
 def test_a_rank_that_crashes_is_named_at_once():
     script = """
     import os, time, torch, megaclass.hvd as hvd
@@ -173,6 +178,7 @@ print(horovod.__version__, issubclass(HorovodInternalError, RuntimeError))
 """
 
 
+@pytest.mark.ranks
 def test_a_script_that_imports_horovod_runs_unchanged_where_the_launcher_says_so():
     path = os.pathsep.join([hvd.shims_folder(), os.environ.get("PYTHONPATH", "")])
     for code, out, err in outputs_of(start_script(_UNCHANGED, 2, free_port(), PYTHONPATH=path)):
@@ -198,6 +204,7 @@ def test_coming_and_going_leaves_no_file_open(run_ranks):
         assert min(counts[5:]) <= max(counts[1:4]), counts
 
 
+@pytest.mark.ranks
 def test_asking_for_the_folder_of_shims_loads_no_torch():
     script = (
         "import sys; from megaclass.hvd import shims_folder; print(shims_folder()); assert 'torch' not in sys.modules"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "hvd_link.py"
 
 

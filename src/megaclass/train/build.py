@@ -17,7 +17,7 @@ from megaclass.backbones.iresnet import IBasicBlock
 from megaclass.backbones.vit import TransformerBlock, VisionTransformer
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.schema import BackboneConfig, Config, HeadConfig, OptimizerConfig
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.data_parallel import data_parallel, exact_average
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
 from megaclass.distributed.wire_formats import compression_hook

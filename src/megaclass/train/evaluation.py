@@ -4,8 +4,8 @@ import logging
 
 from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.evaluate.results import SetResult
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.protocol import Evaluator, SetResult
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.train.build import Model
 from megaclass.train.run.run import Run
 

@@ -20,7 +20,7 @@ from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.evaluate.results import SetResult
+from megaclass.evaluate.protocol import SetResult
 from megaclass.progress import no_bar, progress_bar
 from megaclass.train.build import Model, generator_states
 from megaclass.train.data_errors import DataErrors, batch_of_no_class

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: process groups for tensors, links to rank 0 for control messages.
+"""How the ranks of a job find each other: process groups for tensors, connections to rank 0 for control messages.
 
 hvd has groups of its own and never touches torch.distributed's default group, which belongs to the script. The ranks meet
 in a store of their own; only where torch.distributed was initialised without a starter that hvd knows, the default group's
@@ -6,15 +6,13 @@ store and ranks are used. Each generation of init() has a prefix of its own in t
 for the others instead of meeting their past.
 
 Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the
-job's secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (links.py).
+job's secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (control_connection.py).
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,16 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.connection_watch import ConnectionWatch, network_timeout
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
 from megaclass.distributed.network.store import SignedStore, allow_many_connections, make_store
 from megaclass.errors import LaunchError
-from megaclass.hvd.engine.control_connection import Door, Link, Reception, connect
+from megaclass.hvd.engine.control_connection import AuthenticatedListener, ControlConnection, Endpoint, connect
 from megaclass.hvd.settings import Settings
 from megaclass.world import World, is_horovods, world_from_environment
-
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Meeting:
     secret: bytes
     """Known to all ranks of the job and to nobody else; empty where the starter gave none."""
     is_one_machine: bool
-    links: dict[int, Link]
+    connections: dict[int, ControlConnection]
     address: str
     """Where the other ranks reach this one."""
     uses_nccl: bool
@@ -62,7 +59,7 @@ class Meeting:
         return SignedStore(dist.PrefixStore(name, self.store), self.secret)  # type: ignore[attr-defined]
 
 
-class Meeter:
+class Rendezvous:
     """Remembers the store between generations."""
 
     def __init__(self) -> None:
@@ -166,14 +163,21 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
     signed = SignedStore(store, secret)
     mine: dict[str, object] = {
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
-        "local_rank": world.local_rank if world.starter != "nobody" else -1,
+        "local_rank": world.local_rank if world.starter != "none" else -1,
         "gpus": num_gpus,
         # A machine may be several hosts by name, and containers on one machine have names of their own.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
+        "cpu_operations": settings.cpu_operations,
     }
     everybody = [_checked_entry(entry) for entry in _exchanged(signed, "who", mine, rank, size)]
     hosts = [str(entry["host"]) for entry in everybody]
+    for other, entry in enumerate(everybody):
+        if entry["cpu_operations"] != everybody[0]["cpu_operations"]:
+            raise LaunchError(
+                f"HOROVOD_CPU_OPERATIONS is {everybody[0]['cpu_operations']} on rank 0 ({hosts[0]}), but "
+                f"{entry['cpu_operations']} on rank {other} ({hosts[other]}): it must be the same on all ranks."
+            )
     local_ranks = [int(entry["local_rank"]) for entry in everybody]
     # A starter that says nothing about local ranks, two ranks that claim one, or some ranks of a host only: count them.
     places = set(zip(hosts, local_ranks, strict=True))
@@ -181,21 +185,21 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
         local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
     is_one_machine = len({entry["network"] for entry in everybody}) == 1
     if size == 1:
-        address, links = "127.0.0.1", {}
+        address, connections = "127.0.0.1", {}
     elif rank == 0:
-        reception = Reception("127.0.0.1" if is_one_machine else _own_address(world), secret)
-        address = reception.door.address
-        signed.set("door", reception.door.to_json())
-        arrived = reception.welcome(range(1, size), settings.start_timeout_s)
-        links = {peer: Link(connection) for peer, connection in arrived.items()}
+        listener = AuthenticatedListener("127.0.0.1" if is_one_machine else _own_address(world), secret)
+        address = listener.endpoint.address
+        signed.set("endpoint", listener.endpoint.to_json())
+        arrived = listener.accept_ranks(range(1, size), settings.start_timeout_s)
+        connections = {peer: ControlConnection(connection) for peer, connection in arrived.items()}
     else:
-        door = Door.from_json(signed.get("door"))
-        connection = connect(door, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
+        endpoint = Endpoint.from_json(signed.get("endpoint"))
+        connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         address = connection.getsockname()[0]
-        links = {0: Link(connection)}
+        connections = {0: ControlConnection(connection)}
     machines = [entry["machine"] for entry in everybody]
     uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in everybody)
-    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, links, address, uses_nccl)
+    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, address, uses_nccl)
 
 
 def _exchanged(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
@@ -219,7 +223,7 @@ def _parsed(content: bytes, name: str) -> Any:
 
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
-    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str}
+    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str, "cpu_operations": str}
     if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
         raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
     return entry
@@ -262,15 +266,14 @@ def _own_address(world: World) -> str:
     """The address at which other hosts reach this one."""
     interface = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-            except OSError as error:
-                raise LaunchError(f"Interface {interface!r} on {socket.gethostname()}: {error.strerror}.") from error
-        return socket.inet_ntoa(packed[20:24])
+        found = interfaces()
+        if interface not in found:
+            raise LaunchError(
+                f"{socket.gethostname()} has no network interface {interface!r} with an address: it has {', '.join(found)}."
+            )
+        return found[interface][0]
     with contextlib.suppress(OSError):
-        address = socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0][4][0]
-        with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-            return str(address)
+        address = str(socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0][4][0])
+        if is_own(address):
+            return address
     return socket.gethostbyname(socket.gethostname())

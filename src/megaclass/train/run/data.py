@@ -6,7 +6,8 @@ from megaclass.backbones import check_backbone
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.loader import BatchLoader
-from megaclass.data.sources.open_source import ImageSource, PixelSource, check_source, open_source
+from megaclass.data.sources.open_source import check_source, open_source
+from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage

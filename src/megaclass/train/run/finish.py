@@ -12,12 +12,14 @@ import torch
 import megaclass
 from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError, UserError
+from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.baselines import score_histograms, score_pixels
+from megaclass.evaluate.protocols.pairs import result_of_pairs
 from megaclass.evaluate.report.from_runs import BASELINES_FOLDER, report_of_runs, write_faces
 from megaclass.evaluate.report.page import write_report
-from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
+from megaclass.evaluate.results import write_results
 from megaclass.evaluate.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model

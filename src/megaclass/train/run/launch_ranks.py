@@ -14,8 +14,8 @@ from megaclass.data.augment import parse_augment
 from megaclass.launch.launchers.local import run_local
 from megaclass.train.build import build_margin
 from megaclass.train.run.rank_main import train_as_rank
-from megaclass.train.run.restart import NO_STARTER, StartMode, check_start
-from megaclass.world import World, starters_variables, world_from_environment
+from megaclass.train.run.restart import StartMode, check_start
+from megaclass.world import NO_STARTER, World, starters_variables, world_from_environment
 
 _logger = logging.getLogger("megaclass.train")
 # Every backbone takes images of this size: the real size is checked when the data is open.

@@ -16,7 +16,7 @@ from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.distributed.process_group import process_group
 from megaclass.errors import CheckpointError, ExportError, TrainError
-from megaclass.launch.launchers.local import EXIT_RESUME_ME
+from megaclass.launch.exit_codes import EXIT_RESUME_ME
 from megaclass.train.build import Model, build_model
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import Outcome, train

@@ -36,12 +36,11 @@ from megaclass.distributed.agreement import on_main_rank_for_long, text_of_main_
 from megaclass.errors import CheckpointError, ConfigError
 from megaclass.train.run.data import make_data
 from megaclass.train.run.folder import RunFolder
-from megaclass.world import World
+from megaclass.world import NO_STARTER, World
 
 _logger = logging.getLogger("megaclass.train")
 # How long rank 0 of the previous start may take to end: the grace periods of the launchers, and a write to a slow disk.
 _PREVIOUS_START_ENDS_S = 120.0
-NO_STARTER = World().starter
 
 
 @dataclass(frozen=True, kw_only=True)

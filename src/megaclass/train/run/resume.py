@@ -27,7 +27,7 @@ from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import load_config_values, settings_with_changes
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, foreign_class
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import (
     on_every_rank,
     on_every_rank_for_long,

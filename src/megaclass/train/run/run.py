@@ -8,7 +8,7 @@ from megaclass.checkpoint.class_names import ClassList
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, marks_of
 from megaclass.data.loader import BatchLoader
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
 from megaclass.train.run.class_names import class_list
 from megaclass.train.run.data import open_data
