@@ -132,6 +132,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu", backbone: str 
         state, said = _read_safetensors(path)
         shape = _stated_shape(state, said, path, backbone)
         return _build(path.stem, path, state, shape, device, ImageTreatment.of(said))
+    # Pickles are read by a restricted reader that builds tensors and nothing else.
     if path.suffix in (".pth", ".pt", ".params"):
         if backbone is not None:
             raise CheckpointError(

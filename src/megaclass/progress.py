@@ -97,6 +97,7 @@ class _Lines:
         if now - self._last < _LINE_EVERY_S and done < self._total:
             return
         self._last = now
+        # Steps done before a resume do not count for the speed.
         left_s = (now - self._begun) / max(1, done - self._start) * (self._total - done)
         text = f"{self._title} {done}/{self._total}, {left_s:.0f} s left"
         print(f"{text}, {self._detail}" if self._detail else text, file=sys.stderr, flush=True)

@@ -86,11 +86,13 @@ class Model:
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     state[f"optimizer.{name}.{key}"] = value
+        # Class centres are not here: every rank saves its own rows.
         state |= {f"head.margin_{name}": value for name, value in self.head.margin_state.items()}
         state |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state().items()}
         return state | ({f"ema.{name}": mean for name, mean in self.ema.means.items()} if self.ema is not None else {})
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
+        # Names of an older checkpoint must stay readable: they are part of the file format.
         self.backbone.load_state_dict(tensors_with_prefix(state, "backbone."))
         for name, parameter in self.backbone.named_parameters():
             for key, value in tensors_with_prefix(state, f"optimizer.{name}.").items():
@@ -134,6 +136,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         device=device,
     )
     parallel = data_parallel(_compiled(backbone, image_size) if config.train.compile else backbone)
+    # A hook replaces the all-reduce of DDP: by a compressed one, or on CPUs by one with an exact average.
     if config.train.compression != "none":
         parallel.register_comm_hook(*compression_hook(config.train.compression))
     elif device.type == "cpu":
@@ -180,6 +183,7 @@ def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
 def _build_backbone(
     config: Config, image_size: ImageSize, device: torch.device
 ) -> tuple[nn.Module, list[KeyedDropout]]:
+    # The initial weights depend on the seed alone: every rank draws the same ones, whatever ran before.
     torch.manual_seed(config.train.seed)
     settings = config.backbone
     backbone = build_backbone(settings.name, embedding_dim=settings.embedding_dim, image_size=image_size)
@@ -194,6 +198,7 @@ def _build_backbone(
                 f"only the transformers (vit_t to vit_h) have them, not {settings.name}: set both to 0."
             )
         backbone.regularise(settings.drop_path, settings.mask_patches)
+    # After all layers are in place, and before anything wraps them.
     dropouts = key_dropout(backbone, config.train.seed)
     if settings.batch_norm == "sync":
         synchronise_batch_norm(backbone)

@@ -71,6 +71,7 @@ def key_dropout(module: nn.Module, seed: int) -> list[KeyedDropout]:
             keyed_type = next((keyed for plain, keyed in _KEYED.items() if isinstance(child, plain)), None)
             p = getattr(child, "p", 0.0)
             if keyed_type is not None and p > 0:
+                # The position among the replaced layers is part of the key: two layers must not drop the same elements.
                 keyed = keyed_type(p, seed, layer=len(replaced))
                 setattr(parent, name, keyed)
                 replaced.append(keyed)

@@ -63,6 +63,7 @@ class Meter:
 
         The head's measures are those of the last step; they are missing if that one was skipped.
         """
+        # One transfer for all steps since the last row.
         losses = torch.stack([result.loss for result in self._results]).double().cpu()
         is_counted = ~torch.stack([result.was_skipped for result in self._results]).cpu()
         if is_counted.any():

@@ -30,6 +30,7 @@ def choose_precision(config: TrainConfig, device: torch.device) -> Precision:
             raise ConfigError(f"train.precision is {config.precision}, but the device is a CPU: use auto or float32.")
         return Precision(torch.float32)
     if config.precision == "auto":
+        # Emulated bf16 is slower than float32.
         return Precision(torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32)
     return Precision({"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}[config.precision])
 
@@ -42,6 +43,7 @@ class LossScale:
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self.is_dynamic = precision.dtype == torch.float16
+        # A scale of 1 for the other formats keeps one code path.
         first = _FIRST_SCALE if self.is_dynamic else 1.0
         self.scale = torch.tensor(first, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.float32, device=device)
@@ -51,6 +53,7 @@ class LossScale:
         if not self.is_dynamic:
             return
         self._good_steps = torch.where(found_inf, 0.0, self._good_steps + 1)
+        # Branches become torch.where: the host never reads the flag.
         is_grown = self._good_steps >= _GROWTH_STEPS
         self.scale = torch.where(found_inf, self.scale * 0.5, torch.where(is_grown, self.scale * 2, self.scale))
         self._good_steps = torch.where(is_grown, 0.0, self._good_steps)

@@ -39,6 +39,7 @@ def training_step(
     is_measured: bool = False,
 ) -> StepResult:
     """Collective. Trains on the global batch, of which every rank passes its own part."""
+    # Batch norm changes its running statistics in the forward, before it is known whether the step counts.
     model.statistics.keep()
     try:
         loss = _forward_backward(model, batch, config, step, device)
@@ -48,6 +49,7 @@ def training_step(
         model.statistics.put_back(was_skipped)
         if config.train.on_nan == "stop":
             raise
+        # The other ranks abandon the same step, so their heads stay in step with this one.
         model.head.abandon_step()
         return StepResult(torch.full((), torch.nan, device=device), was_skipped)
     was_skipped, measures = _update(model, config, lr, is_measured)
@@ -86,8 +88,10 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     scale = model.loss_scale.scale
     parameters = [parameter for group in model.optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # The gradients still contain the loss scale; the norm must not.
     norm = nn.utils.get_total_norm(gradients) / scale
     is_bad = ~torch.isfinite(norm) | model.head.found_inf.bool()
+    # One multiplication removes the loss scale and clips. Nothing here waits for the device.
     factor = 1 / scale
     if config.optimizer.clip_norm:
         factor = factor * (config.optimizer.clip_norm / norm.clamp_min(_TINY)).clamp_max(1.0)
@@ -97,8 +101,10 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     if is_bad.device.type == "cuda":
         model.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # read by fused optimizers
         model.optimizer.step()
+    # On a CPU reading the flag costs nothing.
     elif not is_bad:
         model.optimizer.step()
+    # The centres follow the schedule of the backbone, scaled to their own peak.
     head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
     measures = model.head.step(
         lr=lr * head_factor,
@@ -106,6 +112,7 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
         loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
         is_measured=is_measured,
     )
+    # The head has recorded the fault on the device and would raise it a few steps later.
     if is_bad.device.type == "cuda" and config.train.on_nan == "skip":
         model.head.forgive_fault()
     model.loss_scale.follow(is_bad)

@@ -78,6 +78,7 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done."""
     folder = RunFolder(Path(config.train.run_dir))
     mode = prepare_run(config, folder, world, device, mode, held)
+    # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
     run = open_run(config, world, device, folder)
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
@@ -93,6 +94,7 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
         load_initial_weights(run, model, mode)
     else:
         first_step = resume_run(run, model, mode)
+    # From here on a restart continues this run (see restart.py).
     on_main_rank(lambda: take_over(config, folder, mode), device)
     if world.is_main:
         _logger.info(run.source.describe())
@@ -119,6 +121,7 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
             data=run.data_marks,
             is_asynchronous=config.train.async_checkpoints,
         ) as writer:
+            # Host memory for the copy is taken now, so that a lack of it is noticed before hours of training.
             writer.reserve(model.head.rows(), model.shared_state())
             outcome = train(run, model, first_step, writer, signals)
         # A signal may have come while the last checkpoint was written.

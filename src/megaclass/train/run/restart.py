@@ -95,8 +95,10 @@ def prepare_run(
             require_packages(config)
             if mode.needs_free_folder and not is_restart:
                 folder.check_free()
+        # A restart may come before the previous rank 0 has ended.
         held.enter_context(folder.locked(_PREVIOUS_START_ENDS_S if is_restart else 0.0))
         if is_restart:
+            # Only the holder of the lock may read what the previous start left.
             decided = _mode_after_restart(config, folder, mode)
             if decided.needs_free_folder:
                 folder.check_free()

@@ -22,6 +22,7 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
     is_new: nothing was trained yet. If a sink cannot be opened, the run folder is then cleared for the next attempt.
     """
     with ExitStack() as opened:
+        # The first sink is the authoritative one.
         sinks: list[Sink] = [opened.enter_context(_metrics_file(run))]
         try:
             if config.train.tensorboard:
@@ -56,6 +57,7 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
     def send(row: Mapping[str, float]) -> None:
         waiting.append(dict(row))
         try:
+            # Oldest first: rows stay in the order of their steps.
             while waiting:
                 run.append_metrics(waiting[0])
                 waiting.popleft()
@@ -70,6 +72,7 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
     try:
         yield send
     finally:
+        # One more attempt at the end: the disk may have room by now.
         if waiting:
             last = waiting.pop()
             send(last)
