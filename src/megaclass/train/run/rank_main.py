@@ -121,7 +121,7 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
             data=run.data_marks,
             is_asynchronous=config.train.async_checkpoints,
         ) as writer:
-            # Host memory for the copy is taken now, so that a lack of it is noticed before hours of training.
+            # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())
             outcome = train(run, model, first_step, writer, signals)
         # A signal may have come while the last checkpoint was written.

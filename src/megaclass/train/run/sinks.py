@@ -86,12 +86,13 @@ def no_sinks() -> Iterator[Sink]:
     yield lambda row: None
 
 
+# The two packages below are installed: restart.require_packages has checked that before the first step.
+
+
 @contextmanager
 def _tensorboard(run: RunFolder) -> Iterator[Sink]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("train.tensorboard needs its package: pip install 'megaclass[tensorboard]'") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     # TensorBoard's files follow the umask; the private folder keeps other users out.
     make_private_folder(run.path / "tensorboard")
     writer = SummaryWriter(str(run.path / "tensorboard"))
@@ -109,10 +110,8 @@ def _tensorboard(run: RunFolder) -> Iterator[Sink]:
 
 @contextmanager
 def _wandb(config: Config, run: RunFolder) -> Iterator[Sink]:
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError("train.wandb_project needs its package: pip install 'megaclass[wandb]'") from None
+    import wandb
+
     try:
         make_private_folder(run.path / "wandb")
         session = wandb.init(
