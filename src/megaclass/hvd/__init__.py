@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megaclass.hvd.compat.shim_path import shims_folder as shims_folder
+from megaclass.launch.horovod_options import shims_folder as shims_folder
 
 if TYPE_CHECKING:
     from megaclass.hvd.compression import *

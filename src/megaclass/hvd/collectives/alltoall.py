@@ -16,7 +16,7 @@ def _enqueue_alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet, *, is_urgent: bool = False
 ) -> int:
     job = _basics.job()
-    num_members = len(job.process_sets.get(process_set.process_set_id, (0,)))
+    num_members = len(job.members(process_set.process_set_id)) or 1
     if isinstance(splits, Tensor):
         if splits.dim() > 1:
             raise ValueError("alltoall expects a 1D splits tensor")

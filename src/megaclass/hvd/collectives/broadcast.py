@@ -25,7 +25,7 @@ def _enqueue_broadcast(
     is_urgent: bool = False,
 ) -> int:
     job = _basics.job()
-    members = job.process_sets.get(process_set.process_set_id, ())
+    members = job.members(process_set.process_set_id)
     # For an unknown process set, or one without this rank, enqueue() raises the error about membership instead.
     if members and job.meeting.rank in members and root_rank not in members:
         raise ValueError(

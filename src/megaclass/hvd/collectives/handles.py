@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.hvd.basics import Job, _basics
+from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
-from megaclass.hvd.engine.controller import Operation
+from megaclass.hvd.engine.job import Job
 from megaclass.hvd.engine.messages import Request, terms_of
+from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.transport.executor import DTYPES
+from megaclass.hvd.transport.arithmetic import DTYPES
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
 

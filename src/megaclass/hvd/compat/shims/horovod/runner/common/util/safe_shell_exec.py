@@ -68,7 +68,7 @@ def execute(
                 is_ending = True
                 supervisor.end()
             if is_ending:
-                supervisor.is_clear()
+                supervisor.continue_ending()
             time.sleep(_POLL_S)
     for copier in copiers:
         copier.join()
