@@ -51,19 +51,19 @@ class FaultWatch:
     """Keeps the first fault until the host has seen it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.sticky = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
+        self.first_fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
         self._copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def note(self, fault: Tensor) -> None:
-        self.sticky = torch.where(self.sticky[0] == 0, fault, self.sticky)
+        self.first_fault = torch.where(self.first_fault[0] == 0, fault, self.first_fault)
 
     def look(self, num_classes: int) -> None:
         """Raises what is there: now on a CPU; on a GPU what was there a few steps ago."""
-        if self.sticky.device.type == "cpu":
-            self._raise(self.sticky, num_classes)
+        if self.first_fault.device.type == "cpu":
+            self._raise(self.first_fault, num_classes)
             return
         copy = torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True)
-        copy.copy_(self.sticky, non_blocking=True)
+        copy.copy_(self.first_fault, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._copies.append((copy, event))
@@ -73,11 +73,11 @@ class FaultWatch:
             self._raise(copy, num_classes)
 
     def look_now(self, num_classes: int) -> None:
-        self._raise(self.sticky.cpu(), num_classes)
+        self._raise(self.first_fault.cpu(), num_classes)
 
     def clear(self) -> None:
         """Forgets what was noted, without looking: for loops that skip bad steps and count them."""
-        self.sticky = torch.zeros_like(self.sticky)
+        self.first_fault = torch.zeros_like(self.first_fault)
         self._copies.clear()
 
     def _raise(self, fault: Tensor, num_classes: int) -> None:

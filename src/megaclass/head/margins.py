@@ -66,10 +66,6 @@ class Margin:
         """(G, S) logits of the other classes; differentiated with respect to cosines_GS alone."""
         return self.scale * cosines_GS
 
-    def curriculum(self, targets: Targets) -> tuple[Tensor, Tensor] | None:
-        """Borders (G,) and t () where `negative_logits` is CurricularFace's rule, which fused kernels know; or None."""
-        return None
-
     def logit_bound(self) -> float:
         """No negative logit is larger than this in size. Above 66 the kernels spend a pass on the row maximum."""
         return self.scale
@@ -284,6 +280,7 @@ class CurricularFace(Margin):
         return self.scale * add_angle(targets.cosines_G, self.margin)
 
     def curriculum(self, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Returns the numbers of `negative_logits` for the fused kernel: borders (G,) of the hard negatives, and t ()."""
         cosines_G = targets.cosines_G.detach()
         sines_G = torch.sqrt((1 - cosines_G * cosines_G).clamp_min(0))
         # The plain cos(theta + m), without the continuation beyond pi: so the paper's indicator is defined.

@@ -18,7 +18,7 @@ class Move:
 
     lr: float | Tensor
     loss_scale: float | Tensor
-    sticky: Tensor
+    first_fault: Tensor
     """A fault, where its first number is not 0: nothing moves."""
     skip: Tensor | None
     """A flag on the device: nothing moves."""

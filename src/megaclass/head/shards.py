@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megaclass.errors import HeadError
+from megaclass.even_parts import even_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,5 @@ def class_range(num_classes: int, rank: int, world_size: int) -> ClassRange:
             f"{num_classes} classes cannot be cut over {world_size} ranks: every rank needs at least one class. "
             f"Use at most {num_classes} ranks."
         )
-    base, extra = divmod(num_classes, world_size)
-    start = rank * base + min(rank, extra)
-    return ClassRange(start, start + base + (rank < extra))
+    part = even_part(num_classes, rank, world_size)
+    return ClassRange(part.start, part.stop)

@@ -36,7 +36,7 @@ def measure(
 
     squares: sums of squares of this rank's gradient, chunk by chunk. num_sampled: classes of this rank that took part.
     """
-    cosines = torch.stack([torch.where(part.is_image_G, part.cosines_G, 0).sum() for part in parts]).sum()
+    cosines = torch.stack([torch.where(part.images.is_image_G, part.cosines_G, 0).sum() for part in parts]).sum()
     own = torch.stack([torch.stack([torch.zeros_like(cosines), *squares]).sum(), num_sampled.double()])
     square, num_sampled = sum_over_ranks_(own, group)
     return HeadMeasures(cosines / num_images.clamp_min(1), square.sqrt(), num_sampled / num_classes)

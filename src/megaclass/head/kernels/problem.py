@@ -11,14 +11,18 @@ The target's own logit, margin and gradient are a correction of one row an image
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 # exp(z) of logits up to this size fits float32, and so does a sum of 1e9 of them; beyond, kernels shift by a row maximum.
 SAFE_LOGIT = 66.0
+
+
+class Stored:
+    """Base class of what a kernel keeps between forward and backward; each kernel that keeps something has its own."""
 
 
 @dataclass(slots=True)
@@ -42,16 +46,16 @@ class Problem:
     logit_bound: float
     filter_above: float | None
     """Negatives with a larger cosine count as cosine 0, without gradient: probably the same identity twice."""
-    negative_logits: Callable[[Tensor], Tensor] | None
-    """cosines -> logits where they are more than scale * cosine."""
-    curriculum: tuple[Tensor, Tensor] | None
-    """What negative_logits does, where that is CurricularFace's rule: borders (G,) and t ()."""
     wants_grad_images: bool
-    """Whether grad_images will be called; a kernel may form it ahead."""
+    """True where grad_images will be called; a kernel may form it ahead."""
     stored_bytes: int
-    """Exponentials kept between forward and backward; what does not fit is computed again."""
-    stored: dict[Any, Any] = field(default_factory=dict)
-    """The kernel's own: what forward keeps for backward."""
+    """Most bytes of exponentials kept between forward and backward; the rest is computed again."""
+    negative_logits: Callable[[Tensor], Tensor] | None = None
+    """Cosines -> logits where a margin changes the negatives; None: scale * cosine."""
+    curriculum: tuple[Tensor, Tensor] | None = None
+    """CurricularFace's borders (G,) and t (), where negative_logits is its rule: fused kernels know it."""
+    stored: "Stored | None" = None
+    """The kernel's own: tensors that forward keeps for backward. The update drops them."""
 
     @property
     def num_classes(self) -> int:
