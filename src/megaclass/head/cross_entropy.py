@@ -1,7 +1,7 @@
 """Loss of one gathered batch against the classes of all ranks, and its gradients.
 
-Every rank holds the whole batch and its own classes. Its kernel sums exp(logit) over those; one all-reduce adds the
-sums up and hands round the target cosines; from then on every rank computes the same G losses.
+Every rank holds the whole batch and its own classes. Its kernel sums exp(logit) over those classes; one all-reduce adds
+the sums and distributes the target cosines; from then on every rank computes the same G losses.
 """
 
 from collections.abc import Callable
@@ -130,7 +130,7 @@ def loss_part(
 
 
 def finish_losses(margin: Margin, targets: Targets, mass_G: Tensor, cosines_G: Tensor) -> LossesAndSlopes:
-    """Losses of images whose softmax mass over all negatives, and target cosine, are known; slopes by autograd."""
+    """Computes the losses from the softmax mass of the negatives and the target cosine; slopes by autograd."""
     is_image_G = targets.is_image_G
     with torch.enable_grad():
         leaf = targets.with_cosines(cosines_G, requires_grad=True)
@@ -142,7 +142,7 @@ def finish_losses(margin: Margin, targets: Targets, mass_G: Tensor, cosines_G: T
             losses_G = losses_G + penalty_G
         total = torch.where(is_image_G, losses_G, 0).sum()
         slopes = torch.autograd.grad(total, (leaf.cosines_G, leaf.norms_G), allow_unused=True)
-    # Padding may be anything to a margin, NaN included; and where an image has no negatives there is nothing to weigh.
+    # A margin may return anything for padding, also NaN; and an image without negatives has none to weigh.
     has_negatives_G = is_image_G & (mass_G > 0)
     return LossesAndSlopes(
         log_total_G=torch.where(has_negatives_G, log_total_G.detach(), torch.inf),
@@ -153,7 +153,7 @@ def finish_losses(margin: Margin, targets: Targets, mass_G: Tensor, cosines_G: T
 
 
 def grad_embeddings(part: LossPart, kernel: Kernel, rank: int, group: dist.ProcessGroup | None) -> Tensor:
-    """(B, D) gradient of this rank's embeddings for the weights given to `part.weigh`.
+    """Collective. Returns the (B, D) gradient of this rank's embeddings for the weights given to `part.weigh`.
 
     Reduce-scatter of G * D numbers: every rank forms the gradient of all G unit embeddings from its own classes; each
     gets the sum for its own images.

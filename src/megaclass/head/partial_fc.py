@@ -1,4 +1,11 @@
-"""The classifier: embeddings -> loss, its classes cut over the ranks, only a share of them taking part in a step.
+"""The classifier: embeddings -> loss. Its classes are split over the ranks, and a share of them takes part in each step.
+
+This file is the public class and the state of an open step; the arithmetic is in step_engine.py and its two
+implementations, saving and moving in head_module.py.
+
+State of a step: `_planned` is written by begin_step() and holds the plan for all its forwards. Backward appends to
+`_parts` the plan and what the update needs of each forward; step() and abandon_step() clear both and advance `step_count`,
+which every rank counts for itself and which the all-gather compares. All of it belongs to the thread that trains.
 
 Traffic of a step over W ranks, G = W * max_batch rows in all, embeddings of D numbers of b bytes:
 
@@ -9,7 +16,7 @@ Traffic of a step over W ranks, G = W * max_batch rows in all, embeddings of D n
     step       none: each rank holds every image's softmax over its own classes
                (an all-reduce of 16 bytes where it is measured)
 
-Without `max_batch` the sizes are exchanged first: 8 bytes a rank, and the host waits for them.
+Without `max_batch` the ranks first all-gather their batch sizes, 8 bytes per rank, and the host waits for them.
 """
 
 from typing import Any, Literal
@@ -44,7 +51,7 @@ class PartialFC(HeadModule):
     >>> loss.backward()                        # forms the embeddings' gradient, nothing else
     >>> head.step(lr=0.1)                      # forms the centres' gradient and moves the rows that took part
 
-    Ranks may bring different numbers of images, none included. The constructor, forward, backward and the methods
+    Ranks may bring different numbers of images, also none. The constructor, forward, backward and the methods
     marked collective must be called by every rank of `group`.
     """
 
@@ -69,22 +76,22 @@ class PartialFC(HeadModule):
         module_state: ModuleState = "refuse",
         device: torch.device | str | None = None,
     ) -> None:
-        """Collective (the ranks compare their settings).
+        """Collective: the ranks compare their settings.
 
-        embedding_dim: D. num_classes: C, over all ranks; at least one a rank.
+        embedding_dim: D. num_classes: C, over all ranks; at least one per rank.
         margin: ArcFace() by default. optimizer: RowSGD() by default.
         sample_rate: share of the negatives that take part, or [(first step, rate), …].
-        seed: fixes initial centres, draws and roundings, whatever the number of ranks.
-        max_batch: most images a rank ever brings to a forward; lets a step run without waiting for sizes.
+        seed: determines initial centres, drawn classes and rounding, independently of the number of ranks.
+        max_batch: largest number of images per rank and forward; with it no step waits for the batch sizes.
         gradient_scale: "mean" where the backbone's gradients are averaged over ranks afterwards (DDP), "sum" where
             they are summed.
         kernel: "auto", "triton_fused", "chunked" or "reference".
         storage: dtype of the centres; "bf16" rounds stochastically.
-        num_subcentres: centres a class; an image counts for the closest one.
+        num_subcentres: centres per class; an image is compared with the closest one.
         filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
-        correct_sampling: weigh the drawn negatives by 1 / sample rate, so that the denominator is right on average.
-        stored_bytes: exponentials kept for backward; the rest is computed again.
-        module_state: what state_dict() of a module around a head on several ranks does. "refuse" raises, "whole"
+        correct_sampling: weight drawn negatives by 1 / sample rate, so that the softmax denominator is unbiased.
+        stored_bytes: most bytes of exponentials kept for backward; the rest is computed again.
+        module_state: behaviour of state_dict() of a module around a head on several ranks. "refuse" raises, "whole"
             gathers all classes (collective), "local" holds this rank's classes.
         """
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which classes live on which rank: contiguous ranges, as even as they can be, no phantom classes."""
+"""The classes of each rank: contiguous ranges of nearly equal size, without padding classes."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class ClassRange:
 
 
 def class_range(num_classes: int, rank: int, world_size: int) -> ClassRange:
-    """The first `num_classes % world_size` ranks hold one class more: the cut InsightFace's checkpoints use."""
+    """Returns the classes of a rank. InsightFace's checkpoints are split by the same rule."""
     if num_classes < world_size:
         raise HeadError(
             f"{num_classes} classes cannot be cut over {world_size} ranks: every rank needs at least one class. "

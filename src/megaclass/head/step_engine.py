@@ -45,7 +45,7 @@ class StepEngine(ABC):
     """Computes the steps of one head. The step number is the head's and comes with every call."""
 
     never_waits = True
-    """Whether the host asks the device nothing within a step: decisions are then masks on the device."""
+    """True where the host reads no value of the device within a step: decisions are then masks on the device."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a step says about itself when asked: numbers on the device, which the host reads when it likes."""
+"""Statistics of a step: numbers on the device, which the host may read later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class HeadMeasures:
     gradient_norm: Tensor
     """Length of the centres' gradient over all ranks: loss scale taken out, before clipping and decay."""
     sampled_share: Tensor
-    """Classes that took part, of all."""
+    """Share of the classes that took part."""
 
 
 def measure(

@@ -30,6 +30,7 @@ def outside(test: Any) -> Any:
 
 
 @outside
+@pytest.mark.ranks
 @pytest.mark.parametrize("share", ["ranks", "not ranks"])
 def test_everything_below_holds_in_tritons_interpreter(share):
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0", "-k", share]

@@ -24,7 +24,7 @@ def pack_block(
     LANES: tl.constexpr,
     MULTIPLIER: tl.constexpr,
 ):
-    """A rank's block of the gathered buffer (exchange.py): control words, labels, embeddings; padding behind."""
+    """A rank's block of the gathered buffer (gather_batch.py): control words, labels, embeddings; padding behind."""
     image = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     if image == 0:
@@ -69,7 +69,7 @@ def prepare_images(
     M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Unpacks one image, normalises it and meets it with its own class."""
+    """Unpacks one image, normalises it and compares it with its own class."""
     g = tl.program_id(0)
     rank = (g // max_batch).to(tl.int64)
     place = g % max_batch

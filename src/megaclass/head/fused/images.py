@@ -1,6 +1,6 @@
-"""What a GPU does to the images of the global batch beside the products: a launch where plain PyTorch needs dozens.
+"""Host side of the programs over the images of the global batch: one launch each where plain PyTorch needs dozens.
 
-On a fast GPU the products of a sampled step take a millisecond, in which the host can start some fifty launches.
+On a fast GPU the products of a sampled step take a millisecond, in which the host can start about fifty launches.
 """
 
 import math
@@ -23,7 +23,7 @@ from megaclass.head.seal import MULTIPLIER, NUM_WATCHED, Seal
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Every rank's block, as it came."""
+    """The blocks of all ranks, still packed."""
 
     blocks_W: Tensor
     layout: BlockLayout
@@ -45,7 +45,7 @@ class Gathered:
 def gather(
     embeddings_BD: Tensor, labels_B: Tensor, *, seal: Seal, step: int, max_batch: int, group: dist.ProcessGroup | None
 ) -> Gathered:
-    """Seal.control_word and exchange.gather_batch, left packed."""
+    """Collective: Seal.control_word, Seal.renew and gather_batch in one launch and one all-gather; the result stays packed."""
     count, width = embeddings_BD.shape
     layout = BlockLayout(max_batch, width, embeddings_BD.element_size())
     block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
@@ -120,7 +120,7 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> G
 
 
 def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
-    """Local class ids -> places among classes_S, in place."""
+    """Replaces local class ids by their places among classes_S, in place."""
     if len(slots_G):
         steps = len(classes_S).bit_length() + 1
         image_programs.find_slots[(-(-len(slots_G) // 128),)](
@@ -131,7 +131,7 @@ def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
 def note_faults(
     first_fault: Tensor, gathered: Gathered, images: GatheredImages, num_overflowed: Tensor, num_classes: int, step: int
 ) -> None:
-    """faults.find_fault, overflow_fault and FaultWatch.note, on the device."""
+    """Does what faults.find_fault, overflow_fault and FaultWatch.note do, in one launch."""
     image_programs.note_faults[(1,)](
         first_fault,
         gathered.words_W,
@@ -151,7 +151,7 @@ def note_faults(
 
 
 def margin_numbers(margin: Margin, device: torch.device) -> Tensor | None:
-    """What `settle` needs of a margin whose derivative is written out in its program; None for the others."""
+    """Returns the constants of a margin whose derivative the program `finish_losses` contains; None for other margins."""
     if type(margin) not in (ArcFace, CosFace, NormalisedSoftmax):
         return None
     angle = getattr(margin, "margin", 0.0)
@@ -167,7 +167,7 @@ def finish_losses(
     num_images: Tensor,
     first_fault: Tensor,
 ) -> LossesAndSlopes:
-    """cross_entropy.finish_losses for the plain margins, and the mean loss at once."""
+    """cross_entropy.finish_losses for the margins with constants, and the mean loss, in one launch."""
     num_rows, device = len(mass_G), mass_G.device
     log_total_G, slope_G = torch.empty((2, num_rows), dtype=torch.float64, device=device)
     loss = torch.empty((), device=device)

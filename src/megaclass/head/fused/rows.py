@@ -1,4 +1,4 @@
-"""What a GPU does to rows beside the products: the update of the centres and the draw of classes, a launch each."""
+"""Host side of the programs over rows: the update of the centres and the draw of classes, one launch each."""
 
 import math
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def link_pulls(
 
 
 def can_update(optimizer: RowOptimizer) -> bool:
-    """A user's own optimizer runs in plain PyTorch."""
+    """Returns True for the built-in optimizers; a user's own optimizer runs in plain PyTorch."""
     return type(optimizer) in (RowSGD, RowAdamW, RowAdagrad)
 
 

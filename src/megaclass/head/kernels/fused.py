@@ -286,12 +286,12 @@ def _shift(problem: Problem) -> float:
 
 
 def operand_width(dim: int, dtype: torch.dtype) -> int:
-    """Columns of the products' operands: the embedding's, filled up with zeros to whole tiles."""
+    """Returns the columns of the products' operands: those of the embedding, filled up with zeros to whole tiles."""
     return _round_up(dim, FLOAT32_TILES.width if dtype == torch.float32 else SUBCENTRE_TILES.width)
 
 
 def weight_factor(problem: Problem) -> float:
-    """What the stored exponentials leave out of d mass / d cosine: the scale, and the shift of the logits."""
+    """Returns the factor that the stored exponentials lack of d mass / d cosine: the scale and the shift of the logits."""
     return problem.scale * math.exp(_shift(problem))
 
 
