@@ -100,7 +100,7 @@ class Centres:
         self.seal.renew()
 
     def start_at_(self, directions_KD: Tensor) -> Tensor:
-        """Points the first centre of each class in its direction, with the length of a random one; zero directions are left out.
+        """Points the first centre of each class in its direction, with the length of a random one, unless it is zero.
 
         directions_KD: float32, overwritten. Returns the number of classes that were set, 0-d.
         """

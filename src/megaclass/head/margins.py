@@ -330,6 +330,20 @@ class ElasticFace(Margin):
         return self.scale * add_angle(targets.cosines_G, margins_G)
 
 
+# The margins of recipes: name, class, and the field that `head.margin_size` sets (None: the margin has no single size).
+# A new margin is a class above and a line here; `config/schema.py` lists the names, and a test keeps the two equal.
+MARGINS: dict[str, tuple[type[Margin], str | None]] = {
+    "softmax": (NormalisedSoftmax, None),
+    "arcface": (ArcFace, "margin"),
+    "cosface": (CosFace, "margin"),
+    "combined": (CombinedMargin, "angle"),
+    "adaface": (AdaFace, "margin"),
+    "magface": (MagFace, None),
+    "curricularface": (CurricularFace, "margin"),
+    "elasticface": (ElasticFace, "margin"),
+}
+
+
 def _safe_norms(targets: Targets) -> Tensor:
     return targets.norms_G.detach().clamp(1e-3, 100)
 
