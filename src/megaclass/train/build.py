@@ -22,17 +22,7 @@ from megaclass.distributed.data_parallel import data_parallel, exact_average
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
 from megaclass.distributed.wire_formats import compression_hook
 from megaclass.errors import ConfigError
-from megaclass.head.margins import (
-    AdaFace,
-    ArcFace,
-    CombinedMargin,
-    CosFace,
-    CurricularFace,
-    ElasticFace,
-    MagFace,
-    Margin,
-    NormalisedSoftmax,
-)
+from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.image_size import ImageSize, compact_size, height_and_width
@@ -41,19 +31,6 @@ from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.precision import LossScale, Precision, choose_precision
 from megaclass.train.running_statistics import RunningStatistics
 from megaclass.world import World
-
-# Margin class, and its field that head.margin_size sets.
-_MARGINS: dict[str, tuple[Any, str | None]] = {
-    "softmax": (NormalisedSoftmax, None),
-    "arcface": (ArcFace, "margin"),
-    "cosface": (CosFace, "margin"),
-    "combined": (CombinedMargin, "angle"),
-    "adaface": (AdaFace, "margin"),
-    "magface": (MagFace, None),
-    "curricularface": (CurricularFace, "margin"),
-    "elasticface": (ElasticFace, "margin"),
-}
-
 
 _logger = logging.getLogger("megaclass.train")
 
@@ -155,7 +132,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
 
 
 def build_margin(config: HeadConfig) -> Margin:
-    margin, size_field = _MARGINS[config.margin]
+    margin, size_field = MARGINS[config.margin]
     given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
     if config.margin_size is not None:
         if size_field is None:
@@ -164,10 +141,10 @@ def build_margin(config: HeadConfig) -> Margin:
             )
         given[size_field] = config.margin_size
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if config.margin in ("arcface", "combined"):
+    if hasattr(margin, "gradient"):
         fields["gradient"] = config.gradient
-    built: Margin = margin(scale=config.scale, **fields)
-    return built
+    build: Callable[..., Margin] = margin
+    return build(scale=config.scale, **fields)
 
 
 def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
