@@ -104,7 +104,7 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank listens, and the token from which callers derive the key of their proof."""
+    """The address of a listening rank, and the token from which callers derive the key of their proof."""
 
     address: str
     port: int

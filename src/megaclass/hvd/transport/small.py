@@ -63,7 +63,7 @@ def deliver_payload(operations: list[Operation | None], payload: bytes) -> None:
 
 
 def _is_alike(one: Request, two: Request) -> bool:
-    """Whether two allreduces are combined and scaled in the same way."""
+    """Returns whether two allreduces are combined and scaled in the same way."""
     return (one.kind, one.process_set, one.op, one.prescale, one.postscale, one.device, one.wire) == (
         two.kind,
         two.process_set,
