@@ -370,13 +370,4 @@ def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] 
     # Compressed tensors are copied anyway, in order to be encoded.
     if first.num_bytes > FUSED_TENSOR_BYTES and not first.wire:
         return None
-    return (
-        first.process_set,
-        first.dtypes[0],
-        first.op,
-        first.prescale,
-        first.postscale,
-        first.device,
-        first.wire,
-        first.keeps_error,
-    )
+    return (first.dtypes[0], first.reduction)

@@ -76,6 +76,7 @@ class Terms:
     """Size of all tensors together."""
 
     def __post_init__(self) -> None:
+        # The class is frozen for all others: its objects are shared between threads and used as keys.
         object.__setattr__(self, "digest", short_hash(_to_json(self.to_list())))
         total = 0
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
@@ -83,12 +84,19 @@ class Terms:
         object.__setattr__(self, "num_bytes", total)
 
     def __hash__(self) -> int:
+        # Faster than a hash of all fields, which Terms as keys of dicts would compute again and again.
         return hash(self.digest)
+
+    @property
+    def reduction(self) -> tuple[object, ...]:
+        """How tensors are combined and scaled, and where: allreduces with equal values may be computed as one."""
+        return _reduction(self)
 
     def to_list(self) -> list[Any]:
         return [getattr(self, name) for name in _TERMS_FIELDS]
 
 
+_reduction = attrgetter("process_set", "op", "prescale", "postscale", "device", "wire", "keeps_error")
 _TERMS_FIELDS = [each.name for each in fields(Terms) if each.init]
 
 # Equal terms are one object while they are in use, so that comparing them compares addresses.
@@ -110,6 +118,7 @@ def _of_terms(name: str) -> Any:
 class Request:
     """One rank's announcement of an operation: its terms under a name."""
 
+    # A step makes thousands of requests: the fields of the terms are read through, not copied.
     __slots__ = ("key", "name", "terms")
     kind: str = _of_terms("kind")
     process_set: int = _of_terms("process_set")
@@ -200,6 +209,7 @@ class Answer:
         """The tensors of every rank, where they were small enough to travel with the requests; else empty."""
 
 
+# The first byte of a message; the hash follows. After _NEW the JSON follows as well.
 _NEW, _KNOWN = b"N", b"K"
 
 
@@ -219,6 +229,7 @@ class Sender:
         """Returns the message. `digest`: hash of the items. `repeats`: they may come again, so they are worth remembering."""
         if digest in self._known:
             return _KNOWN + digest
+        # Sender and receiver forget at the same message, so that both always know the same lists and numbers.
         forgets = len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity
         if forgets:
             self._known.clear()
@@ -226,6 +237,7 @@ class Sender:
         remembers = repeats and self._capacity > 0
         if remembers:
             self._known.add(digest)
+        # Responses travel as the requests of all of them in a row, and where to cut that row.
         responses = [item for item in items if isinstance(item, Response)]
         requests = [item for item in items if isinstance(item, Request)]
         requests += [request for response in responses for request in response.requests]

@@ -22,10 +22,12 @@ class Timeline:
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._path = ""
+        # The process number of each tensor in the trace, and the phase of the tensors whose negotiation is open.
         self._numbers: dict[str, int] = {}
         self._open: dict[str, str] = {}
         self._begun = 0.0
         self._marks_cycles = False
+        # Read without the lock, as a fast way out: an event more or less at start() or stop() does not matter.
         self.is_active = False
 
     def start(self, path: str, mark_cycles: bool) -> None:
@@ -111,6 +113,7 @@ class Timeline:
     def _write(self, event: dict[str, Any]) -> None:
         if self._file is None:
             return
+        # Over the closing bracket of the list.
         self._file.seek(-1, 2)
         separator = b"\n" if self._file.tell() == 1 else b",\n"
         self._file.write(separator + json.dumps(event).encode() + b"]")

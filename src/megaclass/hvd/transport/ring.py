@@ -69,12 +69,15 @@ class Ring:
         outgoing = _Outgoing([given[blocks[self._place]], *(out[blocks[place]] for place in arriving[:-1])])
         for step, place in enumerate(arriving):
             begin, end = starts[place], starts[place + 1]
+            # The first W - 1 blocks are partial sums, to which this rank adds its part; the others are results.
             if step < size - 1:
                 for part_N in self._parts(given_N.dtype, end - begin, outgoing):
                     place_N = slice(begin, begin + part_N.numel())
                     combine(given_N[place_N], part_N, out=out_N[place_N])
+                    # This rank is the last one to add to this block, so that it is complete.
                     if step == size - 2:
                         finish(out_N[place_N])
+                    # From now on these bytes may be passed on.
                     outgoing.num_ready += part_N.numel() * item_bytes
                     begin = place_N.stop
             else:
@@ -95,6 +98,7 @@ class Ring:
         while count:
             wanted = min(len(scratch), count * dtype.itemsize)
             filled += self._receive(scratch[filled:wanted], outgoing)
+            # A piece may end within an element: its bytes wait for the rest at the start of the scratch memory.
             whole = filled // dtype.itemsize
             if whole:
                 yield typed[:whole]
