@@ -88,11 +88,11 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(given, error, te
 @pytest.mark.ranks
 def test_a_function_that_cannot_travel_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(LaunchError, match="cannot pickle '<lambda>'"):
+    with pytest.raises(LaunchError, match="Cannot pickle '<lambda>' for the other ranks"):
         hvd.run(lambda: 1)
     typed_in = "import sys; sys.modules['cloudpickle'] = None\nimport megaclass.hvd as hvd\ndef f(): pass\nhvd.run(f)\n"
     done = subprocess.run([sys.executable, "-"], input=typed_in, env=environment(), capture_output=True, text=True)
-    assert "cannot pickle 'f' for the ranks: the ranks cannot import what was typed in" in done.stderr
+    assert "Cannot pickle 'f' for the other ranks: the ranks cannot import what was typed in" in done.stderr
 
 
 _MAIN_SCRIPT = """

@@ -10,11 +10,9 @@ secret (distributed/network/job_secret.py); connections are made by mutual proof
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.connection_watch import ConnectionWatch, network_timeout
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
@@ -31,8 +30,6 @@ from megaclass.errors import LaunchError
 from megaclass.hvd.engine.control_connection import AuthenticatedListener, ControlConnection, Endpoint, connect
 from megaclass.hvd.settings import Settings
 from megaclass.world import World, is_horovods, world_from_environment
-
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     signed = SignedStore(store, secret)
     mine: dict[str, object] = {
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
-        "local_rank": world.local_rank if world.starter != "nobody" else -1,
+        "local_rank": world.local_rank if world.starter != "none" else -1,
         "gpus": num_gpus,
         # One machine may have several host names, and containers on one machine have different ones.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
@@ -273,15 +270,14 @@ def _own_address(world: World) -> str:
     """Returns the address at which other hosts reach this one."""
     interface = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-            except OSError as error:
-                raise LaunchError(f"Interface {interface!r} on {socket.gethostname()}: {error.strerror}.") from error
-        return socket.inet_ntoa(packed[20:24])
+        found = interfaces()
+        if interface not in found:
+            raise LaunchError(
+                f"{socket.gethostname()} has no network interface {interface!r} with an address: it has {', '.join(found)}."
+            )
+        return found[interface][0]
     with contextlib.suppress(OSError):
-        address = socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0][4][0]
-        with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-            return str(address)
+        address = str(socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0][4][0])
+        if is_own(address):
+            return address
     return socket.gethostbyname(socket.gethostname())

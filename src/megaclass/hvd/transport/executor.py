@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.distributed.collectives import all_gather_single
 from megaclass.distributed.wire_formats import WIRE_FORMATS, compressed_all_reduce_
 from megaclass.even_parts import even_sizes
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
@@ -23,9 +24,6 @@ from megaclass.hvd.transport.adasum import adasum_
 from megaclass.hvd.transport.arithmetic import COMBINE, DTYPE_BY_NAME, HALF_PRECISION, finish_, scale_, views_like
 from megaclass.hvd.transport.process_set_table import ProcessSetTable
 from megaclass.hvd.transport.ring import Ring
-
-# torch 2.13 renamed it and warns about the name that 2.11 and 2.12 know.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _OPS = {
     Average: dist.ReduceOp.SUM,
@@ -386,7 +384,7 @@ def _deliver(operation: Operation, request: Request) -> None:
 
 def _gather_even(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
     source = given if given.device == out.device else given.to(out.device)
-    _all_gather(_bytes(out), _bytes(source), group=group)
+    all_gather_single(_bytes(out), _bytes(source), group=group)
 
 
 def _broadcast_blocks(out: Tensor, rows: tuple[int, ...], group: dist.ProcessGroup) -> None:
