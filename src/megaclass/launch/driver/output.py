@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from megaclass.files import make_private_folder, open_private
 from megaclass.launch.wire.plain_text import for_terminal
-from megaclass.private_files import make_private_folder, open_private
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20
