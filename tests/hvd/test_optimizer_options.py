@@ -104,7 +104,7 @@ def _all_groupings(rank: int, size: int) -> None:
         model.zero_grad()
         options = {"compression": hvd.Compression.fp16} if tolerance == 1e-2 else {}
         optimizer = _wrapped(model, lr=0.0, groups=groups, **options)
-        for step in range(2):
+        for _step in range(2):
             optimizer.zero_grad()
             _loss(model, rank).backward()
             optimizer.step()

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megaclass.backbones import build_backbone
-from megaclass.backbones.iresnet import IBasicBlock
-from megaclass.backbones.vit import TransformerBlock, VisionTransformer
+from megaclass.backbones.vit import VisionTransformer
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.schema import BackboneConfig, Config, HeadConfig, OptimizerConfig
 from megaclass.data.sources.source import ImageSource
@@ -204,14 +203,14 @@ def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
 
 
 def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
-    blocks = [module for module in backbone.modules() if isinstance(module, (IBasicBlock, TransformerBlock))]
+    blocks = [module for module in backbone.modules() if getattr(module, "is_recomputable", False)]
     if not blocks:
         raise ConfigError(
             f"backbone.checkpoint_activations is on, but only the iresnets and the transformers support it, not "
             f"{config.name}."
         )
     for block in blocks:
-        block.forward = partial(_forward_with_recomputation, block, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(_forward_with_recomputation, block, block.forward)
 
 
 def _forward_with_recomputation(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
