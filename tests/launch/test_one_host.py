@@ -163,7 +163,7 @@ def test_the_last_thing_said_is_who_failed_first_and_where_its_output_is(run, sc
 
 def test_a_horovod_script_without_the_option_for_it_is_told_so(run, script):
     done = run("-np", "1", *script("import horovod.torch"))
-    assert done.code == 1 and "Horovod's names are there with --horovod" in done.err, done.story()
+    assert done.code == 1 and "To use `import horovod` with Megaclass, add --horovod" in done.err, done.story()
 
 
 def test_a_module_of_horovod_that_is_not_there_is_no_reason_to_advise_the_option_for_it(run, tmp_path):

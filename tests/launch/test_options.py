@@ -213,7 +213,7 @@ def test_the_help_names_the_launchers_and_the_table_of_what_is_there(capsys):
     with pytest.raises(SystemExit):
         parse_options(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--launcher NAME who starts the processes: ssh" in text and "local, mpi, slurm, ray" in text
+    assert "--launcher NAME what starts the processes: ssh, local, mpi, slurm, ray (default ssh" in text
     assert "-cb, --check-build print which frameworks, controllers and operations are there" in text
 
 

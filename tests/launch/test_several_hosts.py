@@ -293,7 +293,7 @@ def test_a_folder_or_a_command_that_is_not_there(bed, tmp_path, script):
         err = refused(bed, *HOSTS, "--workdir", str(folder), "./train.sh")
     assert f"megaclass: h2: There is no command './train.sh' in {folder}." in err
     err = refused(bed, *HOSTS, "--workdir", "/no/such/folder", *script(SLEEP))
-    assert "megaclass: h1: There is no folder '/no/such/folder' to work in" in err
+    assert "megaclass: h1: There is no working folder '/no/such/folder'" in err
 
 
 def test_an_interface_that_a_host_does_not_have(bed, script):
@@ -355,7 +355,7 @@ def test_a_rank_that_leaves_with_0_while_the_others_wait_for_it(bed, tmp_path):
     )
     run = bed(*HOSTS, "python", str(program))
     assert run.code == 9, run.story()
-    assert re.search(r"Already gone, with exit code 0: rank 2 \(\d\.\d s before\)\. If that was too early", run.err)
+    assert re.search(r"Already ended with exit code 0: rank 2 \(\d\.\d s before\)\. If that was too early", run.err)
     bed.seconds_until_nothing_is_left(timeout_s=5)
 
 
@@ -379,7 +379,7 @@ def test_ranks_that_hang_show_where_and_are_ended(bed, script, hang):
         r"no rank has printed anything for 2 s \(--hang-timeout\)\. Running: 0 on h1 \(pid \d+\), 1 on h2", run.err
     )
     if "SIGSTOP" in hang:
-        assert re.search(r"rank 1 on h2 \(pid \d+\) is stopped: somebody sent it SIGSTOP", run.err)
+        assert re.search(r"rank 1 on h2 \(pid \d+\) is stopped: it received SIGSTOP", run.err)
     else:
         assert run.err.count("in stuck") == 2, run.story()
     bed.seconds_until_nothing_is_left(timeout_s=5)

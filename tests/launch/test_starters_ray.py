@@ -180,7 +180,7 @@ def test_after_a_failure_all_ranks_are_started_again(cluster):
 def test_what_must_be_mended_first_is_not_started_again(cluster):
     done = cluster.run("-np", "2", "--restarts", "5", "bash", "-c", "exit 2")
     assert done.returncode == 2 and "restart 1" not in done.stderr
-    assert "exit code 2 says that something must be mended first: no restart." in done.stderr
+    assert "exit code 2 means that something has to be fixed first: no restart." in done.stderr
 
 
 def test_more_processes_than_the_cluster_has_room_for_are_refused(cluster):

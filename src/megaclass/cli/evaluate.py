@@ -260,7 +260,7 @@ def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[Loa
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
     world = world_from_environment()
-    if world.starter == "nobody" and options.nproc > 1:
+    if world.starter == "none" and options.nproc > 1:
         from megaclass.launch.launchers.local import run_local
 
         return run_local([sys.executable, "-m", "megaclass", *given], options.nproc)

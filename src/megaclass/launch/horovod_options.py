@@ -83,6 +83,11 @@ TUNABLES = (
 # fmt: on
 
 
+def shims_folder() -> str:
+    """Returns the folder with the modules named `horovod`, to put first on PYTHONPATH of a job that imports them."""
+    return str(Path(__file__).parents[1] / "hvd" / "compat" / "shims")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What is not given is None afterwards. Not shown by --help."""
     for tunable in TUNABLES:

@@ -16,8 +16,10 @@ from megaclass.launch.horovod_options import (
     environment_for,
     from_config,
     read_config,
+    shims_folder,
     what_is_wrong,
 )
+from megaclass.launch.launchers import LAUNCHERS
 from megaclass.launch.plan import HOROVOD_MARK
 from megaclass.launch.versions import megaclass_version
 
@@ -40,8 +42,6 @@ _NUM_VALUES = {
     "--blacklist-cooldown-range": 2,
 }
 HOROVOD_VERSION = "0.28.1"
-LAUNCHERS = ("ssh", "local", "mpi", "slurm", "ray")
-_HOROVOD_SHIMS = Path(__file__).parents[1] / "hvd" / "compat" / "shims"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class RunOptions:
 
     command: tuple[str, ...]
     launcher: str
-    """One of LAUNCHERS."""
+    """A name in LAUNCHERS."""
     checks_build: bool
     """Print the table of what is available, and nothing else."""
     num_processes: int | None
@@ -117,7 +117,7 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         workdir=given.workdir or str(Path.cwd()),
         remote_prefix=given.remote_prefix,
         given_env=given_env,
-        program_folder=_HOROVOD_SHIMS / "bin" if given.horovod else None,
+        program_folder=Path(shims_folder()) / "bin" if given.horovod else None,
         interfaces=tuple(name for name in interfaces.split(",") if name),
         master_port=given.master_port,
         start_timeout_s=given.start_timeout,
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="processes in all")
     parser.add_argument(
         "--launcher", type=_launcher, default="ssh", metavar="NAME",
-        help="who starts the processes: ssh (the default; none is needed on one machine), local, mpi, slurm, ray",
+        help=f"what starts the processes: {', '.join(LAUNCHERS)} (default ssh, which is not needed on one machine)",
     )  # fmt: skip
     parser.add_argument(
         "-cb", "--check-build", action="store_true", help="print which frameworks, controllers and operations are there"
@@ -273,7 +273,7 @@ def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dic
         found[HOROVOD_MARK] = "1"
         # First on the path of this job's processes only: a real Horovod is shadowed nowhere else.
         others = found.get("PYTHONPATH", env.get("PYTHONPATH", ""))
-        found["PYTHONPATH"] = os.pathsep.join(part for part in (str(_HOROVOD_SHIMS), others) if part)
+        found["PYTHONPATH"] = os.pathsep.join(part for part in (shims_folder(), others) if part)
     return found, remarks
 
 
@@ -296,7 +296,7 @@ def _read_env_file(path: Path) -> dict[str, str]:
 
 def _launcher(text: str) -> str:
     if text not in LAUNCHERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(LAUNCHERS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LAUNCHERS)}")
     return text
 
 

@@ -28,7 +28,7 @@ _ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress")
 Check = Callable[[Any], Any]
 
 
-class AgentTalk:
+class AgentMessageChecker:
     """Checks what one agent says during one start. ranks: those that were given to it."""
 
     def __init__(self, ranks: Collection[int]) -> None:
