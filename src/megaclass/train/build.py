@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megaclass.backbones import build_backbone
-from megaclass.backbones.iresnet import IBasicBlock
-from megaclass.backbones.vit import TransformerBlock, VisionTransformer
+from megaclass.backbones.vit import VisionTransformer
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.schema import BackboneConfig, Config, HeadConfig, OptimizerConfig
 from megaclass.data.sources.source import ImageSource
@@ -22,17 +21,7 @@ from megaclass.distributed.data_parallel import data_parallel, exact_average
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
 from megaclass.distributed.wire_formats import compression_hook
 from megaclass.errors import ConfigError
-from megaclass.head.margins import (
-    AdaFace,
-    ArcFace,
-    CombinedMargin,
-    CosFace,
-    CurricularFace,
-    ElasticFace,
-    MagFace,
-    Margin,
-    NormalisedSoftmax,
-)
+from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.image_size import ImageSize, compact_size, height_and_width
@@ -41,19 +30,6 @@ from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.precision import LossScale, Precision, choose_precision
 from megaclass.train.running_statistics import RunningStatistics
 from megaclass.world import World
-
-# Margin class, and its field that head.margin_size sets.
-_MARGINS: dict[str, tuple[Any, str | None]] = {
-    "softmax": (NormalisedSoftmax, None),
-    "arcface": (ArcFace, "margin"),
-    "cosface": (CosFace, "margin"),
-    "combined": (CombinedMargin, "angle"),
-    "adaface": (AdaFace, "margin"),
-    "magface": (MagFace, None),
-    "curricularface": (CurricularFace, "margin"),
-    "elasticface": (ElasticFace, "margin"),
-}
-
 
 _logger = logging.getLogger("megaclass.train")
 
@@ -155,7 +131,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
 
 
 def build_margin(config: HeadConfig) -> Margin:
-    margin, size_field = _MARGINS[config.margin]
+    margin, size_field = MARGINS[config.margin]
     given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
     if config.margin_size is not None:
         if size_field is None:
@@ -164,10 +140,10 @@ def build_margin(config: HeadConfig) -> Margin:
             )
         given[size_field] = config.margin_size
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if config.margin in ("arcface", "combined"):
+    if hasattr(margin, "gradient"):
         fields["gradient"] = config.gradient
-    built: Margin = margin(scale=config.scale, **fields)
-    return built
+    build: Callable[..., Margin] = margin
+    return build(scale=config.scale, **fields)
 
 
 def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
@@ -227,14 +203,14 @@ def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
 
 
 def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
-    blocks = [module for module in backbone.modules() if isinstance(module, (IBasicBlock, TransformerBlock))]
+    blocks = [module for module in backbone.modules() if getattr(module, "is_recomputable", False)]
     if not blocks:
         raise ConfigError(
             f"backbone.checkpoint_activations is on, but only the iresnets and the transformers support it, not "
             f"{config.name}."
         )
     for block in blocks:
-        block.forward = partial(_forward_with_recomputation, block, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(_forward_with_recomputation, block, block.forward)
 
 
 def _forward_with_recomputation(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
