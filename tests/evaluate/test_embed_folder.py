@@ -162,12 +162,12 @@ def test_images_of_another_size_are_fitted_and_counted(tmp_path, folder, model, 
 def test_what_cannot_be_embedded_is_refused(tmp_path, folder, model, picture):
     with pytest.raises(DataError, match=r"written as \.npy"):
         embed_folder(model, folder, tmp_path / "embeddings.csv")
-    with pytest.raises(DataError, match="there is no such folder"):
+    with pytest.raises(DataError, match="the folder does not exist"):
         embed_folder(model, tmp_path / "nowhere", tmp_path / "e.npy")
     shutil.rmtree(folder)
     folder.mkdir()
     with pytest.raises(DataError, match="holds no images"):
         embed_folder(model, folder, tmp_path / "e.npy")
     (folder / "a.png").write_bytes(picture(0, 0, 48))
-    with pytest.raises(DataError, match=r"a\.png has 48 × 48 pixels, the model takes 32 × 32"):
+    with pytest.raises(DataError, match=r"a\.png has 48 × 48 pixels, but the model takes 32 × 32"):
         embed_folder(model, folder, tmp_path / "e.npy")

@@ -304,7 +304,7 @@ class TurningNet(nn.Module):
 def test_a_buffer_that_no_checkpoint_can_hold_is_told_before_the_run_begins(run_ranks, begun, tmp_path):
     values = settings(begun.data, tmp_path / "run", backbone__name=f"{__name__}:TurningNet", backbone__dropout=0.0)
     for losses, _, error in run_ranks(2, _train, values):
-        assert "backbone.turns is of type torch.complex64, which checkpoints cannot hold" in error
+        assert "backbone.turns has the type torch.complex64, which checkpoints cannot hold" in error
         assert not losses
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 

@@ -361,7 +361,7 @@ def test_without_the_request_a_changed_list_is_refused_with_the_difference(run_r
     for error in [o[2] for o in run_ranks(2, _train, values, StartMode(resume=str(newest(named.run_dir))))]:
         assert "20 classes were saved, the data has 20" in error
         assert "2 new (Person 20 ü, Person 21 ü)" in error and "2 gone (Person 03 ü, Person 07 ü)" in error
-        assert "under another number" in error and "--match-classes keeps the centres" in error
+        assert "with another number" in error and "--match-classes keeps the centres" in error
 
 
 def test_names_that_have_nothing_in_common_with_the_saved_ones_are_refused(run_ranks, named, tmp_path):

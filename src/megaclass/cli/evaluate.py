@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import ConfigError, DataError
+from megaclass.export import EXPORTERS
 
 if TYPE_CHECKING:
     from megaclass.evaluate.protocol import EvaluationSet, SetResult
@@ -71,9 +72,7 @@ def add_evaluate_commands(commands: Any) -> None:
 
     export = commands.add_parser("export", help="write a folder with the model, config.json and a model card")
     export.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
-    export.add_argument(
-        "--to", choices=("onnx", "safetensors", "insightface"), required=True, help="format of the model"
-    )
+    export.add_argument("--to", choices=tuple(EXPORTERS), required=True, help="format of the model")
     export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORMAT)")
     export.add_argument("--licence", default="not stated", help="licence stated in the model card")
     _add_backbone(export)
