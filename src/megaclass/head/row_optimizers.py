@@ -24,7 +24,7 @@ class Move:
     """A flag on the device: nothing moves."""
     step: int
     squares: list[Tensor] | None
-    """Where the step is measured: the sum of squares of each chunk's gradient is appended, 0-d float64."""
+    """For a measured step: receives the sum of squares of each chunk's gradient, 0-d float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
