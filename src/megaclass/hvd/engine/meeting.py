@@ -26,6 +26,7 @@ from megaclass.distributed.network.connection_watch import ConnectionWatch, netw
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
 from megaclass.distributed.network.store import SignedStore, allow_many_connections, make_store
+from megaclass.distributed.process_group import explained
 from megaclass.errors import LaunchError
 from megaclass.hvd.engine.control_connection import AuthenticatedListener, ControlConnection, Endpoint, connect
 from megaclass.hvd.settings import Settings
@@ -133,7 +134,13 @@ def new_group(
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = _gloo_devices(meeting)
-        made, kind, devices = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, ("cpu", "cuda")
+        kind, devices = kinds.GLOO, ("cpu", "cuda")
+        try:
+            made = dist.ProcessGroupGloo(store, place, size, options)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"Rank {meeting.rank} on {socket.gethostname()} cannot join the others: {explained(error)}"
+            ) from error
     else:
         # NCCL's threads use the store as long as the group lives, and must not need Python for it: it is not signed.
         store = dist.PrefixStore(f"{name}/nccl", meeting.store)  # type: ignore[attr-defined]
