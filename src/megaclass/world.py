@@ -98,7 +98,7 @@ class Starter:
     """Fields of World, computed from the environment and from the fields read before them (in the order of `_FIELDS`)."""
     derived_address: Callable[[Environment], str] = lambda _: "127.0.0.1"
     address_advice: str
-    """What to do if the address of rank 0 is wrong; {own} is an address of the host of rank 0."""
+    """Advice for a wrong address of rank 0; {own} stands for an address of the host of rank 0."""
 
 
 _FIELDS = ("size", "rank", "local_size", "local_rank", "cross_size", "cross_rank", "port")

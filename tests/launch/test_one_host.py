@@ -70,7 +70,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(run, script, tmp_path):
 
 def test_options_without_a_meaning_say_so_in_one_line(run):
     done = run("-np", "1", "--mpi", "true")
-    assert (done.code, done.err) == (0, "megaclass run: --mpi has no meaning now: no MPI is needed.\n")
+    assert (done.code, done.err) == (0, "megaclass run: --mpi has no effect: no MPI is needed.\n")
 
 
 def test_a_batch_systems_hosts_are_detected_and_named(run, script, tmp_path):
@@ -87,7 +87,7 @@ def test_a_batch_systems_hosts_are_detected_and_named(run, script, tmp_path):
         (["-np", "2", "no-such-command"], "localhost: There is no command 'no-such-command' on the PATH "),
         (["-np", "2", "./no-such-script"], "localhost: There is no command './no-such-script' in "),
         (["true"], "How many processes?"),
-        (["-np", "3", "-H", "localhost:2", "true"], "-np 3 asks for more processes than there are slots: 2"),
+        (["-np", "3", "-H", "localhost:2", "true"], "-np 3 needs more slots than there are: 2"),
         (["-np", "2", "-H", "-oProxyCommand=touch owned:2", "true"], "-oProxyCommand=touch owned:2"),
         (["-np", "2", "--min-np", "3", "true"], "--min-np 3 is more than the 2 processes to start with"),
         (["-np", "2", "--python", "/no/python", "true"], "Cannot start '/no/python' for localhost: No such file"),

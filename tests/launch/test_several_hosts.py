@@ -274,7 +274,7 @@ time.sleep(600)
             run = bed(*HOSTS, "--master-port", "34567", *script(SLEEP))
             assert run.code == 2
             assert (
-                "megaclass: h1: Port 34567 is taken on h1 (Address already in use): leave --master-port out" in run.err
+                "megaclass: h1: Port 34567 is in use on h1 (Address already in use): leave --master-port out" in run.err
             )
             assert bed(*HOSTS, *script("print(rank)")).code == 0
         finally:

@@ -240,7 +240,7 @@ class RankOutput:
 
 @dataclass(frozen=True, slots=True)
 class DriverIo:
-    """What all starts of a job share: the screen, the ranks' output, the driver's messages and its signals."""
+    """Shared by all starts of a job: the screen, the ranks' output, the driver's messages and its signals."""
 
     screen: Screen
     output: RankOutput
