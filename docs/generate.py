@@ -1,27 +1,54 @@
-"""Writes docs/configuration.md from the settings' own definitions. `make docs` runs it; a test keeps it fresh."""
+"""Writes docs/configuration.md from the definitions of the settings. Run by `make docs`; a test keeps the page fresh."""
 
+import ast
+import dataclasses
+import inspect
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
-from megaclass.config.read import describe_settings
+from megaclass.config.schema import MAY_CHANGE, Config
+
+
+def describe_settings() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yields (section.key, type, default, whether it may change on resume, description) of every setting.
+
+    Descriptions are the strings under the fields, which only the source code holds.
+    """
+    for section_name, section in typing.get_type_hints(Config).items():
+        fields = {field.name: field for field in dataclasses.fields(section)}
+        body = ast.parse(inspect.getsource(section)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
+                field = fields[statement.target.id]
+                default = "required" if field.default is dataclasses.MISSING else repr(field.default)
+                resume = "yes" if field.metadata == MAY_CHANGE else "no"
+                name, kind = f"{section_name}.{field.name}", ast.unparse(statement.annotation)
+                yield name, kind, default, resume, str(following.value.value)
 
 
 def configuration_page() -> str:
+    """Returns the page as Markdown."""
     lines = [
         "# Configuration",
         "",
-        "Settings live in a TOML file and on the command line, where `section.key=value` wins:",
+        "Settings live in a TOML file and on the command line, where `section.key=value` takes precedence:",
         "",
         "    megaclass train recipes/demo.toml head.sample_rate=0.1 train.epochs=2",
         "",
         "`megaclass train RECIPE --show-config` prints the resolved settings; the run folder keeps them as `config.toml`.",
-        "This page is made from `src/megaclass/config/schema.py` by `make docs`.",
+        "The column *resume* says whether `--resume` accepts another value than the one the run was started with.",
+        "This page is generated from `src/megaclass/config/schema.py` by `make docs`.",
     ]
+    header = ["", "| setting | type | default | resume | description |", "|---|---|---|---|---|"]
     section = ""
-    for name, kind, default, meaning in describe_settings():
+    for name, kind, default, resume, description in describe_settings():
         if name.split(".")[0] != section:
             section = name.split(".")[0]
-            lines += ["", f"## [{section}]", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
-        cells = [f"`{name}`", f"`{kind}`".replace("|", "\\|"), f"`{default}`", meaning]
+            lines += ["", f"## [{section}]", *header]
+        cells = [f"`{name}`", f"`{kind}`".replace("|", "\\|"), f"`{default}`", resume, description]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from megaclass.cli.logs import messages_on_stderr
 from megaclass.launch.network import reserve_port
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,7 +57,7 @@ def _rank_main(calls: Connection, stacks: str, store_port: int) -> None:
     # These processes stay, so nothing needs to be let go of before they end.
     groups._GLOO_LETS_GO_S = 0.0
     torch.set_num_threads(1)
-    with Path(stacks).open("w") as file:
+    with messages_on_stderr(), Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         while True:
             number, world, pickled_call = calls.recv()
@@ -204,6 +205,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _running.pop()
+
+
+@pytest.fixture(autouse=True)
+def messages_are_printed() -> Iterator[None]:
+    """Messages of the library go to standard error, as under the command line, so that tests can read them there."""
+    with messages_on_stderr():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -35,11 +35,13 @@ def outcome(capsys):
     return call
 
 
+@pytest.mark.ranks
 def test_the_version_is_told():
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"megaclass {megaclass.__version__}\n")
 
 
+@pytest.mark.ranks
 def test_a_user_s_mistake_ends_with_2_and_one_line_before_any_process_starts(tmp_path):
     """In a process of its own, with two processes asked for: none of them speaks."""
     done = run("train", str(DEMO), "train.nproc=2", "head.sample_rat=0.1", cwd=tmp_path)
@@ -117,6 +119,7 @@ def test_synth_refuses_what_it_cannot_draw(outcome, tmp_path, option, value):
     assert not (tmp_path / "faces").exists()
 
 
+@pytest.mark.ranks
 def test_settings_are_checked_and_shown_without_paying_for_torch():
     code = f"""
 import sys

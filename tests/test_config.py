@@ -1,13 +1,14 @@
 """Settings: what is accepted, what is refused and in which words, and the way back to TOML."""
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 import megaclass
-from megaclass.config.read import describe_settings, load_config, to_toml
+from megaclass.config.read import load_config, settings_with_changes, to_toml
 from megaclass.config.schema import Config, DataConfig, HeadConfig, OptimizerConfig, SynthConfig, TrainConfig
 from megaclass.errors import ConfigError
 
@@ -137,11 +138,12 @@ def test_a_section_that_is_a_value_is_refused(recipe):
         ("head.sample_rate=1.1", "head.sample_rate is 1.1; it must be in [0, 1]: 1.0 = all classes, 0 = positives only."),
         ("head.sample_rate=[[0, 0.1], [9, 2]]",
          "head.sample_rate is 2.0; it must be in [0, 1]: 1.0 = all classes, 0 = positives only."),
-        ("head.sample_rate=[]", "head.sample_rate is []; it must be a list of steps that rise from 0."),
-        ("head.sample_rate=[[5, 0.1]]", "head.sample_rate is [[5, 0.1]]; it must be a list of steps that rise from 0."),
+        ("head.sample_rate=[]", "head.sample_rate is []; it must be a list of increasing steps that starts at 0."),
+        ("head.sample_rate=[[5, 0.1]]",
+         "head.sample_rate is [[5, 0.1]]; it must be a list of increasing steps that starts at 0."),
         ("head.momentum=1", "head.momentum is 1.0; it must be in [0, 1)."),
-        ("head.m2=0.3", "head.m2 is 0.3; it must be unset where head.margin is not combined; head.margin_size sizes a "
-         "single margin."),
+        ("head.m2=0.3", "head.m2 is 0.3; it must be unset unless head.margin is combined; the other margins take "
+         "head.margin_size."),
         ("head.m1=9", "head.m1 is 9.0; it must be in [0.5, 8]."),
         ("head.m2=2", "head.m2 is 2.0; it must be in [0, pi / 2]: an angle in radians."),
         ("head.m3=-1", "head.m3 is -1.0; it must be in [0, 2]."),
@@ -171,7 +173,10 @@ def test_an_argument_that_is_no_setting_is_shown_the_form(recipe, argument):
 
 def test_a_setting_without_default_must_be_given(recipe):
     path = recipe('[data]\npath = "faces"\n')
-    assert refusal(path) == f"{path}: train.run_dir is not set and has no default; add it or give train.run_dir=…"
+    assert (
+        refusal(path)
+        == f"{path}: train.run_dir is not set and has no default; add it to the file or pass train.run_dir=…"
+    )
     assert load_config(path, ["train.run_dir=run"]).train.run_dir == "run"
 
 
@@ -236,15 +241,38 @@ def test_no_setting_has_a_default_that_toml_cannot_replace_by_unset():
             assert not may_be_unset or field.default is None, f"{section.__name__}.{field.name}"
 
 
+def _generate():
+    """The module docs/generate.py, which is not part of the package."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_every_setting_is_described_with_type_default_and_meaning():
-    described = {name: rest for name, *rest in describe_settings()}
+    described = {name: rest for name, *rest in _generate().describe_settings()}
     assert list(described) == [f"{section}.{key}" for section, key in settings()]
     assert described["train.run_dir"] == [
         "str",
         "required",
-        "Folder of the run: config, metrics, checkpoints, report, model.",
+        "yes",
+        "Run folder: config, metrics, checkpoints, report and model.",
     ]
-    assert all(meaning.endswith(".") for _, _, meaning in described.values())
+    assert all(meaning.endswith(".") for *_, meaning in described.values())
+
+
+def test_the_page_about_settings_is_the_one_that_make_docs_writes():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == _generate().configuration_page(), "run `make docs`"
+
+
+def test_a_resumed_run_may_change_where_and_how_fast_it_runs_but_not_what_it_computes(recipe):
+    """Whatever is not marked counts: a new setting is refused on resume until somebody decides otherwise."""
+    old = load_config(recipe())
+    new = load_config(
+        recipe(), ["train.nproc=2", "train.epochs=3", "data.path=x", "head.scale=30", "data.size=[96,80]"]
+    )
+    assert list(settings_with_changes(old, new)) == [("data.size", 0, (96, 80)), ("head.scale", 64.0, 30.0)]
 
 
 @pytest.mark.parametrize(("section", "key"), list(settings()), ids=map(".".join, settings()))

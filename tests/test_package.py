@@ -13,6 +13,8 @@ import pytest
 
 import megaclass
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[1]
 TINY = [
     "synth.identities=20",

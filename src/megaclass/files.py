@@ -1,35 +1,47 @@
-"""Files that appear whole or not at all, and locks between processes.
+"""Files that appear whole or not at all, files that only their owner may read, and locks between processes.
 
 A writer that dies in the middle must never leave half a file under the final name. Every writer of the package therefore
 goes through this module: write beside the target, flush to the disk, rename. A rename is atomic within one file system,
 which is why the unfinished file lies in the folder of the finished one.
+
+Private files and folders (logs, metrics, results: whatever may reveal something about the data) have mode 0600 or 0700,
+further restricted by the umask. SECURITY.md lists which kinds of files are private and which follow the umask.
 """
 
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import IO, Any
 
 from megaclass.errors import UserError
 
+_PRIVATE_FILE_MODE = 0o600
+_PRIVATE_FOLDER_MODE = 0o700
+
 
 @contextmanager
-def published_file(path: Path) -> Iterator[Path]:
+def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     """Yields a path to write and check; when the block ends without an error, that file becomes `path`.
 
     On an error nothing new is left behind, and what stood at `path` before still stands.
+    is_private: only the owner may read the file, at any moment of its writing.
     """
     if not path.parent.is_dir():
         raise UserError(f"Cannot write {path}: the folder {path.parent} does not exist.")
     # The suffix stays last, because some writers (onnx) choose the format by it.
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    mode = (0o600 if is_private else 0o666) & ~_umask()
     try:
+        if is_private:
+            # Created here, because most writers create files that everyone may read. O_EXCL follows no symbolic link.
+            unfinished.unlink(missing_ok=True)
+            os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield unfinished
         # Some writers (safetensors) create files for their owner only; the result follows the user's umask.
-        unfinished.chmod(0o666 & ~_umask())
+        unfinished.chmod(mode)
         flush(unfinished)
         unfinished.replace(path)
         flush(path.parent)
@@ -65,9 +77,9 @@ def published_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, is_private: bool = False) -> None:
     """Writes a text file that appears whole or not at all."""
-    with published_file(path) as unfinished:
+    with published_file(path, is_private=is_private) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
@@ -83,6 +95,25 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def open_private(path: Path, mode: str, *, follows_links: bool = True, **options: Any) -> IO[Any]:
+    """Opens a file for writing, like `path.open`; only the owner can read a file that this call creates.
+
+    follows_links: False refuses a symbolic link at `path`, which another user may have put there.
+    """
+    return open(path, mode, opener=partial(_open_private, follows_links), **options)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a private text file in UTF-8, replacing its content; refuses to write through a symbolic link."""
+    with open_private(path, "w", follows_links=False, encoding="utf-8") as file:
+        file.write(text)
+
+
+def make_private_folder(path: Path) -> None:
+    """Creates a private folder if it does not exist; existing folders and new parents keep the user's mode."""
+    path.mkdir(mode=_PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
+
+
 @contextmanager
 def locked(path: Path, *, timeout_s: float = -1.0) -> Iterator[bool]:
     """Holds a lock between processes while the block runs; the kernel releases it when the holder dies.
@@ -90,6 +121,9 @@ def locked(path: Path, *, timeout_s: float = -1.0) -> Iterator[bool]:
     timeout_s: how long to wait for another holder; negative waits without limit, 0 does not wait. Yields whether the lock
     was obtained. The lock file itself stays: removing it would let two processes hold "the same" lock.
     """
+    # Imported here, because it takes 0.15 s, and `megaclass run` uses this module but no lock.
+    from filelock import FileLock, Timeout
+
     lock = FileLock(path, timeout=timeout_s)
     try:
         lock.acquire()
@@ -106,3 +140,7 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _open_private(follows_links: bool, path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW), _PRIVATE_FILE_MODE)

@@ -23,6 +23,7 @@ from megaclass.backbones import BACKBONES, build_backbone
 from megaclass.backbones.recognise import BackboneShape, recognise
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
+from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.data.decode import Fit
 from megaclass.errors import CheckpointError, ConfigError
 from megaclass.evaluate.embed import embed_part
@@ -153,17 +154,13 @@ def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
     if folder is not None:
         shared = load_shared(folder)
         # Where a running mean of the weights was kept, it is what training evaluated and exported.
-        return folder, _part(shared, "backbone.") | _part(shared, "ema.")
+        return folder, tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
     if (run / "model.safetensors").is_file():
         return run / "model.safetensors", _read_safetensors(run / "model.safetensors")[0]
     raise CheckpointError(
         f"{run} is no run folder with a model: looked for a whole checkpoint in {run / 'checkpoints'} and for "
         f"model.safetensors."
     )
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _load_run(run: Path, device: torch.device, backbone: str | None) -> LoadedModel:

@@ -1,5 +1,6 @@
 """One bar for the whole job: rich's on a terminal, plain lines elsewhere (or without rich)."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,13 @@ class Bar(Protocol):
 
 @contextmanager
 def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
-    """A bar from `start` to `total`, drawn on standard error; the caller moves it with advance_to."""
+    """Draws a bar from `start` to `total` on standard error, which the caller moves with advance_to.
+
+    Where the messages of the package are turned off (--quiet), nothing is drawn.
+    """
+    if logging.getLogger("megaclass").level > logging.INFO:
+        yield _Nothing()
+        return
     if not sys.stderr.isatty():
         yield _Lines(title, total, start)
         return
@@ -67,13 +74,13 @@ def bar_on_demand(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def no_bar() -> Iterator[Bar]:
-    """For the ranks that do not draw."""
-
-    class _Nothing:
-        def advance_to(self, done: int, detail: str = "") -> None:
-            pass
-
+    """Yields a bar that draws nothing, for all ranks but rank 0."""
     yield _Nothing()
+
+
+class _Nothing:
+    def advance_to(self, done: int, detail: str = "") -> None:
+        pass
 
 
 class _Lines:

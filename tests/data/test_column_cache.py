@@ -91,7 +91,7 @@ print(source.describe())
 FULL = "import resource, sys; from megaclass.data.sources.open_source import open_source\n"
 # Every write beyond a cache's first page fails, in whatever folder.
 FULL += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-STRANGER = "import os, sys; from megaclass.data.sources.open_source import open_source, kind_of\n"
+STRANGER = "import os, sys; from megaclass.data.sources.open_source import open_source\n"
 STRANGER += "from megaclass.data.sources import records as record_source\n"
 STRANGER += "os.environ.pop('HOME', None); os.environ.pop('XDG_CACHE_HOME', None); os.setuid(54321)\n"
 

@@ -12,9 +12,13 @@ from PIL import Image
 
 from megaclass.data.decode import IMAGE_SUFFIXES
 from megaclass.data.loader import BatchLoader
-from megaclass.data.sources.open_source import check_source, open_source, verification_files
+from megaclass.data.sources.open_source import FORMATS, check_source, open_source, verification_files
+from megaclass.data.sources.source import SourceFormat
 from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.stage import stage, unstage
+from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
+from megaclass.train.run.class_names import class_list
 
 
 def jpeg(grey: int, size: tuple[int, int] = (20, 24), kind: str = "JPEG") -> bytes:
@@ -59,7 +63,7 @@ def test_folders_are_identities_in_the_order_of_their_names(tmp_path):
     assert source.labels.tolist() == [0, 1, 1, 3, 3, 3]
     assert [grey_of(source.read(index)) for index in range(6)] == [30, 10, 20, 40, 50, 60]
     assert source.describe() == (
-        f"one folder an identity at {tmp_path / 'faces'}: 6 images of 4 classes, 20 × 24; 1 classes without images; "
+        f"one folder per identity at {tmp_path / 'faces'}: 6 images of 4 classes, 20 × 24; 1 classes without images; "
         f"1 file that is no image is left out: bob/notes.txt"
     )
 
@@ -186,7 +190,7 @@ def test_joined_sources_keep_their_label_ranges_apart(tmp_path):
     assert source.labels.tolist() == [0, 1, 1, 3, 3, 3, 4, 6]
     assert grey_of(source.read(5)) == 60 and grey_of(source.read(7)) == 1
     assert source.name_of(7).startswith(str(shard))
-    assert "classes 0 to 3: one folder an identity" in source.describe()
+    assert "classes 0 to 3: one folder per identity" in source.describe()
     assert "classes 4 to 6: 1 tar shards" in source.describe()
 
 
@@ -274,3 +278,69 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"")
     with pytest.raises(DataError, match=r"expected a folder, or a \.rec, \.txt or \.tar file"):
         check_source(tmp_path / "x.zip")
+
+
+class NumpySource:
+    """Pixels of one .npz file, as a user of the package might add them."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path) as content:
+            self._images, self.labels = content["images"], content["labels"].astype(np.int64)
+        self.num_images, self.num_classes = len(self.labels), int(self.labels.max()) + 1
+        self.image_size = self._images.shape[1:3]
+
+    def read(self, index: int) -> bytes:
+        stream = io.BytesIO()
+        Image.fromarray(self._images[index]).save(stream, "PNG")
+        return stream.getvalue()
+
+    def name_of(self, index: int) -> str:
+        return f"image {index}"
+
+    def describe(self) -> str:
+        return f"{self.num_images} images in an array"
+
+
+class NumpyFormat(SourceFormat):
+    suffix = ".npz"
+    caches = ("*.npz.index",)
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        return path.endswith(cls.suffix)
+
+    def check(self) -> None:
+        if not self.place.is_file():
+            raise DataError(f"There is no {self.place}.")
+
+    def open(self) -> NumpySource:
+        return NumpySource(self.place)
+
+    def files(self) -> list[Path]:
+        return [self.place]
+
+    def class_names(self) -> list[bytes]:
+        return [b"cat", b"dog"]
+
+
+def test_a_format_from_outside_the_package_is_one_class_and_one_line(tmp_path):
+    path = tmp_path / "pets.npz"
+    np.savez(path, images=np.full((4, 16, 16, 3), [[[[7]]], [[[8]]], [[[9]]], [[[10]]]], np.uint8), labels=[0, 1, 1, 0])
+    with pytest.raises(DataError, match=r"expected a folder, or a \.rec, \.txt or \.tar file"):
+        open_source(path)
+    FORMATS.insert(0, NumpyFormat)
+    try:
+        source = open_source(path)
+        assert next(BatchLoader(source, global_batch=4).batches()).images.float().mean().item() == 8.5
+        assert verify(path)[0].is_sound and verify(path)[0].num_images == 4
+        assert class_list(str(path), source).text == b"cat\ndog\n"
+        staged = stage(f"{path},synthetic:5x10@16", tmp_path / "ram")
+        assert staged == f"{tmp_path / 'ram' / '0' / 'pets.npz'},synthetic:5x10@16"
+        assert open_source(staged).num_classes == 7
+        (tmp_path / "ram" / "0" / "pets.npz.index").touch()
+        unstage(tmp_path / "ram")
+        assert not (tmp_path / "ram").exists()
+        with pytest.raises(DataError, match=r"There is no .*absent\.npz"):
+            check_source(f"{path},{tmp_path / 'absent.npz'}")
+    finally:
+        FORMATS.remove(NumpyFormat)

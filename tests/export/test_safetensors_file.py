@@ -9,9 +9,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from megaclass.errors import ExportError
+from megaclass.checkpoint.tensor_file import read_tensors
+from megaclass.errors import CheckpointError, ExportError, UserError
 from megaclass.export import safetensors_file
-from megaclass.export.safetensors_file import load_state, save_model
+from megaclass.export.safetensors_file import save_model
 
 _METADATA = {"backbone": "tiny", "image_size": "32", "ünïcode": 'quotes " and\nlines', "a": "1", "b": "2", "c": "3"}
 
@@ -24,7 +25,7 @@ def _backbone() -> nn.Module:
 def test_weights_buffers_and_metadata_come_back(tmp_path):
     backbone, path = _backbone(), tmp_path / "model.safetensors"
     save_model(path, backbone, metadata=_METADATA)
-    restored = load_state(path)
+    restored = read_tensors(path)
     assert restored.keys() == backbone.state_dict().keys()
     for name, tensor in backbone.state_dict().items():
         assert torch.equal(restored[name], tensor)
@@ -62,7 +63,7 @@ def test_tied_and_transposed_weights_are_written_out(tmp_path):
     backbone.two.weight = backbone.one.weight
     backbone.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T)
     save_model(tmp_path / "model.safetensors", backbone, metadata={})
-    restored = load_state(tmp_path / "model.safetensors")
+    restored = read_tensors(tmp_path / "model.safetensors")
     assert torch.equal(restored["two.weight"], backbone.one.weight)
     assert torch.equal(restored["turned"], backbone.turned)
 
@@ -80,7 +81,7 @@ def test_a_file_that_reads_back_wrong_is_not_published(tmp_path, monkeypatch):
     path.write_bytes(b"the model of before")
     monkeypatch.setattr(
         safetensors_file,
-        "load_state",
+        "read_tensors",
         lambda _: {name: tensor + 1 for name, tensor in _backbone().state_dict().items()},
     )
     with pytest.raises(ExportError, match=r"'0.weight' read back differs"):
@@ -90,7 +91,7 @@ def test_a_file_that_reads_back_wrong_is_not_published(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ExportError, match=r"the folder .*nowhere does not exist"):
+    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist"):
         save_model(tmp_path / "nowhere" / "model.safetensors", _backbone(), metadata={})
 
 
@@ -101,5 +102,5 @@ def test_what_is_not_safetensors_is_refused_by_name(tmp_path, content):
     path = Path(tmp_path / "model.safetensors")
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ExportError, match=r"Cannot read .*model\.safetensors as safetensors"):
-        load_state(path)
+    with pytest.raises(CheckpointError, match=r"Cannot read .*model\.safetensors as safetensors"):
+        read_tensors(path)

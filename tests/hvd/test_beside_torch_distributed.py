@@ -8,6 +8,8 @@ import pytest
 from tests.conftest import free_port
 from tests.hvd.jobs import outputs_of, start_script
 
+pytestmark = pytest.mark.ranks
+
 _LEFT_ALONE = """
 import torch, torch.distributed as dist, megaclass.hvd as hvd
 hvd.init(process_sets="dynamic")
@@ -27,6 +29,7 @@ print("ok")
 """
 
 
+@pytest.mark.ranks
 def test_init_and_operations_leave_the_default_group_alone():
     for code, out, err in outputs_of(start_script(_LEFT_ALONE, 2, free_port()), timeout_s=150):
         assert (code, out) == (0, "ok\n"), err
@@ -44,6 +47,7 @@ if hvd.rank() == 0:
 """
 
 
+@pytest.mark.ranks
 def test_metrics_of_torchmetrics_stay_those_of_the_rank():
     pytest.importorskip("torchmetrics")
     outs = []
@@ -68,6 +72,7 @@ print(float(mean), hvd.allreduce(torch.tensor(float(mean)), op=hvd.Sum).item())
 """
 
 
+@pytest.mark.ranks
 def test_metrics_of_ignite_stay_those_of_the_rank():
     pytest.importorskip("ignite")
     results = outputs_of(start_script(_IGNITE, 2, free_port()), timeout_s=150)
@@ -109,6 +114,7 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("first_to_go", ["hvd", "torch"])
 def test_a_script_may_initialise_torch_distributed_itself(tmp_path: Path, when, first_to_go):
@@ -119,6 +125,7 @@ def test_a_script_may_initialise_torch_distributed_itself(tmp_path: Path, when, 
     assert run.stdout.count("ok") == 2
 
 
+@pytest.mark.ranks
 def test_under_torchrun_a_script_may_initialise_torch_distributed_before(tmp_path: Path):
     (tmp_path / "both.py").write_text(_OWN_GROUP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -6,6 +6,7 @@ from tests.conftest import free_port
 from tests.hvd.jobs import error_of, in_job, job, outputs_of, start_script
 
 import megaclass.hvd as hvd
+from megaclass.hvd import mpi_ops
 
 
 def _only_some_ranks_use_a_set(rank: int, size: int) -> None:
@@ -43,6 +44,45 @@ def test_unnamed_operations_meet_again_after_every_join(run_ranks):
     run_ranks(3, in_job, _names_after_join)
 
 
+_HOROVOD_TORCH = """
+Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
+allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
+grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_
+alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter
+grouped_reducescatter_async join barrier poll synchronize init shutdown is_initialized
+start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
+mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
+cuda_built rocm_built ProcessSet global_process_set add_process_set remove_process_set Average Sum
+Adasum Min Max Product HorovodInternalError DistributedOptimizer SyncBatchNorm
+"""
+# In horovod.torch these are absent: `run` is a name of `horovod` itself, and `shims_folder` is megaclass's own.
+_MORE = {"run", "shims_folder"}
+# Horovod has these in horovod.torch.mpi_ops only.
+_ONLY_IN_MPI_OPS = {"handle_average_backwards_compatibility", "is_homogeneous"}
+
+
+def test_the_public_names_are_those_of_horovod_torch_and_each_is_listed_once():
+    horovods = set(_HOROVOD_TORCH.split())
+    assert len(horovods) == 66
+    assert set(hvd.__all__) == horovods | _MORE
+    assert len(hvd.__all__) == len(set(hvd.__all__))
+    assert dir(hvd) == sorted(hvd.__all__)
+    # Every name is defined in one module, whose __all__ lists it.
+    assert hvd.allreduce.__module__ == "megaclass.hvd.collectives.allreduce"
+    elsewhere = {"Compression", "DistributedOptimizer", "SyncBatchNorm", "allgather_object", "broadcast_object"}
+    elsewhere |= {"broadcast_optimizer_state", "broadcast_parameters"}
+    assert set(mpi_ops.__all__) == horovods - elsewhere | _ONLY_IN_MPI_OPS
+    assert not _ONLY_IN_MPI_OPS & set(dir(hvd))
+
+
+def test_a_name_that_horovod_does_not_have_is_an_error():
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = hvd.no_such_name
+    with pytest.raises(AttributeError, match="elastic jobs are not supported"):
+        _ = hvd.elastic
+
+
 _AS_LIBRARIES_IMPORT_THEM = """
 import horovod, horovod.torch as hvd
 from horovod.torch.optimizer import _DistributedOptimizer, _DistributedAdasumOptimizer, DistributedOptimizer, Average
@@ -74,6 +114,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.ranks
 def test_submodules_and_private_names_that_libraries_use_are_there():
     script = start_script(_AS_LIBRARIES_IMPORT_THEM, 1, free_port(), PYTHONPATH=hvd.shims_folder())
     [(code, out, err)] = outputs_of(script)
@@ -140,6 +181,7 @@ print("all there")
 """
 
 
+@pytest.mark.ranks
 def test_what_tests_of_horovodrun_import_is_there(tmp_path):
     script = start_script(
         f"import sys; sys.argv[0] = {str(tmp_path / 'config.yaml')!r}\n{_AS_TESTS_OF_HOROVODRUN_USE_THEM}",
@@ -225,6 +267,7 @@ print("all there")
 """
 
 
+@pytest.mark.ranks
 def test_the_small_modules_that_scripts_import_are_there(tmp_path):
     script = f"import sys; sys.argv[0] = {str(tmp_path)!r}\n{_SMALL_MODULES}"
     [(code, out, err)] = outputs_of(start_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
@@ -249,6 +292,7 @@ with mock.patch("horovod.runner.launch.network.filter_local_addresses", lambda h
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["good", "broken"])
 def test_a_static_run_says_what_horovods_does_about_ssh(tmp_path, how):
     folder = tmp_path / how
@@ -281,6 +325,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.ranks
 def test_what_is_not_there_says_so():
     [(code, out, err)] = outputs_of(start_script(_WHAT_IS_NOT_THERE, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
     assert code == 0, err

@@ -367,31 +367,3 @@ def _objects(rank: int, size: int) -> None:
 
 def test_objects_and_parameters_travel(run_ranks):
     run_ranks(2, in_job, _objects)
-
-
-def _batch_norm(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    # Far from zero: sums of squares would lose everything.
-    for shape in [(3 * size, 4), (2 * size, 4, 5, 3)]:
-        data = torch.randn(shape) * 2 + 1000
-        plain, synced = nn.BatchNorm2d(4) if len(shape) > 2 else nn.BatchNorm1d(4), hvd.SyncBatchNorm(4)
-        rows = shape[0] // size
-        whole, part = data.clone().requires_grad_(), data[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-        factor = torch.randn(shape)
-        expected, got = plain(whole), synced(part)
-        torch.testing.assert_close(got, expected[rank * rows : (rank + 1) * rows], atol=1e-3, rtol=1e-3)
-        (expected * factor).sum().backward()
-        (got * factor[rank * rows : (rank + 1) * rows]).sum().backward()
-        torch.testing.assert_close(part.grad, whole.grad[rank * rows : (rank + 1) * rows], atol=1e-3, rtol=1e-3)
-        for one, two in ((synced.weight.grad, plain.weight.grad), (synced.bias.grad, plain.bias.grad)):
-            torch.testing.assert_close(hvd.allreduce(one, op=hvd.Sum), two, atol=2e-3, rtol=1e-3)
-        torch.testing.assert_close(synced.running_mean, plain.running_mean)
-        torch.testing.assert_close(synced.running_var, plain.running_var, atol=1e-3, rtol=1e-3)
-        synced.eval(), plain.eval()
-        torch.testing.assert_close(synced(data), plain(data), atol=1e-3, rtol=1e-3)
-    assert error_of(lambda: hvd.SyncBatchNorm(4)(torch.ones(4)))[0] == "ValueError"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_synchronised_batch_norm_is_batch_norm_of_the_whole_batch_on_the_cpu_too(run_ranks, size):
-    run_ranks(size, in_job, _batch_norm)

@@ -1,5 +1,7 @@
 """The ring against a float64 reference: ranks, dtypes, odd lengths; neighbours that die, or fall silent, in the middle."""
 
+import json
+import re
 import signal
 import textwrap
 
@@ -7,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import free_port
-from tests.hvd.jobs import in_job, outputs_of, start_script
+from tests.hvd.jobs import error_of, in_job, job, outputs_of, start_script
 
 import megaclass.hvd as hvd
 from megaclass.distributed.network.store import SignedStore
-from megaclass.hvd.settings import Settings
+from megaclass.errors import LaunchError
+from megaclass.hvd.settings import Settings, settings_from_environment
 from megaclass.hvd.transport.ring import connect_ring
 
 SIZES = [1, 2, 3, 4]
@@ -77,6 +80,69 @@ def test_large_allreduces_agree_with_float64_and_bit_by_bit_between_ranks(run_ra
     assert all(results == by_rank[0] for results in by_rank)
 
 
+def _values_with(transport: str) -> list[bytes]:
+    with job(CPU_OPERATIONS=transport) as (rank, size):
+        for dtype in DTYPES:
+            everybody = torch.stack([_numbers(r, 200_000, dtype) for r in range(size)]).double()
+            found = hvd.allreduce(_numbers(rank, 200_000, dtype), op=hvd.Sum)
+            assert torch.equal(found, everybody.sum(0).long().to(dtype)), dtype
+        return _values(rank, size, 100_003)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_gloo_reduces_every_dtype_where_it_is_chosen(run_ranks, size):
+    by_rank = run_ranks(size, _values_with, "GLOO")
+    assert all(results == by_rank[0] for results in by_rank)
+
+
+def _trace_with(transport: str, path: str) -> None:
+    with job(CPU_OPERATIONS=transport, TIMELINE=path):
+        hvd.allreduce(torch.ones(200_000), name="one")
+        for handle in [hvd.allreduce_async(torch.ones(200_000), name=f"fused.{i}") for i in range(3)]:
+            hvd.synchronize(handle)
+        hvd.allreduce(torch.ones(2), name="little")
+        hvd.allreduce(torch.ones(200_000), op=hvd.Adasum, name="adasum")
+        hvd.allgather(torch.ones(2), name="rows")
+
+
+@pytest.mark.parametrize("transport", ["ring", "gloo"])
+def test_the_timeline_names_the_transport_that_carried_the_tensors(run_ranks, tmp_path, transport):
+    run_ranks(2, _trace_with, transport, str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())
+    tensors = {event["pid"]: event["args"].get("name") for event in events if event.get("name") == "process_name"}
+    phases = {(tensors[event["pid"]], event["name"]) for event in events if event["ph"] == "B"}
+    used = {name: phase for name, phase in phases if "_ALL" in phase and not phase.startswith("NEGOTIATE_")}
+    of_allreduce = f"{transport.upper()}_ALLREDUCE"
+    assert used == {
+        "allreduce.one": of_allreduce,
+        **{f"allreduce.fused.{i}": of_allreduce for i in range(3)},
+        "allreduce.little": "RANK_0_ALLREDUCE",
+        "allreduce.adasum": "GLOO_ALLREDUCE",
+        "allgather.rows": "GLOO_ALLGATHER",
+    }
+
+
+def test_an_unknown_transport_is_refused_with_those_that_are_allowed():
+    assert settings_from_environment({}).cpu_operations == "ring"
+    with pytest.raises(
+        LaunchError, match=r"^HOROVOD_CPU_OPERATIONS='MPI' in the environment: expected ring or gloo\.$"
+    ):
+        settings_from_environment({"HOROVOD_CPU_OPERATIONS": "MPI"})
+
+
+def _with_own_choice(choices: list[str]) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_CPU_OPERATIONS", choices[dist.get_rank()])
+        return error_of(hvd.init)
+
+
+def test_ranks_that_chose_different_transports_are_told_which(run_ranks):
+    for kind, text in run_ranks(2, _with_own_choice, ["ring", "gloo"]):
+        assert kind == "LaunchError"
+        found = r"HOROVOD_CPU_OPERATIONS is ring on rank 0 \(.+\), but gloo on rank 1 \(.+\): it must be the same .*"
+        assert re.fullmatch(found, text), text
+
+
 def _of_sets(rank: int, size: int) -> None:
     hvd.shutdown()
     hvd.init(process_sets="dynamic")
@@ -125,6 +191,7 @@ def _start_in_the_middle(what: signal.Signals, timeout_s: float):
     return start_script(script, 4, port, PORT=str(port))
 
 
+@pytest.mark.ranks
 def test_when_a_rank_dies_in_the_middle_all_others_hear_of_it():
     # Rank 3 is no neighbour of rank 1's: it learns from rank 2, which leaves.
     results = outputs_of(_start_in_the_middle(signal.SIGKILL, 300.0))
@@ -135,6 +202,7 @@ def test_when_a_rank_dies_in_the_middle_all_others_hear_of_it():
     assert texts[3] in ("rank 2 has ended its connection to rank 3", "rank 0 has ended its connection to rank 3")
 
 
+@pytest.mark.ranks
 def test_a_rank_that_falls_silent_in_the_middle_is_named():
     processes = _start_in_the_middle(signal.SIGSTOP, 1.0)
     try:
@@ -146,6 +214,7 @@ def test_a_rank_that_falls_silent_in_the_middle_is_named():
         outputs_of(processes)
 
 
+@pytest.mark.ranks
 def test_a_job_whose_rank_is_killed_between_large_operations_ends_with_its_name():
     script = """
     import os, signal, threading, torch, megaclass.hvd as hvd

@@ -29,10 +29,12 @@ def _fails_on_rank_1() -> None:
     hvd.barrier()
 
 
+@pytest.mark.ranks
 def test_results_come_by_rank():
     assert hvd.run(_sum_of_ranks, (10,), {"factor": 2}, num_proc=2) == [(0, 42), (1, 42)]
 
 
+@pytest.mark.ranks
 def test_hosts_may_have_more_slots_than_there_are_processes(tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("localhost slots=3\n")
@@ -48,11 +50,13 @@ def _place() -> tuple[int, ...]:
     return hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
+@pytest.mark.ranks
 def test_two_names_of_this_machine_are_two_hosts():
     places = hvd.run(_place, num_proc=4, hosts="localhost:2,127.0.0.1:2")
     assert places == [(0, 0, 2, 0, 2), (1, 1, 2, 0, 2), (2, 0, 2, 1, 2), (3, 1, 2, 1, 2)]
 
 
+@pytest.mark.ranks
 def test_the_error_tells_of_the_rank_that_failed_first():
     with pytest.raises(RuntimeError, match="one or more processes exited with non-zero status") as caught:
         hvd.run(_fails_on_rank_1, num_proc=2)
@@ -60,6 +64,7 @@ def test_the_error_tells_of_the_rank_that_failed_first():
     assert "ValueError: no such thing" in str(caught.value)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -80,13 +85,14 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(given, error, te
     assert text in said
 
 
+@pytest.mark.ranks
 def test_a_function_that_cannot_travel_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(LaunchError, match="cannot pickle '<lambda>'"):
+    with pytest.raises(LaunchError, match="Cannot pickle '<lambda>' for the other ranks"):
         hvd.run(lambda: 1)
     typed_in = "import sys; sys.modules['cloudpickle'] = None\nimport megaclass.hvd as hvd\ndef f(): pass\nhvd.run(f)\n"
     done = subprocess.run([sys.executable, "-"], input=typed_in, env=environment(), capture_output=True, text=True)
-    assert "cannot pickle 'f' for the ranks: the ranks cannot import what was typed in" in done.stderr
+    assert "Cannot pickle 'f' for the other ranks: the ranks cannot import what was typed in" in done.stderr
 
 
 _MAIN_SCRIPT = """
@@ -118,6 +124,7 @@ def main_script(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.ranks
 def test_functions_of_the_main_script_travel(main_script):
     done = subprocess.run(
         [sys.executable, main_script, "2"], env=environment(), capture_output=True, text=True, timeout=60, check=True
@@ -126,6 +133,7 @@ def test_functions_of_the_main_script_travel(main_script):
     assert done.stdout == f"{[(0, 0, 0, name, 'hello', 2.0), (1, 1, 0, name, 'hello', 2.0)]}\n"
 
 
+@pytest.mark.ranks
 def test_when_the_caller_is_killed_its_ranks_end(main_script):
     mark = os.urandom(8).hex()
     caller = Run([sys.executable, main_script, "sleeps"], {**environment(), MARK: mark}, is_wrapped=False)

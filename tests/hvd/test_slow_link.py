@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "hvd_link.py"
 
 
@@ -19,6 +21,7 @@ def _can_make_namespaces() -> bool:
     return made.returncode == 0
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not _can_make_namespaces(), reason="needs root and iproute2")
 def test_over_a_slow_link_8_bits_save_bytes_as_the_interface_counts_them():
     command = [sys.executable, str(SCRIPT), "--steps", "4", "--pairs", "1", "--wires", "none", "bf16", "fp8"]

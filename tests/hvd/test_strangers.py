@@ -192,6 +192,7 @@ except LaunchError as error:
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "has_secret"),
     [
@@ -298,6 +299,7 @@ def _as_nobody(code: str, *args: str) -> str:
     return run.stdout
 
 
+@pytest.mark.ranks
 @as_root
 def test_another_user_of_the_machine_does_not_get_the_secret():
     offered = LocalSecret(1, 20.0)
@@ -310,6 +312,7 @@ def test_another_user_of_the_machine_does_not_get_the_secret():
     assert local_secret(offered.name) == offered.secret
 
 
+@pytest.mark.ranks
 @as_root
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
 def test_another_user_cannot_take_the_port_that_is_held_for_the_store(address):
@@ -378,6 +381,7 @@ def _listening(pid: int) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("starter", "what"), [("run", "hvd"), ("run", "trainer"), ("train.nproc", "trainer")])
 def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_connections(tmp_path, starter, what):
     (tmp_path / "steps.py").write_text(_STEPS)
@@ -416,6 +420,7 @@ def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_c
             job.communicate(timeout=60)
 
 
+@pytest.mark.ranks
 def test_the_secret_is_on_no_command_line_and_in_no_plan(tmp_path):
     shows = "import os; print(open('/proc/self/cmdline').read().count(os.environ['MEGACLASS_JOB_SECRET']))"
     command = [sys.executable, "-m", "megaclass", "run", "-np", "1"]

@@ -9,7 +9,7 @@ TORCHRUNS = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 HOROVODRUNS = [
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
     *("HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_CONTROLLER"),
-    *("HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "PYTHONUNBUFFERED"),
+    *("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "PYTHONUNBUFFERED"),
 ]
 PRINTS = f"""
 import os
@@ -39,8 +39,8 @@ def test_horovodruns_variables_are_set_and_torchruns_are_not(run, python):
     done = run("--horovod", "-np", "2", *python(PRINTS), env=left_over)
     assert done.code == 0, done.story()
     assert sorted(done.out.splitlines()) == [
-        "[0]<stdout>:[] 0 2 0 2 0 1 localhost 127.0.0.1 gloo gloo lo lo 1",
-        "[1]<stdout>:[] 1 2 1 2 0 1 localhost 127.0.0.1 gloo gloo lo lo 1",
+        "[0]<stdout>:[] 0 2 0 2 0 1 localhost 127.0.0.1 gloo lo lo 1",
+        "[1]<stdout>:[] 1 2 1 2 0 1 localhost 127.0.0.1 gloo lo lo 1",
     ], done.story()
 
 

@@ -342,9 +342,9 @@ time.sleep(600)
     assert re.search(
         r"megaclass: rank 3 on h3 \(pid \d+\) ended with exit code 1; the other 3 are being stopped\.", run.err
     )
-    epitaph = run.err[run.err.index("megaclass: the first to fail was rank 3 on h3 (pid ") :]
-    assert "    Traceback (most recent call last):" in epitaph and "    ValueError: no images in /data" in epitaph
-    assert len(epitaph.splitlines()) < 24
+    report = run.err[run.err.index("megaclass: the first to fail was rank 3 on h3 (pid ") :]
+    assert "    Traceback (most recent call last):" in report and "    ValueError: no images in /data" in report
+    assert len(report.splitlines()) < 24
 
 
 def test_a_rank_that_leaves_with_0_while_the_others_wait_for_it(bed, tmp_path):

@@ -37,11 +37,11 @@ def test_a_recipe_s_margin_is_the_one_it_names(settings: dict[str, Any], margin:
     [
         (
             {"margin": "adaface", "gradient": "straight-through"},
-            "head.gradient is straight-through; it must be exact for the margin adaface, which has no other.",
+            "head.gradient is straight-through; it must be exact for the margin adaface, which has no other derivative.",
         ),
         (
             {"margin": "combined", "margin_size": 0.3, "m2": 0.3},
-            "head.margin_size is 0.3; it must be unset where head.m2 is set: both are the angle of the margin combined.",
+            "head.margin_size is 0.3; it must be unset if head.m2 is set: both are the angle of the margin combined.",
         ),
     ],
 )

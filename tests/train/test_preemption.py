@@ -13,6 +13,8 @@ import pytest
 
 from megaclass.checkpoint.manifest import check_files, read_manifest
 
+pytestmark = pytest.mark.ranks
+
 TINY = [
     "synth.identities=12",
     "synth.images_per_identity=8",

@@ -38,11 +38,15 @@ STEPS_PER_EPOCH, NUM_STEPS, MIDDLE = 5, 15, 5
 
 
 def settings(data, run_dir, **changes):
-    """A run with everything that has a state: batch norm, dropout, momentum, CurricularFace's t, a running mean."""
+    """A run with everything that has a state: batch norm, dropout, momentum, AdaFace's norms, a running mean.
+
+    Not CurricularFace: its loss jumps where a negative is as hard as the target, so that a difference of one rounding (1e-7)
+    becomes 6e-5 in that step and 1e-2 ten steps later. AdaFace, continuous, stays within 1e-6 on any number of ranks.
+    """
     values = {
         "data": {"path": str(data), "max_bad_fraction": 0.1},
         "backbone": {"name": "slim", "embedding_dim": 16, "batch_norm": "sync", "dropout": 0.2},
-        "head": {"margin": "curricularface", "margin_size": 0.1, "scale": 16.0, "sample_rate": 0.5},
+        "head": {"margin": "adaface", "margin_size": 0.1, "scale": 16.0, "sample_rate": 0.5},
         "optimizer": {"warmup_epochs": 0.5},
         "train": {"run_dir": str(run_dir), "epochs": 3, "global_batch": 32, "report_steps": 1, "ema": 0.9},
     }
@@ -221,6 +225,7 @@ def test_a_run_of_two_ranks_killed_while_it_saves_has_the_curve_of_one_never_sto
     check_kills(rank_pool, data, tmp_path, 1, train__epochs=3)
 
 
+@pytest.mark.ranks
 @pytest.mark.soak
 def test_a_run_killed_30_times_has_the_curve_of_one_never_stopped(rank_pool, data, tmp_path):
     check_kills(rank_pool, data, tmp_path, 30, train__epochs=60)

@@ -33,6 +33,7 @@ def locked_where_flock_says(error, folder):
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_a_file_system_without_locks_is_warned_about_and_any_other_fault_of_it_is_an_error(tmp_path):
     done = locked_where_flock_says("ENOSYS", tmp_path)

@@ -492,6 +492,7 @@ def test_a_transformer_that_drops_and_masks_is_compiled_once_for_all_steps_and_g
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.ranks
 def test_where_the_compiler_fails_training_goes_on_without_and_says_why(tmp_path):
     body = (
         "from torch import nn\n"

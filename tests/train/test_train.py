@@ -21,6 +21,8 @@ from tests.conftest import free_port
 
 from megaclass.cli.main import main
 
+pytestmark = pytest.mark.ranks
+
 RECIPE = """
 [synth]
 identities = 20

@@ -11,14 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaclass.distributed.collectives import gather_blocks
+from megaclass.distributed.collectives import all_gather_single, gather_blocks, reduce_scatter_single
 from megaclass.distributed.process_group import process_group
 from megaclass.errors import ConfigError, LaunchError
 from megaclass.world import World
-
-# torch 2.13 renamed these two and warns about the names that 2.11 and 2.12 know.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ELEMENT_BYTES = 4
 _SETTINGS_BYTES = 1024
@@ -206,14 +202,14 @@ def _all_gather_trial(size: int, device: torch.device, group: dist.ProcessGroup 
 
     def num_wrong() -> int:
         result.zero_()
-        _all_gather(result, given, group=group)
+        all_gather_single(result, given, group=group)
         expected = torch.cat([_values(count, other, device) for other in range(num_ranks)])
         return int((result != expected).sum())
 
     return _Trial(
         num_bytes=num_ranks * count * _ELEMENT_BYTES,
         count=count,
-        call=lambda: _all_gather(result, given, group=group),
+        call=lambda: all_gather_single(result, given, group=group),
         num_wrong=num_wrong,
     )
 
@@ -225,14 +221,14 @@ def _reduce_scatter_trial(size: int, device: torch.device, group: dist.ProcessGr
 
     def num_wrong() -> int:
         result.zero_()
-        _reduce_scatter(result, given, group=group)
+        reduce_scatter_single(result, given, group=group)
         expected = _sum_of_values(num_ranks * count, num_ranks, device)[rank * count : (rank + 1) * count]
         return int((result != expected).sum())
 
     return _Trial(
         num_bytes=num_ranks * count * _ELEMENT_BYTES,
         count=num_ranks * count,
-        call=lambda: _reduce_scatter(result, given, group=group),
+        call=lambda: reduce_scatter_single(result, given, group=group),
         num_wrong=num_wrong,
     )
 

@@ -12,7 +12,7 @@ from megaclass.data.augment import AUGMENTATIONS, Augment
 from megaclass.data.decode import decode_image
 from megaclass.data.loader import BatchLoader
 from megaclass.data.order import rank_batch
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.sources.in_memory import DebugSource, SyntheticSource
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, scatter_sum, sum_over_ranks_
 from megaclass.distributed.process_group import process_group

@@ -22,6 +22,7 @@ from megaclass.checkpoint.manifest import (
     read_manifest,
 )
 from megaclass.checkpoint.retention import published
+from megaclass.checkpoint.tensor_file import read_tensors
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, text_of_main_rank
 from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.errors import CheckpointError, UserError
@@ -122,18 +123,7 @@ def _manifest_as_told(folder: Path, digest: str, rank: int) -> Manifest:
 
 def load_shared(folder: Path) -> dict[str, Tensor]:
     """Backbone, its optimizer and the head's small state, on the CPU."""
-    return _tensors_of(folder / SHARED)
-
-
-def _tensors_of(path: Path) -> dict[str, Tensor]:
-    """Its bytes are those of the manifest, but nobody promises that a foreign checkpoint's manifest lists safetensors."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
+    return read_tensors(folder / SHARED)
 
 
 def saved_rows(
@@ -142,7 +132,7 @@ def saved_rows(
     """(first class, rows) of every shard that overlaps classes [class_start, class_stop), one shard in memory at a time."""
     for name, saved in manifest.files.items():
         if saved.class_start < class_stop and class_start < saved.class_stop:
-            tensors = _tensors_of(folder / name)
+            tensors = read_tensors(folder / name)
             rows_of = {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}
             num_classes = saved.class_stop - saved.class_start
             for key, rows in rows_of.items():

@@ -185,12 +185,3 @@ def write_file(
     finally:
         os.close(handle)
     return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest(), class_start=class_start, class_stop=class_stop)
-
-
-def flush(path: Path) -> None:
-    """Waits until the file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.checkpoint.host_copy import HostCopy
-from megaclass.checkpoint.manifest import CLASSES, RANK_PREFIX, SHARED, Manifest, SavedFile, flush, write_file
+from megaclass.checkpoint.manifest import CLASSES, RANK_PREFIX, SHARED, Manifest, SavedFile, write_file
 from megaclass.checkpoint.retention import (
     aside_of,
     asides,
@@ -51,7 +51,7 @@ from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.distributed.restart_progress import report_progress
 from megaclass.errors import CheckpointError, UserError, is_transient
-from megaclass.private_files import make_private_folder
+from megaclass.files import flush, make_private_folder
 
 T = TypeVar("T")
 _POLL_S = 0.05

@@ -1,7 +1,7 @@
-"""Tensors -> one safetensors file, hashed while it is written and on the disk when the call returns.
+"""Reads and writes safetensors files of checkpoints; a written file is hashed on the way and on the disk at the end.
 
-The format is written here rather than by its library, whose files would have to be read again to hash them, and which
-keeps other threads from running: a save in the background must not hold up the training loop.
+The format is written here rather than by its own library for two reasons: the library's files would have to be read again
+to hash them, and it holds the GIL while it writes, so that a save in the background would stop the training loop.
 """
 
 import json
@@ -43,6 +43,22 @@ def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
                 f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_NAMES)}. Keep it in one of them "
                 f"(complex numbers by torch.view_as_real), or register the buffer with persistent=False if it is computed anew."
             )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors by name, on the CPU."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"Cannot read {path} as safetensors: {error}") from error
+
+
+def tensors_with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names start with the prefix, under the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], class_start: int = 0, class_stop: int = 0) -> SavedFile:

@@ -11,6 +11,7 @@ from megaclass import __version__
 from megaclass.cli.cluster import add_cluster_commands
 from megaclass.cli.data import add_data_commands
 from megaclass.cli.evaluate import add_evaluate_commands
+from megaclass.cli.logs import add_output_options, messages_on_stderr
 from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, ConfigError, UserError, is_transient
 
 # Whoever started the ranks ends the others as soon as the one that failed is gone; on a busy machine that takes a while.
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = ["--resume=auto" if a == "--resume" else a for a in arguments]
     # What follows is a command line of its own, in horovodrun's grammar.
     if given[:1] == ["run"]:
-        return _run(arguments[1:])
+        with messages_on_stderr():
+            return _run(arguments[1:])
     for argument in given:
         if (shown := argument.encode(errors="backslashreplace").decode()) != argument:
             # It would end up in files that are UTF-8, and fail there.
@@ -37,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(later)}")
     if later:
         options.settings += later
+    with messages_on_stderr(options.output):
+        return _call(options, given)
+
+
+def _call(options: argparse.Namespace, given: list[str]) -> int:
     try:
         code: int = options.run(options, given)
     except AgreedError as error:
@@ -132,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add_evaluate_commands(commands)
 
     add_data_commands(commands)
+    add_output_options(parser)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Reads settings: TOML files, then `key=value` overrides, into the dataclasses of `schema`; and writes them back as TOML."""
+"""Reads settings from TOML files and `key=value` arguments into the dataclasses of `schema.py`, and writes them as TOML."""
 
 import dataclasses
 import difflib
@@ -12,29 +12,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from megaclass.config.schema import (
-    Config,
-)
+from megaclass.config.schema import MAY_CHANGE, Config
 from megaclass.errors import ConfigError
 
 T = TypeVar("T")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file, then `section.key=value` arguments, which win."""
+    """Reads a TOML file, then `section.key=value` arguments, which take precedence."""
     values = _read_toml(path)
     for override in overrides:
         _apply(values, override)
     return load_config_values(values, where=str(path))
 
 
+def settings_with_changes(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (section.key, old value, new value) of every setting that differs and may not change on resume."""
+    for section in dataclasses.fields(Config):
+        before, now = getattr(old, section.name), getattr(new, section.name)
+        for key in dataclasses.fields(now):
+            values = getattr(before, key.name), getattr(now, key.name)
+            if values[0] != values[1] and key.metadata != MAY_CHANGE:
+                yield f"{section.name}.{key.name}", *values
+
+
 def load_config_values(values: dict[str, Any], *, where: str) -> Config:
-    """Settings as nested tables, checked like those of a file; `where` is what errors call them."""
+    """Builds settings from nested tables, checked like those of a file; error messages call their origin `where`."""
     return _build(Config, values, prefix="", where=where)
 
 
 def to_toml(config: Config) -> str:
-    """The resolved settings as TOML that load_config reads back to an equal Config; unset values are left out."""
+    """Returns the settings as TOML that load_config reads back to an equal Config; unset values are left out."""
     lines: list[str] = []
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
@@ -47,22 +55,6 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def describe_settings() -> Iterator[tuple[str, str, str, str]]:
-    """(section.key, type, default, meaning) of every setting, read from the classes above; for the documentation."""
-    import ast
-    import inspect
-
-    for section_name, section in _hints(Config).items():
-        body = ast.parse(inspect.getsource(section)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-                assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
-                default = "required" if statement.value is None else ast.unparse(statement.value)
-                name = f"{section_name}.{statement.target.id}"
-                yield name, ast.unparse(statement.annotation), default, str(following.value.value)
-
-
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -73,12 +65,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        hint = " One of InsightFace's becomes a recipe by megaclass import-config." if path.suffix == ".py" else ""
+        hint = " To convert an InsightFace config, use megaclass import-config." if path.suffix == ".py" else ""
         raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from error
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Puts one `section.key=value` into the tree; the text is read as TOML where it can be, else as a string."""
+    """Applies one `section.key=value`; the value is parsed as TOML if possible, otherwise taken as a string."""
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
@@ -89,7 +81,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         parsed: dict[str, Any] = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         parsed = {}
-    # More than one key: a line break in the text that is no part of a value.
+    # More than one key means that the text contained a line break outside a value.
     value = parsed["value"] if len(parsed) == 1 else text
     table = values.setdefault(section, {})
     if not isinstance(table, dict):
@@ -99,7 +91,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 @dataclass(frozen=True)
 class _Argument:
-    """A value from the command line: what was typed, for fields that want text, and what it reads as."""
+    """A value from the command line: the text as typed, for settings that are text, and the same parsed as TOML."""
 
     text: str
     value: Any
@@ -127,7 +119,9 @@ def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
         elif name in values:
             arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where)
         elif member.default is dataclasses.MISSING:
-            raise ConfigError(f"{where}: {prefix}{name} is not set and has no default; add it or give {prefix}{name}=…")
+            raise ConfigError(
+                f"{where}: {prefix}{name} is not set and has no default; add it to the file or pass {prefix}{name}=…"
+            )
     return cls(**arguments)
 
 
@@ -149,7 +143,7 @@ def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
 
 
 def _place(given: Any, where: str) -> str:
-    """Where a value was given: in the file, on the command line, or both for a section."""
+    """Names the origin of a value: the command line if all of it came from there, otherwise the file."""
     values = given.values() if isinstance(given, dict) and given else [given]
     return "command line" if all(isinstance(value, _Argument) for value in values) else where
 
@@ -164,7 +158,7 @@ def _nearest(key: str, siblings: Sequence[str] | dict[str, Any], prefix: str) ->
 
 def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     if hint is float:
-        # No setting means anything at infinity, and TOML can write it.
+        # TOML can express infinity, but no setting has a meaning there.
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_number = is_number and abs(value) <= sys.float_info.max
         return is_number, float(value) if is_number else None

@@ -1,6 +1,8 @@
-"""Every setting: frozen dataclasses with the meaning under each field. TOML files and `key=value` fill them.
+"""All settings, as frozen dataclasses with a description under each field. `read.py` fills them from TOML and `key=value`.
 
-What can be computed is not a setting. A value out of its range is refused here, before any process starts.
+Values that can be computed are not settings. Values outside their range are refused here, before any process starts.
+The metadata MAY_CHANGE marks settings that a resumed run may change; any other change is refused (train/run/resume.py).
+docs/configuration.md is generated from this file by `make docs`.
 """
 
 import itertools
@@ -11,22 +13,26 @@ from typing import Literal
 from megaclass.errors import ConfigError
 
 CLASS_MEANS = "class_means"
+"""Value of train.init_centres: start each class centre at the mean embedding of its images."""
+
+MAY_CHANGE = {"may_change_on_resume": True}
+"""Field metadata of settings that do not change what a run computes, only where, how long or how fast it runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthConfig:
-    """Identities drawn by code, when `data.path` does not hold any data yet."""
+    """Synthetic identities, drawn into `data.path` if it holds no data yet."""
 
     identities: int = 0
-    """Training identities to draw; 0: none, the data must be there."""
+    """Number of training identities to draw; 0 draws none and expects existing data."""
     images_per_identity: int = 20
-    """Images of each."""
+    """Number of images per identity."""
     size: int = 112
-    """Side of an image in pixels."""
+    """Side length of the square images in pixels."""
     pairs: int = 1000
-    """Verification pairs, of identities that do not occur in training."""
+    """Number of verification pairs, drawn from identities that are not in the training data."""
     seed: int = 0
-    """Fixes every pixel."""
+    """Random seed; the same seed draws the same pixels."""
 
     def __post_init__(self) -> None:
         _require("synth.identities", self.identities, self.identities >= 0, "0 or more")
@@ -38,30 +44,30 @@ class SynthConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where the images come from."""
+    """Training images."""
 
-    path: str
-    """Folder with train.rec, label.txt, tar shards or folders of identities, several by commas; synthetic:C[xN]; debug."""
+    path: str = field(metadata=MAY_CHANGE)
+    """Folder with train.rec, label.txt, tar shards or folders of identities (several: with commas); synthetic:C[xN]; debug."""
     size: int | tuple[int, int] = 0
-    """Size of the model's input: one number for squares, or [height, width]; 0: the size of the first image."""
+    """Input size of the model in pixels: one number for squares, or [height, width]; 0 uses the size of the first image."""
     fit: Literal["pad", "crop", "squash"] = "squash"
-    """How images of another size are fitted: pad: scaled, black borders; crop: scaled, edges cut off; squash: stretched."""
+    """How images of another size are fitted: pad adds black borders, crop cuts off edges, squash stretches."""
     mirror: bool = True
-    """Mirror half of the images, chosen by (seed, epoch, image); evaluation then adds the mirrored image's embedding."""
+    """Mirror half of the training images at random; evaluation then adds the embedding of the mirrored image."""
     augment: str = ""
-    """Augmentations in order, with shares: crop:0.2,low_resolution,blur,colour,grey,occlusion,jpeg:0.1; empty: none."""
+    """Augmentations with their probabilities: crop:0.2,low_resolution,blur,colour,grey,occlusion,jpeg:0.1; empty for none."""
     order: Literal["images", "classes"] = "images"
-    """images: each once an epoch; classes: all equally often, whatever their number of images."""
+    """images: every image once per epoch; classes: all classes equally often, independent of their number of images."""
     images_per_class: int = 1
-    """Images of one class side by side in a batch, with data.order=classes."""
+    """Number of consecutive images of the same class in a batch; requires data.order=classes."""
     keep_last: bool = False
-    """Show what is left after the last whole batch too: the last two batches of an epoch share it."""
-    threads: int = 1
-    """Threads a process that read and decode."""
-    max_bad_fraction: float = 0.001
-    """Share of the images that may be unreadable and are replaced; beyond it the run stops."""
-    stage: str = ""
-    """Folder in memory, such as /dev/shm/faces, that the data is copied to once a host and read from; empty: none."""
+    """Also train on the images after the last full batch of an epoch: they are spread over its last two batches."""
+    threads: int = field(default=1, metadata=MAY_CHANGE)
+    """Number of reader threads per process."""
+    max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE)
+    """Largest fraction of unreadable images; they are replaced by others, and the run stops when there are more."""
+    stage: str = field(default="", metadata=MAY_CHANGE)
+    """Folder in memory, such as /dev/shm/faces, to which each host copies the data before reading it; empty for none."""
 
     def __post_init__(self) -> None:
         _require("data.path", self.path, bool(self.path), "a folder")
@@ -83,24 +89,24 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackboneConfig:
-    """Images -> embeddings."""
+    """The network that computes embeddings of images."""
 
     name: str = "iresnet50"
     """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class."""
     embedding_dim: int = 512
-    """Numbers in an embedding."""
+    """Number of dimensions of an embedding."""
     batch_norm: Literal["local", "sync"] = "local"
-    """local: statistics of each rank's own images; sync: of the global batch, the same on any number of ranks."""
+    """local: statistics of each rank's own images; sync: statistics of the global batch, independent of the number of ranks."""
     dropout: float = 0.0
-    """Share of the last feature map dropped, chosen by (seed, step, image); backbones that have such a layer."""
+    """Dropout probability of the last feature map, for backbones that have such a layer."""
     drop_path: float = 0.0
-    """Transformers: share of the images whose branch the last block drops in training, rising linearly from 0 in the first."""
+    """Stochastic depth of transformers: probability of dropping the last block, rising linearly from 0 in the first one."""
     mask_patches: float = 0.0
-    """Transformers: share of each image's patches left out in training; chosen, like drop_path, by (seed, step, image)."""
+    """Fraction of each image's patches that transformers leave out in training."""
     freeze: tuple[str, ...] = ()
-    """Beginnings of the names of parameters that are not trained, such as ["conv1", "layer1"]; batch statistics go on."""
+    """Name prefixes of frozen parameters, such as ["conv1", "layer1"]; batch statistics are still updated."""
     checkpoint_activations: bool = False
-    """Compute activations again in backward instead of keeping them: less memory, a third more time."""
+    """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
         _require("backbone.dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")
@@ -109,7 +115,7 @@ class BackboneConfig:
         _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
 
 
-# Setting, lowest and highest value, both in words: those of CombinedMargin's fields.
+# Setting, lowest value, highest value, and the allowed range in words; the limits are those of CombinedMargin.
 _COMBINED_RANGES = (
     ("m1", 0.5, 8.0, "in [0.5, 8]"),
     ("m2", 0.0, math.pi / 2, "in [0, pi / 2]: an angle in radians"),
@@ -119,61 +125,68 @@ _COMBINED_RANGES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadConfig:
-    """Embeddings -> loss, the classes split over all ranks. Their number comes from the data."""
+    """The classification layer, whose class centres are split over all ranks. The number of classes comes from the data."""
 
     margin: Literal[
         "softmax", "arcface", "cosface", "combined", "adaface", "magface", "curricularface", "elasticface"
     ] = "arcface"
-    """What is done to the target's cosine."""
+    """Margin function applied to the cosine between an embedding and the centre of its class."""
     scale: float = 64.0
-    """Factor of the cosines."""
+    """Factor by which cosines are multiplied before the softmax."""
     margin_size: float | None = None
-    """Size of the margin; unset: the margin's published one."""
+    """Size of the margin; unset uses the published value."""
     m1: float | None = None
-    """Factor of the angle in cos(m1 * angle + m2) - m3, for the margin combined; unset: 1."""
+    """m1 in cos(m1 * angle + m2) - m3, for the margin combined; unset means 1."""
     m2: float | None = None
-    """Angle in radians added by the margin combined; unset: 0."""
+    """m2 in cos(m1 * angle + m2) - m3, in radians, for the margin combined; unset means 0."""
     m3: float | None = None
-    """Amount subtracted from the cosine by the margin combined; unset: 0."""
+    """m3 in cos(m1 * angle + m2) - m3, for the margin combined; unset means 0."""
     gradient: Literal["exact", "straight-through"] = "exact"
-    """Derivative of arcface and combined: exact, or straight-through (taken as head.scale), as InsightFace trains."""
+    """Derivative of arcface and combined: exact, or straight-through (the constant head.scale), as in InsightFace."""
     sample_rate: float | tuple[tuple[int, float], ...] = 1.0
-    """Share of the negatives that take part in a step, 1.0 = full softmax; or [[first step, rate], ...]."""
+    """Fraction of the negative classes used per step, 1.0 for the full softmax; or a schedule [[first step, rate], ...]."""
     optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
-    """How the centres move."""
+    """Optimizer of the class centres."""
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd for the class centres."""
     weight_decay: float = 5e-4
-    """Decay of the rows that take part."""
+    """Weight decay of the class centres that are used in a step."""
     subcentres: int = 1
-    """Centres a class; more than one absorbs noisy labels."""
+    """Number of centres per class; more than one tolerates noisy labels."""
     filter_above: float | None = None
-    """Negatives with a larger cosine count as cosine 0; unset: none."""
+    """Treat negatives with a larger cosine as cosine 0, because they are probably mislabelled; unset disables the filter."""
     storage: Literal["float32", "bf16"] = "float32"
-    """Dtype of the centres."""
-    stored_gib: float = 4.0
-    """Memory a rank may use to keep exponentials for backward; what does not fit is computed again."""
-    kernel: Literal["auto", "triton_fused", "chunked", "reference"] = "auto"
-    """auto: the fastest that runs on the device."""
+    """Data type in which class centres are stored."""
+    stored_gib: float = field(default=4.0, metadata=MAY_CHANGE)
+    """Memory in GiB per rank for exponentials kept for the backward pass; those that do not fit are recomputed."""
+    kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
+    """Implementation of the head; auto chooses the fastest one for the device."""
 
     def __post_init__(self) -> None:
         _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
         for name, low, high, allowed in _COMBINED_RANGES:
             value = getattr(self, name)
             _require(f"head.{name}", value, value is None or low <= value <= high, allowed)
-            needed = "unset where head.margin is not combined; head.margin_size sizes a single margin"
+            needed = "unset unless head.margin is combined; the other margins take head.margin_size"
             _require(f"head.{name}", value, value is None or self.margin == "combined", needed)
         is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
-        needed = "unset where head.m2 is set: both are the angle of the margin combined"
+        needed = "unset if head.m2 is set: both are the angle of the margin combined"
         _require("head.margin_size", self.margin_size, is_named_once, needed)
         has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
-        _require("head.gradient", self.gradient, has_choice, f"exact for the margin {self.margin}, which has no other")
+        _require(
+            "head.gradient",
+            self.gradient,
+            has_choice,
+            f"exact for the margin {self.margin}, which has no other derivative",
+        )
         schedule = self.sample_rate if isinstance(self.sample_rate, tuple) else ((0, self.sample_rate),)
         for _, rate in schedule:
             _require("head.sample_rate", rate, 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only")
         steps = [step for step, _ in schedule]
         is_rising = steps[:1] == [0] and all(a < b for a, b in itertools.pairwise(steps))
-        _require("head.sample_rate", list(map(list, schedule)), is_rising, "a list of steps that rise from 0")
+        _require(
+            "head.sample_rate", list(map(list, schedule)), is_rising, "a list of increasing steps that starts at 0"
+        )
         _require("head.stored_gib", self.stored_gib, self.stored_gib >= 0, "0 or more")
         _require("head.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
         _require("head.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
@@ -184,28 +197,28 @@ class HeadConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """How the backbone moves, and the learning rate of both."""
+    """Optimizer of the backbone, and the learning rate of backbone and head."""
 
     name: Literal["sgd", "adamw"] = "sgd"
-    """How the backbone moves."""
+    """Optimizer of the backbone."""
     lr: float = 0.1
-    """Highest learning rate, reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     head_lr: float | None = None
-    """The centres' own; unset: the same."""
+    """Peak learning rate of the class centres; unset uses optimizer.lr."""
     momentum: float = 0.9
-    """Momentum of the backbone's SGD."""
+    """Momentum of sgd for the backbone."""
     weight_decay: float = 5e-4
-    """Decay of the backbone's weights."""
+    """Weight decay of the backbone."""
     clip_norm: float = 5.0
-    """Longest gradient of the backbone, over all its parameters; 0: any."""
+    """Clip the backbone's gradient to this norm; 0 disables clipping."""
     warmup_epochs: float = 0.0
-    """Epochs over which the learning rate rises from 0."""
+    """Number of epochs over which the learning rate rises linearly from 0."""
     schedule: Literal["polynomial", "cosine", "step"] = "polynomial"
-    """How it falls from then on."""
+    """How the learning rate decreases after the warm-up."""
     power: float = 2.0
-    """polynomial: as (1 - progress) ** power."""
+    """Exponent of the polynomial schedule: lr * (1 - progress) ** power."""
     step_epochs: tuple[float, ...] = ()
-    """step: epochs at which it is divided by ten."""
+    """Epochs at which the step schedule divides the learning rate by ten."""
 
     def __post_init__(self) -> None:
         _require("optimizer.lr", self.lr, self.lr > 0, "above 0")
@@ -216,57 +229,57 @@ class OptimizerConfig:
         _require("optimizer.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
         _require("optimizer.power", self.power, self.power >= 0, "0 or more")
         is_rising = all(a < b for a, b in itertools.pairwise((0.0, *self.step_epochs)))
-        _require("optimizer.step_epochs", list(self.step_epochs), is_rising, "epochs above 0 that rise")
+        _require("optimizer.step_epochs", list(self.step_epochs), is_rising, "increasing epochs above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """The run."""
+    """The training run."""
 
-    run_dir: str
-    """Folder of the run: config, metrics, checkpoints, report, model."""
-    epochs: float = 20.0
-    """Passes over the data; 0.5 is half of one."""
+    run_dir: str = field(metadata=MAY_CHANGE)
+    """Run folder: config, metrics, checkpoints, report and model."""
+    epochs: float = field(default=20.0, metadata=MAY_CHANGE)
+    """Number of passes over the data; fractions such as 0.5 are allowed."""
     global_batch: int = 512
-    """Images in a step over all ranks, whatever their number."""
-    nproc: int = 1
-    """Processes to start on this machine when no other starter is in charge."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: one GPU a process when there are any."""
+    """Number of images per step over all ranks together."""
+    nproc: int = field(default=1, metadata=MAY_CHANGE)
+    """Number of processes to start on this machine; ignored under a launcher such as megaclass run, torchrun or srun."""
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MAY_CHANGE)
+    """auto uses one GPU per process if there are GPUs, otherwise the CPU."""
     seed: int = 0
-    """Fixes centres, order, draws and mirroring, whatever the number of ranks."""
+    """Random seed of weights, centres, data order, sampling and augmentation, independent of the number of ranks."""
     precision: Literal["auto", "bf16", "fp16", "float32"] = "auto"
-    """auto: bf16 on GPUs that have it, float32 elsewhere; fp16 uses a loss scale on which all ranks agree."""
+    """auto uses bf16 on GPUs that support it, otherwise float32; fp16 uses a dynamic loss scale."""
     accumulate: int = 1
-    """Parts a rank's batch is cut into, of two images at least; the step is that of the whole batch, at a part's memory."""
+    """Number of parts into which each rank's batch is split to save memory; the step is the same as with the whole batch."""
     ema: float = 0.0
-    """Decay of a running mean of the backbone's weights, which is then evaluated and exported; 0: none."""
-    on_nan: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does, on all ranks in the same step."""
-    compile: bool = False
-    """torch.compile the backbone: faster for ViT, not for iresnet; where that fails it says why and goes on without."""
+    """Decay of an exponential moving average of the backbone's weights, which is then evaluated and exported; 0 disables it."""
+    on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
+    """Whether a loss or gradient that is not finite stops the run or skips the step."""
+    compile: bool = field(default=False, metadata=MAY_CHANGE)
+    """Compile the backbone with torch.compile: faster for ViT, not for iresnet. If it fails, training continues without it."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
-    """Width in which the backbone's gradients travel; what rounding loses is added in the next step."""
-    tensorboard: bool = False
-    """Also write the metrics for TensorBoard, into the run folder."""
-    wandb_project: str = ""
-    """Also send the metrics to this project of Weights & Biases."""
-    report_steps: int = 20
-    """Steps between two rows of metrics.jsonl; evaluations and checkpoints have a row in any case."""
-    evaluate_epochs: float = 0.0
-    """Epochs between two evaluations on all ranks; 0: at the end only. The most accurate checkpoint is then the best one."""
-    evaluate_sets: tuple[str, ...] = ()
-    """Names of the .bin files beside the data to evaluate on, such as ["lfw", "agedb_30"]; empty: all."""
-    checkpoint_epochs: float = 1.0
-    """Epochs between two checkpoints; one is always written at the end."""
-    keep_checkpoints: int = 2
-    """How many of the last ones are kept, beside the best."""
-    async_checkpoints: bool = True
-    """Write checkpoints while training goes on; the copy they are written from takes host memory."""
-    init_backbone: str | None = None
-    """Weights to begin with: a .safetensors file, a run folder or checkpoint, InsightFace's .pth or .pt, MXNet's .params."""
-    init_centres: str | None = None
-    """Centres to begin with: a checkpoint, a run folder, a folder of checkpoint_gpu_N.pt or N_centers.param; class_means."""
+    """Number format in which ranks exchange the backbone's gradients; rounding errors are carried over to the next step."""
+    tensorboard: bool = field(default=False, metadata=MAY_CHANGE)
+    """Also write the metrics for TensorBoard into the run folder."""
+    wandb_project: str = field(default="", metadata=MAY_CHANGE)
+    """Also send the metrics to this Weights & Biases project; empty disables it."""
+    report_steps: int = field(default=20, metadata=MAY_CHANGE)
+    """Number of steps per row of metrics.jsonl; evaluations and checkpoints always write a row."""
+    evaluate_epochs: float = field(default=0.0, metadata=MAY_CHANGE)
+    """Number of epochs between evaluations, by which the best checkpoint is chosen; 0 evaluates at the end only."""
+    evaluate_sets: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
+    """Names of the .bin files beside the data to evaluate on, such as ["lfw", "agedb_30"]; empty means all."""
+    checkpoint_epochs: float = field(default=1.0, metadata=MAY_CHANGE)
+    """Number of epochs between checkpoints; one is always written at the end."""
+    keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE)
+    """Number of most recent checkpoints to keep, in addition to the best one."""
+    async_checkpoints: bool = field(default=True, metadata=MAY_CHANGE)
+    """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
+    init_backbone: str | None = field(default=None, metadata=MAY_CHANGE)
+    """Initial backbone: a .safetensors file, a run folder or checkpoint, InsightFace's .pth or .pt, or MXNet's .params."""
+    init_centres: str | None = field(default=None, metadata=MAY_CHANGE)
+    """Initial centres: a checkpoint or run folder, a folder of checkpoint_gpu_N.pt or N_centers.param, or class_means."""
 
     def __post_init__(self) -> None:
         _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
@@ -283,21 +296,21 @@ class TrainConfig:
         _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
         _require("train.keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1")
         has_means = self.init_centres != CLASS_MEANS or self.init_backbone is not None
-        needed = "a path where train.init_backbone is unset: class means are those of the initial backbone's embeddings"
+        needed = "a path if train.init_backbone is unset: class means are computed with the initial backbone"
         _require("train.init_centres", self.init_centres, has_means, needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
-    """What the trained backbone is written as."""
+    """Formats in which the trained backbone is exported."""
 
-    onnx: bool = True
-    """Also model.onnx (needs megaclass[onnx]); model.safetensors is always written."""
+    onnx: bool = field(default=True, metadata=MAY_CHANGE)
+    """Also export model.onnx (requires megaclass[onnx]); model.safetensors is always written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A training run, whole."""
+    """All settings of a training run."""
 
     data: DataConfig
     train: TrainConfig

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megaclass.data.augment import Augment, augment_, mirror_
 from megaclass.data.decode import Fit, decode_into, normalise
 from megaclass.data.order import ClassOrder, ImageOrder, Order, rank_batch
-from megaclass.data.sources.open_source import ImageSource, PixelSource
+from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.errors import DataError, is_transient
 from megaclass.keyed_random import combine64
 

@@ -22,15 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.distributed.collectives import all_gather_single
 from megaclass.errors import ConfigError
 
 # Vectors are filled up to a multiple of it, whatever the format.
 _ALIGNMENT = 128
 _EXPONENT_BIAS = 127
 _NOT_FINITE = 255
-
-# torch 2.13 renamed it and warns about the name that 2.11 and 2.12 know.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def compressed_all_reduce_(
     if divisor != 1.0:
         sum_P /= divisor
     sum_1B = wire.encode(sum_P[None])
-    gathering = _all_gather(received_WB.view(-1), sum_1B.view(-1), group=group, async_op=True)
+    gathering = all_gather_single(received_WB.view(-1), sum_1B.view(-1), group=group, async_op=True)
     if remainder_N is not None:
         parts_WP[group.rank() if group is not None else dist.get_rank()].add_(
             sum_P.sub_(wire.decode(sum_1B, count)[0]), alpha=divisor

@@ -7,7 +7,6 @@ draws: ROC, histogram and the pictures of the worst mistakes, so that a report n
 import io
 import json
 import math
-import os
 import re
 import sys
 import zipfile
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from megaclass.errors import DataError
 from megaclass.evaluate.protocols.verification import Roc, ScoredPairs, roc_curve
-from megaclass.private_files import make_private_folder, open_private, write_private
+from megaclass.files import make_private_folder, published_file, write_text
 
 Floats = NDArray[np.float64]
 
@@ -171,9 +170,8 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
         sets[result.name] = result.to_json()
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write_private(unfinished, json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n")
-    unfinished.replace(path)
+    text = json.dumps({"format": _FORMAT, "model": dict(model), "sets": sets}, indent=1) + "\n"
+    write_text(path, text, is_private=True)
     return path
 
 
@@ -320,10 +318,8 @@ def _write_curves(path: Path, result: SetResult) -> None:
         for place, hard in enumerate(result.hard_pairs):
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp.npz")
-    with open_private(unfinished, "wb", follows_links=False) as file:
-        np.savez_compressed(file, **arrays)
-    unfinished.replace(path)
+    with published_file(path, is_private=True) as unfinished:
+        np.savez_compressed(unfinished, **arrays)
 
 
 def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import DataError
+from megaclass.even_parts import even_part
 
 NO_LABEL = -1
 """Of a gallery entry that is nobody's mate: a distractor."""
@@ -56,15 +57,15 @@ def shard_of_rank(
     group: dist.ProcessGroup | None = None,
 ) -> GalleryShard:
     """Cuts a gallery that every rank holds (or has mapped) into contiguous parts; a part may be empty."""
-    start, stop = range_of_rank(len(embeddings_ND), group)
-    labels = None if labels_N is None else labels_N[start:stop]
-    return GalleryShard(embeddings_ND=embeddings_ND[start:stop], labels_N=labels, first=start)
+    rows = rows_of_rank(len(embeddings_ND), group)
+    here = slice(rows.start, rows.stop)
+    labels = None if labels_N is None else labels_N[here]
+    return GalleryShard(embeddings_ND=embeddings_ND[here], labels_N=labels, first=rows.start)
 
 
-def range_of_rank(num_rows: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """First row of this rank's part, and the row after its last."""
-    rank, num_ranks = group_rank(group), group_size(group)
-    return num_rows * rank // num_ranks, num_rows * (rank + 1) // num_ranks
+def rows_of_rank(num_rows: int, group: dist.ProcessGroup | None = None) -> range:
+    """Returns the rows of a gallery that this rank holds; there may be none."""
+    return even_part(num_rows, group_rank(group), group_size(group))
 
 
 def search(

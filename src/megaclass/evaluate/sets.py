@@ -30,7 +30,7 @@ from megaclass.evaluate.protocols.identification import (
 from megaclass.evaluate.protocols.templates import evaluate_ijb, find_ijb, read_ijb
 from megaclass.evaluate.protocols.verification import ScoredPairs, score_embeddings
 from megaclass.evaluate.results import SetResult, curves_of, result_of_pairs
-from megaclass.evaluate.search import GalleryShard, range_of_rank
+from megaclass.evaluate.search import GalleryShard, rows_of_rank
 from megaclass.image_size import ImageSize
 
 
@@ -255,7 +255,8 @@ def _shard_at(evaluator: Evaluator, path: Path, width: int) -> tuple[GalleryShar
         names = found[1] if found is not None else []
         files = find_images(path) if found is None else []
         names = names or [one.parent.name for one in files]
-        start, stop = range_of_rank(len(names), evaluator.group)
+        rows_here = rows_of_rank(len(names), evaluator.group)
+        start, stop = rows_here.start, rows_here.stop
         if found is not None:
             rows_ND = found[0](start, stop)
         else:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.data.pair_file import read_pairs
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.overlap import Overlap, find_overlaps
 from megaclass.data.tools.split import is_unseen
 from megaclass.evaluate.results import SetResult

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaclass.errors import ExportError
+from megaclass.errors import DataError, ExportError
 from megaclass.evaluate.protocols.centre_health import ClassCentres
-from megaclass.export.publish import published_file
+from megaclass.files import published_file
 
 
 class CentresByName(Mapping[str, Tensor]):
@@ -63,4 +63,4 @@ def load_centres(path: Path) -> CentresByName:
         names = [text[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
         return CentresByName(tensors["centres"], names)
     except (SafetensorError, OSError, KeyError, UnicodeDecodeError) as error:
-        raise ExportError(f"Cannot read {path} as class centres: {error}") from error
+        raise DataError(f"Cannot read {path} as class centres: {error}") from error

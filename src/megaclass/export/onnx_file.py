@@ -20,7 +20,7 @@ from torch import nn
 
 from megaclass.errors import ExportError
 from megaclass.export.check import fixed_inputs, require_same_embeddings
-from megaclass.export.publish import published_file
+from megaclass.files import published_file
 from megaclass.image_size import ImageSize
 
 # A protobuf, and so a model in one file, ends at 2 GiB.

@@ -25,8 +25,8 @@ from megaclass.export.centres_file import save_centres
 from megaclass.export.check import fixed_inputs, require_same_embeddings
 from megaclass.export.model_card import model_card
 from megaclass.export.onnx_file import export_onnx
-from megaclass.export.publish import published_folder
 from megaclass.export.safetensors_file import save_model
+from megaclass.files import published_folder
 from megaclass.image_size import size_to_text
 from megaclass.model import LoadedModel, load
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megaclass.checkpoint.tensor_file import read_tensors
 from megaclass.errors import ExportError
-from megaclass.export.publish import published_file
+from megaclass.files import published_file
 
 
 def save_model(path: Path, backbone: nn.Module, *, metadata: Mapping[str, str]) -> None:
@@ -27,22 +28,11 @@ def save_model(path: Path, backbone: nn.Module, *, metadata: Mapping[str, str]) 
         except SafetensorError as error:
             raise ExportError(f"Cannot write {path}: {error}.") from error
         _sort_metadata(unfinished)
-        read_back = load_state(unfinished)
+        read_back = read_tensors(unfinished)
         for name, tensor in tensors.items():
             # Compared as bytes: NaN equals itself, -0.0 differs from 0.0.
             if not torch.equal(_as_bytes(read_back[name]), _as_bytes(tensor)):
                 raise ExportError(f"Cannot write {path}: tensor {name!r} read back differs. Check the disk.")
-
-
-def load_state(path: Path) -> dict[str, Tensor]:
-    """The tensors by name, on the CPU: what `backbone.load_state_dict` takes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise ExportError(f"Cannot read {path} as safetensors: {error}") from error
 
 
 def _sort_metadata(path: Path) -> None:

@@ -366,12 +366,12 @@ def _groups(job: Job, number: int, ranks: tuple[int, ...]) -> SetGroups:
     name = f"set {number}"
     names = [f"rank {rank} ({meeting.hosts[rank]})" for rank in ranks]
     place = ranks.index(meeting.rank)
-    return SetGroups(
-        ranks,
-        new_group(meeting, name, ranks, settings),
-        new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None,
-        connect_ring(meeting.signed_store(name), meeting.secret, place, names, meeting.address, settings),
-    )
+    cpu = new_group(meeting, name, ranks, settings)
+    gpu = new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None
+    ring = None
+    if settings.cpu_operations == "ring":
+        ring = connect_ring(meeting.signed_store(name), meeting.secret, place, names, meeting.address, settings)
+    return SetGroups(ranks, cpu, gpu, ring)
 
 
 _basics: Any = _Basics()

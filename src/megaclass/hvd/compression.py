@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megaclass.distributed.wire_formats import WIRE_FORMATS
 
+__all__ = ["Compression"]
+
 
 class Compressor:
     """Interface for compressing and decompressing a given tensor."""

@@ -1,5 +1,7 @@
 """The errors Horovod's scripts catch, by the names they know them."""
 
+__all__ = ["HorovodInternalError"]
+
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 SHUT_DOWN = (

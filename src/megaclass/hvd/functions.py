@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from megaclass.distributed.network.job_secret import JOB_SECRET
 from megaclass.errors import LaunchError
 from megaclass.hvd.basics import _basics
+from megaclass.hvd.collectives.allgather import allgather
+from megaclass.hvd.collectives.broadcast import broadcast_, broadcast_async_
+from megaclass.hvd.collectives.handles import synchronize
 from megaclass.hvd.exceptions import HorovodInternalError
-from megaclass.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, size, synchronize
+from megaclass.hvd.lifecycle import rank, size
+from megaclass.hvd.pickling import pickled
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 _MAC_BYTES = 32
 _NEEDS_SECRET = (
@@ -153,7 +159,7 @@ class _Envelope:
         self._about = f"{process_set.process_set_id} {number} {name}"
 
     def sealed(self, obj: Any, sender: int) -> Tensor:
-        content = _dumps(obj) if self._is_trusted else _plain_dumps(obj)
+        content = pickled(obj, type(obj).__name__) if self._is_trusted else _plain_dumps(obj)
         return torch.frombuffer(bytearray(self._mac(content, sender) + content), dtype=torch.uint8)
 
     def opened(self, data: Tensor, sender: int) -> Any:
@@ -173,23 +179,6 @@ class _Envelope:
 def _object_name(process_set: ProcessSet) -> str:
     """Horovod takes the type's name, and waits for ever where the ranks' types differ; this one is counted."""
     return f"object.{_basics.job().next_object(process_set.process_set_id, '')}"
-
-
-def _dumps(obj: Any) -> bytes:
-    """Between ranks of one job. With cloudpickle, as Horovod does, where it is installed: it knows lambdas."""
-    try:
-        import cloudpickle
-    except ImportError:
-        try:
-            return pickle.dumps(obj)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"Cannot pickle {type(obj).__name__} for the other ranks: {error}. "
-                f"Functions defined in functions need cloudpickle: pip install 'megaclass[hvd]'."
-            ) from error
-    buffer = io.BytesIO()
-    cloudpickle.dump(obj, buffer)
-    return buffer.getvalue()
 
 
 def _plain_dumps(obj: Any) -> bytes:

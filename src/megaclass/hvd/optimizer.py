@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaclass.even_parts import even_part
 from megaclass.hvd.basics import _basics
-from megaclass.hvd.collectives.allreduce import compressed_allreduce_async_
+from megaclass.hvd.collectives.allgather import sparse_allreduce_async
+from megaclass.hvd.collectives.allreduce import (
+    allreduce_async_,
+    compressed_allreduce_async_,
+    grouped_allreduce_async_,
+)
+from megaclass.hvd.collectives.handles import synchronize
+from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.compression import Compression, wire_of
 from megaclass.hvd.functions import broadcast_object
 from megaclass.hvd.gradient_batches import GradientBatches
-from megaclass.hvd.mpi_ops import (
-    Adasum,
-    Average,
-    Sum,
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-    synchronize,
-)
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedOptimizer"]
 
 _TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -158,9 +159,8 @@ class _DistributedOptimizer(_Distributed):
             formed += [(parameter,) for parameter in parameters if id(parameter) not in grouped]
         else:
             assert self._groups is not None
-            quotient, rest = divmod(len(parameters), self._groups)
-            starts = [i * quotient + min(i, rest) for i in range(self._groups + 1)]
-            formed = [tuple(parameters[starts[i] : starts[i + 1]]) for i in range(self._groups)]
+            parts = [even_part(len(parameters), part, self._groups) for part in range(self._groups)]
+            formed = [tuple(parameters[part.start : part.stop]) for part in parts]
         for group in formed:
             if group:
                 self._num_ready[group] = 0

@@ -25,8 +25,11 @@ from typing import Any
 from megaclass.distributed.network.addresses import interfaces, own_addresses, source_towards
 from megaclass.errors import LaunchError
 from megaclass.hvd.exceptions import SHUT_DOWN
+from megaclass.hvd.pickling import CannotPickleError, has_cloudpickle, pickled
 from megaclass.launch.hosts import Host, given_hosts
 from megaclass.launch.plan import HOROVOD_MARK, place_ranks
+
+__all__ = ["run"]
 
 FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
 """Addresses, port and key of the process that called run(), for the ranks."""
@@ -124,24 +127,19 @@ def _machines(num_proc: int, hosts: str | None, hostfile: str | None) -> list[Ho
 
 
 def pickled_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """By cloudpickle where it is installed: it knows lambdas, and functions of the main script by value. Without it the
-    ranks import the main script, as multiprocessing's do."""
+    """Returns the call, and what the ranks need to unpickle it, as bytes.
+
+    Without cloudpickle functions are pickled by name, and the ranks import the main script, as multiprocessing's do.
+    """
     prepared = multiprocessing.spawn.get_preparation_data("hvd.run")
     place = {"sys_path": prepared["sys_path"], "sys_argv": prepared["sys_argv"]}
-    try:
-        import cloudpickle
-    except ImportError:
-        main = {name: value for name, value in prepared.items() if name.startswith("init_main")}
-        try:
-            if getattr(func, "__module__", "") == "__main__" and not _is_importable(main):
-                raise pickle.PicklingError("the ranks cannot import what was typed in")
-            return pickle.dumps((place | main, pickle.dumps((func, args, kwargs))))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise LaunchError(
-                f"run() cannot pickle {getattr(func, '__name__', func)!r} for the ranks: {error}. "
-                f"Lambdas and functions in functions need cloudpickle: pip install 'megaclass[hvd]'."
-            ) from error
-    return pickle.dumps((place, cloudpickle.dumps((func, args, kwargs))))
+    name = repr(getattr(func, "__name__", func))
+    if not has_cloudpickle():
+        main = {key: value for key, value in prepared.items() if key.startswith("init_main")}
+        if getattr(func, "__module__", "") == "__main__" and not _is_importable(main):
+            raise CannotPickleError(name, "the ranks cannot import what was typed in")
+        place |= main
+    return pickle.dumps((place, pickled((func, args, kwargs), name)))
 
 
 def _is_importable(main: dict[str, str]) -> bool:

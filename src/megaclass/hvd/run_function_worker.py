@@ -12,6 +12,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from megaclass.errors import LaunchError
+from megaclass.hvd.pickling import pickled
 from megaclass.hvd.run_function import FUNCTION_SERVER
 
 _CONNECT_S = 5.0
@@ -27,7 +28,7 @@ def main() -> int:
     try:
         func, args, kwargs = pickle.loads(call)
         value = func(*args, **kwargs)
-        answer = _dumps((int(os.environ["HOROVOD_RANK"]), True, value))
+        answer = pickled((int(os.environ["HOROVOD_RANK"]), True, value), "the result")
         succeeded = True
     except BaseException:
         traceback.print_exc()
@@ -71,15 +72,6 @@ def _end_with(connection: Connection) -> None:
     except (EOFError, OSError):
         os._exit(1)
     _taken.set()
-
-
-def _dumps(answer: Any) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle.dumps(answer)
-    pickled: bytes = cloudpickle.dumps(answer)
-    return pickled
 
 
 if __name__ == "__main__":

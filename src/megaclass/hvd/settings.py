@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megaclass.errors import LaunchError
 
+CPU_OPERATIONS = ("ring", "gloo")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -32,6 +34,8 @@ class Settings:
     """HOROVOD_TIMELINE_MARK_CYCLES."""
     fuse_groups: bool = True
     """Unset by HOROVOD_DISABLE_GROUP_FUSION: whether a group may travel with tensors that are no part of it."""
+    cpu_operations: str = "ring"
+    """HOROVOD_CPU_OPERATIONS: transport of allreduces in main memory, one of `CPU_OPERATIONS`; the same on all ranks."""
     dynamic_process_sets: bool = False
     """HOROVOD_DYNAMIC_PROCESS_SETS: whether process sets may come and go after init()."""
 
@@ -52,12 +56,22 @@ def settings_from_environment(env: Mapping[str, str] = os.environ) -> Settings:
         timeline=env.get("HOROVOD_TIMELINE", ""),
         mark_cycles=_flag(env, "TIMELINE_MARK_CYCLES"),
         fuse_groups=not _flag(env, "DISABLE_GROUP_FUSION"),
+        cpu_operations=_choice(env, "CPU_OPERATIONS", CPU_OPERATIONS),
         dynamic_process_sets=_flag(env, "DYNAMIC_PROCESS_SETS"),
     )
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
     return env.get(f"HOROVOD_{name}", "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    """Reads one of the allowed words in any case; the first one is the default."""
+    text = env.get(f"HOROVOD_{name}", "")
+    choice = text.strip().lower() or allowed[0]
+    if choice not in allowed:
+        raise LaunchError(f"HOROVOD_{name}={text!r} in the environment: expected {' or '.join(allowed)}.")
+    return choice
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megaclass.errors import CheckpointError
+from megaclass.even_parts import even_sizes
 from megaclass.insightface.mxnet_params import backbone_state, read_params
 
 
@@ -86,7 +87,7 @@ def read_centre_shards(folder: Path) -> list[tuple[int, Tensor]]:
 def _check_cut(sizes: list[int], folder: Path) -> None:
     """InsightFace gives the first C % W ranks one class more; anything else means a file of another run."""
     total, world_size = sum(sizes), len(sizes)
-    expected = [total // world_size + (rank < total % world_size) for rank in range(world_size)]
+    expected = even_sizes(total, world_size)
     if sizes != expected:
         raise CheckpointError(
             f"The shards in {folder} hold {sizes} classes; {total} classes over {world_size} ranks would be {expected}. "

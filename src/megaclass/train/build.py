@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megaclass.backbones import build_backbone
 from megaclass.backbones.iresnet import IBasicBlock
 from megaclass.backbones.vit import TransformerBlock, VisionTransformer
+from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.schema import BackboneConfig, Config, HeadConfig, OptimizerConfig
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.data_parallel import data_parallel, exact_average
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
 from megaclass.distributed.wire_formats import compression_hook
@@ -87,9 +88,9 @@ class Model:
         return state | ({f"ema.{name}": mean for name, mean in self.ema.means.items()} if self.ema is not None else {})
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
-        self.backbone.load_state_dict(_part(state, "backbone."))
+        self.backbone.load_state_dict(tensors_with_prefix(state, "backbone."))
         for name, parameter in self.backbone.named_parameters():
-            for key, value in _part(state, f"optimizer.{name}.").items():
+            for key, value in tensors_with_prefix(state, f"optimizer.{name}.").items():
                 if value.shape == parameter.shape:
                     # Laid out as the weights are: a fused optimizer walks through both by address.
                     value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -97,11 +98,11 @@ class Model:
                     # Adam counts its steps on the CPU unless it is fused.
                     value = value.to(parameter.device)
                 self.optimizer.state[parameter][key] = value
-        for name, value in _part(state, "head.margin_").items():
+        for name, value in tensors_with_prefix(state, "head.margin_").items():
             self.head.margin_state[name].copy_(value)
-        self.loss_scale.load(_part(state, "loss_scale."))
+        self.loss_scale.load(tensors_with_prefix(state, "loss_scale."))
         if self.ema is not None:
-            self.ema.load(_part(state, "ema."))
+            self.ema.load(tensors_with_prefix(state, "ema."))
 
 
 def input_size(config: Config, source: ImageSource) -> tuple[int, int]:
@@ -285,7 +286,3 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
-
-
-def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

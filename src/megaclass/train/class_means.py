@@ -17,7 +17,7 @@ from torch import Tensor
 from megaclass.config.schema import Config
 from megaclass.data.decode import decode_into, normalise
 from megaclass.data.loader import BadImages
-from megaclass.data.sources.open_source import ImageSource, PixelSource
+from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.threaded_map import ordered_map
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.collectives import gather_blocks

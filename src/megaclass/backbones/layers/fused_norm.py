@@ -61,7 +61,7 @@ class FusedNorm(torch.autograd.Function):
         )
         count: Tensor | None = None
         if isinstance(norm, SyncBatchNorm):
-            mean_64, variance_64, count = moments_over_ranks(moments[0], moments[1], num_rows, norm.group)
+            mean_64, variance_64, count = moments_over_ranks(moments[0], moments[1], num_rows, norm.sum_over_ranks)
             moments = torch.stack([mean_64, variance_64, torch.rsqrt(variance_64 + norm.eps)]).float()
             norm.follow(mean_64, variance_64, count)
         y = torch.empty_like(x, memory_format=torch.channels_last)

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import IMAGE_SUFFIXES, MAX_ENCODED_BYTES, first_image_size
+from megaclass.data.sources.records import require_index
+from megaclass.data.sources.source import SourceFormat
 from megaclass.errors import DataError
 
 _NUM_NAMED = 3
@@ -117,24 +119,66 @@ class FileSource:
         return f"{self._kind} at {self.root}: {contents}{without}{others}"
 
 
-def open_folders(root: Path) -> FileSource:
-    """Sorted names of the folders are the labels 0, 1, …; a folder without images keeps its label."""
-    left_out = LeftOut()
-    try:
-        entries = sorted((entry.name, entry.is_dir()) for entry in os.scandir(root) if entry.name[0] != ".")
-    except OSError as error:
-        raise DataError(f"Cannot open the data at {root}: {error.strerror}.") from error
-    for name, is_folder in entries:
-        if not is_folder and has_image_name(name):
-            left_out.add(f"{name} (in no identity's folder)")
-    identities = [name for name, is_folder in entries if is_folder]
-    names = _names_in_folders(root, identities, left_out)
-    return FileSource(root, "one folder an identity", names, len(identities), left_out)
+class FolderFormat(SourceFormat):
+    """One folder per identity. Sorted names of the folders are the labels 0, 1, …; one without images keeps its label."""
+
+    contents = "one folder per identity"
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        place = Path(path)
+        return place.is_dir() and any(entry.is_dir() for entry in place.iterdir() if not entry.name.startswith("."))
+
+    def check(self) -> None:
+        if (self.place / "train.idx").exists():
+            # An index without its records: the folders beside it are hardly identities.
+            require_index(self.place / "train.rec")
+
+    def open(self) -> FileSource:
+        left_out = LeftOut()
+        try:
+            entries = sorted((entry.name, entry.is_dir()) for entry in os.scandir(self.place) if entry.name[0] != ".")
+        except OSError as error:
+            raise DataError(f"Cannot open the data at {self.place}: {error.strerror}.") from error
+        for name, is_folder in entries:
+            if not is_folder and has_image_name(name):
+                left_out.add(f"{name} (in no identity's folder)")
+        identities = [name for name, is_folder in entries if is_folder]
+        names = _names_in_folders(self.place, identities, left_out)
+        return FileSource(self.place, "one folder per identity", names, len(identities), left_out)
+
+    def files(self) -> Iterator[Path]:
+        return _all_files(self.place)
+
+    def folders(self) -> list[str]:
+        return [entry.name for entry in os.scandir(self.place) if entry.is_dir()]
+
+    def class_names(self) -> list[bytes] | None:
+        named = super().class_names()
+        return [os.fsencode(name) for name in sorted(self.folders()) if name[0] != "."] if named is None else named
 
 
-def open_list(path: Path) -> FileSource:
-    """`path<TAB>label` a line; paths are relative to the list's folder and stay below it."""
-    return FileSource(path.parent, f"list {path.name}", _names_in_list(path), None)
+class ListFormat(SourceFormat):
+    """Lines of `path<TAB>label`; paths are relative to the list's folder and stay below it."""
+
+    suffix = ".txt"
+    contents = "label.txt"
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        place = Path(path)
+        return (place.is_file() and place.suffix == cls.suffix) or (place / "label.txt").is_file()
+
+    def open(self) -> FileSource:
+        path = self.place if self.place.is_file() else self.place / "label.txt"
+        return FileSource(path.parent, f"list {path.name}", _names_in_list(path), None)
+
+    def files(self) -> Iterator[Path]:
+        return _all_files(self.folder)
+
+
+def _all_files(folder: Path) -> Iterator[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 def read_image_file(path: Path) -> bytes:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_batch
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource, SourceFormat
 from megaclass.data.synthetic.faces import draw_faces
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
@@ -93,24 +93,28 @@ class DrawnSource:
         return f"{self.num_images} drawn images of {self.num_classes} identities"
 
 
-def open_synthetic(text: str) -> SyntheticSource:
-    """synthetic:C[xN][@SIZE]"""
-    fields = re.fullmatch(r"synthetic:([0-9]{1,15})(?:x([0-9]{1,12}))?(?:@([0-9]{1,4}))?", text)
-    num_classes, num_images, size = (
-        (int(field) if field else None for field in fields.groups()) if fields else (0, 0, 0)
-    )
-    num_images = _DEFAULT_IMAGES if num_images is None else num_images
-    size = _DEFAULT_SIZE if size is None else size
-    if not num_classes or not 1 <= num_images <= 2**31 or not 8 <= size <= 1024:
-        raise DataError(
-            f"Cannot read {text!r}: expected synthetic:C, synthetic:CxN or synthetic:CxN@SIZE, C classes, N images, "
-            f"SIZE in [8, 1024] pixels, for example synthetic:1000000x5000000."
+class SyntheticFormat(SourceFormat):
+    """`synthetic:C[xN][@SIZE]`: N images of C classes."""
+
+    notation = "synthetic:C[xN][@SIZE]"
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        return path.startswith("synthetic:")
+
+    def open(self) -> SyntheticSource:
+        fields = re.fullmatch(r"synthetic:([0-9]{1,15})(?:x([0-9]{1,12}))?(?:@([0-9]{1,4}))?", self.path)
+        given = fields.groups() if fields else ("0", "0", "0")
+        defaults = (0, _DEFAULT_IMAGES, _DEFAULT_SIZE)
+        num_classes, num_images, size = (
+            default if field is None else int(field) for field, default in zip(given, defaults, strict=True)
         )
-    return SyntheticSource(num_classes, num_images, size)
-
-
-def open_debug(inner: ImageSource | None) -> DebugSource:
-    return DebugSource(inner or DrawnSource())
+        if not num_classes or not 1 <= num_images <= 2**31 or not 8 <= size <= 1024:
+            raise DataError(
+                f"Cannot read {self.path!r}: expected synthetic:C, synthetic:CxN or synthetic:CxN@SIZE, C classes, N images, "
+                f"SIZE in [8, 1024] pixels, for example synthetic:1000000x5000000."
+            )
+        return SyntheticSource(num_classes, num_images, size)
 
 
 def _fit(kept: NDArray[np.uint8], image_size: tuple[int, int]) -> NDArray[np.uint8]:

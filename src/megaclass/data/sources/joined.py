@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 
 
 class JoinedSource:

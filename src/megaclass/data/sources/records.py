@@ -19,6 +19,7 @@ from megaclass.data.decode import MAX_PIXELS, first_image_size
 from megaclass.data.sources.column_cache import Columns, ColumnWriter, cached_columns, describe_uncached
 from megaclass.data.sources.record_index import RecordIndex, open_index
 from megaclass.data.sources.recordio import MAGIC, MAX_EXACT_LABEL, MAX_PART_BYTES, RecordReader
+from megaclass.data.sources.source import CLASSES_FILE, SourceFormat, list_names
 from megaclass.errors import DataError
 
 LABELS_IN_ID2 = "labels=id2"
@@ -76,8 +77,66 @@ class RecordSource:
         return f"{kind} at {self.reader.path.parent}: {contents}{describe_uncached(self.why_uncached)}"
 
 
+class RecordFormat(SourceFormat):
+    """A folder with train.rec or one other *.rec, or the file itself; with its .idx and perhaps `property` beside it."""
+
+    suffix = ".rec"
+    contents = "train.rec and train.idx"
+    caches = ("*.idx.cache", "*.idx.sorted.cache", "*.rec.labels")
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        place = Path(path)
+        return (place.is_file() and place.suffix == cls.suffix) or (place.is_dir() and any(place.glob("*.rec")))
+
+    @property
+    def record_file(self) -> Path:
+        """The `.rec` file that is meant."""
+        if self.place.is_file():
+            return self.place
+        if (self.place / "train.rec").exists():
+            return self.place / "train.rec"
+        found = sorted(self.place.glob("*.rec"))
+        if len(found) != 1:
+            raise DataError(
+                f"Cannot open the data at {self.place}: it holds {', '.join(path.name for path in found[:5])} and no "
+                f"train.rec. Name one of them, or several separated by commas."
+            )
+        return found[0]
+
+    def check(self) -> None:
+        require_index(self.record_file)
+
+    def open(self) -> RecordSource:
+        return open_records(self.record_file)
+
+    def files(self) -> Iterator[Path]:
+        for record_file in [self.place] if self.place.is_file() else sorted(self.place.glob("*.rec")):
+            index = record_file.with_suffix(".idx")
+            beside = (
+                self.folder / "property",
+                self.folder / CLASSES_FILE,
+                Path(f"{index}.cache"),
+                Path(f"{index}.sorted.cache"),
+                Path(f"{record_file}.labels"),
+            )
+            yield from (record_file, index, *(file for file in beside if file.is_file()))
+
+
+def require_index(record_file: Path) -> None:
+    """Raises a DataError if a `.rec` file or its `.idx` is missing."""
+    names = (record_file.name, record_file.with_suffix(".idx").name)
+    missing = [name for name in names if not (record_file.parent / name).is_file()]
+    if missing:
+        raise DataError(
+            f"Cannot open the data at {record_file.parent}: looked for {' and '.join(names)}, "
+            f"{' and '.join(missing)} missing; {list_names(record_file.parent)}. "
+            f"megaclass data verify --repair finds the records of a .rec without an index and writes both again."
+        )
+
+
 def open_records(path: Path) -> RecordSource:
-    """`path` is the `.rec` file; its `.idx` lies beside it, and `property`, if there is one, too."""
+    """Opens a `.rec` file; its `.idx` lies beside it, and perhaps `property`."""
     reader = RecordReader(path)
     index = open_index(path.with_suffix(".idx"))
     properties = read_property(path.parent / "property")

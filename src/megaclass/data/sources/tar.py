@@ -5,7 +5,9 @@ Nothing is ever unpacked: an index of where each image lies is made once and cac
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +20,13 @@ from numpy.typing import NDArray
 from megaclass.data.decode import IMAGE_SUFFIXES, MAX_ENCODED_BYTES, first_image_size
 from megaclass.data.sources.column_cache import ColumnWriter, cached_columns, describe_uncached
 from megaclass.data.sources.files import require_plausible_labels
+from megaclass.data.sources.source import CLASSES_FILE, SourceFormat
 from megaclass.errors import DataError
 
-_BLOCK = 512
-# Long names travel in members of their own; one of them is at most this long.
-_MAX_NAME_BYTES = 2**16
-_REGULAR, _LONG_NAME, _PAX = (b"0", b"\0", b"7"), b"L", b"x"
+# Names of members are in headers of any length; no sound one is longer than this.
+_MAX_READ_BYTES = 2**20
+# What TarFile raises on damaged bytes: its own errors, numbers that cannot be, and headers nested without end.
+_BAD_TAR = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,27 +75,46 @@ class TarSource:
         return f"{kind} at {self.shards[0].parent}: {contents}{describe_uncached(self.why_uncached)}"
 
 
-def open_tars(place: Path) -> TarSource:
+class TarFormat(SourceFormat):
     """One `.tar` file, or all in a folder, in the order of their names."""
-    shards = [place] if place.is_file() else sorted(place.glob("*.tar"))
 
-    def build(writer: ColumnWriter) -> dict[str, Any]:
-        for number, shard in enumerate(shards):
-            rows = np.array(list(_samples(shard)), dtype=np.int64).reshape(-1, 3)
-            writer.append(np.full(len(rows), number), *rows.T)
-        if writer.num_rows == 0:
-            raise DataError(f"Cannot open the data at {place}: no sample of (jpg, cls) in it.")
-        return {}
+    suffix = ".tar"
+    contents = "*.tar"
+    caches = ("*.tar.cache", "shards.cache")
 
-    name = f"{place.name}.cache" if place.is_file() else "shards.cache"
-    columns = cached_columns(name, shards, 4, build)
-    shard_of, offsets, lengths, labels = columns.arrays
-    is_sound = shard_of.min() >= 0 and shard_of.max() < len(shards) and labels.min() >= 0 and offsets.min() >= 0
-    if not is_sound or lengths.min() < 0 or lengths.max() > MAX_ENCODED_BYTES:
-        raise DataError(f"The cache {shards[0].parent / name} is damaged: remove it, and it is made anew.")
-    source = TarSource(shards, shard_of, offsets, lengths, labels, columns.why_uncached)
-    require_plausible_labels(labels, source.name_of)
-    return source
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        place = Path(path)
+        return (place.is_file() and place.suffix == cls.suffix) or (place.is_dir() and any(place.glob("*.tar")))
+
+    def shards(self) -> list[Path]:
+        return [self.place] if self.place.is_file() else sorted(self.place.glob("*.tar"))
+
+    def open(self) -> TarSource:
+        shards = self.shards()
+
+        def build(writer: ColumnWriter) -> dict[str, Any]:
+            for number, shard in enumerate(shards):
+                rows = np.array(list(_samples(shard)), dtype=np.int64).reshape(-1, 3)
+                writer.append(np.full(len(rows), number), *rows.T)
+            if writer.num_rows == 0:
+                raise DataError(f"Cannot open the data at {self.place}: no sample of (jpg, cls) in it.")
+            return {}
+
+        name = f"{self.place.name}.cache" if self.place.is_file() else "shards.cache"
+        columns = cached_columns(name, shards, 4, build)
+        shard_of, offsets, lengths, labels = columns.arrays
+        is_sound = shard_of.min() >= 0 and shard_of.max() < len(shards) and labels.min() >= 0 and offsets.min() >= 0
+        if not is_sound or lengths.min() < 0 or lengths.max() > MAX_ENCODED_BYTES:
+            raise DataError(f"The cache {shards[0].parent / name} is damaged: remove it, and it is written again.")
+        source = TarSource(shards, shard_of, offsets, lengths, labels, columns.why_uncached)
+        require_plausible_labels(labels, source.name_of)
+        return source
+
+    def files(self) -> list[Path]:
+        shards = self.shards()
+        beside = (self.folder / CLASSES_FILE, self.folder / "shards.cache", Path(f"{shards[0]}.cache"))
+        return shards + [file for file in beside if file.is_file()]
 
 
 def _samples(shard: Path) -> Iterator[tuple[int, int, int]]:
@@ -129,72 +151,40 @@ def _label(content: bytes, shard: Path, name: str) -> int:
     return int(text)
 
 
+class _ShortReads(io.BufferedReader):
+    """A file that never returns more than a header may hold: a damaged length must not reserve gigabytes of memory."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(_MAX_READ_BYTES if size is None or size < 0 else min(size, _MAX_READ_BYTES))
+
+
 def _members(shard: Path) -> Iterator[tuple[str, int, int, bytes]]:
-    """(name, offset, length, content where it may be a class) of the regular files."""
+    """Yields (name, offset, length, content where it may be a class) of the regular files."""
     try:
-        with shard.open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            position, long_name = 0, None
-            while position + _BLOCK <= num_bytes:
-                file.seek(position)
-                header = file.read(_BLOCK)
-                if not header.strip(b"\0"):
-                    return
-                length = _number(header[124:136], shard, position)
-                _require_sound(header, shard, position, length, num_bytes)
-                kind, offset = header[156:157], position + _BLOCK
-                if kind in (_LONG_NAME, _PAX):
-                    long_name = _long_name(kind, file.read(min(length, _MAX_NAME_BYTES))) or long_name
-                else:
-                    name = long_name if long_name is not None else _short_name(header)
-                    long_name = None
-                    if kind in _REGULAR:
-                        _require_inside(name, shard)
-                        yield name, offset, length, file.read(min(length, 64)) if name.endswith(".cls") else b""
-                position = offset + (length + _BLOCK - 1) // _BLOCK * _BLOCK
-    except OSError as error:
-        raise DataError(f"Cannot read the shard {shard}: {error.strerror}.") from error
-
-
-def _number(field: bytes, shard: Path, position: int) -> int:
-    if field[0] & 0x80:
-        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    text = field.strip(b" \0")
-    if not all(48 <= character <= 55 for character in text):
-        raise DataError(f"Cannot read {shard}, byte {position}: {field!r} is no octal number; is this a tar file?")
-    return int(text or b"0", 8)
-
-
-def _require_sound(header: bytes, shard: Path, position: int, length: int, num_bytes: int) -> None:
-    announced = _number(header[148:156], shard, position)
-    if announced != sum(header[:148]) + 8 * ord(" ") + sum(header[156:]):
-        raise DataError(f"Cannot read {shard}, byte {position}: the header's checksum is wrong; is the shard damaged?")
-    if length > num_bytes - position - _BLOCK:
-        raise DataError(
-            f"Cannot read {shard}, byte {position}: the member needs {length:,} bytes, but the shard ends before; "
-            f"is it truncated?"
-        )
-    if header[156:157] in _REGULAR and length > MAX_ENCODED_BYTES:
-        raise DataError(
-            f"Cannot read {shard}, byte {position}: a member of {length:,} bytes, at most {MAX_ENCODED_BYTES:,} are accepted."
-        )
-
-
-def _short_name(header: bytes) -> str:
-    name, prefix = header[:100].split(b"\0")[0], header[345:500].split(b"\0")[0]
-    is_ustar = header[257:262] == b"ustar"
-    return os.fsdecode(prefix + b"/" + name if prefix and is_ustar else name)
-
-
-def _long_name(kind: bytes, content: bytes) -> str | None:
-    """GNU: the name itself. pax: lines of `length key=value`, of which `path` counts."""
-    if kind == _LONG_NAME:
-        return os.fsdecode(content.split(b"\0")[0])
-    for line in content.split(b"\n"):
-        key, equals, value = line.partition(b" ")[2].partition(b"=")
-        if key == b"path" and equals:
-            return os.fsdecode(value)
-    return None
+        with _ShortReads(io.FileIO(shard)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                # TarFile would keep every member, which takes gigabytes for millions of them.
+                archive.members = []  # type: ignore[attr-defined]
+                where = f"{shard}, byte {member.offset}"
+                if archive.offset <= member.offset:
+                    raise DataError(f"Cannot read {where}: a member of {member.size} bytes; is the shard damaged?")
+                if member.isreg() and not member.issparse():
+                    if member.size > MAX_ENCODED_BYTES:
+                        allowed = f"at most {MAX_ENCODED_BYTES:,} are accepted"
+                        raise DataError(f"Cannot read {where}: a member of {member.size:,} bytes, {allowed}.")
+                    _require_inside(member.name, shard)
+                    content = b""
+                    if member.name.endswith(".cls"):
+                        file.seek(member.offset_data)
+                        content = file.read(min(member.size, 64))
+                    yield member.name, member.offset_data, member.size, content
+            # TarFile takes a damaged header for the end of the archive. The real end is a block of zeros, or of the file.
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                raise DataError(f"Cannot read {shard}, byte {archive.offset}: no sound header; is the shard damaged?")
+    except _BAD_TAR as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"Cannot read the shard {shard}: {reason}; is it truncated or damaged?") from error
 
 
 def _require_inside(name: str, shard: Path) -> None:

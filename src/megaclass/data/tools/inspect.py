@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_batch, image_dimensions
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 
 _NUM_SIZED = 2000

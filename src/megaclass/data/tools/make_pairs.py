@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image
 from megaclass.data.pair_file import PairSet
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 
 # Some seconds of reading. Of pairs that were drawn from the training data, any sample shows many.

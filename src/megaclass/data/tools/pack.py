@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit, decode_image, fit_image, image_dimensions, image_suffix
 from megaclass.data.order import shuffled
-from megaclass.data.sources.open_source import CLASSES_FILE, ImageSource
 from megaclass.data.sources.recordio import (
     MAX_EXACT_LABEL,
     Record,
@@ -37,6 +36,7 @@ from megaclass.data.sources.recordio import (
     require_exact_label,
 )
 from megaclass.data.sources.records import LABELS_IN_ID2
+from megaclass.data.sources.source import CLASSES_FILE, ImageSource
 from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 from megaclass.image_size import ImageSize, height_and_width

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from megaclass.data.fingerprint import fingerprint
 from megaclass.data.pair_file import write_pairs
-from megaclass.data.sources.open_source import ImageSource, split_path
+from megaclass.data.sources.open_source import data_folders
+from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.make_pairs import make_pairs
 from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.data.tools.verify import SubsetSource
@@ -172,8 +173,7 @@ def is_unseen(pairs: Path, data_path: str) -> bool:
     said = _read_mark(_pairs_mark(pairs))
     if said.get("by") != "identities" or said.get("pairs") != _digest_of(pairs):
         return False
-    parts = [Path(part) for part in split_path(data_path)]
-    marks = [_read_mark((part.parent if part.is_file() else part) / MARK) for part in parts]
+    marks = [_read_mark(folder / MARK) for folder in data_folders(data_path)]
     return bool(marks) and all(mark.get("id") == said.get("id") for mark in marks)
 
 

@@ -19,15 +19,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from megaclass.data.sources.open_source import CLASSES_FILE, kind_of, split_path
+from megaclass.data.sources.open_source import FORMATS, format_of
 from megaclass.data.tools.own_folder import OwnFolder, is_inside
 from megaclass.errors import DataError
 
 _LIST = ".staged.json"
 _LOCK = ".lock"
 _COPY_BYTES = 2**24
-# What opening the copy writes beside it.
-_CACHES = ("*.idx.cache", "*.idx.sorted.cache", "*.rec.labels", "*.tar.cache", "shards.cache")
 
 Progress = Callable[[int, int], None]
 
@@ -37,14 +35,16 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
 
     Of several processes on a host one copies and the others wait. `on_progress` gets bytes done and in all.
     """
-    parts = split_path(path)
-    if all(kind_of(part) in ("synthetic", "debug") for part in parts):
-        return path
+    found = format_of(path)
+    found.check()
+    parts = list(enumerate(found.parts()))
     wanted = {
-        PurePosixPath(f"{number}") / file.relative_to(_base(part)): file
-        for number, part in enumerate(parts)
-        for file in _files(part)
+        PurePosixPath(f"{number}") / file.relative_to(part.folder): file
+        for number, part in parts
+        for file in part.files()
     }
+    if not wanted:
+        return path
     listed: _List = [(str(name), *_size_and_time(file)) for name, file in sorted(wanted.items())]
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -57,12 +57,16 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
                         own.remove(name)
                 _copy_all(wanted, own, on_progress)
                 _write_list(own, listed)
-            for number, part in enumerate(parts):
-                if kind_of(part) == "folders":
-                    _match_identities(Path(part), own, PurePosixPath(f"{number}"))
+            for number, part in parts:
+                if folders := set(part.folders()):
+                    _match_folders(folders, own, PurePosixPath(f"{number}"))
     except OSError as error:
         raise DataError(f"Cannot stage {path} in {folder}: {error.strerror or error}.") from error
-    return ",".join(str(folder / f"{number}" / _inside(part)) for number, part in enumerate(parts))
+    copies = {f"{number}" for number, *_ in (name.parts for name in wanted)}
+    return ",".join(
+        str(folder / f"{number}" / part.place.relative_to(part.folder)) if f"{number}" in copies else part.path
+        for number, part in parts
+    )
 
 
 def unstage(folder: Path) -> int:
@@ -79,7 +83,9 @@ def unstage(folder: Path) -> int:
                 own.remove(_partial(name))
             own.remove(PurePosixPath(_LIST))
             own.remove(PurePosixPath(_LOCK))
-            own.remove_empty_folders(lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _CACHES))
+            # Opening the copy may have written caches into it.
+            caches = [pattern for candidate in FORMATS for pattern in candidate.caches]
+            own.remove_empty_folders(lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in caches))
     except OSError as error:
         raise DataError(f"Cannot remove the copy in {folder}: {error.strerror or error}.") from error
     with contextlib.suppress(OSError):
@@ -91,42 +97,8 @@ _List = list[tuple[str, int, int]]
 """Name below the staging folder, size and time of the original."""
 
 
-def _base(part: str) -> Path:
-    return Path(part).parent if Path(part).is_file() else Path(part)
-
-
-def _inside(part: str) -> str:
-    return Path(part).name if Path(part).is_file() else ""
-
-
-def _files(part: str) -> Iterator[Path]:
-    """What has to be copied; caches come along, so that they are not made anew."""
-    place, kind = Path(part), kind_of(part)
-    base = _base(part)
-    if kind in ("folders", "list"):
-        yield from (file for file in sorted(base.rglob("*")) if file.is_file())
-        return
-    if kind == "tar":
-        shards = [place] if place.is_file() else sorted(base.glob("*.tar"))
-        yield from shards
-        names = (base / CLASSES_FILE, base / "shards.cache", Path(f"{shards[0]}.cache"))
-        yield from (file for file in names if file.is_file())
-        return
-    for record_file in [place] if place.is_file() else sorted(base.glob("*.rec")):
-        index = record_file.with_suffix(".idx")
-        beside = (
-            base / "property",
-            base / CLASSES_FILE,
-            Path(f"{index}.cache"),
-            Path(f"{index}.sorted.cache"),
-            Path(f"{record_file}.labels"),
-        )
-        yield from (record_file, index, *(file for file in beside if file.is_file()))
-
-
-def _match_identities(original: Path, own: OwnFolder, copy: PurePosixPath) -> None:
-    """An identity without images has a label, too: its folder must be there, and one that has gone must not."""
-    wanted = {entry.name for entry in os.scandir(original) if entry.is_dir()}
+def _match_folders(wanted: set[str], own: OwnFolder, copy: PurePosixPath) -> None:
+    """Makes the folders below `copy` those that are wanted: an identity without images has a label, too."""
     for name in wanted:
         with own.opened(copy / name, create=True):
             pass

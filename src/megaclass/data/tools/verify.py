@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image, first_image_size
-from megaclass.data.sources.open_source import ImageSource, kind_of, open_source
+from megaclass.data.sources.open_source import format_of
 from megaclass.data.sources.record_index import read_index_lines
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordReader
-from megaclass.data.sources.records import Property, RecordSource, read_property
+from megaclass.data.sources.records import Property, RecordFormat, RecordSource, read_property
+from megaclass.data.sources.source import ImageSource
 from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 
@@ -73,10 +74,12 @@ def verify(
     path: Path | str, *, num_threads: int = 1, on_progress: Progress | None = None
 ) -> tuple[Findings, ImageSource | None]:
     """What is wrong, and a source of the sound images, None when there are none. `on_progress`: records done, in all."""
-    record_file = _find_record_file(Path(path))
-    if record_file is not None:
-        return _verify_records(record_file, num_threads, on_progress)
-    source = open_source(path)
+    found = format_of(path)
+    if isinstance(found, RecordFormat):
+        # Read without `open`, which refuses a file whose index is missing or damaged: finding that out is the task here.
+        return _verify_records(found.record_file, num_threads, on_progress)
+    found.check()
+    source = found.open()
     findings = Findings(source.describe(), source.num_images)
     is_sound = np.ones(source.num_images, dtype=bool)
 
@@ -92,19 +95,6 @@ def verify(
             on_progress(results[-1][0] + 1, source.num_images)
     _note_empty_classes(findings, source.labels[is_sound], source.num_classes)
     return findings, SubsetSource(source, np.flatnonzero(is_sound)) if is_sound.any() else None
-
-
-def _find_record_file(place: Path) -> Path | None:
-    """The `.rec` at a path that `open_source` may refuse, for want of an index for example."""
-    if place.suffix == ".rec" and place.is_file():
-        return place
-    found = sorted(place.glob("*.rec")) if place.is_dir() else []
-    if (place / "train.rec") in found:
-        return place / "train.rec"
-    if not found:
-        kind_of(str(place))
-        return None
-    return found[0] if len(found) == 1 else None
 
 
 def _verify_records(path: Path, num_threads: int, on_progress: Progress | None) -> tuple[Findings, ImageSource | None]:

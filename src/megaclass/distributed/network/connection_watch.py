@@ -32,7 +32,7 @@ from megaclass.errors import EXIT_TRY_AGAIN, LaunchError
 LIMIT_NAME = "MEGACLASS_NETWORK_TIMEOUT"
 _DEFAULT_LIMIT_S = 30.0
 # Of the limit: what is left is for the other ranks and the driver to hear of it.
-_JUDGED_AFTER = 0.85
+_JUDGED_AFTER = 0.9
 _LEAVE_S = 2.0
 _ESTABLISHED, _SYN_SENT = 1, 2
 # struct tcp_info: 8 bytes (state, ca_state, retransmits, probes, backoff, …), then numbers of 4 bytes.

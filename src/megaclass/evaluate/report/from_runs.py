@@ -1,9 +1,8 @@
 """Run folders -> the report: everything it shows was left in the folder by training and evaluation."""
 
 import json
-import os
+import logging
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from megaclass.errors import DataError, UserError
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report.page import ModelReport, ReportData
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
-from megaclass.private_files import open_private
+from megaclass.files import published_file
+from megaclass.metrics_file import read_metrics
 
+_log = logging.getLogger("megaclass.evaluate")
 BASELINES_FOLDER = "baselines"
 _FACES_FILE = "faces.npz"
 
@@ -53,10 +54,8 @@ def write_faces(run: Path, rows: Sequence[Sequence[bytes]]) -> None:
         for row, images in enumerate(rows)
         for column, encoded in enumerate(images)
     }
-    unfinished = run / f".faces.{os.getpid()}.tmp.npz"
-    with open_private(unfinished, "wb", follows_links=False) as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    unfinished.replace(run / _FACES_FILE)
+    with published_file(run / _FACES_FILE, is_private=True) as unfinished:
+        np.savez(unfinished, **arrays)  # type: ignore[arg-type]
 
 
 def read_faces(run: Path) -> list[list[bytes]]:
@@ -103,17 +102,11 @@ def _read_summary(path: Path) -> Mapping[str, Any]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Whole rows; a last one cut off by a crash is left out, and so are values that are no numbers."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read {path}: {error}") from error
-    return [
-        {key: value for key, value in row.items() if value is None or _is_number(value)}
-        for row in rows
-        if isinstance(row, dict) and _is_number(row.get("step"))
-    ]
+    """Returns the rows with the values that can be drawn; damaged lines and other values are left out."""
+    rows, num_damaged = read_metrics(path)
+    if num_damaged:
+        _log.warning("%s: %d damaged line(s) left out of the report.", path, num_damaged)
+    return [{key: value for key, value in row.items() if value is None or _is_number(value)} for row in rows]
 
 
 def _is_number(value: object) -> bool:
@@ -156,5 +149,5 @@ def _centres(run: Path, device: torch.device) -> CentreHealth | None:
     try:
         return centre_health(read_run_centres(run), device=device)
     except UserError as error:
-        print(f"megaclass: no word on class centres: {error}", file=sys.stderr)
+        _log.warning("The report says nothing about class centres: %s", error)
         return None

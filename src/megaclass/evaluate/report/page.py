@@ -5,7 +5,6 @@ script, named by its digest: tabs and legends. Light or dark follows the reader'
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -21,7 +20,7 @@ from megaclass.evaluate.report.script import SCRIPT, script_digest
 from megaclass.evaluate.report.sets import headline, set_sections
 from megaclass.evaluate.report.style import STYLE
 from megaclass.evaluate.results import SetResult
-from megaclass.private_files import write_private
+from megaclass.files import write_text
 
 _NUM_BINS = 40
 
@@ -53,13 +52,8 @@ class ReportData:
 
 def write_report(path: Path, report: ReportData) -> None:
     """Writes the page; a reader never sees half of one."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # It may show faces.
-        write_private(unfinished, render_report(report))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    # The page may show faces.
+    write_text(path, render_report(report), is_private=True)
 
 
 def render_report(report: ReportData) -> str:

@@ -6,12 +6,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.hvd.collectives.handles import checked_op, enqueue, handle_average_backwards_compatibility, synchronize
+from megaclass.hvd.collectives.handles import (
+    checked_op,
+    enqueue,
+    group_of,
+    handle_average_backwards_compatibility,
+    synchronize,
+)
 from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.compression import Compression, is_scaled, wire_of
-from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.transport.result_memory import empty_result
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+]
 
 
 def _enqueue_allreduce(
@@ -225,16 +241,6 @@ def _enqueue_group(
     return _enqueue_allreduce(
         tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True, **more
     )
-
-
-def group_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors of a grouped operation, which may come from a generator; ValueError for none of them."""
-    tensors = list(tensors)
-    if not tensors:
-        raise ValueError("A grouped operation needs at least one tensor.")
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise HorovodInternalError("Tensors in list must be on same device.")
-    return tensors
 
 
 def grouped_allreduce_(

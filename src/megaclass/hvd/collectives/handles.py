@@ -1,7 +1,7 @@
 """From a call to a handle: checks that need nobody else, then the queue of the controller."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,8 +12,11 @@ from megaclass.hvd.basics import Job, _basics
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.engine.controller import Operation
 from megaclass.hvd.engine.messages import Request, terms_of
+from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.transport.executor import DTYPES
+
+__all__ = ["barrier", "join", "poll", "synchronize"]
 
 _REDUCTIONS = {Average, Sum, Adasum, Min, Max, Product}
 
@@ -110,6 +113,16 @@ def enqueue(
     handle = job.next_handle()
     job.handles[handle] = operation
     return handle
+
+
+def group_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of a grouped operation, which may come from a generator; ValueError for none of them."""
+    tensors = list(tensors)
+    if not tensors:
+        raise ValueError("A grouped operation needs at least one tensor.")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise HorovodInternalError("Tensors in list must be on same device.")
+    return tensors
 
 
 def check_tensor(kind: str, tensor: Tensor) -> None:

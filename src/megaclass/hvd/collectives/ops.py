@@ -1,4 +1,6 @@
-"""Horovod's numbers for the ways to combine tensors."""
+"""The numbers by which Horovod names the ways to combine tensors."""
+
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum"]
 
 Average = 0
 Sum = 1

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from megaclass.hvd.collectives.allgather import grouped_allgather
-from megaclass.hvd.collectives.allreduce import group_of
-from megaclass.hvd.collectives.handles import checked_op, enqueue, fetch
+from megaclass.hvd.collectives.handles import checked_op, enqueue, fetch, group_of
 from megaclass.hvd.collectives.ops import Average, Sum
 from megaclass.hvd.compression import Compression, is_scaled
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
 
 def _enqueue_reducescatter(

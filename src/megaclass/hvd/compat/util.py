@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megaclass.even_parts import even_part
 from megaclass.hvd.basics import _basics
 
 T = TypeVar("T")
@@ -86,9 +87,8 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
     """n parts of about the same length."""
-    quotient, rest = divmod(len(values), n)
-    starts = [i * quotient + min(i, rest) for i in range(n + 1)]
-    return [values[starts[i] : starts[i + 1]] for i in range(n)]
+    parts = [even_part(len(values), part, n) for part in range(n)]
+    return [values[part.start : part.stop] for part in parts]
 
 
 def is_iterable(x: object) -> bool:

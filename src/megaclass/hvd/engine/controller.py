@@ -471,7 +471,9 @@ class Controller:
                 try:
                     with self._timeline.phase(names, response.requests[0].kind.upper()):
                         if payload:
-                            self._work.deliver_payload(operations, payload)
+                            # Rank 0 has already added the tensors up, as part of the negotiation.
+                            with self._timeline.phase(names, "RANK_0_ALLREDUCE"):
+                                self._work.deliver_payload(operations, payload)
                         else:
                             self._work.perform(response, operations)
                 except Exception as caught:  # whatever the backend raises, those who wait must hear of it

@@ -10,11 +10,9 @@ job's secret (distributed/network/job_secret.py); connections are made by mutual
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.connection_watch import ConnectionWatch, network_timeout
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
@@ -31,8 +30,6 @@ from megaclass.errors import LaunchError
 from megaclass.hvd.engine.control_connection import Door, Link, Reception, connect
 from megaclass.hvd.settings import Settings
 from megaclass.world import World, is_horovods, world_from_environment
-
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -128,22 +125,25 @@ def new_group(
     timeout = timedelta(seconds=settings.gloo_timeout_s)
     kinds = dist.ProcessGroup.BackendType
     made: Any
+    devices: tuple[str, ...]
     if backend == "gloo":
         # gloo looks for its peers there: signed, so that nobody can send this rank to another address.
         store: Any = meeting.signed_store(f"{name}/gloo")
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = _gloo_devices(meeting)
-        made, kind, device = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, "cpu"
+        made, kind, devices = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, ("cpu", "cuda")
     else:
         # NCCL's threads use the store as long as the group lives, and must not need Python for it: not signed.
         store = dist.PrefixStore(f"{name}/nccl", meeting.store)  # type: ignore[attr-defined]
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        made, kind, device = dist.ProcessGroupNCCL(store, place, size, options), kinds.NCCL, "cuda"
+        made, kind, devices = dist.ProcessGroupNCCL(store, place, size, options), kinds.NCCL, ("cuda",)
     group = dist.ProcessGroup(store, place, size)
     group._set_default_backend(kind)
-    group._register_backend(torch.device(device), kind, made)
+    for device in devices:
+        # gloo takes CUDA tensors, too, through main memory: what ranks that share a GPU use.
+        group._register_backend(torch.device(device), kind, made)
     return group
 
 
@@ -168,9 +168,16 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
         # A machine may be several hosts by name, and containers on one machine have names of their own.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
+        "cpu_operations": settings.cpu_operations,
     }
     everybody = [_checked_entry(entry) for entry in _exchanged(signed, "who", mine, rank, size)]
     hosts = [str(entry["host"]) for entry in everybody]
+    for other, entry in enumerate(everybody):
+        if entry["cpu_operations"] != everybody[0]["cpu_operations"]:
+            raise LaunchError(
+                f"HOROVOD_CPU_OPERATIONS is {everybody[0]['cpu_operations']} on rank 0 ({hosts[0]}), but "
+                f"{entry['cpu_operations']} on rank {other} ({hosts[other]}): it must be the same on all ranks."
+            )
     local_ranks = [int(entry["local_rank"]) for entry in everybody]
     # A starter that says nothing about local ranks, two ranks that claim one, or some ranks of a host only: count them.
     places = set(zip(hosts, local_ranks, strict=True))
@@ -216,7 +223,7 @@ def _parsed(content: bytes, name: str) -> Any:
 
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
-    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str}
+    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str, "cpu_operations": str}
     if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
         raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
     return entry
@@ -259,15 +266,14 @@ def _own_address(world: World) -> str:
     """The address at which other hosts reach this one."""
     interface = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-            except OSError as error:
-                raise LaunchError(f"Interface {interface!r} on {socket.gethostname()}: {error.strerror}.") from error
-        return socket.inet_ntoa(packed[20:24])
+        found = interfaces()
+        if interface not in found:
+            raise LaunchError(
+                f"{socket.gethostname()} has no network interface {interface!r} with an address: it has {', '.join(found)}."
+            )
+        return found[interface][0]
     with contextlib.suppress(OSError):
-        address = socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0][4][0]
-        with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-            return str(address)
+        address = str(socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0][4][0])
+        if is_own(address):
+            return address
     return socket.gethostbyname(socket.gethostname())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megaclass.private_files import open_private
+from megaclass.files import open_private
 
 
 class Timeline:

@@ -1,7 +1,8 @@
-"""What ranks have agreed on, done. Runs on the controller's thread only.
+"""Runs the operations that the ranks have agreed on. Only the thread that drives the controller calls it.
 
-Tensors in main memory are reduced over rings of our own, those of GPUs by NCCL, which does not know int16: it travels as
-int32. Whatever moves without arithmetic goes through torch.distributed as bytes, so that every dtype does.
+Tensors in main memory are reduced over a ring of direct connections or by gloo (HOROVOD_CPU_OPERATIONS), tensors on GPUs by
+NCCL. gloo and NCCL do not support int16, which therefore travels as int32. Operations without arithmetic go through
+torch.distributed as bytes, so that they support every dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.distributed.collectives import all_gather_single
 from megaclass.distributed.wire_formats import WIRE_FORMATS, compressed_all_reduce_
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.engine.controller import Operation
@@ -19,9 +21,6 @@ from megaclass.hvd.engine.messages import Request, Response
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.transport.adasum import adasum_
 from megaclass.hvd.transport.ring import Ring
-
-# torch 2.13 renamed it and warns about the name that 2.11 and 2.12 know.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _OPS = {
     Average: dist.ReduceOp.SUM,
@@ -43,6 +42,7 @@ DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+_MOVES = ("allgather", "broadcast", "alltoall", "reducescatter")
 # Most bytes that rank 0 takes from all others together in one cycle of small tensors.
 _SMALL_BYTES = 256 * 1024
 _COMBINATIONS: dict[int, Callable[..., Tensor]] = {
@@ -65,7 +65,7 @@ class SetGroups:
     gpu: dist.ProcessGroup | None
     """NCCL's, where every rank has a GPU of its own."""
     ring: Ring | None
-    """For reductions in main memory; None where this rank is the only one."""
+    """For reductions in main memory; None with HOROVOD_CPU_OPERATIONS=gloo, or where this rank is the only member."""
 
     def close(self) -> None:
         if self.ring is not None:
@@ -102,11 +102,15 @@ class DataPlane:
 
     def perform(self, response: Response, operations: list[Operation | None]) -> None:
         """An operation is None where this rank has joined: it contributes zeros."""
-        run = self._runners[response.requests[0].kind]
-        if response.requests[0].device == "cpu":
-            run(response, operations)
-            return
-        self._on_gpu(lambda: run(response, operations), operations)
+        first = response.requests[0]
+        run = self._runners[first.kind]
+        # An allreduce shows its transport itself: copies into and out of the fusion buffer come before and after it.
+        shown = [first.full_name] if first.kind in _MOVES else []
+        with self._timeline.phase(shown, f"{self._transport(first)}_{first.kind.upper()}"):
+            if first.device == "cpu":
+                run(response, operations)
+            else:
+                self._on_gpu(lambda: run(response, operations), operations)
 
     def _on_gpu(self, run: Callable[[], None], operations: list[Operation | None]) -> None:
         """On a stream of our own, after the streams that made the inputs; who waits makes their stream wait for ours."""
@@ -174,6 +178,7 @@ class DataPlane:
     def _allreduce(self, response: Response, operations: list[Operation | None]) -> None:
         first = response.requests[0]
         device = _device_of(operations, first)
+        shown = [request.full_name for request in response.requests] if self._timeline.is_active else []
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         for request, operation in zip(response.requests, operations, strict=True):
@@ -193,10 +198,12 @@ class DataPlane:
             for number in range(len(request.shapes))
         ]
         if first.op == Adasum:
-            for given, out in zip(inputs, outputs, strict=True):
-                self._adasum(given, out, first)
+            with self._timeline.phase(shown, f"{self._transport(first)}_ALLREDUCE"):
+                for given, out in zip(inputs, outputs, strict=True):
+                    self._adasum(given, out, first)
         elif len(inputs) == 1 and not first.wire:
-            self._reduce(inputs[0], outputs[0], first)
+            with self._timeline.phase(shown, f"{self._transport(first)}_ALLREDUCE"):
+                self._reduce(inputs[0], outputs[0], first)
         else:
             for kind in dict.fromkeys(tensor.dtype for tensor in inputs):
                 chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is kind]
@@ -204,7 +211,8 @@ class DataPlane:
                     [inputs[i] for i in chosen],
                     [outputs[i] for i in chosen],
                     [names[i] for i in chosen] if names else [],
-                    response,
+                    first,
+                    shown,
                 )
 
     def _reduce(self, given: Tensor, out: Tensor, request: Request) -> None:
@@ -214,7 +222,7 @@ class DataPlane:
             self._reduce(staged, staged, request)
             out.copy_(staged)
             return
-        ring = self.sets[request.process_set].ring if request.device == "cpu" or not self._uses_nccl else None
+        ring = self._ring(request)
         if out is not given and (ring is None or request.prescale != 1.0):
             out.copy_(given)
             given = out
@@ -223,7 +231,7 @@ class DataPlane:
             scale_back_ = partial(self._scale_back_, request=request)
             ring.reduce(given.view(-1), out.view(-1), _COMBINATIONS[request.op], scale_back_)
             return
-        if out.is_cuda and out.numel():
+        if out.numel() and len(self.sets[request.process_set].ranks) > 1:
             wide = out.int() if out.dtype is torch.int16 else out
             dist.all_reduce(wide, op=_OPS[request.op], group=self._group(request))
             if wide is not out:
@@ -231,13 +239,17 @@ class DataPlane:
         self._scale_back_(out, request)
 
     def _reduce_together(
-        self, inputs: list[Tensor], outputs: list[Tensor], names: list[tuple[int, str, int]], response: Response
+        self,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        names: list[tuple[int, str, int]],
+        request: Request,
+        shown: list[str],
     ) -> None:
         """Through one buffer: one latency for all of them. One by itself needs none, but for another dtype to be sent in."""
-        request = response.requests[0]
-        shown = [one.full_name for one in response.requests] if self._timeline.is_active else []
         counts = [tensor.numel() for tensor in inputs]
-        dtype = torch.float32 if request.wire and inputs[0].is_floating_point() else inputs[0].dtype
+        is_compressed = bool(request.wire) and inputs[0].is_floating_point()
+        dtype = torch.float32 if is_compressed else inputs[0].dtype
         is_alone = len(inputs) == 1 and dtype is inputs[0].dtype
         with self._timeline.phase(shown, "MEMCPY_IN_FUSION_BUFFER"):
             if is_alone:
@@ -248,8 +260,8 @@ class DataPlane:
                 buffer = self._buffer(sum(counts), dtype, inputs[0].device)
                 parts = _parts_like(buffer, inputs)
                 torch._foreach_copy_(parts, inputs)
-        with self._timeline.phase(shown, "GLOO_ALLREDUCE" if request.device == "cpu" else "NCCL_ALLREDUCE"):
-            if request.wire and inputs[0].is_floating_point():
+        with self._timeline.phase(shown, f"{self._transport(request, is_compressed=is_compressed)}_ALLREDUCE"):
+            if is_compressed:
                 self._reduce_compressed_(buffer, request, names, counts)
             else:
                 self._reduce(buffer, buffer, request)
@@ -391,6 +403,17 @@ class DataPlane:
         assert groups.gpu is not None
         return groups.gpu
 
+    def _ring(self, request: Request) -> Ring | None:
+        return self.sets[request.process_set].ring if request.device == "cpu" or not self._uses_nccl else None
+
+    def _transport(self, request: Request, *, is_compressed: bool = False) -> str:
+        """The name of what carries the tensors, for the timeline."""
+        if request.device != "cpu" and self._uses_nccl:
+            return "NCCL"
+        if request.kind != "allreduce" or request.op == Adasum or is_compressed or self._ring(request) is None:
+            return "GLOO"
+        return "RING"
+
     def _is_direct(self, tensor: Tensor) -> bool:
         return self._uses_nccl or tensor.device.type == "cpu"
 
@@ -466,7 +489,7 @@ def divide_(tensor: Tensor, size: int) -> Tensor:
 
 def _gather_even(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
     source = given if given.device == out.device else given.to(out.device)
-    _all_gather(_bytes(out), _bytes(source), group=group)
+    all_gather_single(_bytes(out), _bytes(source), group=group)
 
 
 def _broadcast_blocks(out: Tensor, rows: tuple[int, ...], group: dist.ProcessGroup) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megaclass.errors import LaunchError
 from megaclass.launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
-from megaclass.launch.check.probe_client import Line
+from megaclass.launch.check.probe_client import ProbeClient
 from megaclass.launch.check.report import Finding, Report, State, bad, doubtful, good
 from megaclass.launch.check.rules import Facts, clock_finding, default_slots, difference_findings, host_findings
 from megaclass.launch.driver.ssh import SshSettings, agent_command, cause_and_advice, login_command
@@ -94,7 +94,7 @@ class _Answers:
         """SSH_CONNECTION there: client address and port, server address and port."""
         self._settings = settings
         self._ssh_config = ""
-        self._line: Line | None = None
+        self._client: ProbeClient | None = None
 
     def introduce(self) -> None:
         """Asks the host about itself."""
@@ -114,9 +114,9 @@ class _Answers:
             self.findings.append(_name_resolution(self.host, self._ssh_config))
             if self.findings[0].state is State.BAD:
                 return
-        self._line = Line(agent_command(self.host, self._settings.ssh, "megaclass.launch.check.probe"))
+        self._client = ProbeClient(agent_command(self.host, self._settings.ssh, "megaclass.launch.check.probe"))
         begun = time.monotonic()
-        hello = self._line.greet(self._settings.start_timeout_s)
+        hello = self._client.greet(self._settings.start_timeout_s)
         if hello is None:
             self._note_not_started()
             return
@@ -126,7 +126,7 @@ class _Answers:
             self.findings.append(good("ssh", f"without a prompt, in {took_s:.1f} s"))
             self._compare_clocks()
         question = {"ask": "facts", "workdir": self._settings.workdir, "config": self._settings.config}
-        facts = self._line.ask(question, _FACTS_S)
+        facts = self._client.ask(question, _FACTS_S)
         if facts is None:
             self._note_not_started()
             return
@@ -137,24 +137,24 @@ class _Answers:
             self.findings.append(_interface(self._settings.interface, facts))
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
-        assert self._line is not None
-        return self._line.ask(question, timeout_s)
+        assert self._client is not None
+        return self._client.ask(question, timeout_s)
 
     def hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        if self._client is not None:
+            self._client.close()
 
     def _compare_clocks(self) -> None:
-        assert self._line is not None
+        assert self._client is not None
         asked_at = time.time()
-        reply = self._line.ask({"ask": "time"}, self._settings.start_timeout_s)
+        reply = self._client.ask({"ask": "time"}, self._settings.start_timeout_s)
         if reply is not None:
             doubt_s = (time.time() - asked_at) / 2
             self.findings.append(clock_finding(time_in(reply) - asked_at - doubt_s, doubt_s))
 
     def _note_not_started(self) -> None:
-        assert self._line is not None
-        code, said = self._line.last_words()
+        assert self._client is not None
+        code, said = self._client.last_words()
         what, advice = cause_and_advice(self.host, self._settings.ssh, code, said)
         if not self.host.is_local and code == 255 and re.search("Permission denied", said, re.IGNORECASE):
             advice = f"Type: {_ssh_copy_id(self.host, self._settings.ssh, self._ssh_config)}"

@@ -14,7 +14,7 @@ from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode,
 
 
 @dataclass(slots=True)
-class Line:
+class ProbeClient:
     """A process that answers questions, one at a time; its output is read by a thread, because it may never come."""
 
     command: Sequence[str]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from megaclass.files import make_private_folder, open_private
 from megaclass.launch.options import RunOptions
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.wire.plain_text import for_terminal, plain_lines
-from megaclass.private_files import make_private_folder, open_private
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from megaclass.config.schema import Config
 from megaclass.data.decode import Fit, decode_image
 from megaclass.data.fingerprint import fingerprint
 from megaclass.data.pair_file import read_pairs
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.protocols.baselines import score_histograms, score_pixels
 from megaclass.evaluate.report.from_runs import BASELINES_FOLDER, report_of_runs, write_faces
@@ -23,9 +23,9 @@ from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
 from megaclass.evaluate.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
+from megaclass.files import make_private_folder
 from megaclass.image_size import ImageSize, compact_size, size_to_text
 from megaclass.model import weights_fingerprint
-from megaclass.private_files import make_private_folder
 from megaclass.train.build import Model, input_size
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import Outcome

@@ -22,7 +22,7 @@ from megaclass.checkpoint.retention import published, step_of, written_by_runs
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
-from megaclass.private_files import make_private_folder, open_private, write_private
+from megaclass.files import make_private_folder, open_private, write_private
 
 # Network file systems may show a new file a moment late.
 _NETWORK_DELAY_S = 5.0

@@ -12,9 +12,10 @@ from megaclass.checkpoint.class_names import ClassList, describe_difference, sav
 from megaclass.checkpoint.load import copy_matched_rows, first_whole_on_all_ranks, load_shared, saved_rows
 from megaclass.checkpoint.manifest import NAME, read_manifest
 from megaclass.checkpoint.retention import published
+from megaclass.checkpoint.tensor_file import read_tensors, tensors_with_prefix
 from megaclass.config.schema import CLASS_MEANS, Config
 from megaclass.data.fingerprint import DataMarks, fingerprint
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import (
     on_every_rank,
     on_every_rank_for_long,
@@ -22,7 +23,6 @@ from megaclass.distributed.agreement import (
     text_of_main_rank,
 )
 from megaclass.errors import CheckpointError
-from megaclass.export.safetensors_file import load_state
 from megaclass.insightface.checkpoints import load_backbone_, read_backbone, read_centre_shards
 from megaclass.train.build import Model
 from megaclass.train.class_means import start_at_class_means
@@ -104,13 +104,12 @@ def _read_backbone(path: Path) -> dict[str, Tensor]:
     if (path / NAME).is_file():
         shared = load_shared(path)
         # Where a running mean was kept, it is what the run stands for.
-        parts = ("backbone.", "ema.")
-        return {name.removeprefix(p): tensor for p in parts for name, tensor in shared.items() if name.startswith(p)}
+        return tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
     if path.is_dir():
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a run folder: it holds no {NAME}, no checkpoints/ and no {_MODEL}."
         )
-    return load_state(path) if path.suffix == ".safetensors" else read_backbone(path)
+    return read_tensors(path) if path.suffix == ".safetensors" else read_backbone(path)
 
 
 def _check_people(path: Path, source: ImageSource, classes: ClassList) -> None:

@@ -23,10 +23,11 @@ from megaclass.checkpoint.load import (
 )
 from megaclass.checkpoint.manifest import Manifest, read_manifest
 from megaclass.checkpoint.retention import best_folder, published, set_aside_after
-from megaclass.config.read import load_config_values, to_toml
+from megaclass.checkpoint.tensor_file import tensors_with_prefix
+from megaclass.config.read import load_config_values, settings_with_changes
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, foreign_class
-from megaclass.data.sources.open_source import ImageSource
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import (
     on_every_rank,
     on_every_rank_for_long,
@@ -40,34 +41,6 @@ from megaclass.train.build import Model
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.generators import restore_generators
 from megaclass.world import World
-
-# Settings that may change between a run and its continuation without making it another run. Not among them, because
-# they change what the backbone sees: data.size, data.fit, data.mirror, data.augment.
-_MAY_CHANGE = {
-    "train.run_dir",
-    "train.nproc",
-    "train.device",
-    "train.epochs",
-    "train.report_steps",
-    "train.checkpoint_epochs",
-    "train.keep_checkpoints",
-    "train.async_checkpoints",
-    "train.init_backbone",
-    "train.init_centres",
-    "train.on_nan",
-    "train.evaluate_epochs",
-    "train.evaluate_sets",
-    "train.compile",
-    "train.tensorboard",
-    "train.wandb_project",
-    "data.path",
-    "data.threads",
-    "data.stage",
-    "data.max_bad_fraction",
-    "head.kernel",
-    "head.stored_gib",
-    "export.onnx",
-}
 
 
 def resume_run(
@@ -159,11 +132,7 @@ def _leave_later_ones(run: RunFolder, step: int) -> None:
 def _load(model: Model, folder: Path, match: ClassMatch | None, world: World, device: torch.device) -> int:
     manifest = read_manifest(folder)
     shared = load_shared(folder)
-    check_fits(
-        model.backbone,
-        {name.removeprefix("backbone."): tensor for name, tensor in shared.items() if name.startswith("backbone.")},
-        folder,
-    )
+    check_fits(model.backbone, tensors_with_prefix(shared, "backbone."), folder)
     model.load_shared_state(shared)
     own = model.head.classes
     if match is None:
@@ -237,13 +206,13 @@ def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:
         saved_config = load_config_values(tomllib.loads(manifest.config), where=f"the settings in {folder}")
     except (ConfigError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
-    saved, current = (tomllib.loads(to_toml(each)) for each in (saved_config, config))
-    names = {f"{section}.{key}" for tree in (saved, current) for section, part in tree.items() for key in part}
-    differences = []
-    for name in sorted(names - _MAY_CHANGE):
-        section, key = name.split(".")
-        before, now = saved.get(section, {}).get(key, "unset"), current.get(section, {}).get(key, "unset")
-        if before != now:
-            differences.append(f"{name} was {before}, is {now}")
+    differences = sorted(
+        f"{name} was {_shown(before)}, is {_shown(now)}"
+        for name, before, now in settings_with_changes(saved_config, config)
+    )
     if differences:
         raise CheckpointError(f"{folder} belongs to another run: {'; '.join(differences)}.")
+
+
+def _shown(value: object) -> object:
+    return "unset" if value is None else list(value) if isinstance(value, tuple) else value

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
 from megaclass.errors import CheckpointError, ConfigError, UserError, is_transient
-from megaclass.private_files import make_private_folder
+from megaclass.files import make_private_folder
 from megaclass.train.run.folder import RunFolder
 
 Sink = Callable[[Mapping[str, float]], None]

@@ -22,7 +22,8 @@ from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.fingerprint import DataMarks, marks_of
 from megaclass.data.loader import BatchLoader
-from megaclass.data.sources.open_source import ImageSource, PixelSource, check_source, open_source
+from megaclass.data.sources.open_source import check_source, open_source
+from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage

@@ -6,8 +6,6 @@ from typing import Any
 
 from megaclass.hvd.run_function import run
 
-__all__ = ["run"]
-
 
 class _Callable(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

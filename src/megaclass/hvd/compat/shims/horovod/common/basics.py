@@ -1,3 +1,1 @@
 from megaclass.hvd.basics import _Basics as HorovodBasics
-
-__all__ = ["HorovodBasics"]

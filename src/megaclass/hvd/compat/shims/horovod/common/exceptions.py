@@ -4,10 +4,3 @@ from megaclass.hvd.exceptions import (
     HostsUpdatedInterrupt,
     get_version_mismatch_message,
 )
-
-__all__ = [
-    "HorovodInternalError",
-    "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "get_version_mismatch_message",
-]

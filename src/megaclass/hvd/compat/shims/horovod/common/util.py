@@ -16,22 +16,3 @@ from megaclass.hvd.compat.util import (
     num_rank_is_power_2,
     split_list,
 )
-
-__all__ = [
-    "_cache",
-    "ccl_built",
-    "check_extension",
-    "check_installed_version",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "get_average_backwards_compatibility_fun",
-    "gloo_built",
-    "gpu_available",
-    "is_iterable",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "split_list",
-]

@@ -1,3 +1,1 @@
 from megaclass.hvd.compat.data import AsyncDataLoaderMixin, BaseDataLoader
-
-__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

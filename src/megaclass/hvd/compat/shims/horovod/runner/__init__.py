@@ -1,6 +1,4 @@
-from megaclass.hvd.run_function import run
-
-__all__ = ["_HorovodArgs", "run"]
+from megaclass.hvd.run_function import run as run
 
 
 class _HorovodArgs:

@@ -5,8 +5,6 @@ from megaclass.hvd.compat.launching import run_command
 from .common.util.settings import Settings
 from .util import network
 
-__all__ = ["gloo_run", "network"]
-
 
 def gloo_run(
     settings: Settings, nics: Iterable[str] | None, env: Mapping[str, str], server_ip: str, command: Sequence[str]

@@ -20,24 +20,6 @@ from .common.util import config_parser, hosts
 from .js_run import is_jsrun_installed
 from .util import lsf, network
 
-__all__ = [
-    "_check_all_hosts_ssh_successful",
-    "_run",
-    "ccl_built",
-    "ddl_built",
-    "extension_available",
-    "gloo_built",
-    "hosts",
-    "is_jsrun_installed",
-    "lsf",
-    "mpi_built",
-    "nccl_built",
-    "network",
-    "parse_args",
-    "run",
-    "run_commandline",
-    "run_controller",
-]
 _SSH_S = 10
 
 

@@ -3,8 +3,6 @@
 import os
 from typing import Any, NoReturn
 
-__all__ = ["is_intel_mpi", "is_mpich", "is_open_mpi", "mpi_available", "mpi_run", "os"]
-
 _OMPI_IMPL = "OpenMPI"
 _SMPI_IMPL = "SpectrumMPI"
 _MPICH_IMPL = "MPICH"

@@ -1,6 +1,6 @@
 from typing import NoReturn
 
-from megaclass.hvd import *  # noqa: F403
+from megaclass.hvd import *
 from megaclass.hvd import __all__ as _names
 
 from . import compression as compression

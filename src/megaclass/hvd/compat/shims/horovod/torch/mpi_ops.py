@@ -1,4 +1,3 @@
-from megaclass.hvd import mpi_ops
 from megaclass.hvd.basics import _Basics as _HorovodBasics
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.compat.util import (
@@ -8,15 +7,4 @@ from megaclass.hvd.compat.util import (
     num_rank_is_power_2,
 )
 from megaclass.hvd.compression import Compression
-from megaclass.hvd.mpi_ops import *  # noqa: F403
-
-__all__ = [
-    *mpi_ops.__all__,
-    "Compression",
-    "_HorovodBasics",
-    "_basics",
-    "check_installed_version",
-    "get_average_backwards_compatibility_fun",
-    "gpu_available",
-    "num_rank_is_power_2",
-]
+from megaclass.hvd.mpi_ops import *

@@ -20,26 +20,6 @@ from megaclass.hvd.mpi_ops import (
 from megaclass.hvd.optimizer import DistributedOptimizer as _DistributedOptimizerOfMegaclass
 from megaclass.hvd.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "ProcessSet",
-    "Sum",
-    "_DistributedAdasumOptimizer",
-    "_DistributedOptimizer",
-    "allreduce_async_",
-    "broadcast_object",
-    "global_process_set",
-    "grouped_allreduce_async_",
-    "rocm_built",
-    "size",
-    "sparse_allreduce_async",
-    "split_list",
-    "synchronize",
-]
-
 
 @functools.wraps(_DistributedOptimizerOfMegaclass)
 def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:

@@ -1,3 +1,1 @@
 from megaclass.hvd.sync_batch_norm import SyncBatchNorm
-
-__all__ = ["SyncBatchNorm"]

@@ -1,3 +1,1 @@
 from megaclass.hvd.compat.threads import execute_function_multithreaded, in_thread, on_event
-
-__all__ = ["execute_function_multithreaded", "in_thread", "on_event"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaclass.private_files import make_private_folder, open_private, write_private
+from megaclass.files import make_private_folder, open_private, write_private
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
 TINY = (
@@ -65,6 +65,7 @@ def megaclass(*arguments: str, mask: int, **more) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
 def test_output_files_of_ranks_are_private(tmp_path, mask):
     out = tmp_path / "new" / "logs"
@@ -72,6 +73,7 @@ def test_output_files_of_ranks_are_private(tmp_path, mask):
     assert [mode(path) for path in (out, out / "rank.0", out / "rank.0" / "stdout")] == [0o700, 0o700, 0o600]
 
 
+@pytest.mark.ranks
 def test_a_link_in_the_place_of_an_output_file_is_not_followed(tmp_path):
     (tmp_path / "victim").write_text("as it was")
     (tmp_path / "logs" / "rank.0").mkdir(parents=True)
@@ -80,6 +82,7 @@ def test_a_link_in_the_place_of_an_output_file_is_not_followed(tmp_path):
     assert (tmp_path / "victim").read_text() == "as it was"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
 def test_everything_in_a_run_folder_but_the_model_is_private(tmp_path, mask):
     run, data = tmp_path / "run", tmp_path / "data"

@@ -1,33 +1,31 @@
-"""Horovod's API on CUDA tensors against plain references. Run by hand: python tests/hvd/gpu_check.py
+"""Horovod's API on CUDA tensors against plain references, on one rank over NCCL and on two and four ranks.
 
-First one rank, over NCCL; then two and four ranks that share the GPUs there are: with fewer GPUs than ranks, tensors travel
-through main memory. Prints a line a check, and what a rank raised; ends with status 1 where one failed. --device cpu runs the
-same on a machine without a GPU.
+With fewer GPUs than ranks, tensors travel through main memory. MEGACLASS_TEST_DEVICE=cpu runs the same checks, less those
+about streams and GPU memory, on a machine without a GPU.
 """
 
-import argparse
 import copy
 import itertools
 import os
-import socket
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from tests.hvd.jobs import job
 from torch import Tensor, nn
 
 import megaclass.hvd as hvd
-from megaclass.launch.plan import rank_environment
-from megaclass.world import World
 
+DEVICE = os.environ.get("MEGACLASS_TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SLEEP_CYCLES = 200_000_000  # about a tenth of a second
-TIMEOUT_S = 240
 
 
 class Place:
@@ -174,7 +172,6 @@ def process_sets(place: Place) -> None:
     rank, size = place.rank, place.size
     if size == 1:
         return  # there is no other set than that of all
-    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     sets = [hvd.add_process_set([r for r in range(size) if r % 2 == odd]) for odd in range(2)]
     ends = hvd.add_process_set([0, size - 1]) if size > 2 else None
     mine, members = sets[rank % 2], [r for r in range(size) if r % 2 == rank % 2]
@@ -247,7 +244,7 @@ def _model(place: Place) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2), nn.Flatten(), nn.Linear(8 * 4, 5)]
     # Channels last: gradients whose memory is laid out unlike their shape.
-    return nn.Sequential(*layers).to(place.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    return nn.Sequential(*layers).to(place.device).to(memory_format=torch.channels_last)
 
 
 def _batch(place: Place, rank: int, step: int) -> Tensor:
@@ -516,66 +513,20 @@ CHECKS = [
 ]
 
 
-def run_checks(device_type: str) -> int:
-    """On every rank, each check in a job of its own: one that fails does not spoil the next."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _checked(check: Callable[[Place], None]) -> None:
+    """Runs the check in a job of its own."""
     device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+    if DEVICE == "cuda":
+        device = torch.device("cuda", torch.distributed.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    num_bad = 0
-    for check in CHECKS:
-        begun = time.perf_counter()
-        try:
-            hvd.init()
-            check(Place(device))
-            hvd.barrier()  # nobody is done before everybody is
-        except Exception:
-            num_bad += 1
-            print(f"BAD {size} rank(s), rank {rank}: {check.__name__}\n{traceback.format_exc()}", flush=True)
-        else:
-            if rank == 0:
-                print(f"ok  {size} rank(s)  {check.__name__:34} {time.perf_counter() - begun:5.1f} s", flush=True)
-        finally:
-            hvd.shutdown()
-    return 1 if num_bad else 0
+    with job(DYNAMIC_PROCESS_SETS="1", GLOO_TIMEOUT_SECONDS="60"):
+        check(Place(device))
+        # No rank leaves before all ranks have finished the check.
+        hvd.barrier()
 
 
-def start_ranks(size: int, device_type: str) -> bool:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(size):
-        world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="check", port=port)
-        placed = rank_environment(world, host=socket.gethostname(), address="127.0.0.1", port=port)
-        env = {**os.environ, **placed, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
-        ranks.append(subprocess.Popen([sys.executable, __file__, "--device", device_type], env=env))
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        return max([process.wait(max(0.1, deadline - time.monotonic())) for process in ranks], key=abs) == 0
-    except subprocess.TimeoutExpired:
-        print(f"BAD {size} rank(s) did not end within {TIMEOUT_S} s", flush=True)
-        return False
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        return run_checks(options.device)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here: --device cpu runs the same checks without one.")
-    results = [start_ranks(size, options.device) for size in options.ranks]
-    return 0 if all(results) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_a_gpu(run_ranks, check, size):
+    run_ranks(size, _checked, check, timeout_s=240.0)

@@ -1,0 +1,67 @@
+"""Messages of the library on standard error: `megaclass: …`, warnings as `WARNING megaclass: …`.
+
+Library code logs to `logging.getLogger("megaclass.<package>")` and prints nothing. Programs that import megaclass configure
+these loggers themselves; the command line uses `messages_on_stderr`.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --quiet and --verbose to every command of a parser."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                add_output_options(command)
+            return
+    group: Any = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--quiet",
+        dest="output",
+        action="store_const",
+        const="quiet",
+        default="normal",
+        help="print warnings, errors and results only: no progress, no messages",
+    )
+    group.add_argument("--verbose", dest="output", action="store_const", const="verbose", help="print more messages")
+
+
+@contextmanager
+def messages_on_stderr(output: str = "normal") -> Iterator[None]:
+    """Prints the library's messages while the block runs. output: "quiet", "normal" or "verbose"."""
+    logger = logging.getLogger("megaclass")
+    previous = logger.handlers, logger.level, logger.propagate
+    handler = _StderrHandler()
+    handler.setFormatter(_Formatter())
+    logger.handlers = [handler]
+    logger.setLevel(_LEVELS[output])
+    # Packages such as TensorBoard's add a handler to the root logger, which would print every message a second time.
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.handlers = previous[0]
+        logger.setLevel(previous[1])
+        logger.propagate = previous[2]
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever sys.stderr is at that moment, so that a redirection by the caller takes effect."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+class _Formatter(logging.Formatter):
+    """`megaclass: text`, or `<sender>: text` for records logged with extra={"sender": …}, such as the name of a rank."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        return f"{level}{getattr(record, 'sender', 'megaclass')}: {record.getMessage()}"

@@ -1,0 +1,66 @@
+"""Documentation tells the truth about the tree: links lead somewhere, named functions exist, packages are listed."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "megaclass"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name} links to {target}, which does not exist"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{page.name} links to {target}, but {file.name} has no such heading"
+
+
+def test_the_tree_in_the_readme_lists_every_package():
+    tree = (ROOT / "README.md").read_text().split("src/megaclass/\n")[1].split("```")[0]
+    listed = set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE))
+    assert listed == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions, classes and methods (as Class.method) that a module defines."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def test_every_function_that_the_architecture_page_names_exists():
+    """The page names them as `path/in/package.py:function`."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([\w/.]+\.py):([\w.]+)`", text)
+    assert len(named) > 60, "the three walks name a function for each step"
+    missing = [
+        f"{file}:{name}" for file, name in named if not (SOURCE / file).exists() or name not in names_in(SOURCE / file)
+    ]
+    assert not missing
+
+
+def test_no_package_has_more_than_fourteen_modules_side_by_side():
+    counts = {
+        str(folder.relative_to(SOURCE)): len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
+        for folder in {path.parent for path in SOURCE.rglob("*.py")}
+        if "shims" not in folder.parts
+    }
+    assert {name: count for name, count in counts.items() if count > 14} == {}
