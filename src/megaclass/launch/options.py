@@ -163,10 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh; repeatable"
     )
     hosts.add_argument(
-        "--python",
-        metavar="PATH",
-        help="Python interpreter with megaclass on the hosts (default: the path of this one)",
-    )
+        "--python", metavar="PATH", help="Python interpreter with megaclass on the hosts (default: the path of this one)",
+    )  # fmt: skip
     hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
     hosts.add_argument(
         "--remote-prefix", default="", metavar="TEXT", help="shell text in front of the agent's command on other hosts"
@@ -198,49 +196,33 @@ def _parser() -> argparse.ArgumentParser:
         "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default 30)"
     )
     times.add_argument(
-        "--heartbeat",
-        type=seconds,
-        default=40.0,
-        metavar="S",
+        "--heartbeat", type=seconds, default=40.0, metavar="S",
         help="a silent host counts as lost within this time (default 40)",
-    )
+    )  # fmt: skip
     times.add_argument(
         "--grace", type=seconds, default=3.0, metavar="S", help="time from SIGTERM to SIGKILL (default 3)"
     )
     times.add_argument(
-        "--hang-timeout",
-        type=seconds,
-        default=0.0,
-        metavar="S",
+        "--hang-timeout", type=seconds, default=0.0, metavar="S",
         help="end the job if no rank prints anything for this long (default: off)",
-    )
+    )  # fmt: skip
     times.add_argument(
-        "--restarts",
-        "--reset-limit",
-        type=at_least(0),
-        default=0,
-        metavar="N",
+        "--restarts", "--reset-limit", type=at_least(0), default=0, metavar="N",
         help="number of restarts after failures (default 0)",
-    )
+    )  # fmt: skip
     times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
     times.add_argument(
-        "--min-np",
-        "--min-num-proc",
-        type=at_least(1),
-        metavar="N",
+        "--min-np", "--min-num-proc", type=at_least(1), metavar="N",
         help="minimum number of processes after excluding hosts (default: all)",
-    )
+    )  # fmt: skip
 
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output-filename", type=Path, metavar="DIR", help="also write the output to DIR/rank.<n>/{stdout,stderr}"
     )
     output.add_argument(
-        "-prefix-timestamp",
-        "--prefix-output-with-timestamp",
-        action="store_true",
-        help="print the time before each line",
-    )
+        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", help="print the time before each line",
+    )  # fmt: skip
     output.add_argument("--verbose", action="store_true", help="print what the driver does")
     output.add_argument("--dry-run", action="store_true", help="print the whole plan and exit")
 

@@ -107,11 +107,13 @@ class JobRun:
         """Starts all ranks, waits until nothing of them is left, and returns the outcome."""
         self._pipes.selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         try:
+            # All hosts are connected to at the same time: a slow one costs its own time, not the sum.
             self._start.connect(self._pipes)
             self._loop(until=self._have_all_hosts_answered, is_start=True)
             if not self._decision.is_ending and not self._start.problems:
                 self._start.compare_versions(self._pipes)
             if self._decision.is_ending:
+                # A signal came during the start. Agents that are ready were told to end; the others know nothing yet.
                 self._pipes.drop_starting()
             elif self._start.problems:
                 failure = self._start.failure(len(self._pipes.all))
@@ -141,6 +143,7 @@ class JobRun:
                 if not self._start.problems:
                     self._start.note_silent_hosts(self._pipes)
                 return
+            # Agents that do not report the end in time are abandoned, so that the driver always ends.
             if now >= self._give_up_at:
                 self._give_up()
                 return
@@ -158,6 +161,7 @@ class JobRun:
     def _beat(self, now: float) -> None:
         if now < self._beat_at:
             return
+        # At least once per second, because the deadlines below are checked here, too.
         self._beat_at = now + min(1.0, beat_interval(self._options.heartbeat_s))
         silence_s, _ = silence_limits(self._options.heartbeat_s, self._options.grace_s)
         for agent in self._pipes.unfinished():
@@ -216,6 +220,7 @@ class JobRun:
             case "refuse":
                 self._refuse(agent, message["why"])
             case "started":
+                # The checker has made sure that these are pids of the agent's own ranks.
                 self._table.pids |= message["pids"]
                 self._messages.detail(f"{agent.name}: started {message['pids']}")
             case "exit":
@@ -239,6 +244,7 @@ class JobRun:
 
     def _refuse(self, agent: AgentPipe, why: str) -> None:
         if agent.state is PipeState.STARTING:
+            # It has answered, so that the start does not wait for it any longer.
             agent.state = PipeState.READY
             self._start.problems.append((agent.name, f"{agent.name}: {why}"))
         else:
@@ -246,8 +252,10 @@ class JobRun:
             self._end(Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=(agent.name,)))
 
     def _note_exit(self, rank: int, pid: int, code: int) -> None:
+        # The rest of its last line first, so that the report about its end contains it.
         self._table.note_lines(rank, self._output.finish(rank))
         self._table.note_exit(rank, pid, code)
+        # Once the ranks were told to end, their exit codes say nothing about the cause.
         if code == 0 or self._decision.is_ending:
             return
         host = self._table.hosts[rank]
@@ -281,6 +289,7 @@ class JobRun:
         for _ in range(_STDERR_READS):
             if not agent.read_stderr():
                 break
+        # ssh's exit code tells a failed login (255) from an agent that ended.
         code = agent.wait(_EXIT_CODE_S)
         if agent.state is PipeState.STARTING:
             self._start.note_end_of(agent, code)
@@ -334,6 +343,7 @@ class JobRun:
 
     def _order_end(self, grace_s: float | None = None, first: int = signal.SIGTERM) -> None:
         self._pipes.send({"do": "end", "grace_s": grace_s, "first": int(first)})
+        # A second order may come earlier than the first one would end, never later.
         until_killed_s = self._options.grace_s if grace_s is None else grace_s
         self._give_up_at = min(self._give_up_at, time.monotonic() + until_killed_s + _LEAVE_S)
 
@@ -352,6 +362,7 @@ class JobRun:
     def _interrupt(self) -> None:
         sent = self._ladder.climb()
         self._messages.say(self._ladder.message(sent, self._table.num_left))
+        # SIGKILL goes to all processes of the run, not only to the ranks; without ranks there is nothing to ask.
         if sent is signal.SIGKILL or not self.has_started:
             self._order_end(grace_s=0.0)
         else:
