@@ -400,7 +400,7 @@ def test_an_agent_that_is_killed(bed, record_property, host):
 
 
 @pytest.mark.parametrize("host", ["h1", "h2"], ids=["the driver's own", "another"])
-def test_an_agent_that_is_killed_together_with_both_its_sweepers(bed, record_property, host):
+def test_an_agent_that_is_killed_together_with_both_its_orphan_killers(bed, record_property, host):
     run = bed.start(*HOSTS, *BEHIND_A_SHELL)
     run.says("up", times=4)
     killed = [*agents(bed, host), *bed.pids_of(host, " -I -S - ")]
@@ -408,7 +408,7 @@ def test_an_agent_that_is_killed_together_with_both_its_sweepers(bed, record_pro
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in killed:
             os.kill(pid, number)
-    gone_in_time(bed, record_property, f"kill -9 of an agent and its sweepers ({host})")
+    gone_in_time(bed, record_property, f"kill -9 of an agent and its orphan killers ({host})")
     assert run.wait() == 255
 
 
