@@ -1,9 +1,9 @@
-"""What compression saves over a slow link: two ranks in two network namespaces, joined by a link held to a rate. Root.
+"""Measures what compression saves over a slow link: two ranks in two network namespaces. Needs root.
 
     python benchmarks/hvd_link.py [--rate 100mbit] [--steps 20] [--pairs 3] [--out benchmarks/hvd_link.md]
 
 An epoch is `--steps` steps of a net with 1.2 million parameters through hvd.DistributedOptimizer. Epochs with and without
-compression alternate; bytes are those that the interface counted, headers and all. Nothing outside the two namespaces is
+compression alternate; bytes are those that the interface counted, headers included. Nothing outside the namespaces is
 touched; they are removed at the end.
 """
 
@@ -33,39 +33,53 @@ def main() -> None:
         return
     prefix = f"mchvd{os.getpid()}"
     try:
-        make_link(prefix, options.rate)
-        ranks = [start(prefix, rank) for rank in range(2)]
+        make_hosts(prefix, 2, options.rate)
+        ranks = [start(prefix, rank, 2) for rank in range(2)]
         code = max(process.wait() for process in ranks)
     finally:
-        for side in "ab":
-            subprocess.run(["ip", "netns", "del", f"{prefix}{side}"], check=False, stderr=subprocess.DEVNULL)
+        remove_hosts(prefix, 2)
     sys.exit(code)
 
 
-def make_link(prefix: str, rate: str) -> None:
+def make_hosts(prefix: str, num_hosts: int, rate: str) -> None:
+    """Makes network namespaces {prefix}0, {prefix}1, … with addresses 10.211.77.1, .2, …, joined by a bridge in {prefix}s."""
+
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True)
 
-    for side in "ab":
-        ip("netns", "add", f"{prefix}{side}")
-    ip("-n", f"{prefix}a", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", f"{prefix}b")
-    for number, side in enumerate("ab", start=1):
-        ip("-n", f"{prefix}{side}", "link", "set", "lo", "up")
-        ip("-n", f"{prefix}{side}", "addr", "add", f"10.211.77.{number}/24", "dev", "eth0")
-        ip("-n", f"{prefix}{side}", "link", "set", "eth0", "up")
-        limit = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
-        subprocess.run(["ip", "netns", "exec", f"{prefix}{side}", *limit], check=True)
+    switch = f"{prefix}s"
+    ip("netns", "add", switch)
+    ip("-n", switch, "link", "add", "br0", "type", "bridge")
+    ip("-n", switch, "link", "set", "br0", "up")
+    limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
+    for number in range(num_hosts):
+        host, port = f"{prefix}{number}", f"p{number}"
+        ip("netns", "add", host)
+        ip("-n", host, "link", "set", "lo", "up")
+        ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
+        ip("-n", switch, "link", "set", port, "master", "br0", "up")
+        ip("-n", host, "addr", "add", f"10.211.77.{number + 1}/24", "dev", "eth0")
+        ip("-n", host, "link", "set", "eth0", "up")
+        # Both directions of the host's cable: what it sends, and what the switch sends to it.
+        for place, device in ((host, "eth0"), (switch, port)):
+            subprocess.run(["ip", "netns", "exec", place, "tc", "qdisc", "add", "dev", device, *limit], check=True)
 
 
-def start(prefix: str, rank: int) -> "subprocess.Popen[bytes]":
+def remove_hosts(prefix: str, num_hosts: int) -> None:
+    for name in ("s", *range(num_hosts)):
+        subprocess.run(["ip", "netns", "del", f"{prefix}{name}"], check=False, stderr=subprocess.DEVNULL)
+
+
+def start(prefix: str, rank: int, size: int, *more: str) -> "subprocess.Popen[bytes]":
+    """Starts this script again as one rank on its own host, with `more` arguments."""
     env = {
         **os.environ,
         "RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(size),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "GROUP_RANK": str(rank),
-        "GROUP_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": str(size),
         "MASTER_ADDR": "10.211.77.1",
         "MASTER_PORT": "29500",
         "HOROVOD_HOSTNAME": f"host{rank}",
@@ -73,7 +87,8 @@ def start(prefix: str, rank: int) -> "subprocess.Popen[bytes]":
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen(["ip", "netns", "exec", f"{prefix}{'ab'[rank]}", sys.executable, *sys.argv], env=env)
+    command = ["ip", "netns", "exec", f"{prefix}{rank}", sys.executable, *sys.argv, *more]
+    return subprocess.Popen(command, env=env)
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from megaclass.data.decode import Fit
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import DataError
-from megaclass.evaluate.embed import OnProgress, embed_part, say_resized
+from megaclass.evaluate.embed import OnProgress, embed_part, log_resized
 from megaclass.evaluate.images import FileImages, find_images
 from megaclass.model import LoadedModel
 
@@ -97,7 +97,7 @@ def embed_folder(
     on_every_rank(embed_own, device, group)
     num_resized = int(gather_blocks(torch.tensor([len(images.resized)], device=device), group).sum())
     if rank == 0:
-        say_resized(num_resized, len(paths), model.image_size, f"below {folder}, embedded since this start")
+        log_resized(num_resized, len(paths), model.image_size, f"below {folder}, embedded since this start")
     num_bad = on_every_rank(lambda: int(_is_bad(parts, len(paths)).sum()), device, group)
     on_main_rank(lambda: _join(parts, folder, paths, out, model.embedding_dim), device, group)
     return EmbeddedFolder(len(paths) - num_bad, num_bad)

@@ -509,6 +509,7 @@ def _save_and_die(checkpoints, kth):
         save_over(checkpoints, 3)
 
 
+@pytest.mark.ranks
 def test_a_process_killed_at_any_call_of_a_save_leaves_a_whole_checkpoint_and_the_next_save_works(
     tmp_path, two_checkpoints
 ):
@@ -546,6 +547,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.ranks
 def test_a_disk_that_is_full_ends_the_save_and_frees_what_it_had_taken(small_disk: Path, monkeypatch):
     monkeypatch.setattr(save_module, "_PAUSES_S", (0.0,))
     checkpoints = small_disk / "checkpoints"

@@ -85,7 +85,7 @@ def test_a_rank_that_cannot_reach_rank_0_gives_up_in_time_and_says_where_it_look
     assert time.monotonic() - begun < 30
     expected = f"rank 1 of 2 on {socket.gethostname()} cannot join the others at 127.0.0.1:{port} within 1.5 s"
     assert expected in str(caught.value)
-    assert f"has not reached rank 0 at 127.0.0.1 port {port} for 0.3 s and goes on trying" in capsys.readouterr().err
+    assert f"has not reached rank 0 at 127.0.0.1 port {port} for 0.3 s and keeps trying" in capsys.readouterr().err
 
 
 def test_rank_0_gives_up_waiting_for_ranks_that_never_come():

@@ -52,6 +52,7 @@ def test_numbers_that_cannot_be_kept_are_printed_all_the_same(run, pairs_bin, ca
     assert "Cannot write /proc/nowhere" in printed.err
 
 
+@pytest.mark.ranks
 def test_several_processes_print_once_and_give_the_numbers_of_one(run, pairs_bin, tmp_path):
     command = [sys.executable, "-m", "megaclass", "evaluate", str(run), "--on", str(pairs_bin()), "--json"]
     numbers = []

@@ -6,13 +6,13 @@ import torch
 from tests.evaluate.conftest import write_megaface_feature
 
 from megaclass.errors import DataError
+from megaclass.evaluate.gallery import read_megaface_features
+from megaclass.evaluate.protocols.distractors import rank_among_distractors
 from megaclass.evaluate.protocols.identification import (
     identify,
     labels_of,
     numbers_of_scores,
     published_ijb_tpir,
-    rank_among_distractors,
-    read_megaface_features,
 )
 from megaclass.evaluate.search import GalleryShard, shard_of_rank
 

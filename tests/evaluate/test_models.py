@@ -8,7 +8,8 @@ import torch
 
 import megaclass
 from megaclass.errors import CheckpointError
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.protocol import Evaluator
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.export.run_export import export_model
 from megaclass.model import load
 

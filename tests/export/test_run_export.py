@@ -8,8 +8,9 @@ import torch
 
 from megaclass.backbones import build_backbone
 from megaclass.errors import DataError, ExportError, UserError
+from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.centre_health import read_run_centres
-from megaclass.evaluate.results import SetResult, write_results
+from megaclass.evaluate.results import write_results
 from megaclass.export import run_export
 from megaclass.export.centres_file import load_centres
 from megaclass.export.run_export import export_model

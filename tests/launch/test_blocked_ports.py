@@ -12,7 +12,7 @@ import pytest
 
 HOSTS = ("-H", "h1:1,h2:1,h3:1")
 LIMIT_S = 6
-FROM_ANYBODY, FROM_H2 = "10.123.0.0/24", "10.123.0.2"
+FROM_ANYBODY, FROM_H2, FROM_H3 = "10.123.0.0/24", "10.123.0.2", "10.123.0.3"
 
 TRAINING = """
 import time, torch, torch.distributed as dist
@@ -45,10 +45,10 @@ PROGRAMS = pytest.mark.parametrize("program", [TRAINING, HOROVOD], ids=["trainin
 
 
 @contextmanager
-def firewall(bed, host, source):
-    """Drops what arrives at the host from the source; ssh passes."""
+def firewall(bed, host, source, verdict="drop"):
+    """Blocks what arrives at the host from the source; ssh passes."""
     table = "add table inet f; add chain inet f in { type filter hook input priority 0; }"
-    rules = ("tcp dport 22 accept", "tcp sport 22 accept", f"meta l4proto tcp ip saddr {source} drop")
+    rules = ("tcp dport 22 accept", "tcp sport 22 accept", f"meta l4proto tcp ip saddr {source} {verdict}")
     subprocess.run(
         bed.inside(host, "nft", "; ".join((table, *(f"add rule inet f in {rule}" for rule in rules)))), check=True
     )
@@ -115,3 +115,34 @@ def test_an_outage_shorter_than_the_limit_costs_nothing(bed, tmp_path):
     num_steps = run.out.count("step")
     run.says("step", times=num_steps + 30, timeout_s=60)
     assert "has not been answered" not in run.err
+
+
+# By TCP (as from a host where no process listens), and by ICMP (as from most firewalls).
+REJECTS = pytest.mark.parametrize(
+    "verdict", ["reject with tcp reset", "reject with icmp type admin-prohibited"], ids=["reset", "icmp"]
+)
+
+
+@PROGRAMS
+@REJECTS
+def test_rank_0s_port_that_is_rejected_from_the_start(bed, tmp_path, program, verdict):
+    with firewall(bed, "h1", FROM_ANYBODY, verdict):
+        begun = time.monotonic()
+        run = start(bed, tmp_path, program, "--master-port", "29555")
+        assert run.wait(100) not in (0, 2, 75), run.story()
+        assert time.monotonic() - begun < LIMIT_S + 40, "imports of torch included; far below the 300 or 600 s of gloo"
+    assert re.search(r"from 10\.123\.0\.[23] to 10\.123\.0\.1 port 29555", run.err), run.story()
+    assert f"refused for {LIMIT_S} s" in run.err, run.story()
+    assert "step" not in run.out
+
+
+@PROGRAMS
+@REJECTS
+def test_two_hosts_that_reject_each_other_from_the_start(bed, tmp_path, program, verdict):
+    # gloo connects from the higher rank to the lower one.
+    with firewall(bed, "h2", FROM_H3, verdict):
+        begun = time.monotonic()
+        run = start(bed, tmp_path, program)
+        assert run.wait(100) not in (0, 2, 75), run.story()
+        assert time.monotonic() - begun < LIMIT_S + 40, "imports of torch included"
+    assert re.search(r"rank 2 .*on h3.*10\.123\.0\.2", run.err), run.story()

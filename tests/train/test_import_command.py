@@ -77,8 +77,8 @@ def test_an_odd_file_is_one_line_on_the_screen(tmp_path, capsys, data):
     assert shown.out == "" and shown.err.count("\n") == 1
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("network", ["mbf", "vit_t"])
+@pytest.mark.ranks
 def test_an_imported_recipe_shows_its_settings_and_trains(published, tmp_path, capsys, network):
     published.write_text(CONFIG.replace("r100", network))
     recipe = tmp_path / "recipe.toml"

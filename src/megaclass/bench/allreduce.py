@@ -1,4 +1,4 @@
-"""`megaclass bench allreduce`: how fast the ranks talk, in the table of NCCL's own tests, every result checked."""
+"""`megaclass bench allreduce`: measures collectives in the table format of nccl-tests and checks every result."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from megaclass.world import World
 _ELEMENT_BYTES = 4
 _SETTINGS_BYTES = 1024
 _PERIOD = 251
-"""Values repeat with a prime period, so that a block at a wrong place does not look right by chance."""
+"""Values repeat with a prime period, so that a block at the wrong position does not look right by chance."""
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -27,24 +27,26 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSettings:
+    """Sizes, operations and backend to measure."""
+
     min_bytes: int = 8
     max_bytes: int = 256 << 20
     factor: int = 2
     iterations: int = 20
-    """At most so many repetitions of each size."""
+    """Largest number of repetitions per size."""
     seconds_per_size: float = 2.0
-    """Fewer when they would take longer than this."""
+    """Sizes are repeated less often if the repetitions would take longer than this."""
     operations: tuple[str, ...] = OPERATIONS
     backend: str = "auto"
-    """auto: gloo, and nccl too where every rank has a GPU of its own."""
+    """auto: gloo, and also nccl if every rank has its own GPU."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_bytes <= self.max_bytes:
             raise ConfigError(
-                f"The sizes go from {self.min_bytes} to {self.max_bytes} bytes: -b must be 1 or more and not above -e."
+                f"The sizes go from {self.min_bytes} to {self.max_bytes} bytes: -b must be at least 1 and at most -e."
             )
         if self.factor < 2:
-            raise ConfigError(f"-f is {self.factor}; each size is so many times the one before: 2 or more.")
+            raise ConfigError(f"-f is {self.factor}, the factor between a size and the next one: expected 2 or more.")
         if self.iterations < 1 or not self.seconds_per_size > 0:
             raise ConfigError(
                 f"-n {self.iterations} and --seconds {self.seconds_per_size:g}: at least one repetition is needed."
@@ -55,6 +57,7 @@ class BenchSettings:
             raise ConfigError(f"Unknown backend {self.backend!r}: expected {', '.join(BACKENDS)}.")
 
     def sizes(self) -> Iterator[int]:
+        """Yields the sizes in bytes."""
         size = self.min_bytes
         while size <= self.max_bytes:
             yield size
@@ -63,26 +66,26 @@ class BenchSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the table; the same on every rank."""
+    """One line of the table; equal on every rank."""
 
     operation: str
     backend: str
     ranks: int
     bytes: int
-    """Of the whole: what all_gather yields, what reduce_scatter is given."""
+    """Size of the whole tensor: the output of all_gather, the input of reduce_scatter."""
     count: int
-    """Elements each rank puts in."""
+    """Number of elements that each rank contributes."""
     time_us: float
     algorithm_gbps: float
-    """Bytes by time, in 1e9 bytes a second."""
+    """Bytes divided by time, in 1e9 bytes per second."""
     bus_gbps: float
-    """What each link carries: comparable between operations and numbers of ranks, and with the hardware's figure."""
+    """Bandwidth that each link carries: comparable between operations, numbers of ranks and with the hardware's figure."""
     num_wrong: int
-    """Elements with a wrong value, over all ranks."""
+    """Number of elements with a wrong value, over all ranks."""
 
 
 def parse_bytes(text: str) -> int:
-    """'8' -> 8, '256M' -> 268435456; K, M and G as all_reduce_perf takes them."""
+    """Parses a size as all_reduce_perf does: '8' -> 8, '256M' -> 268435456, with the units K, M and G."""
     match = re.fullmatch(r"([0-9]{1,12})([KMG]?)", text.upper())
     if match is None:
         raise ConfigError(f"Cannot read the size {text!r}: expected bytes, or for example 64K, 256M, 1G.")
@@ -90,14 +93,14 @@ def parse_bytes(text: str) -> int:
 
 
 def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
-    """Exit code: 0, or 1 when a result was wrong. Rank 0 prints."""
+    """Measures and prints on rank 0; returns the exit code: 0, or 1 if a result was wrong."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # NCCL refuses two ranks on one GPU.
     has_gpu = world.local_size <= num_gpus and settings.backend != "gloo"
     if settings.backend == "nccl" and not has_gpu:
         seen = f"sees {num_gpus} GPU(s) for {world.local_size} ranks" if num_gpus else "sees no GPU"
         raise LaunchError(
-            f"{world.name()} was asked for nccl, but torch {torch.__version__} {seen}: take --backend gloo."
+            f"{world.name()} was asked for nccl, but torch {torch.__version__} {seen}: use --backend gloo."
         )
     rows: list[Row] = []
     with process_group(world, device="cuda" if has_gpu else "cpu") as device:
@@ -119,10 +122,10 @@ def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
 def measure(
     settings: BenchSettings, operation: str, backend: str, device: torch.device, group: dist.ProcessGroup | None
 ) -> Iterator[Row]:
-    """One row a size. Collective: every rank goes through the same sizes with the same number of repetitions."""
+    """Yields one row per size. Collective: every rank measures the same sizes with the same number of repetitions."""
     for size in settings.sizes():
         trial = _TRIALS[operation](size, device, group)
-        trial.call()  # the first call makes connections
+        trial.call()  # the first call opens connections
         once_s = _seconds(trial.call, 1, device, group)
         repetitions = max(1, min(settings.iterations, int(settings.seconds_per_size / max(once_s, 1e-9))))
         time_s = _seconds(trial.call, repetitions, device, group)
@@ -144,7 +147,7 @@ def measure(
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:
-    """Share of the data that must cross each link, however clever the algorithm: nccl-tests' PERFORMANCE.md."""
+    """Returns the share of the data that must cross each link with any algorithm (nccl-tests' PERFORMANCE.md)."""
     share = (num_ranks - 1) / num_ranks
     return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": 1.0}[operation]
 
@@ -154,15 +157,17 @@ def bus_factor(operation: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
+    """One operation with its tensors, ready to be called."""
+
     num_bytes: int
     count: int
     call: Callable[[], object]
     num_wrong: Callable[[], int]
-    """One more call on fresh values; how many elements of this rank's result are not what they must be."""
+    """Calls the operation once more on new values; returns the number of wrong elements in this rank's result."""
 
 
 def _values(count: int, rank: int, device: torch.device) -> Tensor:
-    """Small whole numbers: sums over ranks are exact in float32, in whatever order they are formed."""
+    """Returns small integers, whose sums over ranks are exact in float32 in any order."""
     return ((torch.arange(count, device=device) + rank) % _PERIOD).float()
 
 
@@ -179,7 +184,7 @@ def _elements(size: int) -> int:
 
 def _all_reduce_trial(size: int, device: torch.device, group: dist.ProcessGroup | None) -> _Trial:
     count, rank, num_ranks = _elements(size), dist.get_rank(group), dist.get_world_size(group)
-    # Zeros stay zeros: repeated sums of anything else would grow until they overflow.
+    # Zeros stay zeros; repeated sums of other numbers would grow until they overflow.
     tensor = torch.zeros(count, device=device)
 
     def num_wrong() -> int:
@@ -261,7 +266,7 @@ _TRIALS: dict[str, Callable[[int, torch.device, dist.ProcessGroup | None], _Tria
 def _seconds(
     call: Callable[[], object], repetitions: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Mean time of a call on the slowest rank; the same number on every rank, which therefore all repeat alike."""
+    """Returns the mean time of a call on the slowest rank; equal on all ranks, so that all choose the same repetitions."""
     dist.barrier(group=group)
     begun = time.perf_counter()
     for _ in range(repetitions):
@@ -279,15 +284,15 @@ def _backends(settings: BenchSettings, device: torch.device) -> list[tuple[str, 
 
 
 def _check_same_settings(settings: BenchSettings, device: torch.device) -> None:
-    """Collectives of different sizes would hang, or give wrong numbers in silence. One all-gather of 1 KiB per rank."""
+    """Raises LaunchError if ranks differ in their settings, and would hang or compute nonsense. All-gathers 1 KiB per rank."""
     text = str(settings).encode().ljust(_SETTINGS_BYTES)[:_SETTINGS_BYTES]
     blocks_W = gather_blocks(torch.tensor(list(text), dtype=torch.uint8, device=device), None).cpu()
-    everybody = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in blocks_W]
-    others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
+    settings_W = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in blocks_W]
+    others = [rank for rank, theirs in enumerate(settings_W) if theirs != settings_W[0]]
     if others:
         raise LaunchError(
-            f"Ranks were started with different options: rank 0 has {everybody[0]}, rank {others[0]} has "
-            f"{everybody[others[0]]}. Start all of them with the same command line."
+            f"Ranks were started with different options: rank 0 has {settings_W[0]}, rank {others[0]} has "
+            f"{settings_W[others[0]]}. Start all of them with the same command line."
         )
 
 
@@ -316,13 +321,14 @@ def _line(row: Row) -> str:
 def _footer(rows: list[Row]) -> str:
     num_wrong = sum(row.num_wrong for row in rows)
     mean = sum(row.bus_gbps for row in rows) / len(rows)
-    verdict = "OK" if num_wrong == 0 else "WRONG: these ranks must not train; look at network, driver and memory"
+    verdict = "OK" if num_wrong == 0 else "WRONG: do not train on these hosts; check network, driver and memory"
     return f"\n# Wrong values      : {num_wrong} {verdict}\n# Avg bus bandwidth : {mean:.4f}"
 
 
 def warn_of_one_rank(world: World) -> None:
+    """Warns if there is only one rank, so that nothing can be measured."""
     if world.size == 1:
         print(
-            "megaclass: one rank has nobody to talk to. Start several: megaclass run -np 2 megaclass bench allreduce",
+            "megaclass: a single rank sends nothing. Start several: megaclass run -np 2 megaclass bench allreduce",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""Images a second by stage: where reading, decoding, collating or augmenting is the brake."""
+"""Measures images per second for each stage of loading: reading, decoding, collating, augmenting."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from megaclass.data.sources.source import ImageSource
 
 @dataclass(frozen=True)
 class StageSpeed:
+    """Speed of one stage alone."""
+
     stage: str
     images_per_second: float
     cpu_s_per_1000: float
@@ -32,7 +34,7 @@ def bench_stages(
     device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[StageSpeed]:
-    """Each stage alone for `seconds`, over the same shuffled images."""
+    """Runs each stage alone for `seconds`, over the same shuffled images."""
     batch = min(batch, source.num_images)
     loader = BatchLoader(source, global_batch=batch, max_bad_fraction=1.0)
     many = BatchLoader(source, global_batch=batch, max_bad_fraction=1.0, num_workers=num_threads)

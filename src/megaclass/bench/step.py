@@ -1,6 +1,6 @@
-"""`megaclass bench step`: the same training step fed by the real source, from memory and by noise; and its parts alone.
+"""`megaclass bench step`: measures a training step with the real data, data from memory and noise, and its parts alone.
 
-If the run is as fast with noise as with its data, reading is not the brake; then the longest part of the step is.
+If the step is as fast with noise as with the real data, reading is not the bottleneck; then the longest part of the step is.
 """
 
 import json
@@ -21,47 +21,52 @@ from megaclass.distributed.collectives import gather_blocks, scatter_sum, sum_ov
 from megaclass.distributed.process_group import process_group
 from megaclass.launch.launchers.local import run_local
 from megaclass.train.build import Model, build_model
-from megaclass.train.run.start import make_data, make_loader, open_data
+from megaclass.train.run.data import make_data, make_loader, open_data
 from megaclass.train.step import training_step
 from megaclass.world import World, world_from_environment
 
 _WARM_UP_STEPS = 2
 _NUM_TIMED = 5
-# Waiting for data this much of the time means that data bounds the run, whatever the parts alone took.
+# A run that waits for data for more than this share of the time is bound by data, however fast the parts alone are.
 _WAITING_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class SourceSpeed:
+    """Speed of training steps with one source of data."""
+
     source: str
     images_per_second: float
-    """Over all ranks."""
+    """Of all ranks together."""
     step_ms: float
     waiting_share: float
-    """Of the time, for the next batch."""
+    """Share of the time spent waiting for the next batch."""
 
 
 @dataclass(frozen=True)
 class StepBench:
+    """Result of `megaclass bench step`."""
+
     sources: list[SourceSpeed]
     parts_ms: dict[str, float]
-    """decode, host-to-device, backbone, head, communication: each alone, per step on this rank."""
+    """Milliseconds per step on this rank for decode, host-to-device, backbone, head and communication, each alone."""
     bound_by: str
     advice: str
 
     def to_text(self) -> str:
-        lines = [f"{'source':12}{'images/s':>12}{'ms a step':>12}{'waiting for data':>20}"]
+        """Returns both tables and the advice."""
+        lines = [f"{'source':12}{'images/s':>12}{'ms per step':>12}{'waiting for data':>20}"]
         lines += [
             f"{speed.source:12}{speed.images_per_second:>12,.0f}{speed.step_ms:>12.1f}{speed.waiting_share:>20.0%}"
             for speed in self.sources
         ]
-        lines += ["", f"{'part':24}{'ms a step, alone':>20}"]
+        lines += ["", f"{'part':24}{'ms per step, alone':>20}"]
         lines += [f"{name:24}{value:>20.2f}" for name, value in self.parts_ms.items()]
         return "\n".join([*lines, "", f"Bound by {self.bound_by}: {self.advice}"])
 
 
 def bench_step(config: Config, arguments: Sequence[str], *, num_steps: int, is_json: bool) -> int:
-    """Exit code. `arguments`: the command line after `bench step`, to start ranks with."""
+    """Measures and prints the result; returns the exit code. arguments: the command line after `bench step`, to start ranks."""
     world = world_from_environment()
     if world.starter == "none":
         make_data(config)
@@ -88,7 +93,7 @@ def measure_step(
     device: torch.device,
     num_steps: int,
 ) -> StepBench:
-    """Collective: every rank takes the same steps."""
+    """Measures steps and parts. Collective: every rank takes the same steps."""
     noise = SyntheticSource(source.num_classes, source.num_images, loader.image_size[0])
     loaders = {
         "real": loader,
@@ -103,7 +108,7 @@ def measure_step(
 
 
 def verdict(speeds: Sequence[SourceSpeed], parts_ms: dict[str, float], num_threads: int) -> tuple[str, str]:
-    """The part that bounds the run, and what to do about it. Decoding runs beside the rest, the others one after another."""
+    """Returns the part that bounds the run, and advice. Decoding runs in parallel with the other parts, which run in turn."""
     rest_ms = sum(parts_ms.values()) - parts_ms["decode"]
     real, *without_io = speeds
     gain = max(speed.images_per_second for speed in without_io) / real.images_per_second
@@ -114,15 +119,15 @@ def verdict(speeds: Sequence[SourceSpeed], parts_ms: dict[str, float], num_threa
         )
     longest = max((name for name in parts_ms if name != "decode"), key=lambda name: parts_ms[name])
     return longest, (
-        f"{parts_ms[longest]:.1f} of the {rest_ms:.1f} ms that a step takes beside decoding; "
-        f"without reading it would be {gain:.2f} times as fast. {_ADVICE[longest]}"
+        f"{parts_ms[longest]:.1f} of the {rest_ms:.1f} ms per step, decoding excluded; "
+        f"without reading the run would be {gain:.2f} times as fast. {_ADVICE[longest]}"
     )
 
 
 _ADVICE = {
     "host-to-device": "Use fewer augmentations, or smaller images.",
     "backbone": "Use a smaller backbone, bf16, or train.compile.",
-    "head": "Lower head.sample_rate, or add ranks: each holds fewer classes then.",
+    "head": "Lower head.sample_rate, or add ranks, so that each holds fewer classes.",
     "communication": "Use a faster network, a larger train.global_batch, or gradient accumulation.",
 }
 
@@ -148,7 +153,7 @@ def _run(
 
 
 def _parts(config: Config, model: Model, loader: BatchLoader, world: World, device: torch.device) -> dict[str, float]:
-    """Milliseconds a step of each part alone; collectives are timed by messages of the same sizes."""
+    """Returns milliseconds per step of each part alone; collectives are timed with messages of the same sizes."""
     batch = loader.load(0, 0)
     inputs, labels = batch.prepared(device), batch.labels.to(device)
     steps = iter(range(1, 10**9))
@@ -157,7 +162,7 @@ def _parts(config: Config, model: Model, loader: BatchLoader, world: World, devi
     embeddings = torch.randn(len(labels), config.backbone.embedding_dim, device=device)
     head_ms = _median_ms(lambda: _head_alone(model, embeddings, labels), device)
     gradients = torch.zeros(sum(p.numel() for p in model.backbone.parameters() if p.requires_grad), device=device)
-    # Ranks' blocks have the size of the largest.
+    # All ranks send blocks of the size of the largest one.
     block = torch.zeros(-(-config.train.global_batch // world.size), config.backbone.embedding_dim, device=device)
     head_messages_ms = _median_ms(lambda: _head_messages(block, world), device)
     gradient_ms = _median_ms(lambda: sum_over_ranks_(gradients, None), device)
@@ -186,7 +191,7 @@ def _head_alone(model: Model, embeddings: torch.Tensor, labels: torch.Tensor) ->
 
 
 def _head_messages(block: torch.Tensor, world: World) -> None:
-    """What the head sends in a step: embeddings to all, two sums an image, the embeddings' gradient back."""
+    """Sends what the head sends in a step: embeddings to all ranks, two sums per image, gradients of embeddings back."""
     gathered = gather_blocks(block, None)
     sum_over_ranks_(torch.zeros(2, world.size * len(block), device=block.device), None)
     scatter_sum(gathered, None)
@@ -200,7 +205,7 @@ def _median_ms(work: Callable[[], object], device: torch.device) -> float:
         work()
         _wait_for(device)
         times_s.append(time.perf_counter() - begun)
-    # The first one warms up.
+    # The first run is a warm-up.
     return 1000 * statistics.median(times_s[1:])
 
 

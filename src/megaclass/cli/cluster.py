@@ -1,4 +1,4 @@
-"""`megaclass check` and `megaclass bench`: does this cluster work, and how fast."""
+"""`megaclass check` and `megaclass bench`: the commands that test a cluster and measure it."""
 
 import argparse
 import json
@@ -10,48 +10,67 @@ from megaclass.launch.options import at_least, seconds
 
 
 def add_cluster_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `check` and `bench`."""
     check = commands.add_parser(
         "check",
-        help="would training start here, or on these hosts? One table, with advice",
-        description="Would training start? One table with advice: megaclass check -H gpu-1:8,gpu-2:8",
-        epilog="Exit 0 only if training would start.",
+        help="check whether training would start here or on these hosts",
+        description="Check whether training would start, and print a table with advice: megaclass check -H gpu-1:8,gpu-2:8",
+        epilog="Exits with 0 only if training would start.",
     )
     check.add_argument("recipe", nargs="?", help="a recipe that must be the same file on every host")
     where = check.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots (this machine)")
-    where.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts, lines `h1 slots=8`")
+    where.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots (default: this machine)")
+    where.add_argument(
+        "-hostfile", "--hostfile", type=Path, metavar="FILE", help="file of hosts with lines `h1 slots=8`"
+    )
     check.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
     check.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
-    check.add_argument("--ssh-arg", action="append", default=[], metavar="ARG", help="one more argument for ssh")
-    check.add_argument("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (this one)")
-    check.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (this one)")
-    check.add_argument("--network-interface", metavar="NAME", help="interface to talk over (the one towards host 0)")
-    check.add_argument("--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (a free one)")
-    check.add_argument("--start-timeout", type=seconds, default=30.0, metavar="S", help="for a host to answer (30)")
+    check.add_argument(
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh (repeatable)"
+    )
+    check.add_argument(
+        "--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: this one)"
+    )
+    check.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
+    check.add_argument(
+        "--network-interface", metavar="NAME", help="interface between the hosts (default: towards host 0)"
+    )
+    check.add_argument(
+        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
+    )
+    check.add_argument(
+        "--start-timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for a host (default: 30)"
+    )
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
 
-    bench = commands.add_parser("bench", help="measure how fast the ranks talk, and what bounds a training step")
+    bench = commands.add_parser("bench", help="measure collectives, and what bounds a training step")
     bench_commands = bench.add_subparsers(required=True, metavar="COMMAND")
     allreduce = bench_commands.add_parser(
         "allreduce",
-        help="time of all-reduce and its kin by size, every result checked",
-        description="The table of all_reduce_perf: megaclass run -np 4 -H h1:2,h2:2 megaclass bench allreduce -e 64M",
+        help="measure all-reduce and other collectives by size, and check every result",
+        description="Print the table of all_reduce_perf: megaclass run -np 4 -H h1:2,h2:2 megaclass bench allreduce -e 64M",
     )
-    allreduce.add_argument("-b", "--min-bytes", default="8", metavar="SIZE", help="first size (8)")
-    allreduce.add_argument("-e", "--max-bytes", default="256M", metavar="SIZE", help="last size (256M)")
-    allreduce.add_argument("-f", "--factor", type=int, default=2, metavar="N", help="each size is N times the last (2)")
-    allreduce.add_argument("-n", "--iterations", type=int, default=20, metavar="N", help="repetitions of a size (20)")
+    allreduce.add_argument("-b", "--min-bytes", default="8", metavar="SIZE", help="first size (default: 8)")
+    allreduce.add_argument("-e", "--max-bytes", default="256M", metavar="SIZE", help="last size (default: 256M)")
+    allreduce.add_argument("-f", "--factor", type=int, default=2, metavar="N", help="factor between sizes (default: 2)")
     allreduce.add_argument(
-        "--seconds", type=float, default=2.0, metavar="S", help="fewer repetitions where they would take longer (2)"
+        "-n", "--iterations", type=int, default=20, metavar="N", help="repetitions per size (default: 20)"
+    )
+    allreduce.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="longest time per size; large sizes are repeated less often (default: 2)",
     )
     allreduce.add_argument(
         "--operations",
         default="all_reduce,all_gather,reduce_scatter,broadcast",
         metavar="NAMES",
-        help="with commas between (all four)",
+        help="comma-separated operations (default: all four)",
     )
-    allreduce.add_argument("--backend", default="auto", help="gloo, nccl, or auto: all that work here")
+    allreduce.add_argument("--backend", default="auto", help="gloo, nccl, or auto: all that work here (default: auto)")
     allreduce.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
     allreduce.set_defaults(run=_bench)
     add_bench_step(bench_commands)
@@ -87,7 +106,7 @@ def _check(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _run_options(options: argparse.Namespace, workdir: str) -> tuple[str, ...]:
-    """`megaclass run` with what `check` was given."""
+    """Returns options for `megaclass run` that are equivalent to those given to `check`."""
     found = [f"--ssh-arg={argument}" for argument in options.ssh_arg]
     for name, value in (
         ("--ssh-port", options.ssh_port),

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megaclass.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megaclass.evaluate.results import SetResult
-    from megaclass.evaluate.sets import EvaluationSet
+    from megaclass.evaluate.protocol import EvaluationSet, SetResult
     from megaclass.model import LoadedModel
     from megaclass.world import World
 
@@ -116,8 +115,9 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
         from megaclass.data.sources.open_source import open_source
         from megaclass.distributed.agreement import on_every_rank
+        from megaclass.evaluate.protocol import Evaluator
         from megaclass.evaluate.results import write_results
-        from megaclass.evaluate.sets import Evaluator, evaluate_sets
+        from megaclass.evaluate.sets import evaluate_sets
         from megaclass.evaluate.training_overlap import compared_with_training_data
 
         sets = on_every_rank(lambda: _sets(options), model.device)
@@ -156,34 +156,17 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def print_result(result: "SetResult") -> None:
-    """A few lines of numbers, or why there are none."""
-    from megaclass.evaluate.report.sets import headline, probes_in_gallery_line, share_with_interval
-    from megaclass.evaluate.training_overlap import training_data_line
+    """Prints a few lines of numbers, or the reason why there are none."""
+    from megaclass.evaluate.results import headline, result_lines
 
     print(f"{result.name:16} {headline(result)}", flush=True)
-    lines = [] if result.error is None else [result.error]
-    for key, title in (("rank_k", "rank"), ("tar_at_far", "TAR at FAR"), ("tpir_at_fpir", "TPIR at FPIR")):
-        values = result.numbers.get(key, {})
-        if any(isinstance(value, dict) for value in values.values()):
-            continue  # by number of distractors: evaluation.json and the report have them
-        intervals = result.numbers.get(f"{key}_95", {})
-        for at, share in values.items():
-            if share is not None:
-                lines.append(f"{title} {at:5} {share_with_interval(share, intervals.get(at))}")
-        unmeasured = [at for at, share in values.items() if share is None]
-        if unmeasured:
-            lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
-    if result.numbers.get("xnorm") is not None:
-        lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
-    if result.numbers.get("mirror") is False:
-        lines.append("without the embeddings of mirrored images")
-    lines += [line for line in (training_data_line(result.numbers), probes_in_gallery_line(result.numbers)) if line]
-    for line in lines:
+    for line in result_lines(result):
         print(f"{'':16} {line}", flush=True)
 
 
 def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
-    from megaclass.evaluate.sets import EvaluationSet, find_sets
+    from megaclass.evaluate.protocol import EvaluationSet
+    from megaclass.evaluate.sets import find_sets
 
     sets = find_sets(options.on)
     if (options.gallery or options.distractors) and not options.probes:

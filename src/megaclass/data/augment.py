@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from megaclass.errors import ConfigError
-from megaclass.keyed_random import combine64
+from megaclass.keyed_random import combine64, name_key
 
 _SALT = 0x6175676D656E74
 _DEFAULT_SHARE = 0.2
@@ -52,8 +52,7 @@ def parse_augment(text: str) -> Augment | None:
 def augment_(images: Tensor, augment: Augment, seed: int, step: int, indices: NDArray[np.int64]) -> None:
     """Changes floats (B, 3, H, W) in [-1, 1]."""
     for name, share in augment.shares:
-        salt = list(AUGMENTATIONS).index(name)
-        draws_BP = _draws(seed, step, indices, salt)
+        draws_BP = _draws(seed, step, indices, name)
         rows = np.flatnonzero(draws_BP[:, 0] < share)
         if len(rows):
             rows_R = torch.from_numpy(rows).to(images.device)
@@ -178,9 +177,12 @@ AUGMENTATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _draws(seed: int, step: int, indices: NDArray[np.int64], salt: int) -> NDArray[np.float32]:
-    """Uniform in [0, 1), (B, 1 + draws)."""
-    key_B = combine64(seed, _SALT, salt, step, indices.astype(np.uint64))
+def _draws(seed: int, step: int, indices: NDArray[np.int64], name: str) -> NDArray[np.float32]:
+    """Returns numbers uniform in [0, 1), (B, draws), that belong to one augmentation, by its name.
+
+    The place of an augmentation in the table or in data.augment does not matter, so a new one changes no other.
+    """
+    key_B = combine64(seed, _SALT, name_key(name), step, indices.astype(np.uint64))
     bits_BP = combine64(key_B[:, None], np.arange(_NUM_DRAWS, dtype=np.uint64)[None])
     uniform_BP: NDArray[np.float32] = (bits_BP >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
     return uniform_BP

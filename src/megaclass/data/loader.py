@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +22,7 @@ from megaclass.data.order import ClassOrder, ImageOrder, Order, rank_batch
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.errors import DataError, is_transient
 from megaclass.keyed_random import combine64
+from megaclass.reused_memory import ReusedMemory
 
 _MIRROR_SALT = 0x6D6972726F72
 _REPLACE_SALT = 0x7265706C616365
@@ -114,8 +115,10 @@ class BatchLoader:
         self.num_workers = max(1, num_workers)
         self.num_prefetched = max(self.num_workers + 1, num_prefetched)
         self.bad_images = BadImages(source, max_bad_fraction)
-        largest = -(-global_batch // world_size)
-        self._buffers = _Buffers((largest, *self.image_size, 3), self.num_prefetched + self.num_workers + 2)
+        self._batch_shape = (-(-global_batch // world_size), *self.image_size, 3)
+        # Enough for the batches that wait, those in the making, and two in the hands of the caller.
+        num_kept = self.num_prefetched + self.num_workers + 2
+        self._memory = ReusedMemory(num_kept * math.prod(self._batch_shape))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -146,7 +149,8 @@ class BatchLoader:
         if isinstance(self.source, PixelSource):
             images_BHW3 = self.source.pixels(indices_B, self.image_size)
         else:
-            images_BHW3 = self._buffers.take(len(indices_B))
+            whole = self._memory.take(math.prod(self._batch_shape)).reshape(self._batch_shape)
+            images_BHW3 = whole[: len(indices_B)]
             num_resized = 0
             for row, index in enumerate(indices_B.tolist()):
                 indices_B[row], is_resized = self._fill(images_BHW3[row], index)
@@ -193,25 +197,6 @@ class BatchLoader:
                     raise
                 time.sleep(pause_s)
         return self.source.read(index)
-
-
-class _Buffers:
-    """Memory for batches, used again when nobody holds it any more: fresh pages cost a tenth of the decoding."""
-
-    def __init__(self, shape: tuple[int, ...], max_kept: int) -> None:
-        self._shape, self._max_kept = shape, max_kept
-        self._lock = threading.Lock()
-        self._kept: list[tuple[torch.Tensor, weakref.ref[NDArray[np.uint8]]]] = []
-        """Memory, and the array it was last lent as: what is made of that, views and tensors, keeps it alive."""
-
-    def take(self, num_images: int) -> NDArray[np.uint8]:
-        with self._lock:
-            free = next((place for place, (_, lent) in enumerate(self._kept) if lent() is None), None)
-            memory = torch.empty(self._shape, dtype=torch.uint8) if free is None else self._kept.pop(free)[0]
-            array: NDArray[np.uint8] = memory.numpy()
-            if len(self._kept) < self._max_kept:
-                self._kept.append((memory, weakref.ref(array)))
-            return array[:num_images]
 
 
 class BadImages:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
+from megaclass.even_parts import even_part
 from megaclass.keyed_random import combine64, mix64
 
 _NUM_ROUNDS = 8
@@ -132,15 +133,8 @@ class ClassOrder:
 
 def rank_batch(order: Order, epoch: int, step: int, rank: int, world_size: int) -> NDArray[np.int64]:
     """This rank's contiguous part of the step's images (B,)."""
-    return order.batch(epoch, step, rank_part(order.batch_size(step), rank, world_size))
-
-
-def rank_part(num_items: int, rank: int, world_size: int) -> slice:
-    """Contiguous parts, in the order of ranks, whose lengths differ by at most one."""
-    assert 0 <= rank < world_size
-    share, rest = divmod(num_items, world_size)
-    start = share * rank + min(rank, rest)
-    return slice(start, start + share + (1 if rank < rest else 0))
+    part = even_part(order.batch_size(step), rank, world_size)
+    return order.batch(epoch, step, slice(part.start, part.stop))
 
 
 def shuffled(positions: NDArray[np.int64], num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
+from megaclass.files import published_file
 
 # Bytes objects as such since 3, long ones since 4; InsightFace reads it with any Python 3.
 _PICKLE_PROTOCOL = 4
@@ -36,20 +35,13 @@ class PairSet:
 def write_pairs(path: Path, pair_set: PairSet) -> None:
     """Replaces `path` at once: a reader sees the old file or the new one."""
     _require_two_images_a_pair(path, len(pair_set.images), len(pair_set.is_same))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    content = (list(pair_set.images), [bool(same) for same in pair_set.is_same])
     try:
-        # Exclusively: whatever another user put under this name is not followed.
-        partial.unlink(missing_ok=True)
-        with partial.open("xb") as file:
-            pickle.dump(
-                (list(pair_set.images), [bool(same) for same in pair_set.is_same]), file, protocol=_PICKLE_PROTOCOL
-            )
-        partial.replace(path)
+        # Exclusively: a link that another user put under this name is not followed.
+        with published_file(path) as unfinished, unfinished.open("xb") as file:
+            pickle.dump(content, file, protocol=_PICKLE_PROTOCOL)
     except OSError as error:
         raise DataError(f"Cannot write the pairs {path}: {error.strerror}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def read_pairs(path: Path) -> PairSet:

@@ -1,4 +1,8 @@
-"""What one rank does or finds, all ranks learn: nobody is left waiting for one that has given up."""
+"""Shares the outcome of work between ranks, so that no rank waits for one that has failed.
+
+A rank that raised an error would leave the others waiting in their next collective until its timeout. Here every rank first
+tells the others whether it failed, and all of them raise together.
+"""
 
 import threading
 from collections.abc import Callable
@@ -14,15 +18,15 @@ from megaclass.errors import UserError, is_transient
 
 T = TypeVar("T")
 _TEXT_BYTES = 4096
-# Far below any time-out of collectives.
+# Far below the timeout of any collective.
 _SIGN_OF_LIFE_S = 5.0
 
 
 def on_every_rank(action: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
-    """The action's result on this rank; a UserError or OSError on any rank ends it on all of them.
+    """Runs the action on every rank and returns this rank's result; a UserError or OSError on any rank raises on all of them.
 
-    An all-gather of 4 KiB a rank. A rank that failed raises its own error, unless a lower rank says the same; the others
-    raise that of the first.
+    One all-gather of 4 KiB per rank. A rank that failed raises its own error, unless a lower rank failed with the same text;
+    all other ranks raise an AgreedError with the error of the lowest failed rank.
     """
     error: UserError | OSError | None = None
     try:
@@ -32,7 +36,7 @@ def on_every_rank(action: Callable[[], T], device: torch.device, group: dist.Pro
     text = b"" if error is None else (str(error) or type(error).__name__).encode(errors="replace")[:_TEXT_BYTES]
     block = torch.zeros(_TEXT_BYTES + 1, dtype=torch.uint8)
     block[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    # The last byte says whether a restart may help.
+    # The last byte of the block tells whether a restart may help.
     block[-1] = error is not None and is_transient(error)
     blocks_W = gather_blocks(block.to(device), group).cpu()
     if not blocks_W.any():
@@ -48,14 +52,14 @@ def on_every_rank(action: Callable[[], T], device: torch.device, group: dist.Pro
 
 
 def on_main_rank(action: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Runs the action on rank 0 while the others wait; its UserError or OSError ends all of them."""
+    """Runs the action on rank 0 while the other ranks wait; its UserError or OSError is raised on all ranks."""
     on_every_rank(action if group_rank(group) == 0 else lambda: None, device, group)
 
 
 def text_of_main_rank(action: Callable[[], str], device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """What the action returns on rank 0, on every rank; its UserError or OSError ends all of them.
+    """Runs the action on rank 0 and returns its text on every rank; its UserError or OSError is raised on all ranks.
 
-    Three all-gathers: of errors, of the text's length, and of the text.
+    Three all-gathers: errors, the length of the text, the text.
     """
     text = on_every_rank(action if group_rank(group) == 0 else str, device, group).encode(errors="surrogateescape")
     length = int(gather_blocks(torch.tensor([len(text)], device=device), group)[0])
@@ -66,9 +70,9 @@ def text_of_main_rank(action: Callable[[], str], device: torch.device, group: di
 
 
 def on_every_rank_for_long(action: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
-    """on_every_rank for work that may take longer than the time-out of collectives: reading, hashing, drawing, copying.
+    """Works like on_every_rank, for actions that may take longer than the timeout of collectives: reading, hashing, copying.
 
-    It runs in a thread of its own and calls no collective.
+    The action runs in a separate thread and must not call collectives.
     """
     return when_done_on_every_rank(_started(action, device), device, group)
 
@@ -76,15 +80,15 @@ def on_every_rank_for_long(action: Callable[[], T], device: torch.device, group:
 def on_main_rank_for_long(
     action: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:
-    """on_main_rank for such work."""
+    """Works like on_main_rank, for actions that may take longer than the timeout of collectives."""
     on_every_rank_for_long(action if group_rank(group) == 0 else lambda: None, device, group)
 
 
 def when_done_on_every_rank(work: Future[T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
-    """on_every_rank for what a thread of each rank is at already.
+    """Waits until the work that a thread of each rank is already doing is done everywhere, like on_every_rank.
 
-    Until all are done the ranks tell each other every 5 s that they are there, one byte a rank: the time-out is then for
-    those that are lost.
+    Until then the ranks exchange a sign of life every 5 s, an all-gather of one byte per rank. The timeout of collectives
+    therefore still detects ranks that are lost, however long the work takes.
     """
     is_any_busy = True
     while is_any_busy:
@@ -100,12 +104,12 @@ def _started(action: Callable[[], T], device: torch.device) -> Future[T]:
     def run() -> None:
         try:
             if device.type == "cuda":
-                # Each thread has a current GPU of its own; the first one belongs to another rank.
+                # Each thread has its own current GPU, by default GPU 0, which may belong to another rank.
                 torch.cuda.set_device(device)
             work.set_result(action())
         except BaseException as error:  # raised again by result()
             work.set_exception(error)
 
-    # A daemon: Ctrl-C ends a rank at once, whatever it is at.
+    # A daemon thread, so that Ctrl-C ends the rank at once, whatever the action is doing.
     threading.Thread(target=run, daemon=True, name="megaclass-long-work").start()
     return work

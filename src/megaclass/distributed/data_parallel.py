@@ -1,4 +1,4 @@
-"""The backbone, the same on every rank."""
+"""Keeps the backbone identical on all ranks: averages of gradients and of running statistics."""
 
 from inspect import signature
 
@@ -9,13 +9,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaclass.distributed.collectives import group_size, sum_over_ranks_
 
-# torch 2.13 renamed the option and warns about the name that 2.11 and 2.12 know.
+# torch 2.13 renamed this option and warns about the old name, which torch 2.11 and 2.12 still need.
 _NEW_NAME = "forward_sync_buffers"
 _SYNC_BUFFERS = _NEW_NAME if _NEW_NAME in signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
 
 def data_parallel(backbone: nn.Module, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
-    """Averages gradients over ranks during backward; batch statistics stay each rank's own between `average_buffers_`."""
+    """Wraps the backbone so that gradients are averaged during backward. Running statistics differ until `average_buffers_`."""
     device = next(backbone.parameters()).device
     return DistributedDataParallel(
         backbone,
@@ -30,11 +30,11 @@ def exact_average(
     group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Hook for DDP on CPUs: the mean of the gradients, summed in float64. An all-reduce of 8 bytes a number.
+    """DDP hook for CPUs that averages gradients in float64. One all-reduce of 8 bytes per number.
 
-    DDP lays its buckets out anew after the first step, and in gloo's ring the place of a number decides the order in which
-    the ranks' parts are added. In float64 the sum of a few float32 is exact but for extreme ranges, so that a resumed run,
-    whose first step comes later, still goes on bit for bit.
+    DDP rebuilds its buckets after the first step, and in gloo's ring the position of a number decides in which order the
+    ranks' values are added. In float64 the sum of a few float32 values is exact except for extreme ranges. A resumed run,
+    whose first step is a later one, therefore continues with identical bits.
     """
     gradients: torch.Tensor = bucket.buffer()
     gradients.copy_(sum_over_ranks_(gradients.double(), group) / group_size(group))
@@ -45,7 +45,7 @@ def exact_average(
 
 @torch.no_grad()
 def average_buffers_(backbone: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Makes the running statistics of batch norm the same on all ranks: their mean. One all-reduce of all of them."""
+    """Sets batch norm's running statistics to their mean over all ranks. One all-reduce of all of them together."""
     buffers = [buffer for buffer in backbone.buffers() if buffer.is_floating_point()]
     if not buffers:
         return

@@ -1,4 +1,4 @@
-"""The one place that calls init_process_group (Horovod's names, in hvd/, have their own life cycle and theirs)."""
+"""Joins the default process group and chooses the device. The only caller of init_process_group (hvd/ has its own groups)."""
 
 import ipaddress
 import os
@@ -32,8 +32,8 @@ _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe
 def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.0) -> Iterator[torch.device]:
     """Joins the default process group for the duration of the block and yields this rank's device.
 
-    nccl when the device is a GPU, gloo otherwise. A world of one joins a group of one: the same code path everywhere.
-    Every rank says which device it uses; a GPU that is there but unused is warned about.
+    The backend is nccl on a GPU and gloo otherwise. A world of one joins a group of one: the same code path everywhere.
+    Every rank logs its device, and warns about GPUs that are present but unused.
     """
     world = meeting_point(world)
     os.environ.update(interface_names(world))
@@ -65,7 +65,7 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
         except RuntimeError as error:
             is_own = watch is not None and bool(watch.reason)
             if not is_own and any(sign in str(error) for sign in _ECHOES):
-                # The echo of another rank's end, which is about to be reported: that rank is to be named as the cause.
+                # Another rank has ended, and its error should be reported first: this one is only the consequence.
                 time.sleep(_FAILED_RANK_FIRST_S)
             raise
         finally:
@@ -78,9 +78,9 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
 
 @contextmanager
 def watched_connections(world: World) -> Iterator[ConnectionWatch | None]:
-    """Ends this rank within MEGACLASS_NETWORK_TIMEOUT when another host does not answer any more; the error names both ends.
+    """Ends this rank within MEGACLASS_NETWORK_TIMEOUT when another host stops answering; the error names both ends.
 
-    None where all ranks are on one machine.
+    Yields None when all ranks are on one machine.
     """
     if world.local_size == world.size:
         yield None
@@ -102,7 +102,7 @@ def watched_connections(world: World) -> Iterator[ConnectionWatch | None]:
 
 
 def _addresses_of_all(world: World, device: torch.device) -> list[str]:
-    """Collective. The address by which each host reaches rank 0: an all-gather of 16 bytes per rank."""
+    """Returns the addresses from which the hosts reach rank 0. Collective: one all-gather of 16 bytes per rank."""
     own = ipaddress.ip_address(source_towards(world.address) or "127.0.0.1")
     packed = own.packed if own.version == 6 else ipaddress.ip_address(f"::ffff:{own}").packed
     block = torch.tensor(list(packed), dtype=torch.uint8, device=device)
@@ -110,7 +110,7 @@ def _addresses_of_all(world: World, device: torch.device) -> list[str]:
 
 
 def choose_device(device: str, world: World) -> torch.device:
-    """`auto` is the GPU of this local rank when there is one, else the CPU."""
+    """Returns the device for this rank; `auto` is the GPU of this local rank if torch can use one, else the CPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise LaunchError(f"Unknown device {device!r}: expected auto, cpu or cuda.")
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
@@ -123,7 +123,7 @@ def choose_device(device: str, world: World) -> torch.device:
     if world.local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"{world.name()} is local rank {world.local_rank}, but torch sees {torch.cuda.device_count()} GPU(s) here, and "
-            f"NCCL refuses two ranks on one GPU: start at most one process a GPU, or set train.device=cpu."
+            f"NCCL refuses two ranks on one GPU: start at most one process per GPU, or set train.device=cpu."
         )
     return torch.device("cuda", world.local_rank)
 
@@ -135,7 +135,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def unused_gpus(device: torch.device, world: World, driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Reasons to shout: a run that silently leaves its GPUs idle costs days."""
+    """Returns warnings about GPUs that stay idle: a run that does not use its GPUs costs days."""
     present = len(list(driver.iterdir())) if driver.is_dir() else 0
     if device.type == "cpu":
         if torch.cuda.is_available():
@@ -156,7 +156,7 @@ def unused_gpus(device: torch.device, world: World, driver: Path = Path("/proc/d
 
 
 def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Slurm hands out tasks that only srun uses."""
+    """Returns a warning if Slurm granted several tasks, which only srun uses, to a process that was started without srun."""
     asked = env.get("SLURM_NPROCS") or env.get("SLURM_NTASKS", "1")
     if world.is_main and world.starter == "none" and "SLURM_JOB_ID" in env and asked.isdecimal() and int(asked) > 1:
         return [f"Slurm granted {asked} tasks, but this is one process: type `srun megaclass …` to use all of them."]
@@ -164,7 +164,7 @@ def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]
 
 
 def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name-defined]
-    # torch tries for the whole time, and of what it says nobody learns which host or port is meant.
+    # torch retries silently until the timeout, and its error names neither host nor port.
     hint = threading.Timer(_HINT_S, lambda: print(_waiting_for_rank_0(world, timeout_s), file=sys.stderr, flush=True))
     hint.daemon = True
     if not world.is_main and world.size > 1:
@@ -177,7 +177,7 @@ def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name
 
 def _waiting_for_rank_0(world: World, timeout_s: float) -> str:
     return (
-        f"megaclass: {world.name()} has not reached rank 0 at {world.address} port {world.port} for {_HINT_S:g} s and goes on "
-        f"trying for up to {timeout_s:g} s. Is rank 0 running, and does a firewall let the port through? "
-        f"megaclass check -H … finds out."
+        f"megaclass: {world.name()} has not reached rank 0 at {world.address} port {world.port} for {_HINT_S:g} s and keeps "
+        f"trying for up to {timeout_s:g} s. Is rank 0 running, and does a firewall block the port? "
+        f"Run `megaclass check -H …` to find out."
     )

@@ -1,7 +1,7 @@
-"""Progress of a job, reported by a rank to its agent, so that restarts stop when no checkpoint follows. Standard library only.
+"""Lets a rank report its latest checkpoint to its agent, so that restarts stop when a job makes no progress.
 
-The agent gives its workers a small file in memory; a rank that has published a checkpoint writes the step there. Ranks read
-nothing from it, and a rank that another starter has started writes nowhere.
+The agent creates a small file in memory and passes its descriptor to its ranks; a rank that has published a checkpoint
+writes the step into it. The ranks read nothing back, and ranks without an agent write nothing. Standard library only.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _STEP = struct.Struct("<Q")
 
 
 class ProgressMark:
-    """The agent's side: the file and its content."""
+    """The file in memory, as the agent uses it: ranks write to it, the agent reads it."""
 
     def __init__(self) -> None:
         self._handle = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
@@ -33,11 +33,11 @@ class ProgressMark:
 
 
 def report_progress(step: int) -> None:
-    """Tells the agent, if there is one, that a checkpoint of this step is published."""
+    """Tells the agent, if there is one, that the checkpoint of this step is published."""
     number = os.environ.get(FD_NAME, "")
     if not number.isdecimal():
         return
     with contextlib.suppress(OSError):
-        # A program between the agent and this process may have closed the file, and its number may belong to another now.
+        # A program between the agent and this process may have closed the file; its number may now be another file.
         if str(Path(f"/proc/self/fd/{number}").readlink()).startswith(f"/memfd:{_FILE_NAME}"):
             os.pwrite(int(number), _STEP.pack(step), 0)

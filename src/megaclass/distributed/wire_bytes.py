@@ -1,18 +1,18 @@
-"""How many bytes this process sends, counted by the kernel's TCP."""
+"""Counts the bytes that this process sends over TCP, as the kernel reports them."""
 
 import os
 import socket
 import struct
 from pathlib import Path
 
-# Place of tcpi_bytes_sent in Linux's struct tcp_info (since 4.19): payload, with whatever was sent again.
+# Offset of tcpi_bytes_sent in Linux's struct tcp_info (since 4.19): payload bytes, retransmissions included.
 _BYTES_SENT = struct.Struct("=200xQ")
 
 
 class SentBytes:
-    """Counts from its creation on, over all TCP connections of the process: gloo's, stores', control messages'.
+    """Bytes sent since this object was created, over all TCP connections of the process (gloo, stores, control messages).
 
-    Linux only. What a connection sent that was closed in the meantime is not counted.
+    Linux only. Connections that were closed in the meantime are not counted.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class SentBytes:
 
 
 def _by_connection() -> dict[int, int]:
-    """Bytes sent so far, by the inode of the socket."""
+    """Returns the bytes sent so far by each connection, keyed by the inode of its socket."""
     sent: dict[int, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:

@@ -1,16 +1,16 @@
-"""All-reduce that is narrow on the wire: 16 or 8 bits for every float32.
+"""Compressed all-reduce: sends 16 or 8 bits for every float32.
 
     reduce-scatter  every rank rounds its vector and sends each other rank one part of it (all-to-all)
-    sum             in float32, each rank over its own part
-    all-gather      the sums, rounded again
+    sum             each rank adds the received parts in float32
+    all-gather      every rank sends its sums, rounded again
 
-Each of the two travels in the narrow width, so that the traffic falls by two or four at any number of ranks: a ring
-all-reduce sends 2 (W-1)/W x 4 bytes a number and rank, this one 2 (W-1)/W x 2 or 1. Sums never overflow, and with
-error feedback what rounding lost is added the next time.
+Both steps send the narrow format, so the traffic falls by two or four on any number of ranks: a ring all-reduce sends
+2 (W-1)/W x 4 bytes per number and rank, this one 2 (W-1)/W x 2 or 1. Sums cannot overflow. With error feedback, what
+rounding lost is added to the next vector.
 
-8 bits come with one shared exponent a block (one byte): scaled float8 (E4M3) in blocks of 128 numbers, or linear int8 in
-blocks of 32, as its even steps lose what is small beside its neighbours. A block with an infinity or NaN in it arrives
-as NaN.
+The 8-bit formats share one exponent (one byte) per block: scaled float8 (E4M3) in blocks of 128 numbers, or linear int8 in
+blocks of 32, because its even steps lose numbers that are small beside their neighbours. A block that contains an infinity
+or NaN arrives as NaN.
 """
 
 import math
@@ -25,7 +25,7 @@ from torch import Tensor
 from megaclass.distributed.collectives import all_gather_single
 from megaclass.errors import ConfigError
 
-# Vectors are filled up to a multiple of it, whatever the format.
+# Vectors are padded to a multiple of this, whatever the format.
 _ALIGNMENT = 128
 _EXPONENT_BIAS = 127
 _NOT_FINITE = 255
@@ -33,40 +33,40 @@ _NOT_FINITE = 255
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How numbers travel."""
+    """Representation of numbers on the wire."""
 
     name: str
     dtype: torch.dtype
     largest: float = 0.0
-    """The largest number a block is scaled to; 0: not scaled."""
+    """Blocks are scaled so that their largest number is at most this; 0 disables scaling."""
     block: int = _ALIGNMENT
-    """Numbers that share an exponent."""
+    """Number of values that share an exponent."""
 
     def num_bytes(self, count: int) -> int:
-        """Of `count` numbers, a multiple of the block."""
+        """Returns the encoded size of `count` numbers, a multiple of the block."""
         return count * self.dtype.itemsize + (count // self.block if self.largest else 0)
 
     def encode(self, numbers_RN: Tensor) -> Tensor:
-        """(R, N) float32, N a multiple of the block -> (R, bytes) uint8."""
+        """Encodes (R, N) float32, N a multiple of the block, as (R, bytes) uint8."""
         if not self.largest:
             return numbers_RN.to(self.dtype).view(torch.uint8)
         num_rows, count = numbers_RN.shape
         blocks = numbers_RN.reshape(num_rows, -1, self.block)
-        # Two passes that write nothing cost less than one that writes the absolute values.
+        # Two passes that write nothing are faster than one that writes the absolute values.
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
         exponents = _block_exponents(largest, self.largest)
         scaled = blocks * _powers_of_two(-exponents)[..., None]
         if self.dtype is torch.int8:
             scaled.round_()
         encoded = numbers_RN.new_empty((num_rows, self.num_bytes(count)), dtype=torch.uint8)
-        # What a block that is not finite becomes here does not matter: its exponent says that it arrives as NaN.
+        # The payload of a block that is not finite does not matter: its exponent marks it as NaN.
         encoded[:, :count].view(self.dtype).view(blocks.shape).copy_(scaled)
         bytes_of_exponents = (exponents + _EXPONENT_BIAS).clamp_(0, 254)
         encoded[:, count:] = bytes_of_exponents.masked_fill_(~largest.isfinite(), _NOT_FINITE)
         return encoded
 
     def decode(self, encoded_RB: Tensor, count: int) -> Tensor:
-        """(R, bytes) uint8 -> (R, count) float32."""
+        """Decodes (R, bytes) uint8 to (R, count) float32."""
         if not self.largest:
             return encoded_RB.view(self.dtype).float()
         num_rows = encoded_RB.shape[0]
@@ -95,11 +95,13 @@ def compressed_all_reduce_(
     divisor: float = 1.0,
     remainder_N: Tensor | None = None,
 ) -> Tensor:
-    """The sum over ranks of `flat_N` (float32) divided by `divisor`, in place; the same bits on every rank.
+    """Replaces `flat_N` (float32) by its sum over ranks divided by `divisor`; the result has the same bits on every rank.
 
-    One all-to-all and one all-gather in the width of `wire`. A world of one sends nothing, so rounds nothing.
-    `remainder_N`: what rounding lost before is added, what it loses now is left there. A rank's remainder holds the loss
-    of its own vector, and of the sums it made for others.
+    One all-to-all and one all-gather in the format `wire`. A world of one sends nothing and therefore rounds nothing.
+
+    Args:
+        remainder_N: error feedback. Its values are added before rounding, and it receives what rounding loses now: the loss
+            of this rank's own vector, and of the sums that this rank formed for the others.
     """
     size = dist.get_world_size(group)
     if size == 1 or not flat_N.numel():
@@ -122,7 +124,7 @@ def compressed_all_reduce_(
         parts_WP[group.rank() if group is not None else dist.get_rank()].add_(
             sum_P.sub_(wire.decode(sum_1B, count)[0]), alpha=divisor
         )
-        # One overflow must not stay for ever.
+        # An infinity or NaN must not stay in the remainder forever.
         remainder_N.copy_(vector[: flat_N.numel()].nan_to_num_(0.0, 0.0, 0.0))
     _wait(gathering)
     return flat_N.copy_(wire.decode(received_WB, count).view(-1)[: flat_N.numel()])
@@ -136,7 +138,7 @@ def _wait(work: dist.Work | None) -> None:
 def compression_hook(
     wire_name: str,
 ) -> tuple["HookState", Callable[["HookState", Any], torch.futures.Future[Tensor]]]:
-    """State and hook for `DistributedDataParallel.register_comm_hook`: gradients averaged in that width."""
+    """Returns state and hook for `DistributedDataParallel.register_comm_hook` that average gradients in this format."""
     if wire_name not in WIRE_FORMATS:
         raise ConfigError(f"Unknown compression {wire_name!r}: expected none, {', '.join(WIRE_FORMATS)}.")
     return HookState(WIRE_FORMATS[wire_name]), _average_bucket
@@ -144,7 +146,7 @@ def compression_hook(
 
 @dataclass
 class HookState:
-    """Of one data-parallel model on one rank."""
+    """State of the hook for one data-parallel model on one rank."""
 
     wire: WireFormat
     group: dist.ProcessGroup | None = None
@@ -158,7 +160,7 @@ def _average_bucket(
     gradients = bucket.buffer()
     flat = gradients if gradients.dtype is torch.float32 else gradients.float()
     remainder = state.remainders.get(bucket.index())
-    # Buckets are built anew after the first step; a remainder of another shape is dropped.
+    # DDP rebuilds its buckets after the first step; a remainder of another shape is dropped.
     if remainder is None or remainder.shape != flat.shape:
         remainder = state.remainders[bucket.index()] = torch.zeros_like(flat)
     size = dist.get_world_size(state.group)
@@ -171,11 +173,11 @@ def _average_bucket(
 
 
 def _block_exponents(largest: Tensor, limit: float) -> Tensor:
-    """Exponents of the powers of two by which blocks must be divided so that their largest numbers obey the limit."""
+    """Returns exponents of powers of two; blocks divided by them have no number above the limit."""
     mantissas, exponents = torch.frexp(largest)
     limit_mantissa, limit_exponent = math.frexp(limit)
     needed = exponents - limit_exponent + (mantissas > limit_mantissa).int()
-    # Within what float32 can be multiplied by, one way and the other.
+    # Both 2^n and 2^-n must be normal float32 numbers.
     return needed.clamp_(-126, 126)
 
 
@@ -184,14 +186,15 @@ def _powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def _float_of_e4m3(numbers: Tensor) -> Tensor:
-    """uint8 -> float32. Shifted into place, the bits are a float16 of 1/256 of the value: faster than torch's own."""
-    # The widened sign fills bits 7 to 15; moved by 7, bits 14 and 15: the lower one is no sign but float16's exponent.
+    """Converts E4M3 bytes to float32. Shifted into place, the bits are a float16 of value / 256: faster than torch's cast."""
+    # Widening repeats the sign in bits 7 to 15, so after the shift it is in bits 14 and 15. Bit 14 belongs to float16's
+    # exponent and is cleared.
     halves = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     return halves.view(torch.float16).float().mul_(256.0)
 
 
 def _padded(flat_N: Tensor, size: int, addend_N: Tensor | None = None) -> Tensor:
-    """A copy, with the addend if there is one, and with zeros to a multiple of blocks for every rank."""
+    """Returns a copy plus the addend, if any, padded with zeros to whole blocks for every rank."""
     count = flat_N.numel()
     padded = flat_N.new_empty(count + -count % (size * _ALIGNMENT))
     padded[count:] = 0.0

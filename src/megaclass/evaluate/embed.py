@@ -1,6 +1,6 @@
 """Images -> embeddings, every rank working on its part."""
 
-import sys
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from megaclass.errors import DataError
 from megaclass.evaluate.images import Images, OtherSizeError, PairImages
 from megaclass.image_size import ImageSize, height_and_width, shown_size
 
+_log = logging.getLogger("megaclass.evaluate")
 OnProgress = Callable[[int, int], None]
 """Images done, and in all."""
 OnBad = Callable[[int, DataError], None]
@@ -88,18 +89,19 @@ def embed_images(
     is_resized = rows.new_tensor([[float(index in images.resized)] for index in part])
     gathered = gather_blocks(torch.cat([rows, is_resized], dim=1), group).flatten(0, 1)[: len(images)].cpu().numpy()
     if group_rank(group) == 0:
-        say_resized(int(gathered[:, -1].sum()), len(images), images.image_size, f"from {images.name(0)} on")
+        log_resized(int(gathered[:, -1].sum()), len(images), images.image_size, f"from {images.name(0)} on")
     return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-2]), norms_N=np.ascontiguousarray(gathered[:, -2]))
 
 
-def say_resized(num_resized: int, num_images: int, image_size: ImageSize, which: str) -> None:
-    """The one line about images of another size, where there are any."""
+def log_resized(num_resized: int, num_images: int, image_size: ImageSize, which: str) -> None:
+    """Logs how many images had another size, if there were any."""
     if num_resized:
-        print(
-            f"megaclass: {num_resized:,} of {num_images:,} images ({which}) had another size and were fitted to "
-            f"{shown_size(image_size)}.",
-            file=sys.stderr,
-            flush=True,
+        _log.info(
+            "%s of %s images (%s) had another size and were fitted to %s.",
+            f"{num_resized:,}",
+            f"{num_images:,}",
+            which,
+            shown_size(image_size),
         )
 
 

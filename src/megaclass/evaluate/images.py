@@ -4,8 +4,8 @@ Without a `fit` an image of another size than the model's is refused, because a 
 that look plausible and are wrong. A model that was trained on fitted images says how, and others are told by --fit.
 """
 
+import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from megaclass.errors import DataError
 from megaclass.evaluate.alignment import align
 from megaclass.image_size import ImageSize, height_and_width, shown_size
 
+_log = logging.getLogger("megaclass.evaluate")
 Pixels = NDArray[np.uint8]
 
 
@@ -139,7 +140,7 @@ def find_images(folder: Path) -> list[Path]:
         others = f" ({left_out.describe()})" if left_out.num_files else ""
         raise DataError(f"{folder} holds no images: looked for {', '.join(IMAGE_SUFFIXES)} in it and below{others}.")
     if left_out.num_files and group_rank(None) == 0:
-        print(f"megaclass: {folder}: {left_out.describe()}", file=sys.stderr, flush=True)
+        _log.info("%s: %s", folder, left_out.describe())
     return sorted(found)
 
 

@@ -9,7 +9,7 @@ from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.overlap import Overlap, find_overlaps
 from megaclass.data.tools.split import is_unseen
-from megaclass.evaluate.results import SetResult
+from megaclass.evaluate.protocol import SetResult
 
 
 def compared_with_training_data(

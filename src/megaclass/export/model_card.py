@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.errors import DataError
-from megaclass.evaluate.report.sets import headline
-from megaclass.evaluate.results import SetResult, read_results
+from megaclass.evaluate.protocol import SetResult
+from megaclass.evaluate.protocols import PROTOCOLS
+from megaclass.evaluate.results import headline, read_results
 from megaclass.image_size import shown_size
 
 _USE = {
@@ -107,14 +108,8 @@ def _number_lines(results: list[SetResult]) -> list[str]:
     if not done:
         return ["None yet: `megaclass evaluate RUN --on SETS`, then export again."]
     lines = ["| set | protocol | number |", "|---|---|---|"]
-    protocols = {
-        "pairs": "10 folds, both flips",
-        "templates": "1:1",
-        "identification": "1:N",
-        "distractors": "MegaFace",
-    }
     for result in done:
-        protocol = protocols[result.kind]
+        protocol = PROTOCOLS[result.kind].card_name
         if result.numbers.get("mirror") is False:
             protocol = protocol.replace(", both flips", "") + ", not mirrored"
         lines.append(f"| {result.name} | {protocol} | {headline(result)} |")

@@ -19,6 +19,10 @@ LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5
 _LAG = 8
 _NUM_WORDS = 6
 
+# A label that no image can have. A rank whose data failed sends batches of it (train/data_errors.py), so that every rank
+# refuses the step through the check of labels below, and no rank is left waiting.
+NO_CLASS = -1
+
 
 def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int) -> Tensor:
     """(6,) int64: kind (0 = none), rank, position in that rank's batch, value, how many, step."""

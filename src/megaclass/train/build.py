@@ -1,6 +1,6 @@
-"""Settings -> the parts of a run."""
+"""Builds the model from the settings: backbone, head, optimizer, precision."""
 
-import sys
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -53,6 +53,9 @@ _MARGINS: dict[str, tuple[Any, str | None]] = {
     "curricularface": (CurricularFace, "margin"),
     "elasticface": (ElasticFace, "margin"),
 }
+
+
+_logger = logging.getLogger("megaclass.train")
 
 
 @dataclass
@@ -265,7 +268,7 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
             compiled(images)
     except Exception as error:  # a compiler may fail in any way; the run need not
         reason = str(error).strip().split("\n")[0]
-        print(f"megaclass: torch.compile failed, going on without it: {reason}", file=sys.stderr)
+        _logger.info(f"torch.compile failed, going on without it: {reason}")
         return backbone
     finally:
         backbone.train(was_training)
@@ -286,3 +289,19 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
+
+
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    """Returns the state of torch's random number generators on this rank: layers of users' own may draw from them."""
+    states = {"generator_cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["generator_cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: dict[str, Tensor], device: torch.device) -> None:
+    """Sets torch's random number generators to saved states, as far as this device has them."""
+    if "generator_cpu" in states:
+        torch.set_rng_state(states["generator_cpu"])
+    if "generator_cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["generator_cuda"], device)

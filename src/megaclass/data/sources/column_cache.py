@@ -9,7 +9,6 @@ it, the columns live in the memory of each process, and who asked for them is to
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -17,7 +16,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
+from megaclass.files import locked, published_file
 
 _HEADER_BYTES = 4096
 # Raised whenever the meaning of a column changes, so that older files are made anew.
@@ -88,8 +88,13 @@ def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: 
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _locked(folder / f".{name}.lock"):
-                return _open(folder / name, stamp) or _build(folder, name, stamp, build)
+            lock = folder / f".{name}.lock"
+            with locked(lock):
+                try:
+                    return _open(folder / name, stamp) or _build(folder, name, stamp, build)
+                finally:
+                    # Data folders stay clean. At worst two processes then build at once, and both write the same.
+                    lock.unlink(missing_ok=True)
         except (OSError, _NoRoomError) as error:
             cause = error.__cause__ if isinstance(error, _NoRoomError) else error
             reasons.append(f"{folder}: {getattr(cause, 'strerror', None) or cause}")
@@ -119,43 +124,22 @@ def _cache_folders(data: Path) -> list[Path]:
     return [data, base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    # A link that another user put there must not have a file made elsewhere.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        # Some network file systems have no locks: then several may build, and the last rename wins with equal content.
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
 def _build(folder: Path, name: str, stamp: dict[str, Any], build: Build) -> Columns:
     num_columns = stamp["columns"]
-    partial = folder / f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
-    try:
-        with contextlib.ExitStack() as opened:
-            first = opened.enter_context(partial.open("w+b"))
-            first.write(b" " * _HEADER_BYTES)
-            rest = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(num_columns - 1)]
-            writer = ColumnWriter([first, *rest])
-            facts = build(writer)
-            for column in rest:
-                column.seek(0)
-                shutil.copyfileobj(column, first, 2**22)
-            header = json.dumps({**stamp, "num_rows": writer.num_rows, "facts": facts}).encode() + b"\n"
-            assert len(header) <= _HEADER_BYTES
-            first.seek(0)
-            first.write(header)
-            first.flush()
-            # A crash of the machine must not leave zeros that would pass for labels.
-            os.fsync(first.fileno())
-        partial.replace(folder / name)
-    finally:
-        partial.unlink(missing_ok=True)
+    # Exclusively: a link that another user put under this name is not followed.
+    with published_file(folder / name) as unfinished, contextlib.ExitStack() as opened:
+        first = opened.enter_context(unfinished.open("x+b"))
+        first.write(b" " * _HEADER_BYTES)
+        rest = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(num_columns - 1)]
+        writer = ColumnWriter([first, *rest])
+        facts = build(writer)
+        for column in rest:
+            column.seek(0)
+            shutil.copyfileobj(column, first, 2**22)
+        header = json.dumps({**stamp, "num_rows": writer.num_rows, "facts": facts}).encode() + b"\n"
+        assert len(header) <= _HEADER_BYTES
+        first.seek(0)
+        first.write(header)
     found = _open(folder / name, stamp)
     if found is None:
         raise DataError(

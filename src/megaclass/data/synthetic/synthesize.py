@@ -7,9 +7,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -25,6 +23,7 @@ from megaclass.data.pair_file import PairSet, write_pairs
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWriter
 from megaclass.data.synthetic.faces import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, draw_faces
 from megaclass.errors import DataError
+from megaclass.files import published_folder
 
 JPEG_QUALITY = 92
 _ARGUMENTS_FILE = "synth.json"
@@ -90,27 +89,14 @@ def synthesize(
         return False
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-        try:
-            _write_set(partial, arguments, num_processes, on_progress)
-            return _publish(partial, out, arguments)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with published_folder(out) as unfinished:
+            _write_set(unfinished, arguments, num_processes, on_progress)
+            if _holds_same_set(out, arguments):
+                # Another process was faster. Its folder is replaced by one with the same bytes.
+                return False
+        return True
     except OSError as error:
         raise DataError(f"Cannot write the synthetic identities to {out}: {error.strerror or error}.") from error
-
-
-def _publish(partial: Path, out: Path, arguments: _SynthesisArguments) -> bool:
-    # mkdtemp keeps others out; data is for everyone the umask lets in.
-    partial.chmod(0o777 & ~_umask())
-    try:
-        partial.rename(out)
-    except OSError:
-        # Somebody else was faster; that is fine if it is the same set.
-        if not _holds_same_set(out, arguments):
-            raise
-        return False
-    return True
 
 
 def _holds_same_set(out: Path, arguments: _SynthesisArguments) -> bool:
@@ -252,9 +238,3 @@ def _count(encoded: Iterator[bytes], num_images: int, on_progress: Progress | No
         if on_progress is not None and (done % _BLOCK_IMAGES == 0 or done == num_images):
             on_progress(done, num_images)
         yield item
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -71,6 +71,10 @@ class OwnFolder:
                     f"keeps users apart (as /dev/shm and /tmp do, mode 1777), or chmod o-w {above}."
                 )
 
+    def path_of(self, name: str) -> Path:
+        """A path to a file right in the folder that leads through the open handle, whatever happens to the folder's name."""
+        return Path(f"/proc/self/fd/{self.handle}") / name
+
     @contextlib.contextmanager
     def opened(self, folder: PurePosixPath, *, create: bool = False) -> Iterator[int]:
         """A handle of a folder below; with `create`, missing ones are made."""

@@ -8,12 +8,10 @@ data or options left is removed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import itertools
 import json
-import os
 import re
 import sys
 import tarfile
@@ -39,6 +37,7 @@ from megaclass.data.sources.records import LABELS_IN_ID2
 from megaclass.data.sources.source import CLASSES_FILE, ImageSource
 from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
+from megaclass.files import flush, locked
 from megaclass.image_size import ImageSize, height_and_width
 
 JPEG_QUALITY = 95
@@ -107,12 +106,15 @@ def pack(
         raise DataError(f"Cannot write {out}: {partial}, where it is written first, is a link. Remove it.")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial, out):
+        with locked(partial / _LOCK_FILE, timeout_s=0) as is_alone:
+            if not is_alone:
+                raise DataError(f"Another process is writing {out} at this moment.")
             _clear_other_job(partial, arguments)
             num_resumed = job.write_records(partial) if options.layout == "rec" else job.write_shards(partial)
             job.write_class_names(partial)
             (partial / _LOCK_FILE).unlink()
-            _sync(partial)
+            for file in partial.iterdir():
+                flush(file)
             partial.rename(out)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
@@ -262,18 +264,6 @@ def _recover(path: Path) -> NDArray[np.int64]:
     return np.array(offsets, dtype=np.int64)
 
 
-@contextlib.contextmanager
-def _locked(partial: Path, out: Path) -> Iterator[None]:
-    handle = os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise DataError(f"Another process is writing {out} at this moment.") from None
-    finally:
-        os.close(handle)
-
-
 def _clear_other_job(partial: Path, arguments: dict[str, object]) -> None:
     """Keeps what an earlier run of the same job has written, and removes what another one left: nobody goes on with it.
 
@@ -301,12 +291,6 @@ def _clear_other_job(partial: Path, arguments: dict[str, object]) -> None:
 def _is_own(path: Path) -> bool:
     is_name = path.name in ("train.rec", "train.idx", "property", CLASSES_FILE, _ARGUMENTS_FILE)
     return (is_name or re.fullmatch(r"shard-[0-9]+\.(tar|partial)", path.name) is not None) and path.is_file()
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -11,17 +11,17 @@ folder, without following a link; and a list that names anything outside is refu
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
 from megaclass.data.sources.open_source import FORMATS, format_of
 from megaclass.data.tools.own_folder import OwnFolder, is_inside
 from megaclass.errors import DataError
+from megaclass.files import locked
 
 _LIST = ".staged.json"
 _LOCK = ".lock"
@@ -48,7 +48,7 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
     listed: _List = [(str(name), *_size_and_time(file)) for name, file in sorted(wanted.items())]
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with OwnFolder(folder) as own, _locked(own):
+        with OwnFolder(folder) as own, locked(own.path_of(_LOCK)):
             before = _read_list(own)
             if before != listed:
                 for name in (PurePosixPath(name) for name, *_ in before or ()):
@@ -147,16 +147,6 @@ def _copy_all(wanted: Mapping[PurePosixPath, Path], own: OwnFolder, on_progress:
 
 def _partial(name: PurePosixPath) -> PurePosixPath:
     return name.with_name(f".{name.name}.partial")
-
-
-@contextlib.contextmanager
-def _locked(own: OwnFolder) -> Iterator[None]:
-    handle = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=own.handle)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _read_list(own: OwnFolder) -> _List | None:

@@ -1,4 +1,7 @@
-"""Addresses and interfaces of this host. Standard library only."""
+"""Network interfaces and addresses of this host. The only place that asks the kernel for them. Standard library only.
+
+`rank0_address` uses it to find the address of rank 0; launch/network.py builds ports and interface choices on it.
+"""
 
 import errno
 import fcntl
@@ -11,7 +14,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_addresses() -> list[str]:
-    """Addresses of this host that others may reach, IPv4 first."""
+    """Returns the addresses of this host that other hosts may reach, IPv4 first."""
     addresses = [address for held in interfaces().values() for address in held]
     usable = [
         a for a in addresses if not (ipaddress.ip_address(a).is_loopback or ipaddress.ip_address(a).is_link_local)
@@ -20,7 +23,7 @@ def own_addresses() -> list[str]:
 
 
 def source_towards(address: str) -> str | None:
-    """Own address from which packets to the address leave; None when there is no route. Nothing is sent."""
+    """Returns the local address from which packets to `address` leave, or None without a route. Sends nothing."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -31,7 +34,7 @@ def source_towards(address: str) -> str | None:
 
 
 def is_own(address: str) -> bool:
-    """Whether the address is one of this host's."""
+    """Returns whether the address belongs to this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -42,12 +45,12 @@ def is_own(address: str) -> bool:
 
 
 def interface_holding(address: str) -> str | None:
-    """Name of the interface of this host that has the address."""
+    """Returns the name of the interface that has this address, or None."""
     return next((name for name, addresses in interfaces().items() if address in addresses), None)
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Name of each interface that has an address, with its addresses, IPv4 first."""
+    """Returns the addresses of each interface that has any, IPv4 first, keyed by the interface's name."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

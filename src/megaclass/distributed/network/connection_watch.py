@@ -1,18 +1,32 @@
-"""Notices within a limit that the network between ranks carries nothing any more. Standard library only.
+"""Detects within a time limit that the network between ranks no longer carries packets. Standard library only.
 
-gloo, NCCL over TCP, torch's store and Horovod's links wait for minutes on a connection whose packets a firewall drops, and
-the error then names neither end. All of these connections are file descriptors of this process, and the kernel knows of each
-when the other host last answered: a thread reads that every second or so. It sends nothing itself; it switches TCP
-keep-alive on, so that the kernel asks for a sign of life where no data flows. A process that is stopped or busy is no
-concern here, because its kernel answers for it.
+gloo, NCCL over TCP, torch's store and Horovod's connections wait for minutes on a connection whose packets a firewall drops,
+and their errors name neither end. All of these connections are file descriptors of this process, and for each of them the
+kernel knows when the other host last answered. A thread reads that about once per second. It sends nothing itself, but it
+enables TCP keep-alive, so that the kernel probes connections without traffic. A process that is stopped or busy is not
+affected, because its kernel answers for it.
 
-    joining     from start() to settle(): every connection that was not there before counts, also those being opened
-    settled     connections to the hosts of the job count: those seen while joining, and those told to settle()
+Phases:
 
-State, all of it the thread's own, except `reason` and `_peers`, which are assigned once by one thread and read by others:
+    joining     from start() to settle(): all connections made since the watch was created count, also those being opened
+    settled     after settle(): connections to the hosts of the job count (seen while joining, or passed to settle())
 
-    _silent_since   connections that owe an answer (data without acknowledgement, an unanswered probe), by inode, with the
-                    time since when; those being opened by remote address, because a library opens a new one for each attempt
+State. "thread" is the watch's own thread, "caller" the thread that calls start(), settle() and stop(). There is no lock:
+fields that both use are assigned whole, once, and settle() happens before any rank starts to work.
+
+    field           written by                  read by         meaning
+    reason          thread, once                caller          why connections were ended; empty while all is well
+    _before         constructor                 thread          inodes of sockets that existed before the watch
+    _seen           thread; caller in settle()  caller          addresses of hosts that answered while joining
+    _peers          caller in settle(), once    thread          addresses that count from then on; None while joining
+    _ends_process   caller in settle()          thread          whether the process ends if closing connections does not help
+    _tuned          thread                      thread          inodes whose keep-alive options are set
+    _silent_since   thread; caller in settle()  thread          since when connections owe an answer; keyed by inode, or by
+                                                                remote address while they are being opened, because libraries
+                                                                open a new socket for each attempt
+    _is_over        caller in stop()            thread          ends the thread
+
+A refused connection is over before the thread looks: `store` handles that case.
 """
 
 import contextlib
@@ -31,13 +45,13 @@ from megaclass.errors import EXIT_TRY_AGAIN, LaunchError
 
 LIMIT_NAME = "MEGACLASS_NETWORK_TIMEOUT"
 _DEFAULT_LIMIT_S = 30.0
-# Of the limit: what is left is for the other ranks and the driver to hear of it.
+# Share of the limit after which a connection is ended; the rest is for the other ranks and the driver to learn of it.
 _JUDGED_AFTER = 0.9
 _LEAVE_S = 2.0
 _ESTABLISHED, _SYN_SENT = 1, 2
-# struct tcp_info: 8 bytes (state, ca_state, retransmits, probes, backoff, …), then numbers of 4 bytes.
+# struct tcp_info: 8 bytes (state, ca_state, retransmits, probes, backoff, …), then 13 numbers of 4 bytes each.
 _TCP_INFO = struct.Struct("8B13I")
-# Linux 6.15 and later: the longest pause between two retransmissions, in ms; it is 120 s otherwise.
+# Socket option of Linux 6.15 and later: the longest pause between two retransmissions, in ms (120 s by default).
 _TCP_RTO_MAX_MS = 44
 _RTO_MAX_MS = 5000
 
@@ -46,22 +60,22 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A TCP connection of this process, as the kernel sees it."""
+    """A TCP connection of this process, as the kernel reports it."""
 
     file: int
     inode: str
     local: Address
     remote: Address
     is_open: bool
-    """False while it is being opened."""
+    """False while the connection is being opened."""
     owes_answer: bool
-    """Whether data or a keep-alive probe is on its way that the other host has not acknowledged."""
+    """True if data or a keep-alive probe was sent that the other host has not acknowledged."""
     silent_s: float
-    """Since the other host sent anything."""
+    """Seconds since the other host sent anything."""
 
 
 def network_timeout(env: Mapping[str, str] = os.environ) -> float:
-    """MEGACLASS_NETWORK_TIMEOUT in seconds: how long a connection between ranks may go unanswered; 0 waits forever."""
+    """Returns MEGACLASS_NETWORK_TIMEOUT: the seconds for which a connection may go unanswered; 0 waits forever."""
     text = env.get(LIMIT_NAME, "")
     try:
         limit_s = float(text or _DEFAULT_LIMIT_S)
@@ -75,12 +89,17 @@ def network_timeout(env: Mapping[str, str] = os.environ) -> float:
 
 
 class ConnectionWatch:
-    """Watches this process's connections to other hosts; ends those that are dead, and the process if that does not."""
+    """Watches this process's connections to other hosts; closes dead ones, and ends the process if that does not help."""
 
     def __init__(self, name: str, limit_s: float, *, describe: Callable[[Address], str] = lambda address: "") -> None:
-        """name: of this rank, for messages. describe: who listens at an address, in parentheses, or nothing."""
+        """Creates the watch without starting it.
+
+        Args:
+            name: name of this rank, for messages.
+            limit_s: MEGACLASS_NETWORK_TIMEOUT; 0 disables the watch.
+            describe: returns which rank listens at an address, in parentheses, or an empty text.
+        """
         self.reason = ""
-        """Why connections were ended, naming both ends; empty while all is well."""
         self._name, self._limit_s, self._describe = name, limit_s, describe
         self._before = {inode for _, inode in _sockets()}
         self._seen: set[str] = set()
@@ -92,21 +111,25 @@ class ConnectionWatch:
         self._thread = threading.Thread(target=self._run, daemon=True, name="megaclass-connections")
 
     def start(self) -> "ConnectionWatch":
+        """Starts the thread; returns self."""
         if self._limit_s:
             self._thread.start()
         return self
 
     def settle(self, peers: Collection[str] = (), *, ends_process: bool) -> None:
-        """All ranks have met. From here on only connections to their hosts count.
+        """Ends the joining phase: all ranks have connected. From here on only connections to their hosts count.
 
-        ends_process: whether this process ends when it goes on for 2 s after its connections were ended. In a user's own
-        loop they raise errors, which the user may handle.
+        Args:
+            peers: addresses of the other hosts.
+            ends_process: whether this process exits if it still runs 2 s after its connections were closed. In a user's own
+                training loop (hvd) the closed connections raise errors, which the user may handle.
         """
-        self._look_at(time.monotonic())
+        self._find_dead(time.monotonic())
         self._ends_process = ends_process
         self._peers = frozenset(self._seen | set(map(_plain, peers)))
 
     def stop(self) -> None:
+        """Ends the thread and waits for it."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -114,12 +137,12 @@ class ConnectionWatch:
     def _run(self) -> None:
         interval_s = min(1.0, self._limit_s / 20)
         while not self._is_over.wait(interval_s):
-            dead = self._look_at(time.monotonic())
+            dead = self._find_dead(time.monotonic())
             if dead and not self.reason:
                 self._end(dead)
 
-    def _look_at(self, now: float) -> list[Connection]:
-        """Connections that went unanswered for too long."""
+    def _find_dead(self, now: float) -> list[Connection]:
+        """Returns the connections that have gone unanswered for too long, and updates the state."""
         judged_s = _JUDGED_AFTER * self._limit_s
         dead: list[Connection] = []
         silent: dict[str | Address, float] = {}
@@ -131,7 +154,7 @@ class ConnectionWatch:
             else:
                 self._seen.add(connection.remote[0])
                 self._tune(connection)
-                # One that was silent because nobody had anything to say owes an answer for a moment when that changes.
+                # An idle connection owes an answer for a moment whenever data is sent on it: silence alone means nothing.
                 if not connection.owes_answer or connection.silent_s < judged_s / 4:
                     continue
                 since = silent[connection.inode] = self._silent_since.get(connection.inode, now)
@@ -142,6 +165,7 @@ class ConnectionWatch:
         return dead
 
     def _watched(self) -> Iterator[Connection]:
+        """Yields the connections to other hosts that count in the current phase."""
         for connection in connections():
             address = connection.remote[0]
             if address == connection.local[0] or ipaddress.ip_address(address).is_loopback:
@@ -150,6 +174,7 @@ class ConnectionWatch:
                 yield connection
 
     def _tune(self, connection: Connection) -> None:
+        """Makes the kernel probe the connection when no data flows, and retransmit at short intervals."""
         if connection.inode in self._tuned:
             return
         self._tuned.add(connection.inode)
@@ -158,12 +183,14 @@ class ConnectionWatch:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
             held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
-            # This thread decides, not the kernel.
+            # The kernel would close the connection after this many probes; this thread decides earlier.
             held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 100)
-            # Else the pauses between retransmissions double, and a network that is back is used after as long again.
+            # By default the pauses between retransmissions double without end, and a network that works again is noticed
+            # only after as long a time as it was interrupted.
             held.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
 
     def _end(self, dead: list[Connection]) -> None:
+        """Reports the dead connections and closes all connections to their hosts."""
         first = dead[0]
         what = f"has not been answered for {_JUDGED_AFTER * self._limit_s:g} s"
         kind = "connection" if first.is_open else "attempt to connect"
@@ -176,7 +203,7 @@ class ConnectionWatch:
         print(f"megaclass: {self.reason}", file=sys.stderr, flush=True)
         hosts = {connection.remote[0] for connection in dead}
         for connection in [connection for connection in self._watched() if connection.remote[0] in hosts]:
-            # Whoever waits for one gets an error; the other ranks learn of it from this one's end.
+            # Threads that wait for the connection get an error; the other ranks learn of it when this rank ends.
             with contextlib.suppress(OSError), _borrowed(connection.file) as held:
                 held.shutdown(socket.SHUT_RDWR)
         if self._ends_process and not self._is_over.wait(_LEAVE_S):
@@ -184,7 +211,7 @@ class ConnectionWatch:
 
 
 def connections() -> Iterator[Connection]:
-    """TCP connections of this process that are open or being opened."""
+    """Yields the TCP connections of this process that are open or being opened."""
     opening: dict[str, tuple[Address, Address]] | None = None
     for file, inode in _sockets():
         try:
@@ -201,17 +228,17 @@ def connections() -> Iterator[Connection]:
                     silent_s = min(last_data_ms, last_ack_ms) / 1000
                     yield Connection(file, inode, local, remote, True, owes, silent_s)
                 elif state == _SYN_SENT:
-                    # getpeername() says nothing yet.
+                    # getpeername() fails until the connection is established.
                     opening = _being_opened() if opening is None else opening
                     if inode in opening:
                         yield Connection(file, inode, *opening[inode], False, True, 0.0)
         except (OSError, struct.error):
-            continue  # closed in between, or no TCP
+            continue  # closed in the meantime, or not TCP
 
 
 @contextlib.contextmanager
 def _borrowed(file: int) -> Iterator[socket.socket]:
-    """A socket object for a descriptor that belongs to somebody else, through a copy of it."""
+    """Yields a socket object for a copy of a descriptor that belongs to other code."""
     held = socket.socket(fileno=os.dup(file))
     try:
         yield held
@@ -220,7 +247,7 @@ def _borrowed(file: int) -> Iterator[socket.socket]:
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """Descriptor and inode of every socket of this process."""
+    """Yields descriptor and inode of every socket of this process."""
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             target = str(file.readlink())
@@ -229,7 +256,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 
 def _being_opened() -> dict[str, tuple[Address, Address]]:
-    """Both ends of each connection of this host that is being opened, by inode."""
+    """Returns both ends of each connection of this host that is being opened, keyed by inode."""
     found: dict[str, tuple[Address, Address]] = {}
     for table in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")):
         with contextlib.suppress(OSError):
@@ -241,7 +268,7 @@ def _being_opened() -> dict[str, tuple[Address, Address]]:
 
 
 def _from_hex(text: str) -> Address:
-    """'0100007F:1F90' -> ('127.0.0.1', 8080): words of 4 bytes in the order of this machine."""
+    """Parses an address: '0100007F:1F90' -> ('127.0.0.1', 8080); words of 4 bytes in this machine's byte order."""
     digits, _, port = text.partition(":")
     words = [int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8)]
     return _plain(str(ipaddress.ip_address(b"".join(words)))), int(port, 16)
@@ -252,7 +279,7 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
 
 
 def _plain(address: str) -> str:
-    """Without the IPv6 notation of an IPv4 address, and without a zone."""
+    """Returns the address without a zone, and an IPv4-mapped IPv6 address as IPv4."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return str(mapped or parsed)

@@ -1,9 +1,9 @@
 """The secret that the processes of one job share, and how they get it. Standard library only.
 
-`megaclass run` and `megaclass train` make a new one for every start and hand it to the ranks in their environment, to
-agents on other hosts over ssh's stdin. mpirun's ranks on several hosts get it from rank 0 through PMIx. Ranks that have
-none, but are all on one machine, get it from one of them over a Unix socket, where the kernel tells the user at the other
-end. Otherwise there is no secret, and whoever uses it must treat every message as one from a stranger.
+`megaclass run` and `megaclass train` create a new secret for every start. They pass it to local ranks in the environment and
+to agents on other hosts over ssh's stdin. Ranks of mpirun on several hosts get it from rank 0 through PMIx. Ranks without a
+secret that are all on one machine get one from each other over a Unix socket, where the kernel identifies the user at the
+other end. Otherwise there is no secret, and every message must be treated as one from a stranger.
 """
 
 import os
@@ -24,12 +24,12 @@ _PEER_CREDENTIALS = struct.Struct("3i")
 
 
 def new_secret() -> str:
-    """A random secret in hexadecimal digits, for the environment."""
+    """Returns a random secret in hexadecimal digits, for the environment."""
     return secrets.token_hex(_SECRET_BYTES)
 
 
 def job_secret(env: Mapping[str, str] = os.environ) -> bytes:
-    """The secret of this job, or empty bytes if the starter gave none. LaunchError when it is too short or not hex."""
+    """Returns the secret of this job, or empty bytes if the starter gave none. LaunchError if it is too short or not hex."""
     text = env.get(JOB_SECRET, "")
     try:
         secret = bytes.fromhex(text)
@@ -45,15 +45,15 @@ def job_secret(env: Mapping[str, str] = os.environ) -> bytes:
 
 
 def machine_and_network() -> str:
-    """Text that is the same in two processes exactly if they share a machine and its loopback interface."""
+    """Returns a text that is equal in two processes exactly if they share a machine and its loopback interface."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
 class LocalSecret:
-    """A new secret, given to a number of processes of the same user on this machine.
+    """A new secret that this process gives to a number of other processes of the same user on this machine.
 
-    They ask at `name`, an abstract Unix socket. Processes of other users are turned away without being read from.
+    They connect to `name`, an abstract Unix socket. Connections of other users are closed without reading from them.
     """
 
     def __init__(self, num_others: int, timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class LocalSecret:
 
 
 def local_secret(name: str) -> bytes:
-    """The secret that a process of this user and machine offers at `name`; LaunchError when another user does."""
+    """Returns the secret that a process of this user offers at `name`; LaunchError if it belongs to another user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(30.0)
         try:
@@ -99,6 +99,6 @@ def local_secret(name: str) -> bytes:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Number of the user at the other end, as the kernel knows it."""
+    """Returns the user id at the other end, as the kernel reports it."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return int(_PEER_CREDENTIALS.unpack(packed)[1])

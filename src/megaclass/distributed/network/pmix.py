@@ -1,6 +1,7 @@
-"""A text from rank 0 to all ranks of an mpirun, by the PMIx library that came with it: no MPI, no address, no file.
+"""Sends a text from rank 0 to all ranks of an mpirun through its PMIx library: without MPI, an address or a file.
 
-Each rank talks to the daemon on its own host, and the daemons know each other already. Takes about 20 ms.
+Used by `rank0_address` when ranks on several hosts must learn where rank 0 is. Each rank talks to mpirun's daemon on its own
+host, and the daemons are already connected. Takes about 20 ms.
 """
 
 import ctypes
@@ -21,16 +22,16 @@ class _Process(ctypes.Structure):
 
 
 class _Value(ctypes.Structure):
-    # The union's largest member is smaller than the padding, which is never looked at.
+    # The union's largest member is smaller than this padding, which is never read.
     _fields_ = (("kind", ctypes.c_uint16), ("text", ctypes.c_void_p), ("rest", ctypes.c_char * 64))
 
 
-# The library cannot be started anew in one process: what was heard is kept for a second process group.
+# PMIx cannot be initialised twice in one process, so the text is kept for a second process group.
 _heard: list[str | None] = []
 
 
 def tell_all(text: str, is_main: bool) -> str | None:
-    """What rank 0 gave as text, on every rank; None on every host that has no PMIx library. Collective, once a process."""
+    """Returns rank 0's text on every rank, or None without a PMIx library. Collective; exchanged once per process."""
     if not _heard:
         _heard.append(_exchange(text, is_main))
     return _heard[0]
@@ -54,7 +55,7 @@ def _exchange(text: str, is_main: bool) -> str | None:
         _call(library, "PMIx_Get", ctypes.byref(main), _KEY, None, _SIZE_0, ctypes.byref(found))
         told = ctypes.cast(found.contents.text, ctypes.c_char_p).value
         assert found.contents.kind == _STRING and told is not None
-        # The text is fetched from rank 0's host on demand: were rank 0 gone before the last has it, that one would wait on.
+        # The text is fetched from rank 0's host on demand, so rank 0 must not leave before the last rank has it.
         _call(library, "PMIx_Fence", None, _SIZE_0, None, _SIZE_0)
         return told.decode("ascii")
     finally:

@@ -1,4 +1,8 @@
-"""Where the ranks meet: the address of rank 0 as the starter knows it, checked before anybody waits for anybody."""
+"""Finds the address at which this host reaches rank 0, and checks it before any rank waits for another.
+
+Starters know it in different ways: an environment variable, Slurm's node list, mpirun's daemons (`pmix`). `addresses` supplies
+the facts about this host.
+"""
 
 import ipaddress
 import json
@@ -17,16 +21,16 @@ from megaclass.distributed.network.pmix import tell_all
 from megaclass.errors import LaunchError
 from megaclass.world import World, address_advice
 
-# Variables that steer the ranks and that all of them must have, or none.
+# Variables that influence the ranks: all ranks must have them, or none.
 _STEERING = ("NCCL_", "GLOO_", "TORCH_", "MEGACLASS_", "HOROVOD_", "OMP_NUM_THREADS")
 _INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> World:
-    """The world with an address at which this host reaches rank 0. Under mpirun on several hosts: collective.
+    """Returns the world with an address at which this host reaches rank 0. Collective under mpirun on several hosts.
 
-    What cannot work is a LaunchError now instead of a silence of ten minutes: a name that does not resolve, an address
-    that is not rank 0's, an interface that does not exist.
+    Raises LaunchError at once, instead of letting ranks wait for ten minutes, when a name does not resolve, an address is not
+    rank 0's, or an interface does not exist.
     """
     if world.size == 1:
         return world
@@ -40,33 +44,33 @@ def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> World:
     if world.is_main and not any(is_own(address) for address in found):
         raise LaunchError(
             f"MASTER_ADDR={world.address} points to {', '.join(found)}, but rank 0 runs on {socket.gethostname()} "
-            f"({', '.join(own_addresses()) or 'which has no address'}): {_mending(world)}"
+            f"({', '.join(own_addresses()) or 'which has no address'}): {_advice(world)}"
         )
     return world
 
 
 def is_one_machine(world: World, env: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are on one machine.
+    """Returns whether all ranks are on one machine.
 
-    Where RANK and WORLD_SIZE were set by hand and nothing counts the ranks of a host, only the address can tell.
+    If RANK and WORLD_SIZE were set by hand, no variable counts the ranks per host, and only rank 0's address can tell.
     """
     is_counted = "LOCAL_WORLD_SIZE" in env or "HOROVOD_LOCAL_SIZE" in env or world.starter in ("Open MPI", "Slurm")
     return world.local_size == world.size and (is_counted or world.address in ("127.0.0.1", "localhost", "::1"))
 
 
 def interface_names(world: World, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that make gloo and NCCL use the interface by which this host reaches rank 0; those set already stay.
+    """Returns variables that make gloo and NCCL use the interface towards rank 0; none if the user has set one of them.
 
-    Without them gloo takes the address of the host's own name, which many distributions set to 127.0.1.1.
+    Without them gloo uses the address of the host's own name, which many distributions set to 127.0.1.1.
     """
     if any(env.get(name) for name in _INTERFACE_NAMES):
         return {}
     if world.size > 1 and is_one_machine(world, env):
-        # gloo listens, too, and on one machine nobody else needs to reach it. NCCL is left to choose, as by the agents.
+        # gloo opens a listening port, which other machines need not reach. NCCL chooses its interface itself, as under agents.
         return {"GLOO_SOCKET_IFNAME": "lo"}
     if world.local_size == world.size:
         return {}
-    # On rank 0 the way to itself says nothing; the daemons of mpirun and srun know an address that others can reach.
+    # Rank 0's route to itself is loopback; the daemons of mpirun and srun know an address that other hosts can reach.
     known = (world.address, *_daemon_addresses(env), env.get("SLURM_LAUNCH_NODE_IPADDR", ""))
     for address in known:
         own = source_towards(address) if address else None
@@ -77,7 +81,7 @@ def interface_names(world: World, env: Mapping[str, str] = os.environ) -> dict[s
 
 
 def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
-    """Rank 0 says where it is and which variables it has; the others go there."""
+    """Rank 0 sends its addresses and the names of its variables to all ranks; returns the world with the nearest address."""
     addresses = [env["MASTER_ADDR"]] if "MASTER_ADDR" in env else _daemon_addresses(env) or own_addresses()
     names = sorted(name for name in env if name.startswith(_STEERING))
     said = {
@@ -85,7 +89,7 @@ def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
         "addresses": addresses,
         "port": world.port,
         "names": names,
-        # mpirun's daemons know each other already: what they carry is as safe as mpirun itself.
+        # The connections between mpirun's daemons carry it: it is as safe as mpirun itself.
         "secret": env.get(JOB_SECRET) or new_secret(),
     }
     heard = tell_all(json.dumps(said), world.is_main)
@@ -96,8 +100,8 @@ def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
     missing = [name for name in main["names"] if name not in env]
     if missing and world.local_rank == 0:
         print(
-            f"WARNING {world.name()}: rank 0 on {main['host']} has {', '.join(missing)}, this rank has not. mpirun hands "
-            f"variables to other hosts only when told: add {' '.join(f'-x {name}' for name in missing)}.",
+            f"WARNING {world.name()}: rank 0 on {main['host']} has {', '.join(missing)}, this rank does not. mpirun passes "
+            f"variables to other hosts only on request: add {' '.join(f'-x {name}' for name in missing)}.",
             file=sys.stderr,
             flush=True,
         )
@@ -111,21 +115,21 @@ def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
 
 
 def _at_mpirun(world: World, env: Mapping[str, str]) -> World:
-    """Without PMIx: rank 0 is most often on the host where mpirun runs, and it finds out itself if it is not."""
+    """Guesses, without PMIx, that rank 0 runs on the host of mpirun; rank 0 raises LaunchError if it does not."""
     address = env.get("MASTER_ADDR") or _uri_addresses(env.get("OMPI_MCA_orte_hnp_uri", ""))[:1]
     if isinstance(address, str):
         return world
     if not address or (world.is_main and not is_own(address[0])):
         raise LaunchError(
             f"{world.name()}: mpirun started ranks on several hosts, MASTER_ADDR is not set, and there is no PMIx library "
-            f"(libpmix.so.2) through which they could learn where rank 0 is: "
+            f"(libpmix.so.2) through which they could learn the address of rank 0: "
             f"add -x MASTER_ADDR={socket.gethostname() if world.is_main else '<host of rank 0>'} -x MASTER_PORT={world.port}."
         )
     return replace(world, address=address[0])
 
 
 def _slurm_address(node: str, env: Mapping[str, str]) -> str:
-    """Slurm's name of a node need not be a host name; Slurm itself knows the address then."""
+    """Returns the node's name if it resolves, else the address that Slurm has for it: node names need not be host names."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -147,18 +151,19 @@ def _resolved(world: World) -> list[str]:
         found = socket.getaddrinfo(world.address, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise LaunchError(
-            f"{world.name()} cannot resolve {world.address!r}, where rank 0 should be ({error}): {_mending(world)}"
+            f"{world.name()} cannot resolve {world.address!r}, where rank 0 should be ({error}): {_advice(world)}"
         ) from error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _mending(world: World) -> str:
+def _advice(world: World) -> str:
+    """Returns how to set the address of rank 0 under this starter."""
     own = next(iter(own_addresses()), socket.gethostname()) if world.is_main else "<host of rank 0>"
     return address_advice(world, own)
 
 
 def _check_interfaces(text: str, name: str) -> None:
-    """NCCL's list may begin with = (exact) or ^ (all but); otherwise its names are prefixes, while gloo's are whole."""
+    """Checks that the named interfaces exist. NCCL's names are prefixes unless the list starts with =, gloo's are exact."""
     there = [interface for _, interface in socket.if_nameindex()]
     if text.startswith("^"):
         return
@@ -172,12 +177,12 @@ def _check_interfaces(text: str, name: str) -> None:
 
 
 def _daemon_addresses(env: Mapping[str, str]) -> list[str]:
-    """Addresses of mpirun's daemon on this host: those over which mpirun itself reaches other hosts."""
+    """Returns the addresses of mpirun's daemon on this host, over which mpirun itself reaches other hosts."""
     return _uri_addresses(env.get("OMPI_MCA_orte_local_daemon_uri", ""))
 
 
 def _uri_addresses(uri: str) -> list[str]:
-    """'47.0;tcp://10.0.0.1,10.1.0.1:4711;tcp6://[fd00::2]:4712' -> ['10.0.0.1', '10.1.0.1', 'fd00::2']."""
+    """Parses addresses: '47.0;tcp://10.0.0.1,10.1.0.1:4711;tcp6://[fd00::2]:4712' -> ['10.0.0.1', '10.1.0.1', 'fd00::2']."""
     found: list[str] = []
     for part in re.findall(r"tcp6?://([^;]+):[0-9]+", uri):
         found += [address.strip("[]") for address in part.split(",")]
@@ -185,7 +190,7 @@ def _uri_addresses(uri: str) -> list[str]:
 
 
 def _nearest(addresses: list[str], host: str, world: World) -> str:
-    """The address of rank 0 that lies closest to an own one: a network both hosts are on comes before any router."""
+    """Returns the address of rank 0 that shares the longest prefix with this host: a common network beats a routed one."""
 
     def shared_bits(address: str) -> int:
         own = source_towards(address)

@@ -1,40 +1,54 @@
-"""torch's key-value store, through which the ranks find each other: bound to one address, values signed.
+"""The key-value store through which the ranks of a job find each other. The only place that creates a TCPStore.
 
-A TCPStore cannot authenticate: whoever reaches its port can read, write and delete keys. Therefore it listens on one
-address only, on loopback when all ranks are on one machine, and holds plain data only. `SignedStore` adds the proof that
-a value was written by a rank of this job.
+A TCPStore cannot authenticate: every process that reaches its port can read, write and delete keys. Therefore it listens on
+one address only (loopback when all ranks are on one machine) and holds plain data only. `SignedStore` adds proof that a
+value was written by a rank of this job.
 """
 
 import contextlib
+import errno
 import hmac
 import os
 import resource
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from megaclass.distributed.network.addresses import source_towards
+from megaclass.distributed.network.connection_watch import LIMIT_NAME, network_timeout
 from megaclass.distributed.network.rank0_address import is_one_machine
-from megaclass.errors import LaunchError
+from megaclass.errors import ConnectionLostError, LaunchError
 from megaclass.world import World
 
 _BACKLOG = 4096
 _MAC_BYTES = 32
+_RETRY_S = 0.25
+# A closed port or a firewall that rejects; the last three come from ICMP messages.
+_REFUSALS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES)
 
 
 def make_store(world: World, timeout_s: float, *, waits_for_all: bool = False) -> "dist.Store":  # type: ignore[name-defined]
-    """The store of the job: rank 0 serves it, the others connect. RuntimeError from torch when they cannot.
+    """Creates the job's store: rank 0 serves it, the other ranks connect to it.
 
-    waits_for_all: rank 0 returns when all ranks have connected.
+    Args:
+        waits_for_all: whether rank 0 returns only when all ranks have connected.
+
+    Raises:
+        RuntimeError: from torch, when a rank cannot connect within `timeout_s`.
+        ConnectionLostError: when another host refuses the connection for MEGACLASS_NETWORK_TIMEOUT.
     """
     if world.size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
-    # torchrun's agent may hold a store at that port already.
+    # torchrun's agent may already serve a store at that port.
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = world.is_main and not is_shared
     address = "127.0.0.1" if is_one_machine(world) and not is_shared else world.address
     allow_many_connections()
+    if not world.is_main and not is_one_machine(world):
+        _wait_while_refused(world, min(network_timeout(), timeout_s))
     options: dict[str, Any] = {"master_listen_fd": _listening(address, world.port)} if is_master else {}
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -47,11 +61,38 @@ def make_store(world: World, timeout_s: float, *, waits_for_all: bool = False) -
     )
 
 
-def allow_many_connections() -> None:
-    """Raises this process's limit of open files to the most it may have.
+def _wait_while_refused(world: World, limit_s: float) -> None:
+    """Connects to rank 0's port once, and again while the connection is refused; raises when that lasts for `limit_s`.
 
-    The store and gloo keep every connection open, a stranger's too, and gloo aborts the process when it has no file left
-    for another one.
+    Rank 0 may start later than this rank, so a refusal alone is no error. torch retries refused connections silently for its
+    whole timeout, and its error names neither host nor port. ConnectionWatch cannot see refusals: such an attempt is over
+    before the watch looks. All other failures are left to torch and to the watch. A limit of 0 disables the check.
+    """
+    refused_since: float | None = None
+    while limit_s:
+        try:
+            socket.create_connection((world.address, world.port), timeout=limit_s).close()
+            return
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                return
+            now = time.monotonic()
+            refused_since = now if refused_since is None else refused_since
+            if now - refused_since >= limit_s:
+                raise ConnectionLostError(
+                    f"{world.name()}: connections from {source_towards(world.address) or 'this host'} to {world.address} port "
+                    f"{world.port} (rank 0) have been refused for {limit_s:g} s ({error.strerror}). Does a firewall reject "
+                    f"them, or is rank 0 not running? {LIMIT_NAME}={limit_s:g} is the limit in seconds: raise it if rank 0 "
+                    f"starts later."
+                ) from error
+        time.sleep(_RETRY_S)
+
+
+def allow_many_connections() -> None:
+    """Raises this process's limit on open files to its hard limit.
+
+    The store and gloo keep every connection open, also those of strangers, and gloo aborts the process when no file
+    descriptor is left for another one.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -59,12 +100,12 @@ def allow_many_connections() -> None:
 
 
 def _listening(address: str, port: int) -> int:
-    """File number of a socket that listens on the one address in use: a store left to itself listens on all of them."""
+    """Returns the descriptor of a socket that listens on this address only; by default a TCPStore listens on all addresses."""
     info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(info[0], socket.SOCK_STREAM))
-        # With SO_REUSEPORT alone, a port that the launcher holds for this user is free to this user and to nobody else.
-        # Ports that nobody holds may still be waiting for the end of earlier connections, which SO_REUSEADDR ignores.
+        # The launcher may hold the port: with SO_REUSEPORT alone, only processes of the same user can bind it as well.
+        # A port that is not held may still be in TIME_WAIT from an earlier connection, which SO_REUSEADDR ignores.
         is_held = os.environ.get("MEGACLASS_STORE_PORT") == str(port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if is_held else socket.SO_REUSEADDR, 1)
         try:
@@ -81,8 +122,8 @@ def _listening(address: str, port: int) -> int:
 class SignedStore(dist.Store):  # type: ignore[name-defined,misc]
     """A store whose values carry an HMAC over key and value.
 
-    A value that was not written with the job's secret is a LaunchError. Without a secret it only guards against
-    accidents. gloo finds its peers through it as well: a stranger cannot send a rank to an address of his.
+    Reading a value that was not written with the job's secret raises LaunchError. Without a secret the store only detects
+    accidents. gloo finds its peers through this store, so that a stranger cannot direct a rank to another address.
     """
 
     def __init__(self, store: "dist.Store", secret: bytes) -> None:  # type: ignore[name-defined]
@@ -99,7 +140,7 @@ class SignedStore(dist.Store):  # type: ignore[name-defined,misc]
         if not hmac.compare_digest(mac, self._mac(key, content)):
             raise LaunchError(
                 f"The entry {key!r} in the job's store was not written by a rank of this job: {len(signed)} bytes without "
-                f"a valid signature. Another job uses the same port, or somebody interferes."
+                f"a valid signature. Another job uses the same port, or another process writes to this store."
             )
         return content
 

@@ -4,20 +4,35 @@ A feature is f(x) + f(mirrored x) of the aligned photo times the detector's scor
 of the mean over each medium's frames, normalised. Files and landmarks are as in docs/evaluation.md.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
+from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
-from megaclass.evaluate.embed import OnProgress, embed_images
 from megaclass.evaluate.images import AlignedImages
+from megaclass.evaluate.protocol import (
+    RATE_CHECKS,
+    Checks,
+    EvaluationProtocol,
+    EvaluationSet,
+    Evaluator,
+    Numbers,
+    Row,
+    SetResult,
+    are_ranks,
+    are_shares,
+    rate_rows,
+    share_cells,
+    share_text,
+)
+from megaclass.evaluate.protocols.curves import curves_of
 from megaclass.evaluate.protocols.identification import Identification, numbers_of_scores, published_ijb_tpir
 from megaclass.evaluate.protocols.intervals import Interval
 from megaclass.evaluate.protocols.verification import (
@@ -30,7 +45,6 @@ from megaclass.evaluate.protocols.verification import (
     tar_intervals,
 )
 from megaclass.evaluate.search import search, shard_of_rank
-from megaclass.image_size import ImageSize
 
 Integers = NDArray[np.int64]
 _PAIRS_AT_ONCE = 2**16
@@ -103,6 +117,63 @@ def find_ijb(path: Path) -> str | None:
     return None
 
 
+def _are_galleries(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(one, dict) and are_ranks(one.get("rank_k")) and are_shares(one.get("tpir_at_fpir"))
+        for one in value.values()
+    )
+
+
+class TemplateProtocol(EvaluationProtocol):
+    """IJB-B and IJB-C."""
+
+    kind = "templates"
+    card_name = "1:1"
+    found_at = "an IJB folder (with meta/ijb?_face_tid_mid.txt)"
+    expected: ClassVar[Checks] = {**RATE_CHECKS, "identification": _are_galleries, "published_tpir_at_fpir": are_shares}
+    optional = frozenset({"tar_at_far_95", "identification", "published_tpir_at_fpir"})
+
+    def find(self, path: Path) -> list[EvaluationSet]:
+        name = find_ijb(path)
+        return [] if name is None else [EvaluationSet(name=name, kind=self.kind, path=path)]
+
+    def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
+        ijb = on_every_rank(lambda: read_ijb(one.path), evaluator.device, evaluator.group)
+        result = evaluate_ijb(evaluator, ijb)
+        # The protocol has no threshold: the point where both kinds of error are closest stands in for one.
+        different = result.distances_M[~result.is_same_M]
+        threshold = float(np.quantile(different, result.verification.eer))
+        return SetResult(
+            name=one.name,
+            kind=self.kind,
+            path=str(one.path),
+            numbers=result.to_json(),
+            curves=curves_of(result.distances_M, result.is_same_M, threshold=threshold),
+        )
+
+    def quoted(self, numbers: Numbers) -> float | None:
+        share: float | None = numbers["tar_at_far"].get("1e-4")
+        return share
+
+    def headline(self, numbers: Numbers) -> str:
+        return f"TAR {share_text(self.quoted(numbers))} at FAR 1e-4"
+
+    def lead(self, numbers: Numbers) -> str:
+        return f"{numbers['num_pairs']:,} pairs of templates, {numbers['num_same']:,} of the same person."
+
+    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
+        rows = rate_rows(columns)
+        for gallery in columns[0].get("identification", {}):
+            for key, title in (("rank_k", "rank-{}"), ("tpir_at_fpir", "TPIR at FPIR {}")):
+                for k in columns[0]["identification"][gallery][key]:
+                    found = [n.get("identification", {}).get(gallery, {}).get(key, {}) for n in columns]
+                    rows.append((f"1:N {gallery}, {title.format(k)}", share_cells([one.get(k) for one in found])))
+        for fpir in columns[0].get("published_tpir_at_fpir", {}):
+            published = [n.get("published_tpir_at_fpir", {}).get(fpir) for n in columns]
+            rows.append((f"1:N joined, TPIR at FPIR {fpir}, published threshold", share_cells(published)))
+        return rows
+
+
 def read_ijb(path: Path) -> IjbSet:
     name = find_ijb(path)
     if name is None:
@@ -137,33 +208,14 @@ def read_ijb(path: Path) -> IjbSet:
     )
 
 
-def evaluate_ijb(
-    network: nn.Module,
-    ijb: IjbSet,
-    *,
-    image_size: ImageSize,
-    device: torch.device,
-    batch_size: int = 64,
-    num_threads: int = 1,
-    mirror: bool = True,
-    group: dist.ProcessGroup | None = None,
-    on_progress: OnProgress | None = None,
-) -> TemplateResult:
-    """Collective: photos are embedded on all ranks, galleries searched on all ranks; the same numbers on each."""
-    images = AlignedImages(paths=ijb.photos, points_N52=ijb.points_N52, image_size=image_size)
-    embedded = embed_images(
-        network,
-        images,
-        device=device,
-        batch_size=batch_size,
-        num_threads=num_threads,
-        mirror=mirror,
-        group=group,
-        on_progress=on_progress,
+def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> TemplateResult:
+    """Collective. All ranks embed photos and search galleries; the numbers are the same on every rank."""
+    embedded = evaluator.embed(
+        AlignedImages(paths=ijb.photos, points_N52=ijb.points_N52, image_size=evaluator.image_size)
     )
     features_ND = embedded.sums_ND * ijb.scores_N[:, None].astype(np.float32)
     templates_TD, ids_T = template_features(features_ND, ijb.templates_N, ijb.media_N)
-    return score_templates(templates_TD, ids_T, ijb, device=device, group=group)
+    return score_templates(templates_TD, ids_T, ijb, device=evaluator.device, group=evaluator.group)
 
 
 def template_features(

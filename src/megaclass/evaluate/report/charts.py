@@ -1,22 +1,42 @@
-"""Numbers -> SVG text. Lines and histograms, axes with round ticks, no dependency.
+"""Draws charts as SVG text: lines and histograms, axes with round ticks, no dependency.
 
-Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label` ...) that the page defines, so one drawing serves
-the light and the dark page. A drawing has its own coordinates, `size` units wide and high; the page scales it to its
-column, so a drawing meant for a narrow column is given a smaller size and keeps its text readable.
+Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label`) of report.css, so that one drawing serves the light and
+the dark page. A drawing has coordinates of its own, `size` units wide and high. The page scales it to the width of its
+column, so a drawing for a narrow column gets a smaller size to keep its text readable.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 WIDE = (480, 300)
 NARROW = (360, 240)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 20, 12, 46
+_NUM_COLOURS = 8
+
+
+def colour(place: int) -> str:
+    """Returns the CSS class of the model at this place; after eight models the colours repeat."""
+    return f"series-{place % _NUM_COLOURS}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A chart with its title and legend."""
+
+    title: str
+    svg: Markup = field(default_factory=Markup)
+    """Empty if there is nothing to draw."""
+    legend: Sequence[tuple[str, str]] = ()
+    """Name and CSS classes of each key."""
+    has_toggles: bool = False
+    """Pressing a key of the legend hides its line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +107,8 @@ def log_axis(label: str, low: float, high: float) -> Axis:
 
 def line_chart(
     series: Sequence[Series], x_axis: Axis, y_axis: Axis, *, title: str, size: tuple[int, int] = WIDE
-) -> str:
-    """Lines over two axes, later ones over earlier ones."""
+) -> Markup:
+    """Draws lines over two axes, later ones over earlier ones."""
     plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
     return plot.svg([f'<path class="line {escape(one.css)}" d="{_line_path(one, plot)}"/>' for one in series], title)
 
@@ -102,8 +122,8 @@ def histogram_chart(
     y_label: str = "share of pairs, %",
     marker: float | None = None,
     size: tuple[int, int] = WIDE,
-) -> str:
-    """One filled outline per group (css class, share of the group in each bin); a dashed line at `marker`."""
+) -> Markup:
+    """Draws one filled outline per group (CSS class, share of the group in each bin), and a dashed line at `marker`."""
     y_axis = linear_axis(y_label, [0.0, *(100 * float(shares.max()) for _, shares in groups)], from_zero=True)
     plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
     drawn = []
@@ -153,22 +173,22 @@ class _Plot:
     def point(self, x: float, y: float) -> str:
         return f"{self.x(float(x)):.1f} {self.y(float(y)):.1f}"
 
-    def svg(self, drawn: Sequence[str], title: str) -> str:
+    def svg(self, drawn: Sequence[str], title: str) -> Markup:
         width, height = self.size
         middle_x, middle_y = (_LEFT + self.right) / 2, (_TOP + self.bottom) / 2
-        return "".join(
-            [
-                f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
-                *(self._y_tick(tick) for tick in self.y_axis.ticks),
-                *(self._x_tick(tick) for tick in self.x_axis.ticks),
-                *drawn,
-                f'<line class="axis" x1="{_LEFT}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>',
-                f'<text class="axis-label" x="{middle_x:g}" y="{height - 8}" text-anchor="middle">'
-                f"{escape(self.x_axis.label)}</text>",
-                f'<text class="axis-label" transform="translate(12 {middle_y:g}) rotate(-90)" text-anchor="middle">'
-                f"{escape(self.y_axis.label)}</text></svg>",
-            ]
-        )
+        # Safe to mark as markup: all text of the drawing is escaped here.
+        parts = [
+            f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
+            *(self._y_tick(tick) for tick in self.y_axis.ticks),
+            *(self._x_tick(tick) for tick in self.x_axis.ticks),
+            *drawn,
+            f'<line class="axis" x1="{_LEFT}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>',
+            f'<text class="axis-label" x="{middle_x:g}" y="{height - 8}" text-anchor="middle">'
+            f"{escape(self.x_axis.label)}</text>",
+            f'<text class="axis-label" transform="translate(12 {middle_y:g}) rotate(-90)" text-anchor="middle">'
+            f"{escape(self.y_axis.label)}</text></svg>",
+        ]
+        return Markup("".join(parts))
 
     def _x_tick(self, tick: float) -> str:
         at = self.x(tick)

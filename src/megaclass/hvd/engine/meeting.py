@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: process groups for tensors, links to rank 0 for control messages.
+"""How the ranks of a job find each other: process groups for tensors, connections to rank 0 for control messages.
 
 hvd has groups of its own and never touches torch.distributed's default group, which belongs to the script. The ranks meet
 in a store of their own; only where torch.distributed was initialised without a starter that hvd knows, the default group's
@@ -6,7 +6,7 @@ store and ranks are used. Each generation of init() has a prefix of its own in t
 for the others instead of meeting their past.
 
 Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the
-job's secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (links.py).
+job's secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (control_connection.py).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from megaclass.distributed.network.job_secret import LocalSecret, job_secret, lo
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
 from megaclass.distributed.network.store import SignedStore, allow_many_connections, make_store
 from megaclass.errors import LaunchError
-from megaclass.hvd.engine.control_connection import Door, Link, Reception, connect
+from megaclass.hvd.engine.control_connection import AuthenticatedListener, ControlConnection, Endpoint, connect
 from megaclass.hvd.settings import Settings
 from megaclass.world import World, is_horovods, world_from_environment
 
@@ -44,7 +44,7 @@ class Meeting:
     secret: bytes
     """Known to all ranks of the job and to nobody else; empty where the starter gave none."""
     is_one_machine: bool
-    links: dict[int, Link]
+    connections: dict[int, ControlConnection]
     address: str
     """Where the other ranks reach this one."""
     uses_nccl: bool
@@ -59,7 +59,7 @@ class Meeting:
         return SignedStore(dist.PrefixStore(name, self.store), self.secret)  # type: ignore[attr-defined]
 
 
-class Meeter:
+class Rendezvous:
     """Remembers the store between generations."""
 
     def __init__(self) -> None:
@@ -185,21 +185,21 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
         local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
     is_one_machine = len({entry["network"] for entry in everybody}) == 1
     if size == 1:
-        address, links = "127.0.0.1", {}
+        address, connections = "127.0.0.1", {}
     elif rank == 0:
-        reception = Reception("127.0.0.1" if is_one_machine else _own_address(world), secret)
-        address = reception.door.address
-        signed.set("door", reception.door.to_json())
-        arrived = reception.welcome(range(1, size), settings.start_timeout_s)
-        links = {peer: Link(connection) for peer, connection in arrived.items()}
+        listener = AuthenticatedListener("127.0.0.1" if is_one_machine else _own_address(world), secret)
+        address = listener.endpoint.address
+        signed.set("endpoint", listener.endpoint.to_json())
+        arrived = listener.accept_ranks(range(1, size), settings.start_timeout_s)
+        connections = {peer: ControlConnection(connection) for peer, connection in arrived.items()}
     else:
-        door = Door.from_json(signed.get("door"))
-        connection = connect(door, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
+        endpoint = Endpoint.from_json(signed.get("endpoint"))
+        connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         address = connection.getsockname()[0]
-        links = {0: Link(connection)}
+        connections = {0: ControlConnection(connection)}
     machines = [entry["machine"] for entry in everybody]
     uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in everybody)
-    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, links, address, uses_nccl)
+    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, address, uses_nccl)
 
 
 def _exchanged(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:

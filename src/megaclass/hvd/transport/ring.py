@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaclass.distributed.network.store import SignedStore
-from megaclass.hvd.engine.control_connection import Door, Reception, connect
+from megaclass.hvd.engine.control_connection import AuthenticatedListener, Endpoint, connect
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.settings import Settings
 
@@ -197,20 +197,20 @@ def connect_ring(
     size = len(names)
     if size == 1:
         return None
-    reception = Reception(address, secret)
-    store.set(f"ring/{place}", reception.door.to_json())
+    listener = AuthenticatedListener(address, secret)
+    store.set(f"ring/{place}", listener.endpoint.to_json())
     last, following = (place - 1) % size, (place + 1) % size
     # Each waits to be let in by the next one while it lets in the one before.
     with ThreadPoolExecutor(1) as pool:
-        welcoming = pool.submit(reception.welcome, [last], settings.start_timeout_s)
+        accepting = pool.submit(listener.accept_ranks, [last], settings.start_timeout_s)
         try:
-            door = Door.from_json(store.get(f"ring/{following}"))
-            to_next = connect(door, secret, rank=place, to=names[following], timeout_s=settings.start_timeout_s)
+            endpoint = Endpoint.from_json(store.get(f"ring/{following}"))
+            to_next = connect(endpoint, secret, rank=place, to=names[following], timeout_s=settings.start_timeout_s)
         except BaseException:
-            reception.close()
+            listener.close()
             raise
         try:
-            from_last = welcoming.result()[last]
+            from_last = accepting.result()[last]
         except BaseException:
             to_next.close()
             raise

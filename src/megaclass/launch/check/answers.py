@@ -1,7 +1,7 @@
-"""What `megaclass check` accepts as answers of a host, which may have been taken over. Standard library only.
+"""Validates the answers of hosts in `megaclass check`: a host may be compromised. Standard library only.
 
-Every field has a type and a range, and texts lose what a terminal would obey. What ends up in a line of advice, which users
-copy into a shell, must also look like what it is: a version, an address, the name of an interface.
+Every field has a type and a range, and terminal control characters are removed from texts. Values that appear in advice,
+which users copy into a shell, must also match a pattern: a version, an address, the name of an interface.
 """
 
 import math
@@ -21,7 +21,7 @@ _VERSION = r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,60}|not installed"
 
 
 def connection_in(reply: Mapping[str, Any]) -> list[str]:
-    """SSH_CONNECTION there: client address and port, server address and port; empty where it says nothing of the kind."""
+    """Returns the host's SSH_CONNECTION (client address and port, server address and port); empty if it has no such form."""
     told = _checked("ssh", _text(), reply.get("ssh")).split()
     try:
         return [ip_address(told[0]), told[1], ip_address(told[2]), told[3]] if len(told) == 4 else []
@@ -30,22 +30,24 @@ def connection_in(reply: Mapping[str, Any]) -> list[str]:
 
 
 def time_in(reply: Mapping[str, Any]) -> float:
+    """Returns the host's clock in seconds since 1970."""
     return float(_checked("time", _number, reply.get("time")))
 
 
 def facts_in(reply: Mapping[str, Any], workdir: str) -> dict[str, Any]:
-    """workdir: the folder that was asked about, which the answer can only confirm."""
+    """Returns the host's facts. workdir: the folder in the question; the answer can only confirm that it exists."""
     facts: dict[str, Any] = _checked("facts", _FACTS, reply)
     return {**facts, "workdir": workdir if facts["workdir"] is not None else None}
 
 
 def listening_in(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the port at which the host listens, or the fault."""
     found: dict[str, Any] = _checked("listen", _fields(port=_whole(65535), fault=_or_none(_text())), reply)
     return found
 
 
 def reached_in(reply: Mapping[str, Any], peers: Collection[str]) -> dict[str, Any]:
-    """peers: who was asked about, all of whom must be in the answer, and nobody else."""
+    """Returns which peers the host could not reach. peers: exactly these must be in the answer."""
     check = _fields(
         towards=_or_none(_text(r"[0-9A-Za-z._@:-]{1,15}")), faults=_fields(**dict.fromkeys(peers, _or_none(_text())))
     )
@@ -54,7 +56,7 @@ def reached_in(reply: Mapping[str, Any], peers: Collection[str]) -> dict[str, An
 
 
 def rows_in(rows: Any) -> list[dict[str, Any]]:
-    """Rows of `bench allreduce`, two for each backend; none where they are anything else."""
+    """Returns the rows of `bench allreduce`, two per backend, or no rows if they have any other form."""
     try:
         found: list[dict[str, Any]] = _list_of(_ROW)(rows)
     except ValueError:
@@ -62,7 +64,7 @@ def rows_in(rows: Any) -> list[dict[str, Any]]:
     backends = [row["backend"] for row in found]
     if not all(backends.count(backend) == 2 for backend in backends):
         return []
-    # The other columns are shown as JSON only, which escapes what a terminal would obey.
+    # The other columns are only shown as JSON, which escapes control characters.
     return [{**row, **checked} for row, checked in zip(rows, found, strict=True)]
 
 
@@ -70,13 +72,13 @@ def _checked(name: str, check: Check, value: Any) -> Any:
     try:
         return check(value)
     except ValueError as error:
-        raise ProtocolError(f"its answer about {name} makes no sense: {error}") from None
+        raise ProtocolError(f"its answer about {name} is invalid: {error}") from None
 
 
 def _text(pattern: str | None = None) -> Check:
     def check(value: Any) -> str:
         if not isinstance(value, str):
-            raise ValueError("expected a text")
+            raise ValueError("expected a string")
         if pattern is not None and not re.fullmatch(pattern, value):
             raise ValueError(f"{ascii(value)[:80]} is not of the form {pattern}")
         return plain_text(value, 400)
@@ -87,7 +89,7 @@ def _text(pattern: str | None = None) -> Check:
 def _whole(most: int = _MOST) -> Check:
     def check(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-            raise ValueError(f"expected a whole number from 0 to {most}")
+            raise ValueError(f"expected an integer from 0 to {most}")
         return value
 
     return check
@@ -119,11 +121,11 @@ def _list_of(check: Check, least: int = 0) -> Check:
 
 
 def _fields(optional: Sequence[str] = (), /, **checks: Check) -> Check:
-    """A JSON object with these fields; others are dropped."""
+    """Checks a JSON object with these fields; other fields are dropped."""
 
     def check(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise ValueError("expected named fields")
+            raise ValueError("expected an object")
         found = {}
         for name, check_one in checks.items():
             if name not in value and name in optional:

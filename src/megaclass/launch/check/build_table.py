@@ -1,4 +1,4 @@
-"""`megaclass run --check-build`: what is available, in horovodrun's table."""
+"""`megaclass run --check-build`: the table of available frameworks and controllers, in the format of horovodrun."""
 
 import importlib.util
 import shutil
@@ -8,7 +8,7 @@ from megaclass.launch.versions import megaclass_version
 
 
 def build_table() -> str:
-    """As horovodrun prints it: [X] there, [ ] not. DDL, CCL, TensorFlow and MXNet are never there."""
+    """Returns horovodrun's table: [X] available, [ ] not. DDL, CCL, TensorFlow and MXNet are never available."""
     torch = torch_facts() or {"fault": "not installed"}
     works = "fault" not in torch
     has_mpi = shutil.which("mpirun") is not None

@@ -1,6 +1,8 @@
-"""`megaclass check`: would training start here, on these hosts? Standard library only; torch is asked in a process apart.
+"""`megaclass check`: finds out whether training would start on these hosts, and what to do if not.
 
-names -> ssh -> what each host says -> what must be the same -> who reaches whom -> an all-reduce over all ranks
+Standard library only; torch is imported in a separate process. The steps, each with the hosts that passed the previous ones:
+
+    resolve names -> log in by ssh -> collect facts about each host -> compare them -> connect between hosts -> all-reduce
 """
 
 import json
@@ -38,52 +40,54 @@ TOGETHER = "together"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckSettings:
     hosts: tuple[Host, ...]
-    """None: this machine, with a slot for each GPU that torch can use, or two on CPUs."""
+    """Hosts to check; empty for this machine, with one slot per GPU that torch can use, or two on CPUs."""
     ssh: SshSettings
     workdir: str
     config: str | None = None
-    """A recipe that must be the same file everywhere."""
+    """Path of a recipe that must be the same file on every host."""
     interface: str | None = None
     master_port: int = 0
     start_timeout_s: float = 30.0
     run_options: tuple[str, ...] = ()
-    """How `megaclass run` reaches the same hosts."""
+    """Options with which `megaclass run` reaches the same hosts."""
 
 
 def check(settings: CheckSettings) -> Report:
-    """Asks all hosts at once; what one of them cannot do is not tried with it."""
+    """Checks all hosts in parallel and returns the report; a host that fails a step is left out of the next ones."""
     hosts = settings.hosts or (Host(name="localhost", slots=0, is_local=True),)
     if shutil.which("ssh") is None and (others := [host.name for host in hosts if not host.is_local]):
-        raise LaunchError(f"There is no ssh here to reach {others[0]} with: sudo apt install openssh-client")
-    answers = [_Answers(host, settings) for host in hosts]
-    with ThreadPoolExecutor(min(_MAX_CONNECTIONS, len(answers))) as pool:
+        raise LaunchError(
+            f"ssh is not installed here, but is needed to reach {others[0]}: sudo apt install openssh-client"
+        )
+    checked = [_HostCheck(host, settings) for host in hosts]
+    with ThreadPoolExecutor(min(_MAX_CONNECTIONS, len(checked))) as pool:
         try:
-            list(pool.map(_Answers.introduce, answers))
-            there = [host for host in answers if host.facts]
+            list(pool.map(_HostCheck.collect_facts, checked))
+            reachable = [host for host in checked if host.facts]
             together: list[Finding] = []
-            if there:
-                facts = {host.name: host.facts for host in there}
+            if reachable:
+                facts = {host.name: host.facts for host in reachable}
                 together += difference_findings(facts, settings.config, settings.workdir, settings.ssh.python)
-            if len(there) > 1:
-                _try_ports(there, settings, pool)
+            if len(reachable) > 1:
+                _try_ports(reachable, settings, pool)
         finally:
-            for host in answers:
-                host.hang_up()
+            for host in checked:
+                host.close()
     report = Report(
-        findings={**{host.name: host.findings for host in answers}, TOGETHER: together},
-        titles={host.name: _title(host.host) for host in answers},
-        facts={host.name: host.facts for host in answers},
+        findings={**{host.name: host.findings for host in checked}, TOGETHER: together},
+        titles={host.name: _title(host.host) for host in checked},
+        facts={host.name: host.facts for host in checked},
     )
     if not report.would_start:
-        together.append(doubtful("all-reduce", "not tried", "Mend what is marked [!] first."))
+        together.append(doubtful("all-reduce", "not tried", "Fix the problems marked [!] first."))
         return report
-    finding, rows = _all_reduce([host.host for host in answers], settings)
+    finding, rows = _all_reduce([host.host for host in checked], settings)
     together.append(finding)
     return replace(report, all_reduce=rows)
 
 
-class _Answers:
-    """One host: the line to it, what it said, what follows."""
+class _HostCheck:
+    """One host: the connection to its probe, its facts, the findings about it. Used by one thread of the pool at a time."""
 
     def __init__(self, host: Host, settings: CheckSettings) -> None:
         self.host = host
@@ -91,24 +95,25 @@ class _Answers:
         self.findings: list[Finding] = []
         self.facts: Facts = {}
         self.connection: list[str] = []
-        """SSH_CONNECTION there: client address and port, server address and port."""
+        """SSH_CONNECTION on that host: client address and port, server address and port."""
         self._settings = settings
         self._ssh_config = ""
         self._client: ProbeClient | None = None
 
-    def introduce(self) -> None:
-        """Asks the host about itself."""
+    def collect_facts(self) -> None:
+        """Starts the probe on the host, asks for its facts and derives findings from them."""
         try:
-            self._introduce()
+            self._collect_facts()
         except ProtocolError as error:
             self.distrust(error)
 
     def distrust(self, error: ProtocolError) -> None:
-        advice = "It runs another megaclass, or somebody else controls it: find out before you train on it."
+        """Records that the host sent an invalid answer, and leaves it out of the following steps."""
+        advice = "It runs another version of megaclass, or it is compromised: find out before you train on it."
         self.findings.append(bad("answers", str(error), advice))
         self.facts = {}
 
-    def _introduce(self) -> None:
+    def _collect_facts(self) -> None:
         if not self.host.is_local:
             self._ssh_config = _ssh_config(self.host, self._settings.ssh)
             self.findings.append(_name_resolution(self.host, self._ssh_config))
@@ -123,7 +128,7 @@ class _Answers:
         self.connection = connection_in(hello)
         if not self.host.is_local:
             took_s = time.monotonic() - begun
-            self.findings.append(good("ssh", f"without a prompt, in {took_s:.1f} s"))
+            self.findings.append(good("ssh", f"logs in without a prompt, in {took_s:.1f} s"))
             self._compare_clocks()
         question = {"ask": "facts", "workdir": self._settings.workdir, "config": self._settings.config}
         facts = self._client.ask(question, _FACTS_S)
@@ -140,7 +145,7 @@ class _Answers:
         assert self._client is not None
         return self._client.ask(question, timeout_s)
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         if self._client is not None:
             self._client.close()
 
@@ -154,7 +159,7 @@ class _Answers:
 
     def _note_not_started(self) -> None:
         assert self._client is not None
-        code, said = self._client.last_words()
+        code, said = self._client.exit_status()
         what, advice = cause_and_advice(self.host, self._settings.ssh, code, said)
         if not self.host.is_local and code == 255 and re.search("Permission denied", said, re.IGNORECASE):
             advice = f"Type: {_ssh_copy_id(self.host, self._settings.ssh, self._ssh_config)}"
@@ -166,17 +171,17 @@ class _Answers:
             advice = f"{advice[0].upper()}{advice[1:]}."
         if self.host.is_local or code not in (255, None):
             if not self.host.is_local and not any(finding.what == "ssh" for finding in self.findings):
-                self.findings.append(good("ssh", "without a prompt"))
+                self.findings.append(good("ssh", "logs in without a prompt"))
             self.findings.append(bad("Python", what, advice))
         else:
             self.findings.append(bad("ssh", what, advice))
 
 
-# ---- names ----
+# ---- names and keys ----
 
 
 def _ssh_config(host: Host, ssh: SshSettings) -> str:
-    """What ssh will do, as it says itself: lines `hostname h2`, `identityfile ~/.ssh/id_rsa` and so on."""
+    """Returns the settings that ssh will use (`ssh -G`): lines `hostname h2`, `identityfile ~/.ssh/id_rsa` and so on."""
     bare = host.name.rpartition("@")[2].strip("[]")
     return subprocess.run(
         ["ssh", *ssh.extra, "-G", "--", bare],
@@ -185,7 +190,7 @@ def _ssh_config(host: Host, ssh: SshSettings) -> str:
 
 
 def _name_resolution(host: Host, ssh_config: str) -> Finding:
-    """The name as ssh_config has it: what is typed in -H may be an alias there."""
+    """Resolves the name that ssh_config has for the host: the name in -H may be an alias."""
     bare = host.name.rpartition("@")[2].strip("[]")
     match = re.search(r"^hostname (\S+)$", ssh_config, re.MULTILINE)
     name = match[1] if match else bare
@@ -195,19 +200,21 @@ def _name_resolution(host: Host, ssh_config: str) -> Finding:
     except OSError as error:
         reason = error.strerror or str(error)
         if re.search(r"^proxy(jump|command) (?!none)", ssh_config, re.MULTILINE):
-            return doubtful("name", f"{name}: {reason}{via}", "ssh goes through a proxy, which may know it.")
+            return doubtful(
+                "name", f"{name}: {reason}{via}", "ssh connects through a proxy, which may be able to resolve it."
+            )
         line = f"echo '<address> {bare}' | sudo tee -a /etc/hosts"
         return bad("name", f"{name}: {reason}{via}", f"Check the spelling, or type: {line}")
     return good("name", f"{found[0][4][0]}{via}")
 
 
 def _ssh_copy_id(host: Host, ssh: SshSettings, ssh_config: str) -> str:
-    """The line that makes the host take our key; the key is made first where there is none."""
+    """Returns the command that makes the host accept the user's key, and creates a key first if there is none."""
     named = [Path(file).expanduser() for file in re.findall(r"^identityfile (.+)$", ssh_config, re.MULTILINE)]
     keys = [file for file in named if file.is_file()]
     is_default = not keys or keys[0].parent == Path("~/.ssh").expanduser()
     if ssh.identity_file is None and not is_default:
-        # Left to itself, ssh-copy-id looks in ~/.ssh alone.
+        # By default ssh-copy-id only looks in ~/.ssh.
         ssh = replace(ssh, identity_file=keys[0])
     line = login_command(host, ssh, "ssh-copy-id")
     has_key = ssh.identity_file is not None or keys or "SSH_AUTH_SOCK" in os.environ
@@ -220,12 +227,12 @@ def _ssh_copy_id(host: Host, ssh: SshSettings, ssh_config: str) -> str:
 def _interface(name: str, facts: Facts) -> Finding:
     if name in facts["interfaces"]:
         return good("interface", f"{name}, {facts['interfaces'][name][0]}")
-    there = ", ".join(sorted(facts["interfaces"]))
-    return bad("interface", f"there is no {name} with an address", f"Give --network-interface one of: {there}")
+    present = ", ".join(sorted(facts["interfaces"]))
+    return bad("interface", f"no interface {name} with an address", f"Set --network-interface to one of: {present}")
 
 
-def _try_ports(hosts: Sequence[_Answers], settings: CheckSettings, pool: ThreadPoolExecutor) -> None:
-    """Every host listens, as its ranks would, and every other one connects: the port of rank 0 and one of any free ports."""
+def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: ThreadPoolExecutor) -> None:
+    """Lets every host listen and every other host connect, as ranks do: at the port of rank 0 and at a free port."""
     listening: dict[str, list[tuple[str, str, int]]] = {}
     for index, host in enumerate(hosts):
         ports = (settings.master_port, 0) if index == 0 and settings.master_port else (0,)
@@ -239,12 +246,12 @@ def _try_ports(hosts: Sequence[_Answers], settings: CheckSettings, pool: ThreadP
                 continue
             if reply is None or reply["fault"]:
                 fault = reply["fault"] if reply else "no answer"
-                advice = f"Leave --master-port out, or see who has it: ss -ltnp sport = :{port}"
+                advice = f"Leave out --master-port, or find the process that uses it: ss -ltnp sport = :{port}"
                 host.findings.append(bad("ports", f"{port}: {fault}", advice))
                 continue
             listening[host.name].append((host.name, _address(host, hosts, settings), reply["port"]))
 
-    def try_others(host: _Answers) -> None:
+    def connect_to_others(host: _HostCheck) -> None:
         peers = [peer for other in hosts if other is not host for peer in listening[other.name]]
         named = [(f"{name} {address} {port}", address, port) for name, address, port in peers]
         if not named:
@@ -257,15 +264,15 @@ def _try_ports(hosts: Sequence[_Answers], settings: CheckSettings, pool: ThreadP
             return
         if reply is None:
             advice = f"Type: {login_command(host.host, settings.ssh)} uptime"
-            host.findings.append(bad("ports", f"the host does not answer any more, for {_REACH_S:g} s", advice))
+            host.findings.append(bad("ports", f"the host stopped answering: no reply for {_REACH_S:g} s", advice))
         else:
             host.findings += _reached(reply, _address(host, hosts, settings))
 
-    list(pool.map(try_others, hosts))
+    list(pool.map(connect_to_others, hosts))
 
 
-def _address(host: _Answers, hosts: Sequence[_Answers], settings: CheckSettings) -> str:
-    """An address at which the others know the host: what ssh connected to, or from where it came."""
+def _address(host: _HostCheck, hosts: Sequence[_HostCheck], settings: CheckSettings) -> str:
+    """Returns an address at which other hosts reach this one: the address that ssh connected to or came from."""
     if settings.interface is not None and settings.interface in host.facts.get("interfaces", ()):
         return str(host.facts["interfaces"][settings.interface][0])
     if host.connection:
@@ -278,20 +285,20 @@ def _reached(reply: Facts, own_address: str) -> list[Finding]:
     towards = reply["towards"]
     first = next(iter(reply["faults"])).split()
     if towards is None:
-        advice = f"Type there: ip route get {first[1]}"
+        advice = f"Type on that host: ip route get {first[1]}"
         return [bad("route", f"no interface leads to {first[0]} ({first[1]})", advice)]
     findings = [good("route", f"{towards} to {first[0]}")]
     faults = {peer: fault for peer, fault in reply["faults"].items() if fault is not None}
     for peer, fault in faults.items():
         name, address, port = peer.split()
         advice = (
-            f"A firewall? Type on {name}: sudo ufw allow from {own_address}"
+            f"Does a firewall block it? Type on {name}: sudo ufw allow from {own_address}"
             f" (or: sudo nft insert rule inet filter input ip saddr {own_address} accept)"
         )
         findings.append(bad("ports", f"cannot connect to {name} ({address}) port {port}: {fault}", advice))
     if not faults:
         names = dict.fromkeys(peer.split()[0] for peer in reply["faults"])
-        findings.append(good("ports", f"reaches all of {', '.join(names)}"))
+        findings.append(good("ports", f"reaches {', '.join(names)}"))
     return findings
 
 
@@ -299,7 +306,7 @@ def _reached(reply: Facts, own_address: str) -> list[Finding]:
 
 
 def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding, list[dict[str, Any]]]:
-    """By the very command that starts training: what it came to, and the rows of `bench allreduce`."""
+    """Runs `bench allreduce` by `megaclass run`, as training is started; returns the finding and the rows."""
     listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     is_here = len(hosts) == 1 and hosts[0].is_local
     where = ("-np", str(hosts[0].slots)) if is_here else ("-H", listed)
@@ -312,19 +319,19 @@ def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ALL_REDUCE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        advice = f"The ranks cannot talk: see where they stop with NCCL_DEBUG=INFO {shlex.join(command)}"
-        return bad("all-reduce", f"not over after {_ALL_REDUCE_S:g} s", advice), []
+        advice = f"The ranks cannot communicate. See where they stop: NCCL_DEBUG=INFO {shlex.join(command)}"
+        return bad("all-reduce", f"not finished after {_ALL_REDUCE_S:g} s", advice), []
     rows = _rows(done.stdout)
     if done.returncode != 0 or not rows:
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        found = next((line for line in said if line.startswith("megaclass")), said[-1] if said else "nothing was said")
+        found = next((line for line in said if line.startswith("megaclass")), said[-1] if said else "no message")
         return bad("all-reduce", f"ended with {done.returncode}: {found}", f"Type: {shlex.join(command)}"), rows
     backends = dict.fromkeys(row["backend"] for row in rows)
     return good("all-reduce", "; ".join(_speed(rows, backend) for backend in backends)), rows
 
 
 def _rows(output: str) -> list[dict[str, Any]]:
-    """Rank 0's JSON, whose lines `megaclass run` has marked with its number."""
+    """Parses rank 0's JSON; `megaclass run` has put the rank's number before each line."""
     text = "".join(line.removeprefix("[0]<stdout>:") for line in output.splitlines() if line.startswith("[0]<stdout>:"))
     try:
         return rows_in(json.loads(text))
@@ -336,12 +343,12 @@ def _speed(rows: Sequence[Mapping[str, Any]], backend: str) -> str:
     small, large = (row for row in rows if row["backend"] == backend)
     latency = f"{small['time_us']:.0f} µs"
     if small["ranks"] == 1:
-        return f"{backend}, one rank with nobody to talk to: {latency}"
+        return f"{backend}, a single rank: {latency}"
     return f"{backend}, {small['ranks']} ranks: latency {latency}, bus bandwidth {large['bus_gbps']:.2f} GB/s"
 
 
 def _title(host: Host) -> str:
-    said = ["this machine"] if host.is_local else []
+    remarks = ["this machine"] if host.is_local else []
     if host.slots:
-        said.append(f"{host.slots} slot{'s' if host.slots > 1 else ''}")
-    return f"{host.name} ({', '.join(said)})"
+        remarks.append(f"{host.slots} slot{'s' if host.slots > 1 else ''}")
+    return f"{host.name} ({', '.join(remarks)})"

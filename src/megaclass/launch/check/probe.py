@@ -1,7 +1,7 @@
-"""What `megaclass check` runs on every host: it says what is there, and tries whom it can reach.
+"""The process that `megaclass check` runs on every host: it collects facts and tries to connect to other hosts.
 
-Started like an agent, over ssh or here; answers questions that come as JSON lines on stdin and leaves when that ends. torch
-is imported in a process of its own, because an installation that does not fit may end the process that imports it.
+It is started like an agent, over ssh or locally, answers questions that arrive as JSON lines on stdin, and exits when stdin
+ends. torch is imported in a separate process, because a broken installation may end the process that imports it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _TORCH_S = 120.0
 _MAX_CONNECTIONS = 64
 _NVIDIA = "0x10de"
 
-# Prints one JSON object. A product on each GPU shows that it computes; the time of the second one that it is awake.
+# Prints one JSON object. A matrix product on each GPU shows that it computes; the second one is timed, after the warm-up.
 _TORCH_PROGRAM = """
 import json, time, torch, torch.distributed as dist
 facts = {
@@ -72,7 +72,7 @@ print("megaclass-facts " + json.dumps(facts))
 
 
 def host_facts(workdir: str, config: str | None) -> Facts:
-    """Everything about this host that needs no other host."""
+    """Collects all facts about this host that need no other host."""
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
@@ -95,7 +95,7 @@ def host_facts(workdir: str, config: str | None) -> Facts:
 
 
 def code_digest(package: Path = Path(__file__).parents[2]) -> str:
-    """Changes with any line of the package."""
+    """Returns a digest of the package's source: equal on two hosts exactly if every file is."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
@@ -103,7 +103,7 @@ def code_digest(package: Path = Path(__file__).parents[2]) -> str:
 
 
 def reach(address: str, port: int) -> str | None:
-    """None when a connection comes about, else why not."""
+    """Tries to connect; returns None on success, else the reason."""
     try:
         socket.create_connection((address, port), timeout=_REACH_S).close()
     except OSError as error:
@@ -112,6 +112,7 @@ def reach(address: str, port: int) -> str | None:
 
 
 def answer(question: Mapping[str, Any], listeners: list[socket.socket]) -> Facts:
+    """Answers one question; sockets that listen for other hosts are added to `listeners`, which keeps them open."""
     match question["ask"]:
         case "time":
             return {"time": time.time()}
@@ -121,7 +122,7 @@ def answer(question: Mapping[str, Any], listeners: list[socket.socket]) -> Facts
             return _listen(int(question["port"]), listeners)
         case "reach":
             names, addresses, ports = zip(*question["peers"], strict=True)
-            # All at once: behind a firewall each of them takes the whole time-out.
+            # In parallel: behind a firewall each of them takes the whole timeout.
             with ThreadPoolExecutor(min(_MAX_CONNECTIONS, len(names))) as pool:
                 faults = dict(zip(names, pool.map(reach, addresses, ports), strict=True))
             return {"towards": interface_towards(addresses[0]), "faults": faults}
@@ -130,7 +131,7 @@ def answer(question: Mapping[str, Any], listeners: list[socket.socket]) -> Facts
 
 
 def main() -> int:
-    """Reads its token, greets, then answers until stdin ends."""
+    """Reads the token, sends the greeting, then answers questions until stdin ends."""
     listeners: list[socket.socket] = []
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin:
@@ -146,7 +147,7 @@ def main() -> int:
 
 
 def _listen(port: int, listeners: list[socket.socket]) -> Facts:
-    """The kernel completes connections to a listening socket by itself; nobody need accept them."""
+    """Listens at the port. The kernel completes connections without accept(), so no thread needs to serve them."""
     try:
         listener = bound_socket(port)
     except OSError as error:
@@ -157,9 +158,10 @@ def _listen(port: int, listeners: list[socket.socket]) -> Facts:
 
 
 def torch_facts(*, ends_with_stdin: bool = False) -> Facts | None:
-    """None when torch is not installed; with "fault" when it cannot be used.
+    """Returns what torch reports about itself and the GPUs; None if it is not installed, {"fault": …} if it does not work.
 
-    ends_with_stdin: whoever asks has gone when stdin ends; nobody wants the answer then.
+    Args:
+        ends_with_stdin: whether to give up when stdin ends, because the process that asked has ended then.
     """
     if installed_versions()["torch"] == "not installed":
         return None
@@ -186,15 +188,15 @@ def _communicate(process: "subprocess.Popen[str]", ends_with_stdin: bool) -> tup
         try:
             return process.communicate(timeout=0.2)
         except subprocess.TimeoutExpired:
-            # One question at a time: what is to be read before the answer is the end.
-            is_alone = ends_with_stdin and select.select([sys.stdin], [], [], 0)[0]
-            if is_alone or time.monotonic() > deadline:
+            # There is one question at a time: stdin can only become readable before the answer because it has ended.
+            has_ended = ends_with_stdin and select.select([sys.stdin], [], [], 0)[0]
+            if has_ended or time.monotonic() > deadline:
                 process.kill()
                 return process.communicate()
 
 
 def _mpi() -> str | None:
-    """What mpirun calls itself."""
+    """Returns the first line of `mpirun --version`, or None without mpirun."""
     program = shutil.which("mpirun")
     if program is None:
         return None
@@ -205,7 +207,7 @@ def _mpi() -> str | None:
 
 
 def _driver_version() -> str | None:
-    """Of the NVIDIA kernel module."""
+    """Returns the version of the NVIDIA kernel module, or None."""
     for file in (Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version")):
         if file.exists():
             words = file.read_text().split()
@@ -214,7 +216,7 @@ def _driver_version() -> str | None:
 
 
 def _driver_cuda() -> str | None:
-    """Newest CUDA that the driver can run."""
+    """Returns the newest CUDA version that the driver supports, or None without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -226,7 +228,7 @@ def _driver_cuda() -> str | None:
 
 
 def _num_gpus_present() -> int:
-    """NVIDIA GPUs that this host or container may open; without any, those that the driver shows, or that sit on the bus."""
+    """Counts the NVIDIA GPUs that this host or container may open; if none, those known to the driver or on the PCI bus."""
     if devices := [*Path("/dev").glob("nvidia[0-9]*")]:
         return len(devices)
     driver = Path("/proc/driver/nvidia/gpus")

@@ -1,4 +1,4 @@
-"""A line to a host that `megaclass check` asks: questions go in, answers come out, or not. Standard library only."""
+"""The client of a probe: starts it on a host, sends questions and waits for answers. Standard library only."""
 
 import os
 import secrets
@@ -15,12 +15,17 @@ from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode,
 
 @dataclass(slots=True)
 class ProbeClient:
-    """A process that answers questions, one at a time; its output is read by a thread, because it may never come."""
+    """A probe process that answers one question at a time.
+
+    Two threads read its output, because a host may never answer. They write `said`, `fault`, `_replies` and `_is_over`; the
+    thread that asks reads them. `_news` guards `_replies` and `_is_over`.
+    """
 
     command: Sequence[str]
     said: bytearray = field(default_factory=bytearray)
+    """The end of the probe's stderr."""
     fault: str = ""
-    """Why the other side is not listened to any more, where it broke the protocol."""
+    """How the host violated the protocol; its output is ignored from then on."""
     _replies: list[Any] = field(default_factory=list)
     _is_over: bool = False
     _news: threading.Condition = field(default_factory=threading.Condition)
@@ -28,24 +33,25 @@ class ProbeClient:
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def greet(self, timeout_s: float) -> Facts | None:
+        """Starts the probe and returns its greeting; None when none came in time."""
         token = secrets.token_hex(16)
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except OSError as error:
             raise LaunchError(
-                f"Cannot start {self.command[0]} here: {error.strerror}. Name a Python that is there with --python."
+                f"Cannot start {self.command[0]} on this machine: {error.strerror}. Set --python to an existing Python."
             ) from error
         self._threads = [
-            threading.Thread(target=self._listen, args=(MessageReader(after=greeting(token)),), daemon=True),
-            threading.Thread(target=self._listen_to_stderr, daemon=True),
+            threading.Thread(target=self._read_replies, args=(MessageReader(after=greeting(token)),), daemon=True),
+            threading.Thread(target=self._read_stderr, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
         return self.ask({"token": token}, timeout_s)
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
-        """None when no answer came; ProtocolError when something else did. The answer is as the host gave it: unchecked."""
+        """Returns the unchecked answer, or None when none came in time; ProtocolError when the output is not an answer."""
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(encode(dict(question)))
@@ -58,8 +64,8 @@ class ProbeClient:
                 raise ProtocolError(self.fault)
             return self._replies.pop(0) if self._replies else None
 
-    def last_words(self) -> tuple[int | None, str]:
-        """Exit code, None while it still runs, and what it wrote to stderr."""
+    def exit_status(self) -> tuple[int | None, str]:
+        """Returns the probe's exit code (None while it still runs) and the end of its stderr."""
         assert self._process is not None
         try:
             code = self._process.wait(0.5) if self._is_over else None
@@ -69,6 +75,7 @@ class ProbeClient:
         return code, self.said.decode(errors="replace")
 
     def close(self) -> None:
+        """Closes the probe's stdin, which ends it, and kills it if it has not ended after 2 s."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -83,14 +90,14 @@ class ProbeClient:
         for thread in self._threads:
             thread.join(1.0)
 
-    def _listen(self, reader: MessageReader) -> None:
+    def _read_replies(self, reader: MessageReader) -> None:
         assert self._process is not None and self._process.stdout is not None
         while data := os.read(self._process.stdout.fileno(), 1 << 16):
             try:
                 replies = [message for message, _ in reader.feed(data)]
-                # One question, one answer: a host that goes on talking must not fill the memory.
+                # One answer per question: a host that keeps sending must not fill the memory.
                 if len(replies) + len(self._replies) > 1:
-                    raise ProtocolError("it sends answers that nobody asked for")
+                    raise ProtocolError("it sends answers without a question")
             except ProtocolError as error:
                 self.fault = str(error)
                 break
@@ -101,7 +108,7 @@ class ProbeClient:
             self._is_over = True
             self._news.notify_all()
 
-    def _listen_to_stderr(self) -> None:
+    def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
         while data := os.read(self._process.stderr.fileno(), 1 << 16):
             self.said = (self.said + data)[-8192:]

@@ -1,4 +1,4 @@
-"""What `megaclass check` found out: one line each, with what to do about it. Standard library only."""
+"""The report of `megaclass check`: findings with advice, as a table or JSON. Standard library only."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,13 +9,15 @@ from megaclass.launch.wire.plain_text import plain_text
 
 
 class State(StrEnum):
+    """Consequence of a finding for the start of training."""
+
     GOOD = "good"
     ABSENT = "absent"
-    """Not there, and training starts without it."""
+    """Not available, and not needed for training."""
     DOUBTFUL = "doubtful"
-    """Training starts, but somebody will wonder later."""
+    """Training would start, but may be slow or confusing."""
     BAD = "bad"
-    """Training would not start, or would not use what it is given."""
+    """Training would not start, or would leave GPUs unused."""
 
 
 _MARKS = {State.GOOD: "[X]", State.ABSENT: "[ ]", State.DOUBTFUL: "[?]", State.BAD: "[!]"}
@@ -24,11 +26,13 @@ _ADVICE_COLUMN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
+    """One line of the report."""
+
     what: str
     state: State
     found: str
     advice: str = ""
-    """What to do, with the line to type; there is one for everything bad or doubtful."""
+    """Advice with the command to type; set for every finding that is bad or doubtful."""
 
     def __post_init__(self) -> None:
         assert (self.state in (State.BAD, State.DOUBTFUL)) == bool(self.advice), self
@@ -52,21 +56,24 @@ def bad(what: str, found: str, advice: str) -> Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
+    """All findings, with the facts that they are based on."""
+
     findings: Mapping[str, Sequence[Finding]]
-    """By whom they are about: a host, or the hosts together."""
+    """Keyed by subject: a host name, or `together`."""
     titles: Mapping[str, str] = field(default_factory=dict)
-    """What stands above them in the table, where it is not the name alone."""
+    """Headings in the table, keyed by subject; the subject itself by default."""
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What each host said about itself; empty for one that said nothing."""
+    """Facts about each host; empty for a host that did not answer."""
     all_reduce: Sequence[Mapping[str, Any]] = ()
     """Rows of `megaclass bench allreduce`."""
 
     @property
     def would_start(self) -> bool:
+        """True if no finding is bad."""
         return not any(finding.state is State.BAD for finding in self._all())
 
     def as_json(self) -> dict[str, object]:
-        """Everything the table says, and the facts and figures behind it."""
+        """Returns everything in the table, and the facts and measurements behind it."""
         return {
             "would_start": self.would_start,
             "findings": [
@@ -77,6 +84,7 @@ class Report:
         }
 
     def table(self) -> str:
+        """Returns the report as text; advice stands below each finding that has any."""
         width = max((len(finding.what) for finding in self._all()), default=0)
         lines: list[str] = []
         for where, findings in self.findings.items():
@@ -93,7 +101,7 @@ class Report:
         if num_bad:
             return f"Training would not start: {num_bad} problem{'s' if num_bad > 1 else ''}, marked [!]."
         num_doubtful = sum(finding.state is State.DOUBTFUL for finding in self._all())
-        return "Training would start." + (f" Worth a look: {num_doubtful}, marked [?]." if num_doubtful else "")
+        return "Training would start." + (f" Warnings: {num_doubtful}, marked [?]." if num_doubtful else "")
 
     def _all(self) -> Iterator[Finding]:
         for findings in self.findings.values():

@@ -1,4 +1,4 @@
-"""From what a host said about itself to findings with advice. Pure: facts in, findings out. Standard library only."""
+"""Turns facts about hosts into findings with advice. Pure functions: no input, no output. Standard library only."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 _LEAST_DISK = 100 * _MIB
 _COMFORTABLE_DISK = 10 * _GIB
-# NCCL's own rings take tens of MiB a GPU; Docker's default for the whole of /dev/shm is 64 MiB.
+# NCCL's buffers take tens of MiB per GPU; Docker's default for the whole of /dev/shm is 64 MiB.
 _LEAST_SHARED = 64 * _MIB
 _COMFORTABLE_SHARED = 1 * _GIB
 _CLOCK_S = 1.0
+_MISSING = "not there"
 
 
 def host_findings(facts: Facts, slots: int) -> list[Finding]:
-    """slots: processes that are to run there."""
+    """Returns the findings about one host. slots: number of processes that will run on it."""
     return [
         _python(facts),
         _torch(facts),
@@ -41,14 +42,14 @@ def host_findings(facts: Facts, slots: int) -> list[Finding]:
 
 
 def default_slots(facts: Facts) -> int:
-    """Where nobody said how many: one a GPU that torch can use, or two on CPUs, because one rank has nobody to talk to."""
+    """Returns the number of slots if the user gave none: one per GPU that torch can use, else two."""
     return len(_working_torch(facts)["gpus"]) or 2
 
 
 def difference_findings(
     facts_by_host: Mapping[str, Facts], config: str | None, workdir: str, python: str
 ) -> list[Finding]:
-    """What must be the same everywhere; on one host, the config must be there. python: the interpreter on the hosts."""
+    """Returns findings about what must be the same on all hosts. python: the interpreter on the hosts, for advice."""
     findings: list[Finding] = []
     if len(facts_by_host) > 1:
         findings += [*_version_findings(facts_by_host, python), _code(facts_by_host)]
@@ -58,17 +59,17 @@ def difference_findings(
 
 
 def _version_findings(facts_by_host: Mapping[str, Facts], python: str) -> list[Finding]:
-    """Where hosts differ, the first one that has it is taken for right."""
+    """Compares versions; where hosts differ, the first host that has the package is the reference."""
     versions = {host: facts["versions"] for host, facts in facts_by_host.items()}
     first = next(iter(versions.values()))
     findings = []
     for name, sentence in differences(versions).items():
         right = next((theirs[name] for theirs in versions.values() if theirs[name][0].isdigit()), first[name])
         others = ", ".join(host for host, theirs in versions.items() if theirs[name] != right)
-        # A label such as +cu126 is no version of a package index, but names a build; pip takes the rest.
+        # A label such as +cu126 names a build and is unknown to package indexes; pip accepts the rest.
         line = f"Type on {others}: {python} -m pip install {name}=={right.partition('+')[0]}"
         if name == "Python":
-            line = f"Install Python {right} with torch and megaclass on {others}, and name it with --python."
+            line = f"Install Python {right} with torch and megaclass on {others}, and set --python to it."
         findings.append(bad("same versions", sentence, line))
     return findings or [good("same versions", ", ".join(f"{name} {version}" for name, version in first.items()))]
 
@@ -76,17 +77,19 @@ def _version_findings(facts_by_host: Mapping[str, Facts], python: str) -> list[F
 def _code(facts_by_host: Mapping[str, Facts]) -> Finding:
     groups = _groups({host: facts["code"][:12] for host, facts in facts_by_host.items()})
     if len(groups) > 1:
-        advice = "Install the same there: pip install --force-reinstall the same wheel or checkout on every host."
+        advice = "Install the same wheel or checkout on every host with pip install --force-reinstall."
         return bad("same code", f"megaclass is {_sides(groups)}", advice)
     return good("same code", f"megaclass {next(iter(groups))}")
 
 
 def clock_finding(offset_s: float, doubt_s: float) -> Finding:
-    """offset_s: that host's clock against this one's; doubt_s: half the time the question took."""
-    found = f"{offset_s:+.3f} s against this machine, give or take {doubt_s:.3f} s"
+    """Judges a clock. offset_s: difference to this machine's clock; doubt_s: half the duration of the question."""
+    found = f"{offset_s:+.3f} s against this machine, ± {doubt_s:.3f} s"
     if abs(offset_s) - doubt_s > _CLOCK_S:
         return doubtful(
-            "clock", found, "Time stamps of logs and files will mislead: sudo timedatectl set-ntp true, on both hosts."
+            "clock",
+            found,
+            "Timestamps of logs and files will be misleading. Type on both hosts: sudo timedatectl set-ntp true",
         )
     return good("clock", found)
 
@@ -94,7 +97,7 @@ def clock_finding(offset_s: float, doubt_s: float) -> Finding:
 def _python(facts: Facts) -> Finding:
     version = _numbers(facts["python"])
     if version < _OLDEST_PYTHON:
-        return bad("Python", facts["python"], "Megaclass needs Python 3.11 or later: name one with --python.")
+        return bad("Python", facts["python"], "Megaclass needs Python 3.11 or later: set --python to one.")
     return good("Python", facts["python"])
 
 
@@ -123,24 +126,24 @@ def _cuda(facts: Facts) -> Finding:
 
 
 def _driver(facts: Facts) -> Finding:
-    """Within a major version of CUDA any driver runs any build; across them it must not be older."""
+    """Judges the driver: within a major version of CUDA any driver runs any build; otherwise it must not be older."""
     torch, driver, newest = _working_torch(facts), facts["driver"], facts["driver_cuda"]
     present = facts["num_gpus_present"]
     if not driver and not torch["is_usable"]:
         if present:
             return bad(
                 "driver", f"none, but {present} NVIDIA GPU(s) on the bus",
-                "Install it and start anew: sudo apt install nvidia-driver, then nvidia-smi",
+                "Install it and reboot: sudo apt install nvidia-driver, then check with nvidia-smi",
             )  # fmt: skip
         return absent("driver", "no NVIDIA GPU")
     runs = f", which runs CUDA up to {newest}" if newest else ""
     found = f"{driver or 'unknown version'}{runs}"
-    # One that is too old by the numbers and works all the same has NVIDIA's compatibility package beside it.
+    # A driver that is too old by its number but works has NVIDIA's compatibility package installed.
     is_needed = torch["cuda"] and not torch["is_usable"]
     if is_needed and newest and _numbers(newest)[0] < _numbers(torch["cuda"])[0]:
         return bad(
             "driver", f"{found}; torch is built for {torch['cuda']}",
-            f"Renew the driver (sudo apt install nvidia-driver), or install the torch build for CUDA {_numbers(newest)[0]}.",
+            f"Upgrade the driver (sudo apt install nvidia-driver), or install the torch build for CUDA {_numbers(newest)[0]}.",
         )  # fmt: skip
     return good("driver", found)
 
@@ -153,10 +156,10 @@ def _gpus(facts: Facts) -> list[Finding]:
             return [absent("GPUs", "none: training runs on the CPU")]
         why = f": {torch['why_unusable']}" if torch["why_unusable"] else ""
         if not torch["version"]:
-            advice = "Mend torch first."
+            advice = "Fix torch first."
         elif torch["cuda"] is None:
             advice = (
-                f"torch {torch['version']} is a CPU build, and the GPUs sit idle: install one with CUDA, "
+                f"torch {torch['version']} is a CPU build, so the GPUs stay idle. Install a CUDA build: "
                 f"pip install --force-reinstall torch"
             )
         elif hidden is not None:
@@ -170,11 +173,11 @@ def _gpus(facts: Facts) -> list[Finding]:
         if "fault" in gpu:
             findings.append(bad(what, f"{gpu['name']}: {gpu['fault']}", _advice_about_gpu(gpu["fault"])))
         elif not gpu["is_right"]:
-            advice = "A product on it is wrong: take it out, and look for Xid errors in dmesg."
+            advice = "A matrix product on it is wrong: do not use this GPU, and look for Xid errors in dmesg."
             findings.append(bad(what, f"{gpu['name']} computes wrongly", advice))
         else:
             memory = f"{gpu['free_bytes'] / _GIB:.1f} of {gpu['total_bytes'] / _GIB:.1f} GiB free"
-            findings.append(good(what, f"{gpu['name']}, a product in {gpu['microseconds']:.0f} µs, {memory}"))
+            findings.append(good(what, f"{gpu['name']}, matrix product in {gpu['microseconds']:.0f} µs, {memory}"))
     if present > len(torch["gpus"]):
         advice = f"CUDA_VISIBLE_DEVICES={hidden} hides the others." if hidden is not None else "See nvidia-smi -L."
         findings.append(doubtful("GPUs", f"{present} present, {len(torch['gpus'])} usable", advice))
@@ -184,23 +187,23 @@ def _gpus(facts: Facts) -> list[Finding]:
 def _advice_about_gpu(fault: str) -> str:
     if "no kernel image" in fault:
         lists = "python -c 'import torch; print(torch.cuda.get_arch_list())'"
-        return f"This torch has no code for such a GPU: install another build; what this one has: {lists}"
+        return f"This torch build does not support the GPU: install another one. Architectures of this build: {lists}"
     if "out of memory" in fault:
-        return "Somebody else fills its memory: nvidia-smi shows who."
-    return "A product on it failed: see nvidia-smi and dmesg (Xid errors); sudo nvidia-smi --gpu-reset resets it."
+        return "Another process uses its memory: nvidia-smi shows which."
+    return "A matrix product on it failed: see nvidia-smi and dmesg (Xid errors). Reset it: sudo nvidia-smi --gpu-reset"
 
 
 def _nccl(facts: Facts) -> Finding:
     version = _working_torch(facts)["nccl"]
     if version is None and _working_torch(facts)["gpus"]:
-        return bad("NCCL", "not in this torch", "GPUs talk through it: install a torch build for CUDA on Linux.")
-    return good("NCCL", version) if version else absent("NCCL", "not in this torch; CPUs do without")
+        return bad("NCCL", "not in this torch", "GPUs communicate through it: install a torch build for CUDA on Linux.")
+    return good("NCCL", version) if version else absent("NCCL", "not in this torch; CPUs do not need it")
 
 
 def _gloo(facts: Facts) -> Finding:
     if _working_torch(facts)["gloo"]:
         return good("gloo", "in torch")
-    return bad("gloo", "not in this torch", "CPUs talk through it: pip install --force-reinstall torch")
+    return bad("gloo", "not in this torch", "CPUs communicate through it: pip install --force-reinstall torch")
 
 
 def _mpi(facts: Facts) -> Finding:
@@ -212,28 +215,28 @@ def _slots(facts: Facts, slots: int) -> Finding:
     if not num_gpus:
         if slots > facts["num_cpus"]:
             found = f"{slots} for {facts['num_cpus']} CPU cores"
-            return doubtful("slots", found, f"They will take turns: give at most {facts['num_cpus']} slots in -H.")
+            return doubtful("slots", found, f"They will share cores: use at most {facts['num_cpus']} slots in -H.")
         return good("slots", f"{slots}, on {facts['num_cpus']} CPU cores")
     if slots > num_gpus:
         found = f"{slots} for {num_gpus} GPU(s)"
-        return bad("slots", found, f"NCCL refuses two ranks on one GPU: give at most {num_gpus} slots in -H.")
+        return bad("slots", found, f"NCCL refuses two ranks on one GPU: use at most {num_gpus} slots in -H.")
     if slots < num_gpus:
         found = f"{slots} for {num_gpus} GPUs"
-        return doubtful("slots", found, f"{num_gpus - slots} of them will sit idle: give {num_gpus} slots in -H.")
-    return good("slots", f"{slots}, one a GPU")
+        return doubtful("slots", found, f"{num_gpus - slots} of them will stay idle: use {num_gpus} slots in -H.")
+    return good("slots", f"{slots}, one per GPU")
 
 
 def _disk(facts: Facts) -> Finding:
     if facts["workdir"] is None:
-        return bad("free disk", "the working folder is not there", "Make it on that host, or give --workdir.")
+        return bad("free disk", "the working folder does not exist", "Create it on that host, or set --workdir.")
     free = facts["free_disk_bytes"]
     if free is None:
-        return doubtful("free disk", f"unknown at {facts['workdir']}", "Look on that host: df -h")
+        return doubtful("free disk", f"unknown at {facts['workdir']}", "Type on that host: df -h")
     found = f"{free / _GIB:.1f} GiB at {facts['workdir']}"
     if free < _LEAST_DISK:
         return bad("free disk", found, f"A checkpoint would not fit: du -xsh {facts['workdir']}/* | sort -h")
     if free < _COMFORTABLE_DISK:
-        return doubtful("free disk", found, "Enough to start; checkpoints of a large head take tens of GiB.")
+        return doubtful("free disk", found, "Enough to start, but checkpoints of a large head take tens of GiB.")
     return good("free disk", found)
 
 
@@ -248,29 +251,29 @@ def _shared_memory(facts: Facts) -> Finding:
     if free < _LEAST_SHARED and _working_torch(facts)["gpus"]:
         return bad("shared memory", found, f"NCCL would fail: {advice}")
     if free < _COMFORTABLE_SHARED:
-        return doubtful("shared memory", found, f"Little for NCCL and its kin: {advice}")
+        return doubtful("shared memory", found, f"Little space for NCCL: {advice}")
     return good("shared memory", found)
 
 
 def _config(facts_by_host: Mapping[str, Facts], config: str, workdir: str) -> Finding:
-    digests = {host: (facts["config"] or "not there")[:12] for host, facts in facts_by_host.items()}
+    digests = {host: (facts["config"] or _MISSING)[:12] for host, facts in facts_by_host.items()}
     groups = _groups(digests)
     file = PurePath(workdir, config)
-    if [*groups] == ["not there"]:
+    if [*groups] == [_MISSING]:
         return bad("same config", f"{config} is not on {', '.join(digests)}", f"Check the path: looked for {file}")
     if len(groups) == 1:
         return good("same config", f"{config} {next(iter(groups))}")
-    # The first host that has it is taken for right.
-    source = next(host for host, digest in digests.items() if digest != "not there")
+    # The first host that has the file is the reference.
+    source = next(host for host, digest in digests.items() if digest != _MISSING)
     others = [host for host, digest in digests.items() if digest != digests[source]]
     lines = " && ".join(f"scp {file} {host}:{file}" for host in others)
-    missing = groups.get("not there")
+    missing = groups.get(_MISSING)
     found = f"{config} is not on {', '.join(missing)}" if missing else f"{config} is {_sides(groups)}"
     return bad("same config", found, f"Type on {source}: {lines}")
 
 
 def _working_torch(facts: Facts) -> Facts:
-    """What torch said; where it cannot be used, nothing works, and that is said once, under torch."""
+    """Returns torch's facts with defaults: if torch does not work, only the finding `torch` reports it."""
     nothing: dict[str, Any] = {"version": "", "cuda": None, "gloo": True, "nccl": None, "is_usable": False, "gpus": []}
     nothing["why_unusable"] = ""
     return {**nothing, **(facts["torch"] or {})}
