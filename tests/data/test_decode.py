@@ -113,6 +113,7 @@ def test_any_bytes_give_an_image_or_a_data_error():
             assert decode_image(bytes(damaged), "a").ndim == 3
 
 
+@pytest.mark.ranks
 def test_modules_import_without_the_image_libraries():
     program = (
         "import sys; sys.modules['simplejpeg'] = sys.modules['PIL'] = None\n"

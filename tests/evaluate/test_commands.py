@@ -149,7 +149,7 @@ def test_pairs_whose_images_are_in_the_training_data_are_told(run, pairs_bin, tm
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["report", "RUN", "--out", "/proc/nowhere/report.html"], "Cannot write /proc/nowhere/report.html"),
         (["export", "RUN", "--to", "insightface", "--out", "/proc/nowhere"], "Cannot write /proc/nowhere"),
-        (["export", "nowhere.pth", "--to", "onnx"], "say where to export it with --out"),
+        (["export", "nowhere.pth", "--to", "onnx"], "name the folder to write with --out"),
         (["embed", "RUN", "nowhere", "--out", "e.npy"], "the folder does not exist"),
     ],
 )

@@ -86,7 +86,7 @@ def test_what_was_done_before_an_interruption_is_not_done_again(tmp_path, folder
     batches = _counting(model)
     embed_folder(model, folder, out)
     assert batches == [3, 3], "both flips of the last chunk alone"
-    assert "going on with 2 chunk(s)" in capsys.readouterr().err
+    assert "resuming with 2 chunk(s)" in capsys.readouterr().err
     fresh = tmp_path / "fresh.npy"
     embed_folder(model, folder, fresh)
     np.testing.assert_array_equal(np.load(out), np.load(fresh))

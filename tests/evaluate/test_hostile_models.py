@@ -46,7 +46,9 @@ def write_model(path, name: str, **said: str) -> None:
 @pytest.mark.parametrize("name", ["own_networks:Own", "os:system", "builtins:exec", "subprocess:call"])
 def test_a_safetensors_file_does_not_choose_what_is_imported(own_module, tmp_path, name):
     write_model(tmp_path / "model.safetensors", name)
-    with pytest.raises(CheckpointError, match=r"Files never choose code to run.*--backbone package\.module:Class"):
+    with pytest.raises(
+        CheckpointError, match=r"Files never choose the code that runs.*--backbone package\.module:Class"
+    ):
         load(tmp_path / "model.safetensors")
     assert not (tmp_path / "harmed").exists()
 
@@ -57,7 +59,7 @@ def test_a_run_folder_does_not_choose_what_is_imported(own_module, tmp_path, mak
     for command in (["evaluate", str(run), "--on", "lfw.bin"], ["export", str(run), "--to", "safetensors"]):
         assert main(command) == 2
     for reason in ("whole", "without a checkpoint"):
-        with pytest.raises(CheckpointError, match="Files never choose code to run"):
+        with pytest.raises(CheckpointError, match="Files never choose the code that runs"):
             load(run)
         if reason == "whole":
             (run / "checkpoints").rename(run / "gone")

@@ -44,7 +44,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     for name, tensor in named:
         if not torch.is_tensor(tensor):
             raise ValueError(f"broadcast_parameters: {name!r} has type {type(tensor)}; expected a tensor.")
-        whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        # broadcast_async_() refuses sparse tensors, as Horovod's does.
+        is_whole = tensor.layout is not torch.strided or tensor.is_contiguous()
+        whole = tensor if is_whole else tensor.detach().contiguous()
         pending.append((broadcast_async_(whole, root_rank, name), whole, tensor))
     for handle, whole, tensor in pending:
         synchronize(handle)

@@ -11,7 +11,7 @@ At any time at most one thread drives: it reads messages, announces the queue an
            ^    ^                                   |          |
            |    |  release(may_lease=False)         |          |  release(may_lease=True)
            |    +-----------------------------------+          v
-           +-------------------------------------------  nobody drives (lease)  -----> take() by the next wait
+           +-------------------------------------------  no thread drives (lease)  -----> take() by the next wait
                      after _LEASE_S, or when there is work
 
 A thread that waits once often waits again at once. The lease therefore leaves incoming messages unread for up to 5 ms after a
