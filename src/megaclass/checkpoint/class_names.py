@@ -91,6 +91,7 @@ def _check_names_differ(classes: ClassList) -> None:
     """Refuses two classes of the same name. All classes are compared, so that every rank comes to the same result."""
     if not classes.text:
         return
+    # Hashes take 8 bytes per class, a set of names ten times as much. Only names whose hashes collide are compared.
     hashes = np.fromiter(map(hash, classes.names()), dtype=np.int64, count=classes.num_classes)
     hashes.sort()
     suspects, seen = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist()), set[bytes]()

@@ -66,6 +66,7 @@ def first_whole_on_all_ranks(
     folders, fits: called on rank 0 only, which also has the reasons. If another rank sees a different checkpoint at that
     path, or none, all ranks raise an error.
     """
+    # Candidates that rank 0 has not tried yet; the other ranks never ask for them.
     left: Iterator[Path] | None = None
     reasons: list[str] = []
 
@@ -74,6 +75,7 @@ def first_whole_on_all_ranks(
         left = iter(folders()) if left is None else left
         for folder in left:
             try:
+                # Cheap checks here, on rank 0 alone; the digests follow on all ranks.
                 manifest = read_manifest(folder)
                 fits(folder, manifest)
                 check_sizes(folder, manifest)
@@ -84,6 +86,7 @@ def first_whole_on_all_ranks(
 
     rank, world_size = group_rank(group), group_size(group)
     while answer := text_of_main_rank(next_candidate, device, group):
+        # The path is the rest of the line, because it may contain spaces.
         digest, _, name = answer.partition(" ")
         folder = Path(name)
         manifest = on_every_rank(partial(_same_manifest, folder, digest, rank), device, group)

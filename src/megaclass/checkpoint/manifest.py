@@ -53,6 +53,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         values = {"format": FORMAT, **asdict(self)}
+        # write_file refuses to replace a file, and an earlier attempt may have left one.
         (folder / NAME).unlink(missing_ok=True)
         write_file(folder / NAME, [json.dumps({**values, "sha256": _digest(values)}, indent=1).encode()])
 
@@ -182,6 +183,7 @@ def write_file(
         for chunk in chunks:
             digest.update(chunk)
             num_bytes += len(chunk)
+            # One write call takes at most 2 GiB and may take less.
             left = memoryview(chunk)
             while left:
                 left = left[os.write(handle, left) :]

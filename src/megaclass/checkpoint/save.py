@@ -153,6 +153,7 @@ class CheckpointWriter:
 
         Waits for the previous save first. Its errors are raised here, on all ranks; one that may pass is only logged.
         """
+        # The background thread reads the host copies until the previous save is settled: only then may they be filled again.
         self._settle()
         if self._failure is not None:
             self._warn("training continues, and the checkpoint of this step is written now")
@@ -166,6 +167,7 @@ class CheckpointWriter:
         final = checkpoint_folder(self._checkpoints, snapshot.step)
         unfinished = self._checkpoints / f".{final.name}.{self._job}.partial"
         save = self._under_way = _Save(final, unfinished)
+        # One thread runs both tasks in order: on rank 0 publishing starts when its own files are written.
         write = partial(self._write_own, save, snapshot, rows, shared)
         save.written = self._thread.submit(self._named(write, final))
         if self._rank == 0:
@@ -195,6 +197,7 @@ class CheckpointWriter:
 
     def _agree_on_job(self) -> str:
         """Returns a name that no other job has: a process that outlived its job cannot write into folders of this one."""
+        # Rank 0's random bits count for all. Seven bytes fit into a signed 64-bit integer.
         own_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=self._device)
         return f"{int(gather_blocks(own_bits, self._group)[0]):014x}"
 
@@ -218,6 +221,7 @@ class CheckpointWriter:
             self._failure = error
 
     def _is_transient_for_all(self, error: UserError | OSError) -> bool:
+        # One permanent error makes the failure permanent: that rank could not write the next checkpoint either.
         is_permanent = torch.tensor([not is_transient(error)], dtype=torch.uint8, device=self._device)
         return not gather_blocks(is_permanent, self._group).any()
 
@@ -232,6 +236,7 @@ class CheckpointWriter:
             return
         try:
             save.written.result()
+            # Other ranks may be dead, and their notes may never come: rank 0 waits for them only for a limited time.
             try:
                 _result(save.published, _LAST_WAIT_S)
             except TimeoutError:
@@ -259,13 +264,14 @@ class CheckpointWriter:
             if self._class_names:
                 entries[CLASSES] = write_file(save.unfinished / CLASSES, [self._class_names])
         text = json.dumps({name: asdict(saved) for name, saved in entries.items()})
+        # The note appears by a rename, because rank 0 polls the folder and must never read half of it.
         note = save.note(self._rank)
         write_file(note.with_suffix(".tmp"), [text.encode()])
         note.with_suffix(".tmp").rename(note)
 
     def _publish(self, save: "_Save", snapshot: Snapshot) -> None:
         if save.written.exception() is not None:
-            return
+            return  # the loop raises that error on all ranks
         entries = self._wait_for_notes(save)
         # JSON has no NaN and no infinity.
         metrics = {name: float(value) for name, value in snapshot.metrics.items() if math.isfinite(value)}
@@ -280,6 +286,7 @@ class CheckpointWriter:
         ).write(save.unfinished)
         for rank in range(self._world_size):
             save.note(rank).unlink()
+        # Everything in the folder is on the disk before the folder gets the name of a checkpoint.
         flush(save.unfinished)
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)

@@ -71,10 +71,12 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
     except DataError as error:
         _log.warning("%s It is replaced.", error)
         earlier = {}
+    # Results of other weights would be shown as those of this model: they are dropped.
     kept = earlier.get("sets") if earlier.get("model") == dict(model) else None
     sets = {name: said for name, said in kept.items() if isinstance(said, dict)} if isinstance(kept, dict) else {}
     make_private_folder(folder / CURVES_FOLDER)
     for result in results:
+        # A set that fails today keeps the numbers of an earlier evaluation of the same weights.
         if result.error is not None and "error" not in sets.get(result.name, {"error": ""}):
             continue  # the earlier numbers are still those of this model
         sets[result.name] = result.to_json()

@@ -98,6 +98,7 @@ def search(
     else:
         block_bytes = max_block_bytes or _BLOCK_BYTES[device.type]
         own = _search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, block_bytes)
+    # Each rank has the best of its shard; the best of all are among them.
     scores_WPk = gather_blocks(own.other_scores_Pk.to(device), group)
     indices_WPk = gather_blocks(own.other_indices_Pk.to(device), group)
     scores_Pk, indices_Pk = _best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
@@ -121,6 +122,7 @@ def _search_shard(
     mates_P = torch.full((num_probes,), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
     keys_P = None if probe_keys_P is None else torch.as_tensor(probe_keys_P, device=device)
+    # Blocks of the gallery are the outer loop: each is copied to the device once, whatever the number of probes.
     gallery_block = min(_MAX_GALLERY_BLOCK, max(1, len(gallery)))
     probe_block = max(1, max_block_bytes // (4 * gallery_block))
     with _full_precision():
@@ -135,6 +137,7 @@ def _search_shard(
             for first in range(0, num_probes, probe_block):
                 here = slice(first, first + probe_block)
                 block_PB = probes_PD[here] @ rows_BD.T
+                # First the probe's own image is removed, so that it counts neither as a mate nor as another.
                 if keys_P is not None and keys_B is not None:
                     block_PB.masked_fill_(keys_P[here, None] == keys_B, _NOTHING)
                 if labels_P is not None and labels_B is not None:
@@ -142,6 +145,7 @@ def _search_shard(
                     mates = block_PB.masked_fill(~is_mate_PB, _NOTHING).amax(dim=1)
                     mates_P[here] = torch.maximum(mates_P[here], mates)
                     block_PB.masked_fill_(is_mate_PB, _NOTHING)
+                # Merged with the best so far: k scores per probe are all that is kept between blocks.
                 found, places = torch.topk(block_PB, min(k, block_PB.shape[1]), dim=1)
                 scores_Pk[here], indices_Pk[here] = _best(
                     torch.cat([scores_Pk[here], found], dim=1),

@@ -121,6 +121,7 @@ def _only_array(path: Path) -> Tensor:
 def _load(path: Path) -> dict[str, Any]:
     try:
         num_bytes = path.stat().st_size
+        # The size of an archive is checked before torch allocates anything for it.
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
             _check_archive(path, num_bytes)

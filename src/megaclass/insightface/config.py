@@ -153,6 +153,7 @@ class _Translation:
         named = int(match[1]) if match else 1 if re.search(r"(?:^|_)onegpu(?:_|$)", stem) else None
         whole = re.search(r"(?:^|_)bs(\d{1,4})k(?:_|$)", stem)
         batch = self._integer("batch_size", least=1)
+        # bs4k is the global batch in units of 1024; with batch_size it gives the number of GPUs.
         if named is None and whole and int(whole[1]) * 1024 % batch == 0:
             named = int(whole[1]) * 1024 // batch
         if named is not None and not 1 <= named <= _MAX_GPUS:

@@ -170,6 +170,8 @@ def centre_health(centres: Centres, *, device: torch.device) -> CentreHealth:
     classes_P = rows_P // num_subcentres
     scores_P = np.full(len(rows_P), -np.inf, dtype=np.float32)
     nearest_P = np.zeros(len(rows_P), dtype=np.int64)
+    # Second pass: every block is searched for neighbours of the sampled rows. Rows of the same class are mates of a probe
+    # and do not count as neighbours.
     for first, rows in centres.blocks():
         stop = first + len(rows)
         classes_B = np.arange(first, stop) // num_subcentres

@@ -184,6 +184,7 @@ def numbers_of_scores(
     is_mated_P = np.isfinite(mate_scores_P)
     mates, others = mate_scores_P[is_mated_P], other_scores_Pk[is_mated_P]
     num_mated = len(mates)
+    # >= and not >: a tie counts against the model.
     num_above = (others >= mates[:, None]).sum(axis=1)
     hits = {k: int((num_above < k).sum()) for k in RANKS}
     is_first = num_above == 0

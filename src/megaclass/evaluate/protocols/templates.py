@@ -226,6 +226,7 @@ def template_features(
     features_ND: NDArray[Any], templates_N: Integers, media_N: Integers
 ) -> tuple[NDArray[np.float64], Integers]:
     """Returns (T, D) normalised sums over media of the mean over frames, and the numbers of the templates in rising order."""
+    # Sorted by template and then by medium, both means and sums are segments of consecutive rows.
     order = np.lexsort((media_N, templates_N))
     starts = np.flatnonzero(np.diff(templates_N[order], prepend=-1) | np.diff(media_N[order], prepend=-1))
     counts = np.diff(np.append(starts, len(order)))
@@ -254,6 +255,7 @@ def score_templates(
         raise DataError(
             f"All {len(is_same_M)} template pairs of {ijb.path} have the same label: both kinds are needed."
         )
+    # IJB-C has 15.7 million pairs: their rows are gathered in blocks, never all at once.
     distances_M = np.empty(len(rows_M2))
     for start in range(0, len(rows_M2), _PAIRS_AT_ONCE):
         here = slice(start, start + _PAIRS_AT_ONCE)
