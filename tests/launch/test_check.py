@@ -400,7 +400,10 @@ def test_numbers_that_make_no_sense_are_refused(capsys, option):
 def test_without_ssh_here_no_host_is_asked(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["check", "-H", "h77:1"]) == 2
-    assert "ssh is not installed here, but is needed to reach h77: sudo apt install openssh-client" in capsys.readouterr().err
+    assert (
+        "ssh is not installed here, but is needed to reach h77: sudo apt install openssh-client"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp_path):
