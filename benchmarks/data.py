@@ -23,9 +23,10 @@ from PIL import Image
 
 from megaclass.data import loader as loader_module
 from megaclass.data.loader import BatchLoader
-from megaclass.data.order import ImageOrder, rank_batch, rank_part
+from megaclass.data.order import ImageOrder, rank_batch
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.even_parts import even_part
 
 BATCH, REPEATS = 256, 7
 
@@ -208,7 +209,7 @@ def check_restarts(num_restarts: int) -> int:
         num_equal += all(
             np.array_equal(
                 rank_batch(restarted, epoch, later, rank, world_size),
-                order.batch(epoch, later)[rank_part(order.batch_size(later), rank, world_size)],
+                order.batch(epoch, later)[even_part(order.batch_size(later), rank, world_size)],
             )
             for later in range(step, order.steps_per_epoch)
         )
@@ -297,7 +298,7 @@ def render(speeds, held_s, first, again, num_equal, options) -> str:
         "|---|---|---|",
         *(f"| {what} | {must} | {value} |" for what, must, value in rows),
         "",
-        "| images a second of CPU | |",
+        "| images per second of CPU | |",
         "|---|---|",
         *(
             f"| {text} | {per_second(name):,.0f} |"

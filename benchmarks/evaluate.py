@@ -66,7 +66,8 @@ def write_bin(path: Path) -> None:
 
 def measure_bin(path: Path, backbone: str) -> int:
     from megaclass.backbones import build_backbone
-    from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+    from megaclass.evaluate.protocol import Evaluator
+    from megaclass.evaluate.sets import evaluate_sets, find_sets
 
     network = build_backbone(backbone, embedding_dim=512, image_size=_IMAGE_SIZE).eval()
     with torch.no_grad():

@@ -3,7 +3,7 @@
 import pytest
 
 from megaclass.errors import LaunchError
-from megaclass.world import World, environment_of, first_slurm_host, world_from_environment
+from megaclass.world import World, environment_of, slurm_hosts, world_from_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -58,7 +58,7 @@ def test_horovods_names_with_our_own_for_the_place_of_rank_0_come_before_names_t
 
 
 def test_without_a_starter_the_world_is_one():
-    assert world_from_environment({"PATH": "/bin"}) == World(rank=0, size=1, starter="nobody", port=0)
+    assert world_from_environment({"PATH": "/bin"}) == World(rank=0, size=1, starter="none", port=0)
 
 
 def test_torchrun_says_everything():
@@ -161,13 +161,13 @@ def test_torchrun_inside_slurm_or_mpirun_is_in_charge():
     ],
 )
 def test_the_first_host_of_slurms_short_form(node_list, first):
-    assert first_slurm_host(node_list) == first
+    assert slurm_hosts(node_list)[0] == first
 
 
 @pytest.mark.parametrize("node_list", ["", "[1-2", "gpu[", ",a", "gpu[]"])
 def test_a_node_list_that_cannot_be_read_is_shown(node_list):
     with pytest.raises(LaunchError, match="expected for example gpu"):
-        first_slurm_host(node_list)
+        slurm_hosts(node_list)
 
 
 @pytest.mark.parametrize("text", ["2(x)", "two", "2(x3", "-1", "2,,1"])
@@ -181,7 +181,9 @@ def test_a_variable_that_torchrun_would_have_set_is_missed_by_name(name):
 
 
 def test_what_is_left_over_of_a_starter_comes_with_the_line_that_takes_it_away():
-    assert "type `unset RANK LOCAL_RANK` if what is there is left over" in refusal({"RANK": "0", "LOCAL_RANK": "0"})
+    assert "type `unset RANK LOCAL_RANK` if they are left over from another job" in refusal(
+        {"RANK": "0", "LOCAL_RANK": "0"}
+    )
 
 
 @pytest.mark.parametrize(

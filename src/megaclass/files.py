@@ -26,14 +26,14 @@ _PRIVATE_FOLDER_MODE = 0o700
 def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     """Yields a path to write and check; when the block ends without an error, that file becomes `path`.
 
-    On an error nothing new is left behind, and what stood at `path` before still stands.
+    After an error nothing new is left behind, and what was at `path` before is unchanged.
     is_private: only the owner may read the file, at any moment of its writing.
     """
     if not path.parent.is_dir():
         raise UserError(f"Cannot write {path}: the folder {path.parent} does not exist.")
     # The suffix stays last, because some writers (onnx) choose the format by it.
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
-    mode = (0o600 if is_private else 0o666) & ~_umask()
+    mode = (_PRIVATE_FILE_MODE if is_private else 0o666) & ~_umask()
     try:
         if is_private:
             # Created here, because most writers create files that everyone may read. O_EXCL follows no symbolic link.
@@ -53,7 +53,7 @@ def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
 def published_folder(path: Path) -> Iterator[Path]:
     """Yields a folder to fill and check; when the block ends without an error, it becomes `path`.
 
-    On an error nothing new is left behind, and what stood at `path` before still stands.
+    After an error nothing new is left behind, and what was at `path` before is unchanged.
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"Cannot write the folder {path}: a file with that name exists.")
@@ -66,7 +66,7 @@ def published_folder(path: Path) -> Iterator[Path]:
             flush(file)
         flush(unfinished)
         if path.exists():
-            # A folder cannot be renamed onto another: for a moment there is none, and never half of one.
+            # A folder cannot be renamed onto another: for a moment there is none, but never a partial one.
             path.rename(replaced)
         unfinished.rename(path)
         flush(path.parent)

@@ -4,6 +4,7 @@ This module has the 64-bit arithmetic for Python integers and NumPy arrays; `hea
 numbers of the training device on it.
 """
 
+import hashlib
 from enum import IntEnum
 
 import numpy as np
@@ -49,3 +50,8 @@ def combine64(*keys: NDArray[np.uint64] | np.uint64 | int) -> NDArray[np.uint64]
         part = np.uint64(key % 2**64) if isinstance(key, int) else key
         combined = mix64(mix64(part) ^ combined)
     return combined
+
+
+def name_key(name: str) -> int:
+    """Returns a 64-bit key of a name, the same on every machine and in every version."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -34,6 +34,7 @@ def outside(test: Any) -> Any:
     return None if IS_INTERPRETED else test
 
 
+@pytest.mark.ranks
 @outside
 def test_everything_below_holds_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0"]
@@ -42,6 +43,7 @@ def test_everything_below_holds_in_tritons_interpreter():
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
+@pytest.mark.ranks
 @outside
 @pytest.mark.parametrize(("capability", "width"), [(80, 64), (89, 512), (90, 64), (90, 512), (100, 512)])
 @pytest.mark.parametrize("is_laden", [False, True], ids=["plain", "laden"])

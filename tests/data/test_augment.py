@@ -128,3 +128,19 @@ def test_batches_are_augmented_the_same_on_any_number_of_ranks():
     assert torch.allclose(torch.cat([part.prepared(CPU) for part in parts]), whole, atol=1e-5)
     plain = next(BatchLoader(source, global_batch=12).batches(step=2)).prepared(CPU)
     assert not torch.allclose(plain, whole)
+
+
+def test_an_augmentation_is_one_function_and_one_line_and_changes_no_other(faces):
+    """Its random numbers belong to its name: neither the table's order nor that of the settings matters."""
+    before = {name: changed(faces, name) for name in AUGMENTATIONS}
+    table = dict(AUGMENTATIONS)
+    AUGMENTATIONS.clear()
+    AUGMENTATIONS.update({"negative": lambda images, draws: -images, **dict(reversed(table.items()))})
+    try:
+        assert parse_augment("negative:1") == Augment((("negative", 1.0),))
+        assert torch.equal(changed(faces, "negative"), -faces)
+        for name, expected in before.items():
+            assert torch.equal(changed(faces, name), expected)
+    finally:
+        AUGMENTATIONS.clear()
+        AUGMENTATIONS.update(table)

@@ -92,10 +92,12 @@ FULL = "import resource, sys; from megaclass.data.sources.open_source import ope
 # Every write beyond a cache's first page fails, in whatever folder.
 FULL += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
 STRANGER = "import os, sys; from megaclass.data.sources.open_source import open_source\n"
-STRANGER += "from megaclass.data.sources import records as record_source\n"
+# Imported beforehand: the other user may be unable to read the Python installation.
+STRANGER += "import filelock\n"
 STRANGER += "os.environ.pop('HOME', None); os.environ.pop('XDG_CACHE_HOME', None); os.setuid(54321)\n"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["rec", "tar"])
 def test_where_no_cache_has_room_the_data_is_read_and_the_reason_told(folder, tmp_path, layout):
     pack(open_source(folder), tmp_path / "packed", PackOptions(layout=layout, shuffle_seed=None))
@@ -103,14 +105,14 @@ def test_where_no_cache_has_room_the_data_is_read_and_the_reason_told(folder, tm
     labels, described = said.splitlines()
     assert labels == "[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2] True"
     assert (
-        f"not cached, so that every process collects index and labels itself ({tmp_path / 'packed'}: File too"
-        in described
+        f"not cached, so every process collects index and labels itself ({tmp_path / 'packed'}: File too" in described
     )
     assert f"; {tmp_path / 'home'}" in described
     left = [path.name for place in ("packed", "home") for path in (tmp_path / place).rglob("*") if path.is_file()]
     assert not [name for name in left if "cache" in name or "labels" in name or "partial" in name]
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
 def test_a_user_without_a_home_reads_a_folder_that_is_not_his():
     with tempfile.TemporaryDirectory() as place:
@@ -176,6 +178,7 @@ print(open_source(sys.argv[1]).num_images)
 """
 
 
+@pytest.mark.ranks
 def test_of_processes_that_come_at_once_one_builds(folder):
     processes = [
         subprocess.Popen([sys.executable, "-c", OPEN, str(folder)], stdout=subprocess.PIPE, text=True) for _ in range(3)

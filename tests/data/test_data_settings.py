@@ -39,7 +39,7 @@ def test_a_run_takes_any_source_with_every_setting(tmp_path, capfd):
     ]
     assert main(["train", "recipes/demo.toml", *settings]) == 0
     said = capfd.readouterr().err
-    assert f"one folder an identity at {tmp_path / 'ram' / '0'}: 33 images of 8 classes, 112 × 112" in said
+    assert f"one folder per identity at {tmp_path / 'ram' / '0'}: 33 images of 8 classes, 112 × 112" in said
     assert "skipped a bad image" in said and "3/bad.jpg" in said
     assert "images could not be read and were replaced, 1 different ones" in said
 
@@ -120,10 +120,10 @@ def test_a_run_on_rectangles_is_trained_resumed_evaluated_and_embedded_alike(mix
     assert train(mixed, run, *settings) == 0
     said = capfd.readouterr().err
     line = (
-        "the model takes images of 48 × 32 pixels, as data.size says; 24 of all 32 images have another and are fitted"
+        "the model takes images of 48 × 32 pixels, from data.size; 24 of all 32 images have another size and are fitted"
     )
     assert f"{line} (data.fit=pad), 24 of these get black borders." in said
-    assert "48 of 64 images read had another size and were fitted to 48 × 32 (data.fit = pad)" in said
+    assert "48 of 64 images had another size and were fitted to 48 × 32 (data.fit = pad)" in said
     evaluated = json.loads((run / "evaluation.json").read_text())["sets"]["a"]
     assert evaluated.get("error") is None
 
@@ -147,8 +147,10 @@ def test_a_run_on_rectangles_is_trained_resumed_evaluated_and_embedded_alike(mix
 def test_the_size_of_the_first_image_is_said_and_a_rectangle_must_be_asked_for(mixed, tmp_path, capfd):
     assert train(mixed, tmp_path / "run") == 0
     said = capfd.readouterr().err
-    line = "the model takes images of 32 × 32 pixels, the size of the data's first image; data.size sets another; 8 of all "
-    assert f"{line}32 images have another and are fitted (data.fit=squash), 8 of these are distorted." in said
+    line = "the model takes images of 32 × 32 pixels, the size of the first image; data.size sets another; 8 of all "
+    assert f"{line}32 images have another size and are fitted (data.fit=squash), 8 of these are distorted." in said
     (mixed / "0" / "0.png").write_bytes((mixed / "3" / "3.png").read_bytes())
     assert train(mixed, tmp_path / "other") == 2
-    assert "have 48 × 32 pixels, no square. Say what the model takes: data.size=112 and" in capfd.readouterr().err
+    assert (
+        "have 48 × 32 pixels, which is not a square. Set the input size: data.size=112 with" in capfd.readouterr().err
+    )

@@ -85,8 +85,8 @@ def huge_jpeg() -> bytes:
 
 
 BAD = {
-    "no image": (b"hello, world", "that are no image"),
-    "empty": (b"", "0 bytes that are no image"),
+    "no image": (b"hello, world", "that are not an image"),
+    "empty": (b"", "0 bytes that are not an image"),
     "cut JPEG": (encoded(picture(), "JPEG")[:-200], "Cannot decode train.rec, key 7"),
     "JPEG of nothing": (b"\xff\xd8\xff\xe0", "Cannot decode train.rec, key 7"),
     "cut PNG": (encoded(picture(), "PNG")[:60], "damaged image"),
@@ -113,6 +113,7 @@ def test_any_bytes_give_an_image_or_a_data_error():
             assert decode_image(bytes(damaged), "a").ndim == 3
 
 
+@pytest.mark.ranks
 def test_modules_import_without_the_image_libraries():
     program = (
         "import sys; sys.modules['simplejpeg'] = sys.modules['PIL'] = None\n"

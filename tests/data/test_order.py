@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from megaclass.data.order import ClassOrder, ImageOrder, rank_batch, rank_part, shuffled
+from megaclass.data.order import ClassOrder, ImageOrder, rank_batch, shuffled
 from megaclass.errors import DataError
+from megaclass.even_parts import even_part
 
 
 def epoch_order(num_images, seed, epoch):
@@ -68,7 +69,7 @@ def test_a_thousand_restarts_with_any_number_of_ranks_go_on_with_the_same_images
             rank = int(rng.integers(world_size))
             indices = rank_batch(restarted, *divmod(position, order.steps_per_epoch), rank, world_size)
             expected = uninterrupted[position]
-            assert np.array_equal(indices, expected[rank_part(len(expected), rank, world_size)])
+            assert np.array_equal(indices, expected[even_part(len(expected), rank, world_size)])
 
 
 @pytest.mark.parametrize(("keep_last", "num_steps", "num_seen"), [(False, 3, 96), (True, 4, 100)])
@@ -80,7 +81,8 @@ def test_the_last_incomplete_batch_is_kept_or_dropped_by_choice(keep_last, num_s
 
 
 def test_uneven_parts_go_to_the_first_ranks():
-    assert [rank_part(10, rank, 4) for rank in range(4)] == [slice(0, 3), slice(3, 6), slice(6, 8), slice(8, 10)]
+    order = ImageOrder(num_images=10, global_batch=10)
+    assert [len(rank_batch(order, 0, 0, rank, 4)) for rank in range(4)] == [3, 3, 2, 2]
 
 
 @pytest.mark.parametrize("num_images", [65, 66, 67, 95, 96, 127, 128, 129, 130, 191, 192, 193, 250])
@@ -118,5 +120,5 @@ def test_a_batch_of_k_images_a_class_holds_k_different_images_of_each():
         batch = order.batch(3, step)
         assert len(np.unique(batch)) == 24
         assert sorted(np.unique(labels[batch], return_counts=True)[1]) == [4] * 6
-    with pytest.raises(DataError, match="cannot be made of 5 images a class: use a multiple of 5"):
+    with pytest.raises(DataError, match="cannot be divided into groups of 5 images of a class: use a multiple of 5"):
         ClassOrder(labels, global_batch=24, images_per_class=5)

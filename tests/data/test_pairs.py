@@ -162,6 +162,7 @@ GREEDY = {
 }  # fmt: skip
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("content", GREEDY.values(), ids=GREEDY.keys())
 def test_a_small_file_never_takes_much_memory(tmp_path, content):
     """In a process of its own, whose peak is its own."""

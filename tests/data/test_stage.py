@@ -61,6 +61,7 @@ def test_an_interrupted_copy_goes_on_and_is_not_taken_for_a_finished_one(data, t
     assert open_source(stage(str(data), tmp_path / "ram")).num_images == 12
 
 
+@pytest.mark.ranks
 def test_what_a_killed_copy_leaves_can_be_removed(data, tmp_path):
     script = """
 import os, signal, sys

@@ -125,6 +125,7 @@ def children_of(pid: int) -> list[int]:
     ]
 
 
+@pytest.mark.ranks
 def test_workers_die_with_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "draw.py"
     script.write_text(

@@ -8,13 +8,17 @@ import subprocess
 import pytest
 import torch
 
+from megaclass.evaluate.protocol import Evaluator, SetResult
 from megaclass.evaluate.report.from_runs import report_of_runs, write_faces
 from megaclass.evaluate.report.page import write_report
-from megaclass.evaluate.results import SetResult, write_results
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.results import write_results
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="no chromium on this machine (apt install chromium)")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(_CHROMIUM is None, reason="no chromium on this machine (apt install chromium)"),
+]
 
 # Pressed and read in the page itself; what it found comes back as text of the dumped page.
 _PROBE = """

@@ -8,7 +8,8 @@ import torch
 
 from megaclass.backbones import build_backbone
 from megaclass.distributed.data_parallel import data_parallel
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.protocol import Evaluator
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 
 _CPU = torch.device("cpu")
 
@@ -48,6 +49,8 @@ class _Source:
 
 
 def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
+    from types import SimpleNamespace
+
     import torch.distributed as dist
 
     from megaclass.config.read import load_config_values
@@ -70,7 +73,8 @@ def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
     with torch.no_grad():
         model.backbone(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(world.rank)))
     before = [parameter.clone() for parameter in model.backbone.parameters()]
-    numbers = accuracies(evaluate_between_steps(config, model, 32, _CPU, set()))
+    run = SimpleNamespace(config=config, world=world, device=_CPU, image_size=(32, 32))
+    numbers = accuracies(evaluate_between_steps(run, model, set()))
     is_unchanged = all(torch.equal(a, b) for a, b in zip(before, model.backbone.parameters(), strict=True))
     return numbers, is_unchanged and model.backbone.training
 

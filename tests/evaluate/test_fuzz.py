@@ -22,10 +22,11 @@ from megaclass.checkpoint.load import load_rank_state, load_shared, newest_whole
 from megaclass.checkpoint.manifest import _digest, read_manifest
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.errors import UserError
+from megaclass.evaluate.protocols.pairs import result_of_pairs
 from megaclass.evaluate.protocols.verification import score_embeddings
 from megaclass.evaluate.report.from_runs import report_of_runs, write_faces
 from megaclass.evaluate.report.page import render_report
-from megaclass.evaluate.results import result_of_pairs, write_results
+from megaclass.evaluate.results import write_results
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.launch.hosts import hosts_from_option
 from megaclass.model import load

@@ -6,13 +6,13 @@ import torch
 from tests.evaluate.conftest import write_megaface_feature
 
 from megaclass.errors import DataError
+from megaclass.evaluate.gallery import read_megaface_features
+from megaclass.evaluate.protocols.distractors import rank_among_distractors
 from megaclass.evaluate.protocols.identification import (
     identify,
     labels_of,
     numbers_of_scores,
     published_ijb_tpir,
-    rank_among_distractors,
-    read_megaface_features,
 )
 from megaclass.evaluate.search import GalleryShard, shard_of_rank
 
@@ -162,7 +162,7 @@ def test_feature_files_come_back(tmp_path):
 def test_what_is_no_feature_file_is_refused_by_name(tmp_path, content):
     path = tmp_path / "features.bin"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"features\.bin is no MegaFace feature file"):
+    with pytest.raises(DataError, match=r"features\.bin is not a MegaFace feature file"):
         read_megaface_features([path])
 
 

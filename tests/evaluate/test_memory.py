@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from megaclass.data.pair_file import PairSet, write_pairs
@@ -16,7 +17,8 @@ import resource, sys
 from pathlib import Path
 import torch
 from torch import nn
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.protocol import Evaluator
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -32,6 +34,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.ranks
 def test_the_peak_stays_under_a_gigabyte_beyond_the_model(tmp_path):
     rng = np.random.default_rng(0)
     distinct = []

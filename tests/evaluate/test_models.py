@@ -8,7 +8,8 @@ import torch
 
 import megaclass
 from megaclass.errors import CheckpointError
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.protocol import Evaluator
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.export.run_export import export_model
 from megaclass.model import load
 
@@ -104,7 +105,7 @@ def test_a_file_that_is_no_model_is_named(tmp_path, name, content, message):
 def test_what_is_not_there_or_holds_no_backbone_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"There is no model at .*nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is no run folder with a model"):
+    with pytest.raises(CheckpointError, match="is not a run folder with a model"):
         load(tmp_path)
     torch.save({"some.weight": torch.zeros(3)}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"other\.pth holds no backbone known here \(first names: some\.weight\)"):

@@ -7,7 +7,7 @@ from megaclass.data.pair_file import write_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.make_pairs import make_pairs
-from megaclass.evaluate.results import SetResult
+from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.training_overlap import compared_with_training_data, training_data_line
 
 

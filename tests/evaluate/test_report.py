@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.centre_health import CentreHealth
+from megaclass.evaluate.protocols.pairs import result_of_pairs
 from megaclass.evaluate.protocols.verification import ScoredPairs, verify_distances
-from megaclass.evaluate.report.page import ModelReport, ReportData, render_report, time_parts, write_report
-from megaclass.evaluate.report.script import script_digest
-from megaclass.evaluate.results import SetResult, result_of_pairs
+from megaclass.evaluate.report.page import (
+    ModelReport,
+    ReportData,
+    render_report,
+    script_digest,
+    time_parts,
+    write_report,
+)
 
 _NUM_PAIRS = 60
 _VOID = {"meta", "img", "br", "link", "hr", "input"}
@@ -54,7 +61,7 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.seen if name == "img"]
 
     def words(self) -> str:
-        return " ".join(self.text)
+        return " ".join(" ".join(self.text).split())
 
 
 def _picture(shade: int, image_format: str = "JPEG") -> bytes:

@@ -10,8 +10,9 @@ from tests.evaluate.conftest import write_megaface_feature
 from torch import nn
 
 from megaclass.errors import DataError
+from megaclass.evaluate.protocol import EvaluationSet, Evaluator
 from megaclass.evaluate.results import read_results, write_results
-from megaclass.evaluate.sets import EvaluationSet, Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 
 _SIZE = 32
 
@@ -44,7 +45,7 @@ def test_a_folder_gives_all_its_sets(tmp_path, pairs_bin):
     pairs_bin("cfp_fp")
     (tmp_path / "pairs.txt").write_text("")
     found = find_sets([tmp_path])
-    assert [(one.name, one.kind) for one in found] == [("cfp_fp", "bin"), ("lfw", "bin"), (tmp_path.name, "list")]
+    assert [(one.name, one.kind) for one in found] == [("cfp_fp", "pairs"), ("lfw", "pairs"), (tmp_path.name, "pairs")]
 
 
 def test_sets_of_one_name_keep_apart(tmp_path, pairs_bin):
@@ -64,7 +65,7 @@ def test_sets_of_one_name_keep_apart(tmp_path, pairs_bin):
 def test_what_holds_no_set_is_named(tmp_path, name):
     with pytest.raises(DataError, match=f"Cannot evaluate on .*{name}"):
         find_sets([tmp_path / name])
-    with pytest.raises(DataError, match="holds nothing to evaluate on"):
+    with pytest.raises(DataError, match="but nothing of that kind is in it"):
         find_sets([tmp_path])
 
 
@@ -135,9 +136,9 @@ def test_embeddings_of_another_width_than_the_models_are_refused(tmp_path, pictu
     (tmp_path / "gallery.txt").write_text("a/1.png\nb/1.png\n")
     sets = [EvaluationSet(name="g", kind="identification", path=tmp_path / "gallery.npy", probes=probes)]
     (result,) = evaluate_sets(_evaluator(embedding_dim=48), sets)
-    assert "gallery.npy have 7 numbers, the model gives 48" in result.error
+    assert "gallery.npy have 7 numbers, but the model gives 48" in result.error
     (result,) = evaluate_sets(_evaluator(), sets)
-    assert re.search(r"probes have 48 numbers, those of the gallery .*gallery\.npy 7", result.error)
+    assert re.search(r"probes have 48 numbers, but those of the gallery .*gallery\.npy have 7", result.error)
     np.save(tmp_path / "gallery.npy", np.array([[1.0] * 48, [np.nan] * 48], np.float32))
     (result,) = evaluate_sets(_evaluator(), sets)
     assert "Row 1 of" in result.error
@@ -186,9 +187,9 @@ def test_bad_sets_are_named_with_their_item_and_the_others_still_run(tmp_path, p
     for name, message in {
         "harmful": "ask for builtins.eval",
         "odd": "39 images and 20 labels",
-        "few": "9 pairs cannot be cut into 10 folds",
+        "few": "9 pairs cannot be split into 10 folds",
         "broken": f"Cannot decode image 25 of {tmp_path / 'broken.bin'} (pair 12)",
-        "larger": f"image 30 of {tmp_path / 'larger.bin'} (pair 15) has 48 × 48 pixels, the model takes 32 × 32",
+        "larger": f"image 30 of {tmp_path / 'larger.bin'} (pair 15) has 48 × 48 pixels, but the model takes 32 × 32",
         "one-sided": "All 20 pairs are labelled same",
         "absent": "No such file",
     }.items():
@@ -232,16 +233,16 @@ def test_all_ranks_get_the_numbers_of_one_and_outlive_a_bad_set_together(run_ran
 
 
 def test_a_disk_that_fails_costs_its_set_alone(pairs_bin, monkeypatch):
-    from megaclass.evaluate import sets
+    from megaclass.evaluate.protocols import pairs
 
-    paths, read_pairs = [pairs_bin("lfw"), pairs_bin("agedb_30")], sets.read_pairs
+    paths, read_pairs = [pairs_bin("lfw"), pairs_bin("agedb_30")], pairs.read_pairs
 
     def fail_on_lfw(path):
         if path.name == "lfw.bin":
             raise OSError(5, "Input/output error", str(path))
         return read_pairs(path)
 
-    monkeypatch.setattr(sets, "read_pairs", fail_on_lfw)
+    monkeypatch.setattr(pairs, "read_pairs", fail_on_lfw)
     lfw, agedb = evaluate_sets(_evaluator(), find_sets(paths))
     assert "Input/output error" in lfw.error
     assert agedb.error is None

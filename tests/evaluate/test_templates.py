@@ -7,8 +7,9 @@ from torch import nn
 
 from megaclass.errors import DataError
 from megaclass.evaluate.alignment import STANDARD_POINTS, align
+from megaclass.evaluate.protocol import EvaluationSet, Evaluator
 from megaclass.evaluate.protocols.templates import evaluate_ijb, read_ijb, template_features
-from megaclass.evaluate.sets import EvaluationSet, Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 
 _CPU = torch.device("cpu")
 _NUM_TEMPLATES, _NUM_SUBJECTS, _SIZE = 24, 8, 16
@@ -81,7 +82,7 @@ def _cosine(a, b):
 
 def test_scores_and_numbers_are_those_of_the_protocol_word_for_word(ijb_folder):
     ijb = read_ijb(ijb_folder)
-    result = evaluate_ijb(Flatten(), ijb, image_size=_SIZE, device=_CPU, batch_size=7)
+    result = evaluate_ijb(Evaluator(network=Flatten(), image_size=_SIZE, device=_CPU, batch_size=7), ijb)
     templates = _templates_word_for_word(ijb)
     want = [2 - 2 * _cosine(templates[a], templates[b]) for a, b, _ in ijb.pairs_M3]
     np.testing.assert_allclose(result.distances_M, want, atol=1e-5)

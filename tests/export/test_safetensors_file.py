@@ -45,6 +45,7 @@ save_model(Path(sys.argv[1]), nn.Linear(3, 2), metadata={letter: letter for lett
 """
 
 
+@pytest.mark.ranks
 def test_the_same_model_gives_the_same_bytes_in_another_process(tmp_path):
     digests = set()
     for place in range(2):

@@ -330,23 +330,23 @@ def test_what_is_not_there_says_so():
     [(code, out, err)] = outputs_of(start_script(_WHAT_IS_NOT_THERE, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
     assert code == 0, err
     assert out.splitlines() == [
-        "tensorflow ImportError Extension horovod.tensorflow has not been built: megaclass.hvd is for PyTorch only.",
-        "tensorflow.keras ImportError Extension horovod.tensorflow has not been built: megaclass.hvd is for PyTorch only.",
-        "keras ImportError Extension horovod.keras has not been built: megaclass.hvd is for PyTorch only.",
-        "mxnet ImportError Extension horovod.mxnet has not been built: megaclass.hvd is for PyTorch only.",
+        "tensorflow ImportError Extension horovod.tensorflow has not been built: megaclass.hvd supports PyTorch only.",
+        "tensorflow.keras ImportError Extension horovod.tensorflow has not been built: megaclass.hvd supports PyTorch only.",
+        "keras ImportError Extension horovod.keras has not been built: megaclass.hvd supports PyTorch only.",
+        "mxnet ImportError Extension horovod.mxnet has not been built: megaclass.hvd supports PyTorch only.",
         "spark ImportError horovod.spark is not supported by megaclass: "
         "`horovod.run(fn, num_proc=…, hosts=…)` runs a function on the hosts.",
         "ray ImportError horovod.ray is not supported by megaclass: "
         "`megaclass run --launcher ray` starts a command on a Ray cluster.",
-        "torch.elastic.sampler ImportError horovod.torch.elastic is not there yet: "
+        "torch.elastic.sampler ImportError horovod.torch.elastic is not available: "
         "elastic jobs are not supported by megaclass.",
-        "common.elastic ImportError horovod.common.elastic is not there yet: elastic jobs are not supported by megaclass.",
-        "hvd.elastic is not there yet: elastic jobs are not supported by megaclass.",
+        "common.elastic ImportError horovod.common.elastic is not available: elastic jobs are not supported by megaclass.",
+        "hvd.elastic is not available: elastic jobs are not supported by megaclass.",
     ]
 
 
 def _sets_that_cannot_be(rank: int, size: int) -> None:
-    for ranks, text in (([0, size], "ranks must lie in"), ([0, 0], "each rank may stand there once")):
+    for ranks, text in (([0, size], "ranks must lie in"), ([0, 0], "each rank may appear only once")):
         name, said = error_of(lambda ranks=ranks: hvd.add_process_set(ranks))
         assert (name, text in said) == ("ValueError", True), said
         # The job goes on.

@@ -11,9 +11,7 @@ from tests.hvd.jobs import error_of, in_job, job
 
 import megaclass.hvd as hvd
 from megaclass.hvd.basics import _basics
-from megaclass.hvd.engine.coordinator import CROSSED_S, Coordinator, fuse
-from megaclass.hvd.engine.messages import Receiver, Request, Response, Sender, digest_of_all, short_hash
-from megaclass.hvd.settings import Settings
+from megaclass.hvd.engine.coordinator import CROSSED_S
 
 
 def _storm(rank: int, size: int) -> None:
@@ -232,7 +230,7 @@ def test_a_stalled_tensor_is_warned_about_with_the_missing_ranks_and_then_ends_t
 def _steady_state(rank: int, size: int) -> int:
     """Bytes this rank sends to rank 0 in one repeated step of 50 tensors."""
     sent = []
-    link = _basics.job().controller._peers.get(0)
+    link = _basics.job().controller._connections.get(0)
     if link is not None:
         send = link.send
         link.send = lambda about, content=b"", payload=b"": (sent.append(len(content)), send(about, content, payload))
@@ -259,7 +257,7 @@ def _in_long_cycle(function) -> object:
 def _many_without_names(rank: int, size: int) -> tuple[int, list[int]]:
     """How often this rank announces 1,000 small unnamed allreduces that are submitted in a row, and the bytes of it."""
     sent = []
-    link = _basics.job().controller._peers.get(0)
+    link = _basics.job().controller._connections.get(0)
     if link is not None:
         send = link.send
         link.send = lambda about, content=b"", payload=b"": (sent.append(len(content)), send(about, content, payload))
@@ -283,59 +281,3 @@ def test_many_small_operations_in_a_row_are_announced_together_and_by_little_mor
 def _in_cycles_of_200_ms(function) -> object:
     with job(CYCLE_TIME="200") as (rank, size):
         return function(rank, size)
-
-
-@pytest.mark.parametrize("capacity", [0, 1, 1024])
-def test_lists_of_requests_and_responses_arrive_as_they_were_sent(capacity):
-    sender, receiver = Sender(capacity), Receiver()
-    one = Request("allreduce", "a,b;", 0, ("float32",), ((4,),), 1)
-    two = Request("allgather", "ü", 3, ("int64", "bool"), ((2, 3), ()), is_grouped=True)
-    joined = Response((), last_joined=1)
-    for items in (
-        [one, two],
-        [two, one],
-        [Response((one, two)), joined, Response((two,), sizes=((1, 2),))],
-        [one, two],
-    ):
-        for repeats in (True, False, True):
-            digest = short_hash(repr(items).encode())
-            assert receiver.unpack(sender.pack(items, digest, repeats=repeats)) == (digest, items)
-
-
-def test_lists_whose_names_run_together_alike_have_different_hashes():
-    lists = [[Request("allreduce", name) for name in names] for names in (["ab", "c"], ["a", "bc"], ["abc"], ["1;a"])]
-    assert len({digest_of_all(requests) for requests in lists}) == len(lists)
-
-
-def test_small_allreduces_of_one_kind_travel_together_up_to_the_threshold():
-    def ready(name, dtype="float32", op=1, count=100, wire=""):
-        return Response((Request("allreduce", name, 0, (dtype,), ((count,),), op, wire=wire),))
-
-    responses = [
-        ready("a"),
-        ready("b"),
-        ready("c", dtype="int64"),
-        ready("d"),
-        ready("e", op=0),
-        ready("f", count=10**6),
-    ]
-    names = [[request.name for request in response.requests] for response in fuse(responses, Settings())]
-    assert names == [["a", "b", "d"], ["c"], ["e"], ["f"]]
-    names = [[r.name for r in response.requests] for response in fuse(responses, Settings(fusion_threshold=800))]
-    assert names == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
-    assert len(fuse(responses, Settings(fusion_threshold=0))) == 6
-
-
-def test_the_coordinator_answers_a_known_cycle_by_its_hash_without_opening_it():
-    coordinator = Coordinator(["h", "h"], Settings(), {0: (0, 1)})
-    requests = [Request("allreduce", name, 0, ("float32",), ((4,),), 1) for name in "ab"]
-    digest = digest_of_all(requests)
-    assert coordinator.announce(0, digest, requests, 0.0) is None
-    first = coordinator.announce(1, digest, requests, 0.0)
-    assert coordinator.announce(1, digest, requests, 0.0) is None
-    assert coordinator.announce(0, digest, requests, 0.0) is first
-    # Another order on the other rank: opened, and right all the same.
-    assert coordinator.announce(0, digest, requests, 0.0) is None
-    other = list(reversed(requests))
-    answer = coordinator.announce(1, digest_of_all(other), other, 0.0)
-    assert answer is not None and {r.name for r in answer.responses[0].requests} == {"a", "b"}

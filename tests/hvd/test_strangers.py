@@ -25,8 +25,8 @@ import megaclass.hvd as hvd
 from megaclass.distributed.network.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
 from megaclass.distributed.network.store import SignedStore
 from megaclass.errors import LaunchError
-from megaclass.hvd.engine import control_connection as links
-from megaclass.hvd.engine.control_connection import Door, Reception, connect
+from megaclass.hvd.engine import control_connection
+from megaclass.hvd.engine.control_connection import AuthenticatedListener, Endpoint, connect
 from megaclass.hvd.functions import _plain_dumps, _plain_loads
 from megaclass.launch.network import hold_store_port
 
@@ -47,26 +47,26 @@ class Bomb:
 
 
 @contextlib.contextmanager
-def _reception(num_ranks: int = 1) -> Iterator[tuple[Door, "ThreadPoolExecutor", list]]:
-    reception = Reception("127.0.0.1", _SECRET)
+def _listener(num_ranks: int = 1) -> Iterator[tuple[Endpoint, "ThreadPoolExecutor", list]]:
+    listener = AuthenticatedListener("127.0.0.1", _SECRET)
     with ThreadPoolExecutor(1) as pool:
-        arrived = pool.submit(reception.welcome, range(num_ranks), 30.0)
+        arrived = pool.submit(listener.accept_ranks, range(num_ranks), 30.0)
         try:
-            yield reception.door, pool, [arrived]
+            yield listener.endpoint, pool, [arrived]
         finally:
-            reception.close()
+            listener.close()
             with contextlib.suppress(LaunchError):
                 for connection in arrived.result().values():
                     connection.close()
 
 
-def _call(door: Door) -> socket.socket:
-    return socket.create_connection((door.address, door.port), timeout=10.0)
+def _call(endpoint: Endpoint) -> socket.socket:
+    return socket.create_connection((endpoint.address, endpoint.port), timeout=10.0)
 
 
 def test_ranks_with_the_secret_get_in_and_know_that_they_are_at_the_right_place():
-    with _reception(2) as (door, _, [arrived]):
-        callers = [connect(door, _SECRET, rank=rank, to="rank 0", timeout_s=10.0) for rank in (1, 0)]
+    with _listener(2) as (endpoint, _, [arrived]):
+        callers = [connect(endpoint, _SECRET, rank=rank, to="rank 0", timeout_s=10.0) for rank in (1, 0)]
         callers[0].sendall(b"from 1")
         assert arrived.result()[1].recv(6) == b"from 1"
         for caller in callers:
@@ -74,51 +74,51 @@ def test_ranks_with_the_secret_get_in_and_know_that_they_are_at_the_right_place(
 
 
 def test_a_caller_without_the_secret_is_turned_away():
-    with _reception() as (door, _, [arrived]):
+    with _listener() as (endpoint, _, [arrived]):
         with pytest.raises(LaunchError, match=r"does not answer there as a rank of this job within 0\.5 s"):
-            connect(door, bytes(32), rank=0, to="rank 0", timeout_s=0.5)
+            connect(endpoint, bytes(32), rank=0, to="rank 0", timeout_s=0.5)
         assert not arrived.done()
 
 
 def test_a_listener_without_the_secret_is_not_believed():
-    reception = Reception("127.0.0.1", bytes(32))
+    listener = AuthenticatedListener("127.0.0.1", bytes(32))
     with ThreadPoolExecutor(1) as pool:
-        welcoming = pool.submit(reception.welcome, [0], 30.0)
+        accepting = pool.submit(listener.accept_ranks, [0], 30.0)
         with pytest.raises(LaunchError, match="does not answer there as a rank of this job"):
-            connect(reception.door, _SECRET, rank=0, to="rank 0", timeout_s=0.5)
-        reception.close()
+            connect(listener.endpoint, _SECRET, rank=0, to="rank 0", timeout_s=0.5)
+        listener.close()
         with pytest.raises(LaunchError):
-            welcoming.result()
+            accepting.result()
 
 
 def test_what_one_rank_said_does_not_let_another_in():
-    with _reception(2) as (door, _, [arrived]):
-        with _call(door) as recorded:
+    with _listener(2) as (endpoint, _, [arrived]):
+        with _call(endpoint) as recorded:
             number = recorded.recv(32)
             ours = bytes(32)
-            proof = links._proof(door.key(_SECRET), b"caller", number, ours, 0)
+            proof = control_connection._proof(endpoint.key(_SECRET), b"caller", number, ours, 0)
             # The same words under another rank, and again on another connection, whose number is another one.
             for rank in (1, 0):
-                with _call(door) as replayed:
+                with _call(endpoint) as replayed:
                     replayed.recv(32)
-                    replayed.sendall(links._PROOF.pack(ours, rank, proof))
+                    replayed.sendall(control_connection._PROOF.pack(ours, rank, proof))
                     assert replayed.recv(32) == b""
         assert not arrived.done()
 
 
 @pytest.mark.parametrize("num_strangers", [1, 300])
 def test_silent_strangers_keep_no_rank_waiting(num_strangers):
-    with _reception() as (door, _, [arrived]), contextlib.ExitStack() as strangers:
+    with _listener() as (endpoint, _, [arrived]), contextlib.ExitStack() as strangers:
         for _ in range(num_strangers):
-            strangers.enter_context(_call(door))
-        with connect(door, _SECRET, rank=0, to="rank 0", timeout_s=20.0):
+            strangers.enter_context(_call(endpoint))
+        with connect(endpoint, _SECRET, rank=0, to="rank 0", timeout_s=20.0):
             # Not one of the strangers has run out of its time yet: the rank did not wait for that.
             assert list(arrived.result(timeout=20.0)) == [0]
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_keeps_no_rank_waiting_and_is_dropped(monkeypatch):
-    monkeypatch.setattr(links, "_PROOF_S", 1.0)
-    with _reception(2) as (door, _, [arrived]), _call(door) as slow:
+    monkeypatch.setattr(control_connection, "_PROOF_S", 1.0)
+    with _listener(2) as (endpoint, _, [arrived]), _call(endpoint) as slow:
         is_over = threading.Event()
 
         def drip() -> None:
@@ -129,12 +129,12 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_no_rank_waiting_and_is_d
         dripping = threading.Thread(target=drip)
         dripping.start()
         try:
-            first = connect(door, _SECRET, rank=0, to="rank 0", timeout_s=20.0)
+            first = connect(endpoint, _SECRET, rank=0, to="rank 0", timeout_s=20.0)
             slow.settimeout(20.0)
             assert len(slow.recv(32)) == 32
             with contextlib.suppress(ConnectionResetError):
                 assert slow.recv(1) == b""
-            second = connect(door, _SECRET, rank=1, to="rank 0", timeout_s=20.0)
+            second = connect(endpoint, _SECRET, rank=1, to="rank 0", timeout_s=20.0)
             assert sorted(arrived.result()) == [0, 1]
         finally:
             is_over.set()
@@ -144,8 +144,8 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_no_rank_waiting_and_is_d
 
 
 def test_the_number_of_strangers_is_bounded():
-    with _reception() as (door, _, [arrived]), contextlib.ExitStack() as strangers:
-        callers = [strangers.enter_context(_call(door)) for _ in range(links._MAX_STRANGERS + 50)]
+    with _listener() as (endpoint, _, [arrived]), contextlib.ExitStack() as strangers:
+        callers = [strangers.enter_context(_call(endpoint)) for _ in range(control_connection._MAX_UNPROVEN + 50)]
         # Those that came first have been dropped to make room.
         for caller in callers[:50]:
             assert len(caller.recv(32)) == 32
@@ -198,7 +198,7 @@ except LaunchError as error:
     [
         ("who/1", True),
         ("who", True),
-        ("door", True),
+        ("endpoint", True),
         ("set 0/ring/1", True),
         ("networks/1", False),
         ("networks", False),
@@ -262,7 +262,7 @@ def test_without_a_secret_only_plain_data_is_unpickled(tmp_path):
         _plain_dumps(Bomb(tmp_path / "ran"))
     content = tmp_path / "object"
     torch.save(Bomb(tmp_path / "ran"), content)
-    with pytest.raises(LaunchError, match="more than plain data"):
+    with pytest.raises(LaunchError, match="is not plain data"):
         _plain_loads(content.read_bytes())
     assert not (tmp_path / "ran").exists()
 

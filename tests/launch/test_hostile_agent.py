@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, MAX_REMARKS, AgentTalk
+from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, MAX_REMARKS, AgentMessageChecker
 from megaclass.launch.wire.plain_text import for_terminal, plain_lines, plain_text
 from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode
 
@@ -124,7 +124,10 @@ def test_a_message_that_no_agent_sends_fails_its_host_and_has_no_other_effect(ho
     assert "127.0.0.1 (rank 1)" in ended.err and says in ended.err, ended.story()
     assert plain_lines(ended.err) == ended.err
     changed = {name for name, content in files(tmp_path).items() if before.get(name) != content}
-    assert changed <= {"logs/rank.1/stdout", "logs/rank.1/stderr"}, ended.story()
+    # Every rank has its files from the start. Those of the other host's rank stay empty, and nothing else appears.
+    others = {"logs/rank.0/stdout", "logs/rank.0/stderr"}
+    assert changed <= {"logs/rank.1/stdout", "logs/rank.1/stderr", *others}, ended.story()
+    assert not any(files(tmp_path)[name] for name in others)
 
 
 def test_at_the_start_it_is_a_host_that_cannot_take_part(hostile):
@@ -222,7 +225,7 @@ def test_mutated_messages_are_errors_or_harmless(num_mutations):
     num_accepted = 0
     for _ in range(num_mutations):
         wire = mutated(rng)
-        talk = AgentTalk([1, 2])
+        talk = AgentMessageChecker([1, 2])
         reader = MessageReader(max_line_bytes=1 << 20, max_payload_bytes=MAX_OUTPUT_BYTES)
         try:
             for message, payload in reader.feed(wire):
@@ -242,7 +245,10 @@ def test_mutated_messages_have_no_effect_on_files(hostile, tmp_path):
         before = files(tmp_path)
         ended = hostile(wire)
         changed = {name for name, content in files(tmp_path).items() if before.get(name) != content}
-        assert changed <= {"logs/rank.1/stdout", "logs/rank.1/stderr"}, ended.story()
+        # Every rank has its files from the start. Those of the other host's rank stay empty, and nothing else appears.
+        others = {"logs/rank.0/stdout", "logs/rank.0/stderr"}
+        assert changed <= {"logs/rank.1/stdout", "logs/rank.1/stderr", *others}, ended.story()
+        assert not any(files(tmp_path)[name] for name in others)
         assert plain_lines(ended.err) == ended.err
 
 

@@ -11,8 +11,8 @@ from megaclass.launch.hosts import (
     hosts_from_file,
     hosts_from_option,
     is_this_machine,
-    slurm_hosts,
 )
+from megaclass.world import slurm_hosts
 
 TEN_KB = "x" * 10_000
 
@@ -78,7 +78,7 @@ def test_what_is_no_number_of_slots_is_refused(slots):
 
 @pytest.mark.parametrize("text", ["a:1,b:1,a:2", "a:1,A:2", "localhost:1,localhost:2"])
 def test_a_host_that_stands_twice_is_refused(text):
-    assert "stands twice" in refusal(hosts_from_option, text) and "write it once" in refusal(hosts_from_option, text)
+    assert "is listed twice" in refusal(hosts_from_option, text) and "write it once" in refusal(hosts_from_option, text)
 
 
 def test_two_names_of_this_machine_are_two_hosts():
@@ -133,7 +133,7 @@ def test_a_host_file_of_pbs_or_lsf_has_a_line_a_slot(tmp_path, variable, system)
     assert [(host.name, host.slots) for host in hosts] == [("gpu-1", 2), ("gpu-2", 1)]
     assert what.startswith(f"{system} job ? ({variable}={file})")
     file.write_text("gpu-1\n-oProxyCommand=x\n")
-    assert "is no host name" in refusal(hosts_from_batch_system, {variable: str(file)})
+    assert "is not a host name" in refusal(hosts_from_batch_system, {variable: str(file)})
 
 
 def test_lsfs_short_list_is_read():

@@ -27,6 +27,8 @@ def wait_for(name):
 """
 _HELLO = 'say(f"pid{rank}", os.getpid())\n'
 FOR_EVER = "while True: time.sleep(600)"
+pytestmark = pytest.mark.ranks
+
 # Instead of the seconds that ranks are given: what lasts longer than a grace need not last long.
 GRACE_S = 0.5
 
@@ -289,7 +291,9 @@ def test_cores_are_shared_out_as_threads_unless_the_user_says_how_many(program, 
 
 
 def test_more_processes_than_the_machine_can_bear_are_refused_before_one_starts(program, tmp_path):
-    with pytest.raises(LaunchError, match=r"1000 processes were asked for .* at most \d+\. For several machines"):
+    with pytest.raises(
+        LaunchError, match=r"1000 processes were requested .* at most \d+ are allowed\. For several machines"
+    ):
         run_local(program(_HELLO), 1000)
     assert [path.name for path in tmp_path.iterdir()] == ["rank.py"]
 
@@ -301,7 +305,7 @@ def test_a_stopped_rank_is_named_each_time_it_is_stopped(parent, tmp_path):
     for _ in range(2):
         os.kill(stopped, signal.SIGSTOP)
         line = process.stderr.readline()
-        assert f"(pid {stopped}) is stopped: somebody sent it SIGSTOP; SIGCONT lets it go on." in line
+        assert f"(pid {stopped}) is stopped: it received SIGSTOP; SIGCONT lets it continue." in line
         assert line.startswith("megaclass: rank 1 on ")
         os.kill(stopped, signal.SIGCONT)
         time.sleep(0.3)  # for the news that it goes on

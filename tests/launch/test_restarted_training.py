@@ -40,5 +40,5 @@ def test_a_mistake_of_the_user_is_not_tried_again(run, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("another run\n")
     done = run("-np", "2", "--restarts", "3", *train(tmp_path), timeout_s=120)
     assert done.code == 2 and "already holds a run" in done.err, done.story()
-    assert "exit code 2 says that something must be mended first: no restart." in done.err
+    assert "exit code 2 means that something has to be fixed first: no restart." in done.err
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "another run\n"

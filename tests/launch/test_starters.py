@@ -149,6 +149,7 @@ def meeter(tmp_path):
 # ---- torchrun ----
 
 
+@pytest.mark.ranks
 def test_torchrun_trains(recipe, tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert_trained(run(*torchrun, "-m", "megaclass", "train", recipe), tmp_path, 2)
@@ -168,6 +169,7 @@ def mpirun_on_hosts(bed):
     return start
 
 
+@pytest.mark.ranks
 def test_mpirun_trains_four_ranks_on_one_host(recipe, tmp_path):
     needs("mpirun", package="openmpi-bin")
     assert_trained(run(*_MPIRUN, "-np", "4", "megaclass", "train", recipe), tmp_path, 4)
@@ -440,18 +442,24 @@ def test_more_processes_than_slurm_granted_tasks_are_refused(slurm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--launcher", "pbs", "-np", "2", "true"], "--launcher: 'pbs' is none of ssh, local, mpi, slurm, ray."),
+        (["--launcher", "pbs", "-np", "2", "true"], "--launcher: 'pbs' is not one of ssh, local, mpi, slurm, ray."),
         (["--launcher"], "--launcher: expected one argument."),
         (["--launcher", "local", "-H", "h77:1", "true"], "but h77 is another machine: leave -H out."),
         (["--launcher", "mpi", "true"], "How many processes? Give -np N"),
         (["--launcher", "local", "true"], "How many processes? Give -np N"),
-        (["--launcher", "mpi", "-np", "2", "--restarts", "1", "true"], "--launcher mpi cannot do --restarts: leave"),
-        (["--launcher", "slurm", "-np", "2", "--output-filename", "o", "true"], "cannot do --output-filename"),
+        (
+            ["--launcher", "mpi", "-np", "2", "--restarts", "1", "true"],
+            "--launcher mpi does not support --restarts: leave",
+        ),
+        (["--launcher", "slurm", "-np", "2", "--output-filename", "o", "true"], "does not support --output-filename"),
         (
             ["--launcher", "ray", "-np", "2", "--min-np", "1", "--hang-timeout", "9", "true"],
             "--min-np and --hang-timeout",
         ),
-        (["--launcher", "mpi", "-np", "2", "--workdir", "/absent", "true"], "Cannot work in /absent: No such file"),
+        (
+            ["--launcher", "mpi", "-np", "2", "--workdir", "/absent", "true"],
+            "the working folder /absent: No such file",
+        ),
         (["--launcher", "ray", "-H", "h77:1", "true"], "Ray chooses the hosts; leave -H and --hostfile out"),
     ],
 )
@@ -467,6 +475,7 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(capsys, monk
     assert "There is no mpirun here: sudo apt install openmpi-bin" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_local_is_the_drivers_own_way(run_here):
     done = run_here("--launcher", "local", "-np", "2", "bash", "-c", "echo rank $RANK --check")
     assert done.code == 0 and sorted(done.out.splitlines()) == [
@@ -482,6 +491,7 @@ def test_check_build_is_found_under_all_its_names(capsys, monkeypatch, flag):
     assert capsys.readouterr().out == "the table\n"
 
 
+@pytest.mark.ranks
 def test_check_build_prints_horovods_table(capsys):
     assert main(["run", "--check-build"]) == 0
     mpi = "X" if shutil.which("mpirun") else " "

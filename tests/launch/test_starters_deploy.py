@@ -81,6 +81,7 @@ def test_recipes_that_are_named_are_there(name):
         assert (_ROOT / recipe).is_file(), recipe
 
 
+@pytest.mark.ranks
 def test_shell_texts_can_be_parsed(tmp_path):
     [sky] = documents("skypilot.yaml")
     _, job = documents("indexed-job.yaml")
@@ -127,6 +128,7 @@ def test_the_run_folder_of_the_skypilot_task_is_a_volume_and_no_bucket():
     assert run_dir in task["volumes"] and data in task["file_mounts"]
 
 
+@pytest.mark.ranks
 def test_skypilot_itself_reads_the_task():
     sky = module("sky", "skypilot")
     task = sky.Task.from_yaml(str(_DEPLOY / "skypilot.yaml"))

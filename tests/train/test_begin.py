@@ -29,9 +29,9 @@ from megaclass.checkpoint import manifest as manifest_module
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import TrainError
-from megaclass.train.run import start
+from megaclass.train.run import rank_main, restart
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.start import Beginning
+from megaclass.train.run.restart import StartMode
 
 EPOCHS_LEFT = 1.2
 """One step after the checkpoint of step 5."""
@@ -69,7 +69,7 @@ def content_of(folder):
 
 def resumed_with(run_ranks, begun, data, run_dir, *, folder=None, **options):
     """(what was said, the error of every rank) of going on from step 5 with this data."""
-    beginning = Beginning(resume=str(folder or checkpoint_at(begun.run_dir, 5)), **options)
+    beginning = StartMode(resume=str(folder or checkpoint_at(begun.run_dir, 5)), **options)
     outcomes = run_ranks(2, _train, settings(data, run_dir, train__epochs=EPOCHS_LEFT), beginning)
     return outcomes[0][1], [error for _, _, error in outcomes]
 
@@ -87,24 +87,24 @@ def test_other_data_with_as_many_numbered_classes_is_refused_on_all_ranks_and_bo
         said, errors = resumed_with(run_ranks, begun, data, tmp_path / "run")
         for error in errors:
             assert "was trained on other data" in error and f"class {foreign} holds none of the images" in error
-            assert len(fingerprints_in(error)) == 2 and "--same-numbers goes on" in error
+            assert len(fingerprints_in(error)) == 2 and "use --same-numbers" in error
         assert "resuming from" not in said
     # Numbers that match say nothing about people: --match-classes does not help where there are no names.
     fewer = renumbered(others, tmp_path / "fewer", list(range(NUM_CLASSES - 2)))
     for data in (others, fewer):
         _, errors = resumed_with(run_ranks, begun, data, tmp_path / "run", matches_classes=True)
-        assert all("class 0 holds none of the images that it is known by" in error for error in errors)
+        assert all("class 0 holds none of the images recorded" in error for error in errors)
     said, errors = resumed_with(run_ranks, begun, others, tmp_path / "run", trusts_numbers=True)
-    assert errors == ["", ""] and "the data has changed, going on with it" in said and len(fingerprints_in(said)) == 2
+    assert errors == ["", ""] and "the data has changed, continuing with it" in said and len(fingerprints_in(said)) == 2
 
 
 def test_centres_of_other_people_under_the_same_numbers_are_refused(run_ranks, begun, tmp_path):
     values = settings(draw(tmp_path / "others", seed=5), tmp_path / "run", train__epochs=1)
     values["train"]["init_centres"] = str(begun.run_dir)
-    for beginning in (Beginning(), Beginning(matches_classes=True)):
+    for beginning in (StartMode(), StartMode(matches_classes=True)):
         for _, _, error in run_ranks(2, _train, values, beginning):
             assert "was trained on other data: class 0 holds none of the images" in error
-    assert run_ranks(2, _train, values, Beginning(trusts_numbers=True))[0][2] == ""
+    assert run_ranks(2, _train, values, StartMode(trusts_numbers=True))[0][2] == ""
 
 
 def test_the_same_classes_with_more_or_fewer_images_in_another_order_and_format_go_on(run_ranks, begun, tmp_path):
@@ -118,7 +118,7 @@ def test_the_same_classes_with_more_or_fewer_images_in_another_order_and_format_
     random.Random(0).shuffle(lines)
     (changed / "label.txt").write_text("".join(lines))
     said, errors = resumed_with(run_ranks, begun, changed, tmp_path / "again")
-    assert errors == ["", ""] and "the data has changed, going on with it" in said
+    assert errors == ["", ""] and "the data has changed, continuing with it" in said
 
 
 def test_a_checkpoint_of_before_there_were_fingerprints_goes_on(run_ranks, begun, tmp_path):
@@ -154,7 +154,7 @@ def test_the_files_of_a_checkpoint_are_hashed_once_each_and_shared_by_the_ranks(
     resuming = settings(begun.data, tmp_path / "run", train__epochs=3.2)
     tuning = settings(begun.data, tmp_path / "tuned", **FROZEN)
     tuning["train"] |= {"init_backbone": str(begun.run_dir), "init_centres": str(begun.run_dir)}
-    for values, beginning in ((resuming, Beginning(resume=str(folder))), (tuning, Beginning())):
+    for values, beginning in ((resuming, StartMode(resume=str(folder))), (tuning, StartMode())):
         outcomes = run_ranks(3, _train_and_list_hashed, values, beginning)
         assert [error for error, _ in outcomes] == [""] * 3
         assert [hashed for _, hashed in outcomes] == [[shards[0]], [shards[1]], [shards[2], "shared.safetensors"]]
@@ -166,7 +166,7 @@ def test_damage_that_another_rank_finds_makes_all_ranks_go_on_from_the_one_befor
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    outcomes = run_ranks(3, _train, settings(begun.data, run_dir, train__epochs=2.2), Beginning(resume="auto"))
+    outcomes = run_ranks(3, _train, settings(begun.data, run_dir, train__epochs=2.2), StartMode(resume="auto"))
     assert [error for _, _, error in outcomes] == [""] * 3
     assert f"passed over a checkpoint: rank 2: {shard} is damaged" in outcomes[0][1]
     assert "step-000000010, step 10" in outcomes[0][1]
@@ -174,7 +174,7 @@ def test_damage_that_another_rank_finds_makes_all_ranks_go_on_from_the_one_befor
 
 def _train_where_rank_1_is_elsewhere(values, beginning, elsewhere):
     with chdir(elsewhere if dist.get_rank() == 1 else Path(beginning.resume).parent):
-        return _train(values, Beginning(resume=Path(beginning.resume).name))
+        return _train(values, StartMode(resume=Path(beginning.resume).name))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_rank_that_sees_another_checkpoint_in_that_place_ends_all_with_the_rea
     if seen == "another":
         shutil.copytree(checkpoint_at(begun.run_dir, 10), checkpoint_at(elsewhere, 5).parent.parent / "step-000000005")
     values = settings(begun.data, tmp_path / "run", train__epochs=EPOCHS_LEFT)
-    beginning = Beginning(resume=str(checkpoint_at(begun.run_dir, 5)))
+    beginning = StartMode(resume=str(checkpoint_at(begun.run_dir, 5)))
     for _, _, error in run_ranks(2, _train_where_rank_1_is_elsewhere, values, beginning, elsewhere):
         assert "Rank 1 on " in error and "does not see the checkpoint step-000000005 that rank 0 sees" in error
         assert reason in error
@@ -207,9 +207,9 @@ def _start_again(values, beginning, number, fails_in=None):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("MEGACLASS_RESTART", str(number))
         if dist.get_rank() == 1:
-            monkeypatch.setattr(start, "published", lambda checkpoints: [])
+            monkeypatch.setattr(restart, "published", lambda checkpoints: [])
         if fails_in is not None:
-            monkeypatch.setattr(start, fails_in, _fail)
+            monkeypatch.setattr(rank_main, fails_in, _fail)
         return _train(values, beginning)
 
 
@@ -221,7 +221,7 @@ def names_in(run_dir):
 def test_a_run_that_left_a_branch_does_not_come_back_to_it_at_its_next_start(run_ranks, begun, tmp_path, where):
     run_dir = Path(shutil.copytree(begun.run_dir, tmp_path / "run"))
     elsewhere = shutil.copytree(checkpoint_at(run_dir, 5), tmp_path / "copy")
-    beginning = Beginning(resume=str(checkpoint_at(run_dir, 5) if where == "in the folder" else elsewhere))
+    beginning = StartMode(resume=str(checkpoint_at(run_dir, 5) if where == "in the folder" else elsewhere))
     values = settings(begun.data, run_dir, train__epochs=1.4, train__checkpoint_epochs=0.2)
     # The first start fails before anything is decided, the second when the branch has been left, the third after a save.
     for number, fails_in in enumerate(["build_model", "train"]):
@@ -240,9 +240,9 @@ def test_a_run_that_left_a_branch_does_not_come_back_to_it_at_its_next_start(run
     # What was set aside can be gone back to, and is not set aside under a name that is taken.
     values = settings(begun.data, run_dir, train__epochs=3)
     back = str(run_dir / "checkpoints" / left[0])
-    _, said, error = run_ranks(2, _train, values, Beginning(resume=back))[0]
+    _, said, error = run_ranks(2, _train, values, StartMode(resume=back))[0]
     assert not error and f"resuming from {back}, step 10" in said
-    again = Beginning(resume=str(checkpoint_at(run_dir, 5)))
+    again = StartMode(resume=str(checkpoint_at(run_dir, 5)))
     _, said, error = run_ranks(1, _train, settings(begun.data, run_dir, train__epochs=EPOCHS_LEFT), again)[0]
     assert not error and "set aside as step-000000015.abandoned-2: a checkpoint of a later step" in said
 
@@ -251,21 +251,21 @@ def test_a_new_run_that_failed_begins_anew_or_goes_on_from_what_it_saved_and_wai
     run_ranks, begun, tmp_path
 ):
     values = settings(begun.data, tmp_path / "run", train__epochs=1)
-    assert "a fault" in run_ranks(2, _start_again, values, Beginning(), 0, "train")[0][2]
+    assert "a fault" in run_ranks(2, _start_again, values, StartMode(), 0, "train")[0][2]
     assert (tmp_path / "run" / "config.toml").exists()
     with ExitStack() as dying:
         dying.enter_context(RunFolder(tmp_path / "run").locked())
         threading.Timer(1.0, dying.pop_all().close).start()
-        said, error = run_ranks(2, _start_again, values, Beginning(), 1)[0][1:]
+        said, error = run_ranks(2, _start_again, values, StartMode(), 1)[0][1:]
     assert not error and "still holds" in said and "waiting up to 120 s" in said
-    said, error = run_ranks(2, _start_again, values, Beginning(), 2)[0][1:]
+    said, error = run_ranks(2, _start_again, values, StartMode(), 2)[0][1:]
     assert not error and "step-000000005, step 5" in said
 
 
 def test_a_run_to_be_replaced_is_replaced_once_and_only_when_nothing_is_in_the_way(run_ranks, begun, tmp_path):
     run_dir = Path(shutil.copytree(begun.run_dir, tmp_path / "run"))
     before = content_of(run_dir)
-    overwrite = Beginning(overwrite=True)
+    overwrite = StartMode(overwrite=True)
     missing = str(tmp_path / "mistyped")
     changes = [
         ({"train__global_batch": 512}, "more than the 160 there are"),
@@ -304,7 +304,7 @@ class TurningNet(nn.Module):
 def test_a_buffer_that_no_checkpoint_can_hold_is_told_before_the_run_begins(run_ranks, begun, tmp_path):
     values = settings(begun.data, tmp_path / "run", backbone__name=f"{__name__}:TurningNet", backbone__dropout=0.0)
     for losses, _, error in run_ranks(2, _train, values):
-        assert "backbone.turns is of type torch.complex64, which checkpoints cannot hold" in error
+        assert "backbone.turns has the type torch.complex64, which checkpoints cannot hold" in error
         assert not losses
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
@@ -315,7 +315,7 @@ def test_what_a_power_cut_left_in_the_curve_is_dropped_and_that_is_told(run_rank
     lines[3:4] = [b"\0" * 100 + b"\n", b'{"step": \xff\n', b"7\n"]
     (run_dir / "metrics.jsonl").write_bytes(b"".join(lines) + b"\0" * 50)
     values = settings(begun.data, run_dir, train__epochs=3.2)
-    losses, said, error = run_ranks(2, _train, values, Beginning(resume="auto"))[0]
+    losses, said, error = run_ranks(2, _train, values, StartMode(resume="auto"))[0]
     assert not error
     assert f"3 of 17 lines in {run_dir / 'metrics.jsonl'} cannot be read as rows and are dropped" in said
     assert sorted(losses) == [step for step in range(1, 17) if step != 4]

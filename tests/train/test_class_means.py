@@ -3,6 +3,7 @@
 import contextlib
 import io
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from megaclass.data.sources.records import open_records
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import ConfigError, UserError
 from megaclass.train.build import build_model
-from megaclass.train.run.class_names import class_list
-from megaclass.train.run.initial_weights import initialise
-from megaclass.train.run.start import Beginning, train_in_group
+from megaclass.train.run.folder import RunFolder
+from megaclass.train.run.initial_weights import load_initial_weights
+from megaclass.train.run.rank_main import train_in_group
+from megaclass.train.run.restart import StartMode
+from megaclass.train.run.run import open_run
 from megaclass.world import World
 
 CPU = torch.device("cpu")
@@ -95,8 +98,8 @@ def _initialised(values):
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            classes = class_list(config.data.path, source)
-            initialise(config, model, source, classes, this_world(), CPU, matches_classes=False)
+            run = open_run(config, this_world(), CPU, RunFolder(Path(config.train.run_dir)))
+            load_initial_weights(run, model, StartMode())
         except UserError as error:
             return None, str(error)
     assert model.backbone.training
@@ -128,7 +131,7 @@ def test_centres_begin_at_the_normalised_mean_of_unit_embeddings_on_any_number_o
     random_start, _ = run_ranks(1, _initialised, fresh)[0]
     has_images = torch.arange(NUM_CLASSES) != EMPTY
     for rank, (centres, said) in enumerate(run_ranks(size, _initialised, settings(data, tmp_path, path))):
-        assert ("6 of 7 centres begin at the mean of their images" in said) == (rank == 0)
+        assert ("6 of 7 centres start at the mean of their images" in said) == (rank == 0)
         found = centres[:, 0].double()
         torch.testing.assert_close(F.normalize(found)[has_images], truth[has_images], rtol=0, atol=1e-5)
         lengths = found[has_images].norm(dim=1)
@@ -171,7 +174,7 @@ def test_class_means_without_a_backbone_are_refused():
     values = settings("data", "run", "unused")
     del values["train"]["init_backbone"]
     with pytest.raises(
-        ConfigError, match=r"train\.init_centres is class_means; it must be a path where train\.init_backb"
+        ConfigError, match=r"train\.init_centres is class_means; it must be a path if train\.init_backb"
     ):
         load_config_values(values, where="test")
 
@@ -185,7 +188,7 @@ def _train(values, beginning):
 
 def test_a_resumed_run_keeps_its_centres(run_ranks, data, backbone, tmp_path):
     values = settings(data, tmp_path / "run", backbone[0])
-    assert "begin at the mean" in run_ranks(2, _train, values, Beginning())[0]
+    assert "start at the mean" in run_ranks(2, _train, values, StartMode())[0]
     values["train"]["epochs"] = 2
-    said = run_ranks(2, _train, values, Beginning(resume="auto"))[0]
-    assert "resuming from" in said and "begin at the mean" not in said
+    said = run_ranks(2, _train, values, StartMode(resume="auto"))[0]
+    assert "resuming from" in said and "start at the mean" not in said

@@ -11,7 +11,8 @@ from megaclass.config.read import load_config_values
 from megaclass.data.sources.records import open_records
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import UserError
-from megaclass.train.run.start import Beginning, train_in_group
+from megaclass.train.run.rank_main import train_in_group
+from megaclass.train.run.restart import StartMode
 from megaclass.world import World
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def _train(values) -> tuple[str, str, int]:
     config = load_config_values(values, where="test")
     try:
         with ExitStack() as held:
-            train_in_group(config, world, CPU, Beginning(), held)
+            train_in_group(config, world, CPU, StartMode(), held)
     except UserError as error:
         # They are where they can still speak with each other.
         total = torch.ones(1)

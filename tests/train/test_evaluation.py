@@ -1,6 +1,7 @@
 """Evaluation during training: on which of the .bin files beside the data."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def _evaluated(data: str, sets: list[str]) -> list[tuple[str, str | None]]:
     config = load_config_values(values, where="test")
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=0, local_size=1)
     model = build_model(config, open_source(data), world, CPU)
-    return [(result.name, result.error) for result in evaluate_model(config, model, 16, CPU)]
+    run = SimpleNamespace(config=config, world=world, device=CPU, image_size=(16, 16))
+    return [(result.name, result.error) for result in evaluate_model(run, model)]
 
 
 def test_without_names_every_set_is_evaluated(run_ranks, data):

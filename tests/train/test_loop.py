@@ -18,9 +18,11 @@ from megaclass.data.sources.records import open_records
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import UserError
 from megaclass.evaluate.report.from_runs import read_faces
-from megaclass.train.run.finish import evaluate_run, finish_run
+from megaclass.train.evaluation import evaluate_model
+from megaclass.train.run.finish import finish_run
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.start import Beginning, train_in_group
+from megaclass.train.run.rank_main import train_in_group
+from megaclass.train.run.restart import StartMode
 from megaclass.world import World
 
 CPU = torch.device("cpu")
@@ -62,7 +64,7 @@ def _train(values):
     """What was said, and the names of the sets whose results the loop handed over."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), ExitStack() as held:
-        trained = train_in_group(load_config_values(values, where="test"), this_world(), CPU, Beginning(), held)
+        trained = train_in_group(load_config_values(values, where="test"), this_world(), CPU, StartMode(), held)
     return said.getvalue(), [result.name for result in trained.outcome.results or []]
 
 
@@ -104,12 +106,12 @@ def _finish(values, damage):
     config, world = load_config_values(values, where="test"), this_world()
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), ExitStack() as held:
-        trained = train_in_group(config, world, CPU, Beginning(), held)
+        trained = train_in_group(config, world, CPU, StartMode(), held)
         for name in damage:
-            (trained.run.path / name).write_text("{ damaged") if "json" in name else (trained.run.path / name).mkdir()
+            path = trained.run.folder.path / name
+            path.write_text("{ damaged") if "json" in name else path.mkdir()
         held.enter_context(trained.model.for_evaluation())
-        results = evaluate_run(config, trained.model, trained.source, CPU)
-        finish_run(config, trained.run, trained.model, trained.source, world, trained.outcome, results)
+        finish_run(trained.run, trained.model, trained.outcome, evaluate_model(trained.run, trained.model))
     return said.getvalue()
 
 

@@ -69,7 +69,7 @@ def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, numbe
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
-    assert "--resume goes on" in errors
+    assert "--resume continues" in errors
     (saved,) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     step = int(saved.name.removeprefix("step-"))
     assert step > 0
@@ -130,7 +130,7 @@ def test_ctrl_c_saves_in_all_ranks(tmp_path):
     wait_for_rows(tmp_path, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "--resume goes on" in errors, errors
+    assert process.returncode == 130 and "--resume continues" in errors, errors
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     check_files(saved, read_manifest(saved))
 
@@ -177,7 +177,7 @@ def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer
     process.terminate()
     _, errors = process.communicate(timeout=110)
     assert process.returncode == 75, errors
-    assert "--resume goes on" in errors and "ended with" not in errors
+    assert "--resume continues" in errors and "ended with" not in errors
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     check_files(saved, read_manifest(saved))
 
@@ -194,7 +194,7 @@ def test_sigterm_during_the_last_save_lets_it_finish_and_says_that_the_rest_is_t
         time.sleep(0.02)
     process.terminate()
     _, errors = process.communicate(timeout=110)
-    assert process.returncode == 75 and "saved at step 6, --resume goes on" in errors, errors
+    assert process.returncode == 75 and "saved at step 6, --resume continues" in errors, errors
     (saved,) = checkpoints.glob("step-*")
     check_files(saved, read_manifest(saved))
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -28,8 +28,9 @@ from megaclass.data.sources.records import open_records
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import UserError
 from megaclass.train.run import folder as run_folder
-from megaclass.train.run import start
-from megaclass.train.run.start import Beginning, train_in_group
+from megaclass.train.run import launch_ranks
+from megaclass.train.run.rank_main import train_in_group
+from megaclass.train.run.restart import StartMode
 from megaclass.world import World
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def _train(values, beginning=None):
     said, error = io.StringIO(), ""
     with contextlib.redirect_stderr(said), ExitStack() as held:
         try:
-            train_in_group(config, world, CPU, beginning or Beginning(), held)
+            train_in_group(config, world, CPU, beginning or StartMode(), held)
         except UserError as caught:
             error = str(caught)
     return losses_of(Path(config.train.run_dir)), said.getvalue(), error
@@ -133,7 +134,7 @@ def test_saved_by_4_ranks_and_resumed_by_any_number_the_run_ends_like_one_never_
     run_ranks, by_four, tmp_path, size
 ):
     changes = {"train__nproc": size, "train__run_dir": str(tmp_path / "run")}
-    beginning = Beginning(resume=str(checkpoint_at(by_four.run_dir, MIDDLE)))
+    beginning = StartMode(resume=str(checkpoint_at(by_four.run_dir, MIDDLE)))
     losses, said, error = run_ranks(size, _train, settings(by_four.data, "-", **changes), beginning)[0]
     assert not error and f"step {MIDDLE}" in said
     assert sorted(losses) == list(range(MIDDLE + 1, NUM_STEPS + 1))
@@ -156,7 +157,7 @@ def test_a_run_passed_on_from_4_to_3_to_5_to_1_ranks_keeps_the_curve(run_ranks, 
     begun, losses = checkpoint_at(by_four.run_dir, MIDDLE), {}
     for size, stop in ((3, 9), (5, 12), (1, NUM_STEPS)):
         values = settings(by_four.data, tmp_path / str(size), train__checkpoint_epochs=0.6)
-        found, _, error = run_ranks(size, _train, values, Beginning(resume=str(begun)))[0]
+        found, _, error = run_ranks(size, _train, values, StartMode(resume=str(begun)))[0]
         assert not error
         losses |= {step: loss for step, loss in found.items() if step <= stop}
         begun = checkpoint_at(tmp_path / str(size), stop)
@@ -171,16 +172,16 @@ def test_the_state_that_goes_on_is_all_of_it(by_four):
 
 def test_the_command_line_says_how_a_run_begins(data, tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr(start, "start_training", lambda config, arguments, beginning: begun.append(beginning) or 0)
+    monkeypatch.setattr(launch_ranks, "start_training", lambda config, arguments, mode: begun.append(mode) or 0)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(load_config_values(settings(data, tmp_path / "run"), where="test")))
     for options in ([], ["--resume"], ["--resume=best", "--match-classes"], ["--overwrite"]):
         assert main(["train", str(recipe), *options]) == 0
     assert begun == [
-        Beginning(),
-        Beginning(resume="auto"),
-        Beginning(resume="best", matches_classes=True),
-        Beginning(overwrite=True),
+        StartMode(),
+        StartMode(resume="auto"),
+        StartMode(resume="best", matches_classes=True),
+        StartMode(overwrite=True),
     ]
 
 
@@ -225,7 +226,6 @@ def test_a_run_of_two_ranks_killed_while_it_saves_has_the_curve_of_one_never_sto
     check_kills(rank_pool, data, tmp_path, 1, train__epochs=3)
 
 
-@pytest.mark.ranks
 @pytest.mark.soak
 def test_a_run_killed_30_times_has_the_curve_of_one_never_stopped(rank_pool, data, tmp_path):
     check_kills(rank_pool, data, tmp_path, 30, train__epochs=60)
@@ -247,7 +247,7 @@ def test_a_run_folder_that_another_host_does_not_see_is_refused_with_the_reason(
     outcomes = run_ranks(2, _train_in_own_folder, settings(data, "run"), folders)
     for _, _, error in outcomes:
         assert "Rank 1 on " in error and f"does not see in {folders[1]}/run what rank 0 wrote there" in error
-        assert "Put train.run_dir on a file system they share." in error
+        assert "Put train.run_dir on a file system that they share." in error
     assert not list(folders[1].iterdir())
     assert not list((folders[0] / "run").glob(".seen-*"))
 
@@ -319,7 +319,7 @@ CHANGED = [4, 0, 1, 2, 20, *(old for old in range(5, NUM_CLASSES) if old != 7), 
 def test_centres_are_matched_by_name_when_classes_came_went_and_moved(run_ranks, named, tmp_path, size):
     changed = renumbered(named.data, tmp_path / "data", CHANGED, names=identity)
     values = settings(changed, tmp_path / "run", train__epochs=2)
-    beginning = Beginning(resume=str(checkpoint_at(named.run_dir, 4)), matches_classes=True)
+    beginning = StartMode(resume=str(checkpoint_at(named.run_dir, 4)), matches_classes=True)
     _, said, error = run_ranks(size, _train, values, beginning)[0]
     assert not error
     table = [line.rsplit(maxsplit=1) for line in said.split("matched by name")[1].splitlines()[1:5]]
@@ -343,7 +343,7 @@ def test_matched_rows_are_those_of_the_same_name_and_new_ones_are_as_drawn(run_r
     drawn = tensors_of(newest(tmp_path / "still"))["rows.weight"]
     values = settings(changed, tmp_path / "run", train__epochs=1, **frozen)
     values["train"]["init_centres"] = str(named.run_dir)
-    _, said, error = run_ranks(3, _train, values, Beginning(matches_classes=True))[0]
+    _, said, error = run_ranks(3, _train, values, StartMode(matches_classes=True))[0]
     assert not error and "matched by name" in said
     begun = tensors_of(newest(tmp_path / "run"))["rows.weight"]
     saved = tensors_of(newest(named.run_dir))["rows.weight"]
@@ -358,16 +358,16 @@ def newest(run_dir):
 def test_without_the_request_a_changed_list_is_refused_with_the_difference(run_ranks, named, tmp_path):
     changed = renumbered(named.data, tmp_path / "data", CHANGED, names=identity)
     values = settings(changed, tmp_path / "run", train__epochs=2)
-    for error in [o[2] for o in run_ranks(2, _train, values, Beginning(resume=str(newest(named.run_dir))))]:
+    for error in [o[2] for o in run_ranks(2, _train, values, StartMode(resume=str(newest(named.run_dir))))]:
         assert "20 classes were saved, the data has 20" in error
         assert "2 new (Person 20 ü, Person 21 ü)" in error and "2 gone (Person 03 ü, Person 07 ü)" in error
-        assert "under another number" in error and "--match-classes keeps the centres" in error
+        assert "with another number" in error and "--match-classes keeps the centres" in error
 
 
 def test_names_that_have_nothing_in_common_with_the_saved_ones_are_refused(run_ranks, named, tmp_path):
     other = renumbered(named.data, tmp_path / "data", list(range(NUM_CLASSES)), names=lambda old: f"Someone {old}")
     values = settings(other, tmp_path / "run", train__epochs=2)
-    beginning = Beginning(resume=str(newest(named.run_dir)), matches_classes=True)
+    beginning = StartMode(resume=str(newest(named.run_dir)), matches_classes=True)
     for _, _, error in run_ranks(2, _train, values, beginning):
         assert "None of the 20 classes of the data is among the 20 of" in error
 
@@ -377,9 +377,9 @@ def test_classes_without_names_are_matched_by_number_and_that_is_said(run_ranks,
     values = settings(fewer, tmp_path / "run", train__epochs=1.5)
     begun = str(checkpoint_at(by_four.run_dir, MIDDLE))
     assert (
-        "keeps the centres of those with the same number" in run_ranks(1, _train, values, Beginning(resume=begun))[0][2]
+        "keeps the centres of those with the same number" in run_ranks(1, _train, values, StartMode(resume=begun))[0][2]
     )
-    _, said, error = run_ranks(2, _train, values, Beginning(resume=begun, matches_classes=True))[0]
+    _, said, error = run_ranks(2, _train, values, StartMode(resume=begun, matches_classes=True))[0]
     assert not error and "classes matched by number with" in said
 
 
@@ -393,7 +393,7 @@ def test_a_run_on_folders_goes_on_with_their_packed_copy(run_ranks, data, tmp_pa
     whole, _, error = run_ranks(2, _train, settings(tmp_path / "people", tmp_path / "whole", train__epochs=2))[0]
     assert not error and main(["data", "pack", str(tmp_path / "people"), "--out", str(tmp_path / "rec")]) == 0
     values = settings(tmp_path / "rec", tmp_path / "run", train__epochs=2)
-    beginning = Beginning(resume=str(checkpoint_at(tmp_path / "whole", 4)))
+    beginning = StartMode(resume=str(checkpoint_at(tmp_path / "whole", 4)))
     resumed, said, error = run_ranks(2, _train, values, beginning)[0]
     assert not error and "matched" not in said
     assert resumed == {step: loss for step, loss in whole.items() if step > 4} and len(resumed) == 4
@@ -403,7 +403,7 @@ def test_a_list_of_names_that_does_not_fit_the_data_is_refused(run_ranks, data, 
     folder = renumbered(data, tmp_path / "data", list(range(NUM_CLASSES)))
     (folder / "classes.txt").write_text("one\ntwo\n")
     _, _, error = run_ranks(1, _train, settings(folder, tmp_path / "run"))[0]
-    assert "names 2 classes, but its labels are of 20" in error
+    assert "names 2 classes, but has labels for 20" in error
 
 
 # --- refused with the difference ---
@@ -422,7 +422,7 @@ def test_another_optimizer_or_width_is_refused_with_the_difference(
     run_ranks, by_four, tmp_path, name, value, difference
 ):
     changes = {name: value, "train__run_dir": str(tmp_path / "run")}
-    beginning = Beginning(resume=str(checkpoint_at(by_four.run_dir, MIDDLE)))
+    beginning = StartMode(resume=str(checkpoint_at(by_four.run_dir, MIDDLE)))
     for _, _, error in run_ranks(2, _train, settings(by_four.data, "-", **changes), beginning):
         assert "belongs to another run" in error and difference in error
 
@@ -431,9 +431,9 @@ def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_its_default(run_r
     folder = Path(shutil.copytree(checkpoint_at(by_four.run_dir, MIDDLE), tmp_path / "old"))
     rewrite_config(folder, lambda text: "\n".join(line for line in text.split("\n") if "on_nan" not in line))
     values = settings(by_four.data, tmp_path / "run", train__epochs=1.2)
-    assert run_ranks(1, _train, values, Beginning(resume=str(folder)))[0][2] == ""
+    assert run_ranks(1, _train, values, StartMode(resume=str(folder)))[0][2] == ""
     rewrite_config(folder, lambda text: text.replace("[train]", "[train]\nnovelty = 1"))
-    error = run_ranks(1, _train, settings(by_four.data, tmp_path / "other"), Beginning(resume=str(folder)))[0][2]
+    error = run_ranks(1, _train, settings(by_four.data, tmp_path / "other"), StartMode(resume=str(folder)))[0][2]
     assert "settings that this version does not know" in error and "novelty" in error
 
 
@@ -450,7 +450,7 @@ def test_newer_checkpoints_that_are_damaged_or_of_another_run_are_passed_over_wi
     shard = next(checkpoint_at(tmp_path / "run", 10).glob("head-*"))
     shard.write_bytes(shard.read_bytes()[:-1])
     values = settings(by_four.data, tmp_path / "run", train__epochs=1.2)
-    _, said, error = run_ranks(1, _train, values, Beginning(resume="auto"))[0]
+    _, said, error = run_ranks(1, _train, values, StartMode(resume="auto"))[0]
     assert not error
     assert "step-000000015 belongs to another run: train.seed was 7, is 0" in said
     assert f"{shard} has" in said and f"resuming from {checkpoint_at(tmp_path / 'run', 5)}, step 5" in said
@@ -459,7 +459,7 @@ def test_newer_checkpoints_that_are_damaged_or_of_another_run_are_passed_over_wi
 def test_the_best_checkpoint_can_be_asked_for(run_ranks, by_four, tmp_path):
     shutil.copytree(by_four.run_dir, tmp_path / "run")
     best = min((5, 10, 15), key=lambda step: by_four.losses[step])
-    _, said, error = run_ranks(1, _train, settings(by_four.data, tmp_path / "run"), Beginning(resume="best"))[0]
+    _, said, error = run_ranks(1, _train, settings(by_four.data, tmp_path / "run"), StartMode(resume="best"))[0]
     assert not error and f"step-{best:09d}, step {best}" in said
 
 
@@ -542,7 +542,7 @@ def test_centres_of_fewer_classes_need_the_request_and_are_then_taken_by_number(
     values["train"]["init_centres"] = str(centres_of_insightface(tmp_path / "centres", centres, 2))
     assert "4 new (16, 17, 18, …)" in run_ranks(2, _train, values)[0][2]
     values["train"]["run_dir"] = str(tmp_path / "matched")
-    assert run_ranks(2, _train, values, Beginning(matches_classes=True))[0][2] == ""
+    assert run_ranks(2, _train, values, StartMode(matches_classes=True))[0][2] == ""
     found = tensors_of(newest(tmp_path / "matched"))["rows.weight"]
     assert torch.equal(found[: len(centres)], centres)
     assert np.isfinite(found.numpy()).all() and bool(found[len(centres) :].any(dim=1).all())

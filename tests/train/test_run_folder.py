@@ -85,7 +85,7 @@ def test_clearing_a_run_removes_a_link_and_not_what_it_points_to(tmp_path):
 def test_a_run_that_was_killed_says_how_to_resume_it_or_that_it_must_begin_again(tmp_path):
     run = RunFolder(tmp_path)
     run.write_config("[train]\n")
-    with pytest.raises(CheckpointError, match="ended before its first checkpoint, so begin it again with --overwrite"):
+    with pytest.raises(CheckpointError, match="ended before its first checkpoint, so start it again with --overwrite"):
         run.check_free()
     for step in (40, 120):
         (run.checkpoints / f"step-{step:09d}").mkdir(parents=True)

@@ -403,7 +403,7 @@ def test_a_package_that_the_end_would_need_is_asked_for_before_anything_begins(r
         err = refused(
             "export.onnx=true", f"train.nproc={nproc}", f"data.path={tmp_path}/data", f"train.run_dir={tmp_path}/run"
         )
-        assert "export.onnx needs onnxscript: pip install 'megaclass[onnx]', or go without: export.onnx=false." in err
+        assert "export.onnx needs onnxscript: pip install 'megaclass[onnx]', or disable it: export.onnx=false." in err
     assert not list(tmp_path.iterdir())
 
 
@@ -413,7 +413,7 @@ def test_processes_that_are_not_started_because_a_starter_is_in_charge_are_told(
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     err = refused("train.nproc=2", "train.device=cuda")
-    assert "train.nproc=2 is not used, because Slurm is in charge and started one process." in err
+    assert "train.nproc=2 is ignored, because Slurm is in charge and started one process." in err
     assert "type `unset SLURM_STEP_ID` first" in err
     assert "is not used" not in refused("train.nproc=1", "train.device=cuda")
 

@@ -1,12 +1,13 @@
 """IResNet, the network of ArcFace: parameter names and shapes are those of InsightFace's published state dicts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megaclass.backbones.layers.convolutions import few_channels, strided_pointwise
 from megaclass.backbones.layers.norm import norm_act, norm_and_input
+from megaclass.backbones.state_sizes import count_blocks, side_of
 from megaclass.image_size import ImageSize, height_and_width
 
 _WIDTHS = (64, 128, 256, 512)
@@ -15,6 +16,9 @@ _BN_EPS = 1e-5
 
 class IBasicBlock(nn.Module):
     """BN, conv 3x3, BN, PReLU, conv 3x3 (stride), BN, plus the shortcut."""
+
+    is_recomputable = True
+    """backbone.checkpoint_activations computes this block again in backward."""
 
     def __init__(self, in_width: int, width: int, stride: int) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class IResNet(nn.Module):
         height, width = height_and_width(image_size)
         self.fc = nn.Linear(in_width * (height // 16) * (width // 16), embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim, eps=_BN_EPS)
-        # The head normalises embeddings, so a learned scale here would be undone; InsightFace fixes it too.
+        # The head normalises embeddings, which would undo a learned scale; InsightFace fixes it, too.
         nn.init.constant_(self.features.weight, 1.0)
         self.features.weight.requires_grad = False
         self._initialise()
@@ -74,6 +78,17 @@ class IResNet(nn.Module):
         x = self.fc(torch.flatten(self.dropout(norm_act(self.bn2, x)), 1))
         embeddings: Tensor = self.features(x)
         return embeddings
+
+    @staticmethod
+    def arguments_of(
+        state: Mapping[str, Tensor], image_size: ImageSize | None
+    ) -> tuple[tuple[int, ...], int, ImageSize] | None:
+        """See `SizedBackbone`."""
+        if "layer1.0.conv1.weight" not in state:
+            return None
+        blocks = tuple(count_blocks(state, f"layer{stage}.") for stage in range(1, 5))
+        embedding_dim, num_inputs = state["fc.weight"].shape
+        return blocks, embedding_dim, image_size or 16 * side_of(num_inputs // _WIDTHS[-1])
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -1,16 +1,17 @@
 """MobileFaceNet in InsightFace's two sizes; parameter names and shapes are those of its published state dicts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from megaclass.image_size import ImageSize, height_and_width
+from megaclass.backbones.state_sizes import count_blocks
+from megaclass.image_size import ImageSize, compact_size, height_and_width
 
 _END_WIDTH = 512
 
 
 class _Layers(nn.Module):
-    """A chain under the name `layers`, which is how the published files call every chain."""
+    """A sequence under the name `layers`, as in the published files."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
@@ -22,7 +23,7 @@ class _Layers(nn.Module):
 
 
 class _Shortcut(_Layers):
-    """The chain, plus what went into it."""
+    """A sequence plus its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.layers(x)
@@ -40,7 +41,7 @@ class MobileFaceNet(nn.Module):
         super().__init__()
         narrow, wide = 64 * scale, 128 * scale
         height, width = height_and_width(image_size)
-        # One block at the full map would be a whole bottleneck: the small network has a single grouped convolution there.
+        # In place of a single block the small network has one grouped convolution.
         first = _conv(narrow, narrow, 3, groups=64) if blocks[0] == 1 else _residual(narrow, blocks[0], inner=128)
         self.layers = nn.ModuleList(
             [
@@ -74,6 +75,24 @@ class MobileFaceNet(nn.Module):
             x = layer(x)
         embeddings: Tensor = self.features(self.conv_sep(x))
         return embeddings
+
+    @staticmethod
+    def arguments_of(
+        state: Mapping[str, Tensor], image_size: ImageSize | None
+    ) -> tuple[tuple[int, ...], int, int, ImageSize] | None:
+        """See `SizedBackbone`. The last convolution covers the whole map, so the weights tell rectangles, too."""
+        if "conv_sep.layers.0.weight" not in state:
+            return None
+        # The first chain is a single convolution where it stands for one block.
+        first = 1 if "layers.1.layers.0.weight" in state else count_blocks(state, "layers.1.layers.")
+        blocks = (first, *(count_blocks(state, f"layers.{chain}.layers.") for chain in (3, 5, 7)))
+        height, width = state["features.layers.0.layers.0.weight"].shape[2:]
+        return (
+            blocks,
+            state["layers.0.layers.0.weight"].shape[0] // 64,
+            state["features.layers.2.weight"].shape[0],
+            compact_size((16 * height, 16 * width)),
+        )
 
 
 def _conv(in_width: int, width: int, kernel: int, *, stride: int = 1, groups: int = 1) -> _Layers:

@@ -1,10 +1,12 @@
-"""A slim residual network that two CPU cores train in a minute or two."""
+"""A small residual network that two CPU cores train in a minute or two."""
 
 import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from megaclass.backbones.state_sizes import side_of
 from megaclass.image_size import ImageSize, height_and_width
 
 _WIDTHS = (16, 32, 64, 128)
@@ -31,7 +33,7 @@ class _Block(nn.Module):
 
 
 class SlimNet(nn.Module):
-    """Four halvings, then a linear layer over the whole map, because where a feature lies matters."""
+    """Four halvings, then a linear layer over the whole map, because the place of a feature matters."""
 
     def __init__(self, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()
@@ -49,3 +51,11 @@ class SlimNet(nn.Module):
         x = self.fc(torch.flatten(self.dropout(self.blocks(self.stem(x))), 1))
         embeddings: Tensor = self.features(x)
         return embeddings
+
+    @staticmethod
+    def arguments_of(state: Mapping[str, Tensor], image_size: ImageSize | None) -> tuple[int, ImageSize] | None:
+        """See `SizedBackbone`."""
+        if "stem.0.weight" not in state:
+            return None
+        embedding_dim, num_inputs = state["fc.weight"].shape
+        return embedding_dim, image_size or 16 * side_of(num_inputs // _WIDTHS[-1])

@@ -6,9 +6,12 @@ training only: dropping residual branches of whole images (stochastic depth) and
 ranks. Without masking, `mask_token`, which published files always carry, is kept and not trained.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
+from megaclass.backbones.state_sizes import count_blocks, side_of
 from megaclass.image_size import ImageSize, height_and_width
 
 PATCH_SIZE = 9
@@ -78,6 +81,9 @@ def kept_patches(noise_BP: Tensor, p: float) -> Tensor:
 class TransformerBlock(nn.Module):
     """Attention and a two-layer perceptron, each normalised before and added to its input."""
 
+    is_recomputable = True
+    """backbone.checkpoint_activations computes this block again in backward."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.drop_attn: nn.Module = nn.Identity()
@@ -146,6 +152,18 @@ class VisionTransformer(nn.Module):
             x_BPD = self.mask_token.to(x_BPD.dtype).expand(shape).scatter(1, kept, x_BPD)
         embeddings: Tensor = self.feature(x_BPD.flatten(1))
         return embeddings
+
+    @staticmethod
+    def arguments_of(
+        state: Mapping[str, Tensor], image_size: ImageSize | None
+    ) -> tuple[int, int, int, ImageSize] | None:
+        """See `SizedBackbone`."""
+        if "pos_embed" not in state:
+            return None
+        _, num_patches, width = state["pos_embed"].shape
+        # Sides are multiples of 16, and at most one of those gives a number of patches of 9 pixels.
+        image_size = image_size or -(-PATCH_SIZE * side_of(num_patches) // 16) * 16
+        return width, count_blocks(state, "blocks."), state["feature.2.weight"].shape[0], image_size
 
     def regularise(self, drop_path: float, mask_patches: float) -> None:
         """Switches on, for training, dropped branches and left-out patches.

@@ -22,7 +22,7 @@ from megaclass.distributed.collectives import gather_blocks, scatter_sum, sum_ov
 from megaclass.distributed.process_group import process_group
 from megaclass.launch.launchers.local import run_local
 from megaclass.train.build import Model, build_model
-from megaclass.train.run.start import make_data, make_loader, open_data
+from megaclass.train.run.data import make_data, make_loader, open_data
 from megaclass.train.step import training_step
 from megaclass.world import World, world_from_environment
 
@@ -71,7 +71,7 @@ class StepBench:
 def bench_step(config: Config, arguments: Sequence[str], *, num_steps: int, is_json: bool) -> int:
     """Measures and prints the result; returns the exit code. arguments: the command line after `bench step`, to start ranks."""
     world = world_from_environment()
-    if world.starter == "nobody":
+    if world.starter == "none":
         make_data(config)
         if config.train.nproc > 1:
             return run_local([sys.executable, "-m", "megaclass", "bench", "step", *arguments], config.train.nproc)

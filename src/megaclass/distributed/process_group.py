@@ -189,7 +189,7 @@ def unused_gpus(device: torch.device, world: World, driver: Path = Path("/proc/d
 def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]:
     """Returns a warning if Slurm granted several tasks, which only srun uses, to a process that was started without srun."""
     asked = env.get("SLURM_NPROCS") or env.get("SLURM_NTASKS", "1")
-    if world.is_main and world.starter == "nobody" and "SLURM_JOB_ID" in env and asked.isdecimal() and int(asked) > 1:
+    if world.is_main and world.starter == "none" and "SLURM_JOB_ID" in env and asked.isdecimal() and int(asked) > 1:
         return [f"Slurm granted {asked} tasks, but this is one process: type `srun megaclass …` to use all of them."]
     return []
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megaclass.hvd.compat.shim_path import shims_folder as shims_folder
+from megaclass.launch.horovod_options import shims_folder as shims_folder
 
 if TYPE_CHECKING:
     from megaclass.hvd.compression import *
@@ -34,7 +34,7 @@ _NOT_HERE = {"handle_average_backwards_compatibility", "is_homogeneous"}
 
 def __getattr__(name: str) -> Any:
     if name == "elastic":
-        raise AttributeError("hvd.elastic is not there yet: elastic jobs are not supported.")
+        raise AttributeError("hvd.elastic is not available: elastic jobs are not supported by megaclass.")
     # `from megaclass.hvd import <module>` asks here first; AttributeError makes Python import the module itself.
     if find_spec(f"{__name__}.{name}") is not None:
         raise AttributeError(f"module {__name__}.{name} is not imported yet")

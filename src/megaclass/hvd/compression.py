@@ -1,8 +1,9 @@
-"""Gradient compression, by Horovod's interface and on the wire.
+"""Gradient compression by Horovod's interface.
 
-A compressor of one's own is a class with static `compress(tensor) -> (tensor, context)` and
-`decompress(tensor, context)`; what it returns is reduced in its dtype. The ones below are narrow on the wire itself
-(distributed/wire_formats.py): each rank sends 16 or 8 bits a number, sums are made in float32.
+A user's compressor is a class with static methods `compress(tensor) -> (tensor, context)` and
+`decompress(tensor, context)`; the tensor that compress() returns is reduced in its own dtype. The compressors below are
+recognised by allreduce, which then uses a wire format (distributed/wire_formats.py) instead: each rank sends 16 or 8 bits
+per number, and sums are formed in float32.
 """
 
 from typing import Any
@@ -16,11 +17,11 @@ __all__ = ["Compression"]
 
 
 class Compressor:
-    """Interface for compressing and decompressing a given tensor."""
+    """Interface of a compressor."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor to send, and what decompress() needs to know."""
+        """Returns the tensor to send and the context for decompress()."""
         raise NotImplementedError
 
     @staticmethod
@@ -41,7 +42,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """16 bits: float16."""
+    """Sends 16 bits per number, as float16."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -53,7 +54,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(Compressor):
-    """16 bits: bfloat16, with the range of float32."""
+    """Sends 16 bits per number, as bfloat16, which has the range of float32."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -65,16 +66,17 @@ class BF16Compressor(Compressor):
 
 
 class _ScaledCompressor(Compressor):
-    """8 bits with a shared exponent a block; encoded tensors cannot be added, so allreduce treats it by itself."""
+    """Sends 8 bits per number and one exponent per block. Encoded tensors cannot be added: only allreduce supports them."""
 
     wire_name = ""
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Bytes: the numbers, then the exponents."""
+        """Returns the encoded numbers, then the exponents, as bytes."""
         if not tensor.dtype.is_floating_point:
             return tensor, None
         flat = tensor.detach().reshape(-1).float()
+        # Fill up whole blocks; the longest have 128 numbers.
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 128))
         return WIRE_FORMATS[cls.wire_name].encode(padded[None])[0], (tensor.shape, tensor.dtype, padded.numel())
 
@@ -87,19 +89,19 @@ class _ScaledCompressor(Compressor):
 
 
 class FP8Compressor(_ScaledCompressor):
-    """8 bits: scaled float8 (E4M3)."""
+    """Sends 8 bits per number, as scaled float8 (E4M3)."""
 
     wire_name = "fp8"
 
 
 class Int8Compressor(_ScaledCompressor):
-    """8 bits: linear."""
+    """Sends 8 bits per number, as scaled integers."""
 
     wire_name = "int8"
 
 
 class Compression:
-    """What gradients travel as."""
+    """The compressors to choose from."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -108,6 +110,7 @@ class Compression:
     int8 = Int8Compressor
 
 
+# Compared by identity: a subclass may change compress() and is then called like any user's compressor.
 _WIRES: dict[Any, str] = {
     FP16Compressor: "fp16",
     BF16Compressor: "bf16",
@@ -117,7 +120,7 @@ _WIRES: dict[Any, str] = {
 
 
 def wire_of(compression: Any, tensor: Tensor) -> str:
-    """The wire format for this tensor; empty if the compressor changes the tensor itself, or has nothing to gain."""
+    """Returns the wire format for this tensor; empty for a user's compressor, or where it would not save bytes."""
     wire = _WIRES.get(compression, "")
     if not wire or not tensor.dtype.is_floating_point:
         return ""
@@ -125,4 +128,5 @@ def wire_of(compression: Any, tensor: Tensor) -> str:
 
 
 def is_scaled(compression: Any) -> bool:
+    """Returns True for the 8-bit compressors."""
     return isinstance(compression, type) and issubclass(compression, _ScaledCompressor)

@@ -1,4 +1,4 @@
-"""The errors Horovod's scripts catch, by the names they know them."""
+"""Horovod's exceptions, and its error texts that scripts and tests compare."""
 
 __all__ = ["HorovodInternalError"]
 
@@ -37,7 +37,7 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Kept for scripts that catch it; nothing here is compiled against a framework, so nothing raises it."""
+    """Exists for scripts that catch it; nothing here is compiled against a framework, so it is never raised."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))

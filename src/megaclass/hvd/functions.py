@@ -1,4 +1,4 @@
-"""Objects, parameters and optimizer states from one rank to all."""
+"""Broadcasts and gathers of objects, parameters and optimizer states."""
 
 import hmac
 import io
@@ -24,36 +24,43 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 
 _MAC_BYTES = 32
 _NEEDS_SECRET = (
-    f"The starter of this job gave its ranks no secret, so that they could not tell such an object from a stranger's: start "
-    f"it with `megaclass run`, or export the same {JOB_SECRET} to all ranks, for example from `openssl rand -hex 32`."
+    f"This job has no secret by which a rank could tell such an object from a forged one: start the job with "
+    f"`megaclass run`, or export the same {JOB_SECRET} to all ranks, for example from `openssl rand -hex 32`."
 )
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Overwrites parameters by those of the root: `model.state_dict()`, a list of (name, tensor), or of tensors."""
+    """Overwrites parameters with those of the root.
+
+    params: `model.state_dict()`, or an iterable of tensors or of (name, tensor), such as `model.named_parameters()`.
+    """
     if isinstance(params, dict):
         named = sorted(params.items())
-    elif isinstance(params, list):
-        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     elif isinstance(params, Iterable) and not isinstance(params, (str, Tensor)):
-        # model.named_parameters() itself, as scripts write it.
         named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
+    # All broadcasts are submitted before the first is waited for, so that they are negotiated together.
     pending = []
     for name, tensor in named:
         if not torch.is_tensor(tensor):
-            raise ValueError(f"broadcast_parameters: {name!r} is of type {type(tensor)}, not a tensor.")
-        whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+            raise ValueError(f"broadcast_parameters: {name!r} has type {type(tensor)}; expected a tensor.")
+        # broadcast_async_() refuses sparse tensors, as Horovod's does.
+        is_whole = tensor.layout is not torch.strided or tensor.is_contiguous()
+        whole = tensor if is_whole else tensor.detach().contiguous()
         pending.append((broadcast_async_(whole, root_rank, name), whole, tensor))
     for handle, whole, tensor in pending:
         synchronize(handle)
+        # A copy was broadcast for a tensor whose memory is not contiguous.
         if whole is not tensor:
             tensor.data.copy_(whole)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
-    """Overwrites the optimizer's state and options by those of the root; `model` tells which gradients are sparse."""
+    """Overwrites the optimizer's state and options with those of the root.
+
+    model: its nn.Embedding layers show which gradients are sparse.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     state = optimizer.state_dict()
@@ -78,6 +85,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
                     places[key] = (state["state"][number], name)
     broadcast_parameters(tensors, root_rank)
     for key, value in broadcast_object(scalars, root_rank).items():
+        # The root may have more, for example the state of a parameter that is frozen here.
         if key in places:
             holder, name = places[key]
             holder[name] = value
@@ -94,20 +102,20 @@ def _sparse_parameters(model: nn.Module | None) -> set[int]:
 
 
 def _make_state(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
-    """A new optimizer has no state yet: a step with zero gradients makes it.
+    """Creates the state of a new optimizer by a step with zero gradients.
 
-    Weights may move in that step (weight decay), so they are put back.
+    Weight decay changes the weights even so; they are restored.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
-        # Laid out as the weights are: fused optimizers insist on it.
+        # Fused optimizers require gradients with the memory layout of the weights.
         gradient = torch.zeros_like(parameter)
         is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or (
             isinstance(optimizer, torch.optim.SGD) and id(parameter) in sparse
         )
         parameter.grad = gradient.to_sparse() if is_sparse else gradient
-    # A distributed optimizer's own step would wait for all ranks.
+    # The step of a DistributedOptimizer would wait for all ranks.
     step = getattr(optimizer, "step_without_reduction", optimizer.step)
     step()
     with torch.no_grad():
@@ -118,10 +126,12 @@ def _make_state(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object on every rank, pickled on the way. `root_rank` is the global rank."""
+    """Returns the root's object on every rank; it is pickled. `root_rank` is the global rank."""
+    is_root = rank() == root_rank
     name = name if name is not None else _object_name(process_set)
     envelope = _Envelope(name, process_set)
-    if rank() == root_rank:
+    # The length is broadcast first: the other ranks need it to receive the object.
+    if is_root:
         data = envelope.sealed(obj, root_rank)
         length = torch.tensor([data.numel()], dtype=torch.int64)
         broadcast_(length, root_rank, f"{name}.sz", process_set)
@@ -130,11 +140,11 @@ def broadcast_object(
         broadcast_(length, root_rank, f"{name}.sz", process_set)
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.t", process_set)
-    return obj if rank() == root_rank else envelope.opened(data, root_rank)
+    return obj if is_root else envelope.opened(data, root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, in their order, pickled on the way."""
+    """Returns the objects of all ranks, ordered by rank; they are pickled."""
     name = name if name is not None else _object_name(global_process_set)
     envelope = _Envelope(name, global_process_set)
     data = envelope.sealed(obj, rank())
@@ -144,19 +154,20 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 class _Envelope:
-    """An object as bytes with an HMAC, because unpickling runs code and gloo's connections can be joined by strangers.
+    """Signs one exchanged object with an HMAC, because unpickling runs code and gloo does not authenticate connections.
 
-    The HMAC covers sender, name and how often the name was used before: what was recorded cannot be sent again. In a job
-    without a secret anybody could make it; there only plain data and tensors are unpickled, as by
-    torch.load(weights_only=True).
+    The HMAC covers the sender, the name and the number of earlier uses of the name, so that a recorded message is not
+    accepted a second time. In a job without a secret anyone could compute the HMAC; there only plain data and tensors are
+    unpickled, as by torch.load(weights_only=True).
     """
 
     def __init__(self, name: str, process_set: ProcessSet) -> None:
         job = _basics.job()
         self._secret = job.meeting.secret
         self._is_trusted = bool(self._secret) or job.meeting.size == 1
+        # Counted on every rank alike: ranks exchange the objects of one name in the same order.
         number = job.next_object(process_set.process_set_id, name)
-        self._about = f"{process_set.process_set_id} {number} {name}"
+        self._identity = f"{process_set.process_set_id} {number} {name}"
 
     def sealed(self, obj: Any, sender: int) -> Tensor:
         content = pickled(obj, type(obj).__name__) if self._is_trusted else _plain_dumps(obj)
@@ -167,22 +178,22 @@ class _Envelope:
         mac, content = whole[:_MAC_BYTES], whole[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(content, sender)):
             raise HorovodInternalError(
-                f"The object {self._about!r} does not come from rank {sender} of this job: its signature is wrong. The ranks "
-                f"exchange different objects under one name, or somebody interferes."
+                f"The object {self._identity!r} does not come from rank {sender} of this job: its signature is wrong. Either "
+                f"the ranks exchange different objects under one name, or another process interferes."
             )
         return pickle.loads(content) if self._is_trusted else _plain_loads(content)
 
     def _mac(self, content: bytes, sender: int) -> bytes:
-        return hmac.digest(self._secret, f"{sender} {self._about}\0".encode() + content, "sha256")
+        return hmac.digest(self._secret, f"{sender} {self._identity}\0".encode() + content, "sha256")
 
 
 def _object_name(process_set: ProcessSet) -> str:
-    """Horovod takes the type's name, and waits for ever where the ranks' types differ; this one is counted."""
+    """Returns a name with a running number. Horovod uses the object's type, and hangs if it differs between ranks."""
     return f"object.{_basics.job().next_object(process_set.process_set_id, '')}"
 
 
 def _plain_dumps(obj: Any) -> bytes:
-    """LaunchError for anything that the other ranks would refuse."""
+    """Returns the bytes of plain data; raises LaunchError for an object that the other ranks would refuse."""
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
@@ -197,4 +208,4 @@ def _plain_loads(content: bytes) -> Any:
         return torch.load(io.BytesIO(content), weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0]
-        raise LaunchError(f"An object of another rank is more than plain data: {reason}. {_NEEDS_SECRET}") from error
+        raise LaunchError(f"An object from another rank is not plain data: {reason}. {_NEEDS_SECRET}") from error

@@ -1,23 +1,27 @@
-"""Which gradients are handed over together, learned from the order in which backward made them.
+"""Batches of gradients that are submitted together, learned from the order in which backward computed them.
 
-A batch is negotiated by one message each way and wakes the controller's thread once. Batches decide only when gradients
-are submitted: ranks that cut them differently, or whose models differ in a step, still meet by name.
+A batch costs one message each way in the negotiation and wakes the controller's thread once. Batches only decide when
+gradients are submitted: ranks whose batches or models differ in a step still find each other's gradients by name.
 """
 
 from torch import Tensor
 
 from megaclass.hvd.engine.coordinator import FUSED_TENSOR_BYTES
 
-# As DistributedDataParallel cuts its buckets: the first one small, so that sending begins early.
+# The sizes of DistributedDataParallel's buckets: the first one is small, so that sending starts early.
 _FIRST_BYTES = 1024 * 1024
 _BATCH_BYTES = 25 * 1024 * 1024
 
 
 class GradientBatches:
-    """Of one optimizer."""
+    """The batches of one optimizer.
+
+    backward's threads call arrive(), the thread that waits for the gradients calls end_step(). The first step, in which
+    nothing is known yet, only records the order; later steps follow it until the order changes.
+    """
 
     def __init__(self, most_bytes: int) -> None:
-        """`most_bytes`: where a batch ends at the latest; 0: every gradient by itself."""
+        """Ends a batch as soon as it holds `most_bytes`; 0 makes a batch of each gradient."""
         self._most_bytes = most_bytes
         self._arrived: list[Tensor] = []
         self._planned: list[Tensor] = []
@@ -27,24 +31,25 @@ class GradientBatches:
         self._last = -1
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Whether it is part of a batch; in the first step none is."""
+        """Returns True if the parameter is part of a batch; in the first step none is."""
         return parameter in self._batch_of
 
     def arrive(self, parameter: Tensor) -> list[Tensor]:
-        """Notes that its gradient is ready; the parameters to submit now: a whole batch, this one alone, or none yet.
+        """Records that the parameter's gradient is ready and returns the parameters to submit now.
 
-        None for the last batch either: who waits for the gradients submits what is left, and nobody else is woken.
+        These are a whole batch, this parameter alone if it is in no batch, or none while the batch is incomplete. Also
+        none for the last batch, which synchronize() submits itself, so that the controller's thread is not woken.
         """
         self._arrived.append(parameter)
         number = self._batch_of.get(parameter)
         if number is None:
             return [parameter]
-        # Backward may run in one thread a device: the number each one sees must be its own.
+        # backward may run one thread per device. Reading the count back from the list could return another thread's.
         num_missing = self._num_missing[number] = self._num_missing[number] - 1
         return self._batches[number] if num_missing == 0 and number != self._last else []
 
     def end_step(self) -> None:
-        """All gradients were submitted. Where they came in a new order, later steps follow that one."""
+        """Ends a step, all of whose gradients were submitted. If their order was new, later steps follow it."""
         if self._arrived and list(map(id, self._arrived)) != list(map(id, self._planned)):
             self._plan(self._arrived)
         self._num_missing = [len(batch) for batch in self._batches]
@@ -52,7 +57,8 @@ class GradientBatches:
 
     def _plan(self, parameters: list[Tensor]) -> None:
         self._planned = parameters
-        # Large gradients, which travel one by one, are cut by themselves: small ones may then travel with the negotiation.
+        # Large gradients are sent one by one. In batches of their own they do not delay the small ones, which may be sent
+        # together with the negotiation.
         small = [parameter for parameter in parameters if _num_bytes(parameter) <= FUSED_TENSOR_BYTES]
         large = [parameter for parameter in parameters if _num_bytes(parameter) > FUSED_TENSOR_BYTES]
         self._batches = [*self._cut(small), *self._cut(large)]

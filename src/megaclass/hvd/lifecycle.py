@@ -1,4 +1,4 @@
-"""init(), shutdown() and the questions about the job, as functions: the methods of the one `_Basics` of this process.
+"""init(), shutdown(), rank(), size() and so on, as functions: the methods of this process's one `_Basics`.
 
 `__all__` is generated from the assignments, so that each name is written once.
 """

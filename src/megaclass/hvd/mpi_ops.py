@@ -1,13 +1,10 @@
 """Horovod's collective operations, with its names, arguments and gradients.
 
-Every operation has a name; ranks meet under it, whatever the order in which they call. Without a name one is counted
-up, and ranks must call in the same order. `_async` returns a handle for poll() and synchronize(); `_` at the end works
-in place; `grouped_` runs when all tensors of the list are there on all ranks.
+Every operation has a name, by which ranks find each other whatever the order of their calls. Operations without a name
+get a running number, so that ranks must call them in the same order. `_async` returns a handle for poll() and
+synchronize(); `_` at the end works in place; `grouped_` starts when all ranks have submitted all tensors of the list.
 
-Gradients are Horovod's: allreduce's is the allreduce of the gradient by the same op and factors; allgather's and
-broadcast's an average; reducescatter's an allgather; alltoall's an alltoall back.
-
-The names are those in `__all__` of the imported modules, and two more that Horovod has in this module only.
+This module has the names in `__all__` of the modules it imports, and two that Horovod has in this module only.
 """
 
 import typing as _typing

@@ -1,12 +1,20 @@
-"""DistributedOptimizer: gradients are combined over ranks while backward still runs, and applied by step().
+"""DistributedOptimizer: combines gradients over ranks while backward is still running; step() applies them.
 
-The wrapped optimizer keeps its class name, its state and its hooks; schedulers made for either see the same groups.
+The wrapped optimizer keeps its class name, state and hooks. Both share their param_groups, so that a scheduler may be
+created for either.
+
+How a gradient gets through a step:
+
+    backward computes it -> hook: _gradient_is_ready() -> after backward_passes_per_step passes: _submit()
+    -> alone (first step), in a batch, or when its group is complete -> _reduce() or _reduce_group(): a handle
+    step() or synchronize(): submits parameters that have none yet -> waits for all handles -> _store() writes the results
 """
 
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,17 +47,24 @@ _ZERO_GRAD_TOO_EARLY = (
 )
 
 
+@dataclass(slots=True)
 class _Reduction:
-    """A gradient, or a group of them, on its way. `handle` None: counted, but not submitted yet."""
+    """The allreduce of a gradient or of a group of them."""
 
-    def __init__(self, handle: Any = None, contexts: Any = None, sent: Any = None) -> None:
-        self.handle = handle
-        self.contexts = contexts
-        self.sent = sent
+    handle: Any = None
+    """For synchronize(), or the function that sparse_allreduce_async() returned; None while it is not submitted yet."""
+    contexts: Any = None
+    """For decompress(): one context, or one for each member of a group."""
 
 
 class _Distributed:
-    """What both kinds of distributed optimizer share. Mixed into a subclass of the wrapped optimizer's class."""
+    """The common part of both distributed optimizers, mixed into a subclass of the wrapped optimizer's class.
+
+    State per parameter: `_parameter_names` holds the name of its allreduce, `_allreduce_delay` the number of backward
+    passes until that is submitted, `_hooks` its hook. `_handles` maps parameters, and groups of them as tuples, to open
+    reductions; scripts clear it. `_requires_update` holds the parameters that step() reduces even without a gradient;
+    scripts empty it. Hooks run in backward's threads, one per device, all else in the user's thread.
+    """
 
     param_groups: list[dict[str, Any]]
 
@@ -71,7 +86,7 @@ class _Distributed:
             self._allreduce_delay[parameter] = passes
 
     def _register_hooks(self) -> None:
-        """Of all parameters that are trained: again before every step, for those that were added or thawed since."""
+        """Registers a hook on every trained parameter. Called again before each step, for parameters added or thawed since."""
         for i, group in enumerate(self.param_groups):
             for j, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and parameter not in self._hooks:
@@ -79,10 +94,11 @@ class _Distributed:
                     self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
                     self._requires_update.add(parameter)
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook())
-                    self._take_in(parameter)
+                    self._add_parameter(parameter)
 
     def _hook(self) -> Callable[[Tensor], None]:
-        # It must not keep the optimizer alive: one that was replaced stops reducing.
+        # A weak reference: the hook must not keep an optimizer alive that the script has replaced, and which would go on
+        # reducing gradients.
         this = weakref.ref(self)
 
         def hook(parameter: Tensor) -> None:
@@ -92,12 +108,13 @@ class _Distributed:
 
         return hook
 
-    def _take_in(self, parameter: Tensor) -> None:
+    def _add_parameter(self, parameter: Tensor) -> None:
         raise NotImplementedError
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         reduction = self._handles.get(parameter)
         is_sent = reduction is not None and reduction.handle is not None
+        # Its gradient is being reduced in place: adding to it now would corrupt the result.
         if (is_sent or self._is_in_sent_group(parameter)) and self._allreduce_delay[parameter] <= 0:
             raise AssertionError(_TOO_MANY_PASSES)
         assert parameter.grad is not None and not parameter.grad.requires_grad
@@ -114,13 +131,18 @@ class _Distributed:
     def _submit(self, parameter: Tensor) -> None:
         raise NotImplementedError
 
-    def _check_zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         if self._handles:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def step_without_reduction(self) -> Any:
+        """Makes the wrapped optimizer's step on this rank alone."""
+        return super().step()  # type: ignore[misc]
 
 
 class _DistributedOptimizer(_Distributed):
-    """Reduces gradients."""
+    """Combines gradients by Average or Sum."""
 
     def _set_up(
         self,
@@ -137,8 +159,8 @@ class _DistributedOptimizer(_Distributed):
         self._groups = _checked_groups(groups)
         self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
         self._num_ready: dict[tuple[Tensor, ...], int] = {}
-        self._batches = GradientBatches(_basics.job().settings.fusion_threshold)
         self._is_reducing = bool(process_set.included()) and _basics.size() > 1
+        self._batches = GradientBatches(_basics.job().settings.fusion_threshold)
         if self._is_reducing:
             if self._groups is not None:
                 self._form_groups()
@@ -146,7 +168,7 @@ class _DistributedOptimizer(_Distributed):
 
     def _form_groups(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        # In the order of the first rank of the set: groups must be the same everywhere.
+        # Groups must be the same on all ranks, so they follow the order of parameters on the first rank of the set.
         root = (self.process_set.ranks or [0])[0]
         names = broadcast_object(
             [self._parameter_names[p] for p in parameters], root_rank=root, process_set=self.process_set
@@ -167,7 +189,7 @@ class _DistributedOptimizer(_Distributed):
                 for parameter in group:
                     self._group_of[parameter] = group
 
-    def _take_in(self, parameter: Tensor) -> None:
+    def _add_parameter(self, parameter: Tensor) -> None:
         if self._groups is not None and parameter not in self._group_of:
             self._group_of[parameter] = (parameter,)
             self._num_ready[parameter,] = 0
@@ -190,9 +212,10 @@ class _DistributedOptimizer(_Distributed):
             is_planned = parameter in self._batches
             ready = self._batches.arrive(parameter)
             if is_planned:
+                # Empty until the batch is complete.
                 self._submit_together(ready, is_awaited=False)
             else:
-                # Nobody knows yet what comes next: it waits a cycle for company.
+                # In the first step the order is unknown; the controller waits a cycle for further gradients to fuse.
                 self._handles[parameter] = self._reduce(parameter)
             return
         group = self._group_of[parameter]
@@ -201,6 +224,7 @@ class _DistributedOptimizer(_Distributed):
             self._handles[parameter] = _Reduction()
             return
         self._num_ready[group] = 0
+        # One entry for the group replaces those that only counted its members.
         for member in group:
             self._handles.pop(member, None)
         self._handles[group] = self._reduce_group(group)
@@ -213,7 +237,7 @@ class _DistributedOptimizer(_Distributed):
 
     def _reduce(self, parameter: Tensor) -> _Reduction:
         if parameter.grad is None:
-            # Another rank may have computed it: branches of a model may differ between ranks.
+            # Branches of a model may differ between ranks: another rank may have computed this gradient.
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         name = self._parameter_names[parameter]
         gradient = parameter.grad
@@ -222,14 +246,14 @@ class _DistributedOptimizer(_Distributed):
                 return _Reduction(sparse_allreduce_async(gradient, name, self.op, self.process_set))
             gradient = gradient.to_dense()
         gradient = gradient.contiguous()
-        # Horovod splits the average around the sum; the division by the number of ranks comes with Average.
+        # As in Horovod, f divides before and multiplies after the sum; Average itself divides by the number of ranks.
         before, after = 1.0, 1.0
         if self.op == Average:
             before, after = 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
         wire = wire_of(self._compression, gradient) if self.op in (Average, Sum) else ""
         if wire:
             handle = compressed_allreduce_async_(gradient, name, self.op, before, after, self.process_set, wire)
-            return _Reduction(handle, None, gradient)
+            return _Reduction(handle)
         packed, context = self._compression.compress(gradient)
         handle = allreduce_async_(
             packed,
@@ -239,7 +263,7 @@ class _DistributedOptimizer(_Distributed):
             postscale_factor=after,
             process_set=self.process_set,
         )
-        return _Reduction(handle, context, packed)
+        return _Reduction(handle, context)
 
     def _reduce_group(self, group: tuple[Tensor, ...]) -> _Reduction:
         gradients = [_gradient(parameter).contiguous() for parameter in group]
@@ -247,10 +271,10 @@ class _DistributedOptimizer(_Distributed):
         handle = grouped_allreduce_async_(
             list(packed), name=self._parameter_names[group[0]], op=self.op, process_set=self.process_set
         )
-        return _Reduction(handle, contexts, packed)
+        return _Reduction(handle, contexts)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced; use it before clipping, with skip_synchronize() around step()."""
+        """Waits until all gradients are reduced. Call it before clipping, with skip_synchronize() around step()."""
         if not self.process_set.included():
             self._synchronized = True
             return
@@ -266,6 +290,7 @@ class _DistributedOptimizer(_Distributed):
                 self._store(key, reduction.handle())
             else:
                 output = synchronize(reduction.handle)
+                # A gradient that was compressed on the wire arrives decompressed.
                 plain = reduction.contexts is None and wire_of(self._compression, output)
                 self._store(key, output if plain else self._compression.decompress(output, reduction.contexts))
         for group in self._num_ready:
@@ -275,14 +300,14 @@ class _DistributedOptimizer(_Distributed):
         self._synchronized = True
 
     def _submit_missing(self) -> None:
-        """Parameters without a gradient, and those that wait for further passes, are reduced as they are."""
+        """Submits parameters without a gradient, and those whose further backward passes did not come."""
         sent: set[Tensor] = set()
         counted: set[Tensor] = set()
         for key, reduction in self._handles.items():
             (counted if reduction.handle is None else sent).update(key if isinstance(key, tuple) else (key,))
-        # Scripts empty _requires_update to have parameters without a gradient left out; the others are reduced all the same.
+        # Scripts empty _requires_update to leave out parameters without a gradient; the others are still reduced.
         wanted = (self._requires_update | counted) - sent
-        # In the order of the groups: all ranks submit what is missing in the same order.
+        # In the order of param_groups, so that all ranks submit them in the same order.
         missing = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
         self._submit_together(missing, is_awaited=True)
 
@@ -292,12 +317,13 @@ class _DistributedOptimizer(_Distributed):
         assert gradient is not None
         if gradient.is_sparse:
             parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse()
+        # Most gradients are reduced in place and need no copy.
         elif reduced.data_ptr() != gradient.data_ptr() or reduced.dtype is not gradient.dtype:
             gradient.copy_(reduced)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, step() does not wait: synchronize() was called before."""
+        """Makes step() skip synchronize() within the block, because the script has called it."""
         self._should_synchronize = False
         try:
             yield
@@ -317,22 +343,15 @@ class _DistributedOptimizer(_Distributed):
         self._synchronized = False
         return super().step(closure)  # type: ignore[misc]
 
-    def step_without_reduction(self) -> Any:
-        return super().step()  # type: ignore[misc]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._check_zero_grad()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
-
 
 class _DistributedAdasumOptimizer(_Distributed):
-    """Lets every rank make its own step and combines the steps by Adasum."""
+    """Lets every rank make its own step and combines the changes of the weights by Adasum."""
 
     def _set_up(self) -> None:
         self._starts: dict[Tensor, Tensor] = {}
         self._register_hooks()
 
-    def _take_in(self, parameter: Tensor) -> None:
+    def _add_parameter(self, parameter: Tensor) -> None:
         self._starts[parameter] = torch.zeros_like(parameter)
 
     def _submit(self, parameter: Tensor) -> None:
@@ -340,26 +359,30 @@ class _DistributedAdasumOptimizer(_Distributed):
 
     @torch.no_grad()
     def _reduce(self, parameter: Tensor) -> _Reduction:
-        """Steps this parameter alone; what it moved by is on its way, in place of the parameter itself."""
+        """Steps this parameter alone and submits its change.
+
+        Until step() has added the combined change to `_starts`, the parameter holds its own change instead of its value.
+        """
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         groups = [group["params"] for group in self.param_groups]
+        # Every other parameter is hidden from the wrapped optimizer for the duration of this step.
         for group in self.param_groups:
             group["params"] = [parameter] if any(parameter is other for other in group["params"]) else []
         start = self._starts[parameter]
         start.copy_(parameter)
         try:
-            super().step()  # type: ignore[misc]
+            self.step_without_reduction()
         finally:
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 group["params"] = parameters
         parameter.sub_(start)
         packed, context = self._compression.compress(parameter.detach().contiguous())
         handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
-        return _Reduction(handle, context, packed)
+        return _Reduction(handle, context)
 
     def synchronize(self) -> None:
-        """Nothing: step() does it all."""
+        """Does nothing: step() waits for the changes itself."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -383,13 +406,6 @@ class _DistributedAdasumOptimizer(_Distributed):
         self._handles.clear()
         return loss
 
-    def step_without_reduction(self) -> Any:
-        return super().step()  # type: ignore[misc]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._check_zero_grad()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
@@ -403,16 +419,21 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer, with gradients combined over ranks before they are applied.
+    """Returns the optimizer with gradients combined over ranks before they are applied.
 
-    named_parameters: names of the reductions, usually model.named_parameters(). compression: hvd.Compression.none,
-    fp16, bf16, fp8, int8, or a class of one's own. backward_passes_per_step: passes whose gradients are added up before
-    they travel. op: Average, Sum or Adasum. gradient_predivide_factor f: gradients are multiplied by 1/f before and by
-    f/size after the sum. groups: a number of groups, or lists of parameters, whose gradients travel together.
-    sparse_as_dense: whether sparse gradients are made dense on the way. num_groups: the old name of groups.
+    named_parameters: names of the reductions, usually model.named_parameters().
+    compression: hvd.Compression.none, fp16, bf16, fp8 or int8, or a user's compressor.
+    backward_passes_per_step: number of passes whose gradients are summed locally before they are sent.
+    op: Average, Sum or Adasum.
+    gradient_predivide_factor: f multiplies gradients by 1/f before the sum and by f/size after it; ignored with groups.
+    groups: a number of groups, or lists of parameters, whose gradients are reduced together.
+    sparse_as_dense: converts sparse gradients to dense ones before the reduction.
+    num_groups: deprecated name of groups.
     """
     if isinstance(optimizer, _Distributed):
-        raise TypeError(f"This {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain one, once.")
+        raise TypeError(
+            f"This {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain optimizer, once."
+        )
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
@@ -429,9 +450,11 @@ def DistributedOptimizer(
     if is_adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     base = _DistributedAdasumOptimizer if is_adasum else _DistributedOptimizer
+    # As in Horovod, the result is a new subclass of the optimizer's class under the same name: isinstance() holds, and
+    # hooks, schedulers and checkpoints see the optimizer they know.
     kind = type(optimizer.__class__.__name__, (base, optimizer.__class__), {"__module__": __name__})
     wrapped: Any = object.__new__(kind)
-    # A scheduler puts a step of its own on the instance it was made for; it must not hide ours.
+    # A scheduler replaces `step` on the instance it was created for; that must not hide the step of this class.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     wrapped._prepare(named_parameters, compression, backward_passes_per_step)
     if is_adasum:

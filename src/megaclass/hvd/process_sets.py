@@ -1,22 +1,17 @@
-"""Subsets of the ranks that run operations of their own."""
+"""Process sets: subsets of the ranks that run operations of their own."""
 
+import os
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+
+from megaclass.hvd.engine.job import current
+from megaclass.hvd.engine.messages import Request
+from megaclass.hvd.engine.operation import Operation
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
 
-class _Table(Protocol):
-    """What a process set asks of the running job."""
-
-    def rank(self) -> int: ...
-    def set_ranks(self, process_set_id: int) -> tuple[int, ...]: ...
-    def add_set(self, ranks: list[int]) -> int | None: ...
-    def remove_set(self, process_set_id: int) -> int | None: ...
-
-
 class ProcessSet:
-    """Ranks that run collective operations together; give it to hvd.init() or hvd.add_process_set()."""
+    """Ranks that run collective operations together; pass it to hvd.init() or hvd.add_process_set()."""
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
@@ -25,7 +20,7 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
             raise ValueError(
-                "Apparently you tried to build a ProcessSet from an MPI communicator, but there is no MPI here. "
+                "A ProcessSet cannot be built from an MPI communicator, because MPI is not supported: "
                 "ProcessSet should be initialized with a list of process ranks."
             )
         ranks = sorted(ranks_or_comm)
@@ -37,25 +32,25 @@ class ProcessSet:
         self.process_set_id = None
 
     def size(self) -> int | None:
-        """Number of ranks in it; None if not initialized."""
+        """Returns the number of ranks in the set; None if it is not initialized."""
         if self.process_set_id is None:
             return None
-        return len(_table().set_ranks(self.process_set_id))
+        return len(_members(self.process_set_id))
 
     def rank(self) -> int | None:
-        """This process's place among the ranks of the set; None if not initialized. Roots are still global ranks."""
+        """Returns this process's position in the set; None if it is not initialized. Roots are still global ranks."""
         if self.process_set_id is None:
             return None
-        ranks = _table().set_ranks(self.process_set_id)
-        if _table().rank() not in ranks:
+        ranks, own_rank = _members(self.process_set_id), current.known().meeting.rank
+        if own_rank not in ranks:
             raise ValueError("Process is not part of provided process set.")
-        return ranks.index(_table().rank())
+        return ranks.index(own_rank)
 
     def included(self) -> bool | None:
-        """Whether this process is part of it; None if not initialized."""
+        """Returns whether this process is a member; None if the set is not initialized."""
         if self.ranks is None:
             return None
-        return _table().rank() in self.ranks
+        return current.known().meeting.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -64,16 +59,12 @@ class ProcessSet:
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
-_tables: list[_Table] = []
 
-
-def _setup(table: _Table) -> None:
-    _tables[:] = [table]
-
-
-def _table() -> _Table:
-    assert _tables, "process_sets._setup() must be called first"
-    return _tables[0]
+def _members(number: int) -> tuple[int, ...]:
+    sets = current.known().process_sets
+    if number not in sets:
+        raise ValueError("Process set does not exist or has not been registered.")
+    return sets[number]
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -81,7 +72,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     assert process_set.ranks is not None
-    number = _table().add_set(process_set.ranks)
+    number = _negotiate("add_process_set", tuple(process_set.ranks), "adding")
     if number is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id = number
@@ -89,9 +80,29 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set; all ranks must call it. False if it was not there. Needs HOROVOD_DYNAMIC_PROCESS_SETS=1."""
+    """Removes a process set; all ranks must call it. Needs HOROVOD_DYNAMIC_PROCESS_SETS=1.
+
+    Returns False if the set did not exist.
+    """
     number = process_set.process_set_id
     if number is None or number == 0:
         return False
     process_set._invalidate()
-    return _table().remove_set(number) is not None
+    return _negotiate("remove_process_set", (number,), "removing") is not None
+
+
+def _negotiate(kind: str, numbers: tuple[int, ...], doing: str) -> int | None:
+    """Changes the table of sets on all ranks; returns the number of the set, None if nothing was changed."""
+    job = current.known()
+    if not (job.settings.dynamic_process_sets or os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"):
+        raise ValueError(
+            f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after Horovod initialization."
+        )
+    if kind == "add_process_set" and (wrong := job.sets.wrong_ranks(numbers)):
+        raise ValueError(wrong)
+    # The name is the same for all sets, so that ranks that want different sets are compared and get an error.
+    operation = Operation(Request(kind, "process sets", splits=numbers, repeats=False))
+    job.controller.submit(operation, is_urgent=True)
+    job.controller.wait(operation)
+    number = int(operation.result)
+    return number if number >= 0 else None

@@ -1,8 +1,8 @@
-"""run(): a function on every rank of a job, on this machine or many, and its results by rank.
+"""run(): calls a function on every rank of a job, on one or several machines, and returns the results by rank.
 
-The ranks are started by `megaclass run`. Each connects back here, gets the pickled function and sends its result; the
-connection is also its lifeline. Unpickling runs code: both sides prove by HMAC that they know a key, which travels with
-the ranks' environment and never on a command line.
+`megaclass run` starts the ranks (run_function_worker.py). Each connects back to this process, receives the pickled
+function and sends its result; a rank whose connection closes ends itself. Because unpickling runs code, both sides prove
+by HMAC that they know a key, which the ranks get in their environment and never on a command line.
 """
 
 import multiprocessing.spawn
@@ -32,12 +32,13 @@ from megaclass.launch.plan import HOROVOD_MARK, place_ranks
 __all__ = ["run"]
 
 FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
-"""Addresses, port and key of the process that called run(), for the ranks."""
+"""Environment variable with the addresses, port and key of the process that called run()."""
 _GRACE_S = 10.0
 _BACKLOG = 512
 _PROOF_S = 5.0
-"""For a caller to prove that it knows the key."""
-_MAX_STRANGERS = 512
+"""Time within which a connection must prove that it knows the key."""
+_MAX_UNPROVEN = 512
+"""Connections that may be proving themselves at a time; further ones wait in the backlog."""
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -70,10 +71,10 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Runs `func(*args, **kwargs)` in `num_proc` processes, on `hosts` or this machine; the results, by rank.
+    """Calls `func(*args, **kwargs)` in `num_proc` processes on `hosts` or this machine; returns the results by rank.
 
-    RuntimeError when a rank fails, with its traceback; the others are ended. The arguments for elastic jobs are refused,
-    those for MPI have no meaning.
+    If a rank fails, the others are ended, and RuntimeError has its traceback. Arguments for elastic jobs and for MPI are
+    refused or have no effect; see docs/horovod.md.
     """
     if network_interface:
         _deprecated("network_interface", "network_interfaces")
@@ -90,7 +91,7 @@ def run(
     if use_gloo and use_mpi:
         raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
     if use_mpi:
-        raise ValueError("MPI support has not been built: there is no MPI here. Leave use_mpi out.")
+        raise ValueError("MPI support has not been built: megaclass has none. Leave use_mpi out.")
     if host_discovery_script is not None or min_num_proc is not None or min_np is not None:
         raise LaunchError("run() starts a fixed number of processes: leave min_num_proc and host_discovery_script out.")
     machines = _machines(num_proc, hosts, hostfile)
@@ -114,9 +115,9 @@ def _deprecated(old: str, new: str) -> None:
 
 
 def _machines(num_proc: int, hosts: str | None, hostfile: str | None) -> list[Host]:
-    """Hosts with enough slots; ValueError, as from Horovod, when they cannot be read or do not suffice."""
+    """Returns the hosts; raises ValueError, as Horovod does, if they cannot be parsed or have too few slots."""
     if num_proc < 1:
-        raise ValueError(f"run(num_proc={num_proc}): it must be at least 1.")
+        raise ValueError(f"run(num_proc={num_proc}): num_proc must be at least 1.")
     try:
         found = given_hosts(hosts, Path(hostfile) if hostfile is not None else None)
         machines = found or [Host(name="localhost", slots=num_proc, is_local=True)]
@@ -147,7 +148,11 @@ def _is_importable(main: dict[str, str]) -> bool:
 
 
 class _Job:
-    """The server that hands out the function, and the launcher that starts who asks for it."""
+    """The server that hands out the function, and the launcher of the ranks that ask for it.
+
+    `_serve` and one `_answer` per connection run in threads; they write `_answers` (result by rank) and `_order` (ranks in
+    the order of their answers). `results` reads both after the launcher has ended.
+    """
 
     def __init__(self, call: bytes, size: int, others: list[str], wanted: list[str], executable: str) -> None:
         self._call = call
@@ -155,20 +160,21 @@ class _Job:
         self._executable = executable
         self._key = secrets.token_bytes(32)
         self._addresses = _own_addresses(others, wanted)
-        # All interfaces only where the hosts' names do not tell which one leads to them.
+        # Listen on all interfaces only if the host names do not show which one leads to the hosts.
         bound = self._addresses[0] if len(self._addresses) == 1 else "0.0.0.0"
         self._listener = Listener((bound, 0), backlog=_BACKLOG)
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._order: list[int] = []
         self._is_over = False
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
 
     def results(self, options: list[str], start_timeout: int | None) -> list[Any]:
         env = {**os.environ, FUNCTION_SERVER: self._where()}
         if start_timeout:
             env["HOROVOD_START_TIMEOUT"] = str(start_timeout)
         task = [self._executable, "-m", "megaclass.hvd.run_function_worker"]
-        # Functions find Horovod's environment, as under Horovod's run(); a real Horovod on the path stays what it is.
+        # The mark gives functions Horovod's environment variables, as its own run() does. It does not put the shims on
+        # PYTHONPATH: an installed Horovod stays importable.
         mark = ["-x", f"{HOROVOD_MARK}=1"]
         command = [sys.executable, "-P", "-m", "megaclass", "run", *mark, *options, *task]
         threading.Thread(target=self._serve, name="hvd.run", daemon=True).start()
@@ -185,6 +191,7 @@ class _Job:
                     launcher.kill()
                     launcher.wait()
             self._listener.close()
+        # In the order of the answers: the first failure is the likely cause of the others.
         failures = [(rank, self._answers[rank][1]) for rank in self._order if not self._answers[rank][0]]
         if failures or code or len(self._answers) < self._size:
             raise RuntimeError(_failed(failures, code))
@@ -198,15 +205,16 @@ class _Job:
             try:
                 connection = self._listener.accept()
             except OSError:
-                # Somebody who knocked and left, or close().
+                # The other end has already closed the connection, or results() has closed the listener.
                 continue
-            # More wait to be accepted until a stranger has proved itself or run out of time.
-            self._strangers.acquire()
-            # A thread each: one stranger who says nothing would keep all ranks waiting.
+            # At the limit, wait until a connection has proved itself or has run out of time.
+            self._unproven.acquire()
+            # One thread per connection: a foreign connection that sends nothing must not delay the ranks.
             threading.Thread(target=self._answer, args=(connection,), name="hvd.run", daemon=True).start()
 
     def _is_rank(self, connection: Connection) -> bool:
         try:
+            # Connection has no timeouts; the socket below it does.
             _set_read_timeout(connection, _PROOF_S)
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
@@ -214,7 +222,7 @@ class _Job:
         except (AuthenticationError, EOFError, OSError):
             return False
         finally:
-            self._strangers.release()
+            self._unproven.release()
         return True
 
     def _answer(self, connection: Connection) -> None:
@@ -228,17 +236,18 @@ class _Job:
                 return
             self._answers[rank] = (succeeded, value)
             self._order.append(rank)
+            # The rank waits for this before it ends.
             connection.send_bytes(b"taken")
 
 
 def _set_read_timeout(connection: Connection, timeout_s: float) -> None:
-    """Makes reading fail with an OSError when nothing comes for that long; 0 disables it."""
+    """Makes reads raise OSError if nothing arrives for that long; 0 disables it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout_s), 0))
 
 
 def _own_addresses(others: list[str], wanted: list[str]) -> list[str]:
-    """Where other hosts find this process: one address if their names tell which, else all of them."""
+    """Returns the addresses at which other hosts reach this process: one if the route to them shows it, else all."""
     if not others:
         return ["127.0.0.1"]
     if wanted:
@@ -249,7 +258,7 @@ def _own_addresses(others: list[str], wanted: list[str]) -> list[str]:
 
 
 def _failed(failures: list[tuple[int, str]], code: int) -> str:
-    """One failure makes the others fail too: the cause goes first."""
+    """Returns Horovod's text. One failure makes the other ranks fail too, so the one that is not a consequence is shown."""
     text = (
         "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
         "The first process to do so was:\n"

@@ -1,4 +1,4 @@
-"""What every rank of run() executes: asks for the function, calls it, sends what it returned."""
+"""The program of each rank of run(): receives the function, calls it and sends back its result."""
 
 import multiprocessing.spawn
 import os
@@ -20,9 +20,11 @@ _NUM_ROUNDS = 3
 
 
 def main() -> int:
+    """Returns the exit code: 0 if the function returned, 1 if it raised."""
     connection = _connected()
     place, call = pickle.loads(connection.recv_bytes())
-    _take(place)
+    # Before the function is unpickled: its module may be on the caller's path only.
+    _take_over(place)
     threading.Thread(target=_end_with, args=(connection,), name="lifeline", daemon=True).start()
     succeeded, value = False, ""
     try:
@@ -34,21 +36,22 @@ def main() -> int:
         traceback.print_exc()
         answer = pickle.dumps((int(os.environ["HOROVOD_RANK"]), False, traceback.format_exc()))
     connection.send_bytes(answer)
-    _taken.wait()
+    # Leave only when the caller has the result: a process that ends closes the connection under it.
+    _is_received.wait()
     return 0 if succeeded else 1
 
 
-_taken = threading.Event()
+_is_received = threading.Event()
 
 
 def _connected() -> Connection:
     *addresses, port, key = os.environ.pop(FUNCTION_SERVER).split()
-    # Behind an address of its own the caller is where the ssh connection came from.
+    # If the caller's own addresses are not reachable (NAT), it may be reached where the ssh connection came from.
     came_from = os.environ.get("SSH_CONNECTION", "").split()[:1]
-    # Strangers may have filled the caller's queue, which is emptied every few seconds.
+    # Several rounds: foreign connections may fill the caller's backlog, from which they are dropped after some seconds.
     for address in _NUM_ROUNDS * [*addresses, *came_from]:
         try:
-            # Client() itself would wait minutes for a host that is not there.
+            # Client() has no timeout and would wait minutes for a host that does not answer.
             socket.create_connection((address, int(port)), _CONNECT_S).close()
             return Client((address, int(port)), authkey=bytes.fromhex(key))
         except (OSError, EOFError, AuthenticationError):
@@ -59,19 +62,19 @@ def _connected() -> Connection:
     )
 
 
-def _take(place: dict[str, Any]) -> None:
-    """The caller's path and arguments; its main script too, where functions were pickled by name."""
+def _take_over(place: dict[str, Any]) -> None:
+    """Takes over the caller's sys.path and arguments, and imports its main script if functions were pickled by name."""
     place["sys_path"] = [*sys.path, *[folder for folder in place["sys_path"] if folder not in sys.path]]
     multiprocessing.spawn.prepare(place)
 
 
 def _end_with(connection: Connection) -> None:
-    """Nobody waits for the result of a caller that is gone."""
+    """Ends this process when the caller is gone; any message means that the caller has the result."""
     try:
         connection.recv_bytes()
     except (EOFError, OSError):
         os._exit(1)
-    _taken.set()
+    _is_received.set()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Which hosts, with how many slots: from -H, a host file, or the batch system we are in. Standard library only."""
+"""Hosts with their slots: from -H, a host file, or the current batch system. Standard library only."""
 
-import itertools
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaclass.errors import LaunchError
-from megaclass.world import tasks_on_slurm_nodes
+from megaclass.world import slurm_hosts, tasks_on_slurm_nodes
 
-# ASCII only, and no dash in front: what is no plain name never reaches ssh, which would read an option in it.
-# Nor two dots in a row: Python's name look-up raises UnicodeError for an empty part.
+# ASCII only, without a dash in front: ssh would take other names for options.
+# No two dots in a row: Python's name look-up raises UnicodeError for an empty part.
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
 _NAME = re.compile(rf"(?:{_WORD}@)?(?:{_WORD}|\[[0-9A-Fa-f:.]+(?:%{_WORD})?\])")
 _MAX_NAME = 255
@@ -22,27 +21,27 @@ _SHOWN = 60
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
     name: str
-    """As ssh takes it: a name of ssh_config, of the name service, or an address; maybe user@ in front."""
+    """As ssh accepts it: a name of ssh_config or of the name service, or an address; optionally with user@ in front."""
     slots: int
     is_local: bool = False
     """This machine, which needs no ssh."""
 
 
 def given_hosts(listed: str | None, hostfile: Path | None) -> list[Host]:
-    """What -H or --hostfile name; empty when neither was given."""
+    """Returns the hosts of -H or --hostfile; an empty list if neither was given."""
     if listed is not None:
         return hosts_from_option(listed)
     return hosts_from_file(hostfile) if hostfile is not None else []
 
 
 def hosts_from_option(text: str) -> list[Host]:
-    """-H gpu-1:8,gpu-2:8"""
+    """Parses -H gpu-1:8,gpu-2:8."""
     where = f"in --hosts {_clipped(text)}"
     hosts = []
     for part in text.split(","):
         name, colon, slots = part.strip(" ").rpartition(":")
         if not colon or not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
-            hint = "; an IPv6 address stands in brackets, [fd00::1]:8" if part.count(":") > 1 else ""
+            hint = "; write an IPv6 address in brackets, [fd00::1]:8" if part.count(":") > 1 else ""
             raise LaunchError(
                 f"Cannot read host {_clipped(part)} {where}: "
                 f"expected <name>:<slots> with at least one slot, for example gpu-1:8{hint}."
@@ -52,7 +51,7 @@ def hosts_from_option(text: str) -> list[Host]:
 
 
 def hosts_from_file(path: Path) -> list[Host]:
-    """Lines `gpu-1 slots=8`; empty lines and what follows a # do not count."""
+    """Parses lines `gpu-1 slots=8`; empty lines and comments after a # are ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -75,7 +74,7 @@ def hosts_from_file(path: Path) -> list[Host]:
 
 
 def hosts_from_batch_system(env: Mapping[str, str]) -> tuple[list[Host], str] | None:
-    """The hosts that Slurm, PBS or LSF gave this job, and a sentence that says so; None outside of them."""
+    """Returns the hosts that Slurm, PBS or LSF gave this job and a description of the job; None outside of them."""
     if nodes := env.get("SLURM_JOB_NODELIST"):
         names = slurm_hosts(nodes)
         tasks = tasks_on_slurm_nodes(env.get("SLURM_TASKS_PER_NODE") or f"1(x{len(names)})")
@@ -101,24 +100,14 @@ def hosts_from_batch_system(env: Mapping[str, str]) -> tuple[list[Host], str] | 
     return None
 
 
-def slurm_hosts(text: str) -> list[str]:
-    """All hosts of Slurm's short form: 'gpu[07-09,12],login' -> gpu07 gpu08 gpu09 gpu12 login."""
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        pieces = re.split(r"\[([^\[\]]*)\]", part)
-        choices = [[piece] if i % 2 == 0 else list(_range(piece, text)) for i, piece in enumerate(pieces)]
-        hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
-    return hosts
-
-
 def is_this_machine(name: str) -> bool:
-    """Whether processes for this host can be started here. Another user's login (user@) goes through ssh."""
+    """Returns whether processes for this host can be started here. Another user's login (user@) goes through ssh."""
     bare = name.strip("[]").lower()
     own = socket.gethostname().lower()
     if bare in ("localhost", own) or (bare == own.partition(".")[0]):
         return True
     is_address = re.fullmatch(r"[0-9.]+|[0-9a-f:.]+(%.+)?", bare) is not None
-    # A name service that does not answer would cost seconds a host: asked only if the first part is ours.
+    # A name service that does not answer would cost seconds per host: it is asked only if the first part is our name.
     if "@" in bare or not (is_address or bare.partition(".")[0] == own.partition(".")[0]):
         return False
     try:
@@ -140,13 +129,16 @@ def _slots(text: str, part: str, where: str) -> int:
 
 
 def _checked(hosts: Sequence[Host], where: str) -> list[Host]:
-    """No name twice. Two names of this machine are two hosts, as for horovodrun: that is how several are tried on one."""
+    """Raises LaunchError for a name that is listed twice.
+
+    Two names of this machine are two hosts, as for horovodrun, so that several hosts can be tried out on one machine.
+    """
     seen: dict[str, Host] = {}
     for host in hosts:
         key = host.name.lower()
         if key in seen:
             both = seen[key].slots + host.slots
-            raise LaunchError(f"Host {host.name!r} stands twice {where}: write it once, {host.name}:{both}.")
+            raise LaunchError(f"Host {host.name!r} is listed twice {where}: write it once, {host.name}:{both}.")
         seen[key] = host
     return list(hosts)
 
@@ -154,14 +146,16 @@ def _checked(hosts: Sequence[Host], where: str) -> list[Host]:
 def _named(slots_by_name: Mapping[str, int], what: str) -> tuple[list[Host], str]:
     for name in slots_by_name:
         if not _NAME.fullmatch(name):
-            raise LaunchError(f"{what} names a host {_clipped(name)}, which is no host name. Give the hosts with -H.")
+            raise LaunchError(
+                f"{what} names a host {_clipped(name)}, which is not a host name. Give the hosts with -H."
+            )
     hosts = [Host(name=name, slots=slots, is_local=is_this_machine(name)) for name, slots in slots_by_name.items()]
     listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
     return _checked(hosts, f"in {what}"), f"{what}: {listed}"
 
 
 def _lines_counted(path: Path, variable: str) -> dict[str, int]:
-    """A host file of PBS or LSF: one line a slot."""
+    """Parses a host file of PBS or LSF, with one line per slot."""
     try:
         names = path.read_text().split()
     except OSError as error:
@@ -172,17 +166,6 @@ def _lines_counted(path: Path, variable: str) -> dict[str, int]:
     if not counts:
         raise LaunchError(f"The host file {variable}={path} is empty. Give the hosts with -H.")
     return counts
-
-
-def _range(text: str, whole: str) -> Iterator[str]:
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
-        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(100_000):
-            raise LaunchError(
-                f"Cannot read {part!r} in Slurm's node list {whole!r}: expected for example gpu[07-09,12]."
-            )
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}d}"
 
 
 def _clipped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Signals as something to wait for next to pipes: nothing is decided inside a handler. Standard library only."""
+"""Signals as events that can be waited for next to pipes, and what several Ctrl-C mean. Standard library only."""
 
 import errno
 import os
@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import Any
 
 
-class SignalInbox:
-    """Takes the given signals for the duration of a `with` block, in the main thread; the handlers before come back.
+class SignalQueue:
+    """Queues the given signals for the duration of a `with` block; the previous handlers are restored at its end.
 
-    Readable when signals came; `taken()` lists them in the order of their coming, each as often as it came.
+    Python's own handlers run between two bytecodes of the main thread, where nothing can safely be decided. Here the
+    handlers do nothing: the C handler writes each signal's number to a socket, which becomes readable.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -25,15 +26,17 @@ class SignalInbox:
         self._previous_fd = -1
 
     def fileno(self) -> int:
+        """Returns the file descriptor to select on."""
         return self._reader.fileno()
 
     def taken(self) -> list[int]:
+        """Removes and returns the queued signals in the order of their arrival."""
         try:
             return list(self._reader.recv(4096))
         except BlockingIOError:
             return []
 
-    def __enter__(self) -> "SignalInbox":
+    def __enter__(self) -> "SignalQueue":
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in self._numbers:
             self._previous[number] = signal.signal(number, lambda *_: None)
@@ -47,25 +50,50 @@ class SignalInbox:
         self._writer.close()
 
 
+DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a driver queues: the first three end the job, the others are passed on to the ranks."""
+ENDING_SIGNALS = DRIVER_SIGNALS[:3]
+
+
+class InterruptLadder:
+    """Chooses the signal that each Ctrl-C sends to the ranks: SIGINT asks, SIGTERM insists, SIGKILL ends them."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+    def __init__(self) -> None:
+        self._num_interrupts = 0
+
+    def climb(self) -> signal.Signals:
+        """Returns the signal to send for one more Ctrl-C."""
+        sent = self._SIGNALS[min(self._num_interrupts, 2)]
+        self._num_interrupts += 1
+        return sent
+
+    def message(self, sent: signal.Signals, num_ranks: int) -> str:
+        """Describes what was sent and what the next Ctrl-C would send."""
+        more = {signal.SIGINT: "; again for SIGTERM", signal.SIGTERM: "; again for SIGKILL"}.get(sent, "")
+        return f"Ctrl-C: {sent.name} to {num_ranks} rank(s){more}."
+
+
 def is_heeded(number: int) -> bool:
-    """False where whoever started this process had it ignore the signal, as nohup does with SIGHUP."""
+    """Returns False where the parent process made this one ignore the signal, as nohup does with SIGHUP."""
     return signal.getsignal(number) is not signal.SIG_IGN
 
 
 def leave_closed_terminal() -> None:
-    """Standard streams on a terminal that has been closed lead nowhere from now on: a write would fail, and end its writer."""
+    """Redirects standard streams on a closed terminal to /dev/null: a write to them would fail and end its writer."""
     for number in (0, 1, 2):
         try:
             termios.tcgetattr(number)
         except termios.error as error:
             if error.args[0] == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, number)
+                os.close(null)
 
 
 def open_standard_streams() -> None:
-    """A process started with stdin, stdout or stderr closed would hand their numbers to the next files it opens."""
+    """Opens /dev/null for standard streams that are closed, whose numbers the next opened files would get otherwise."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)

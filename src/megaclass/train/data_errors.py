@@ -1,4 +1,9 @@
-"""Data that fails on one rank ends the run on all of them, told by exchanges that happen anyway."""
+"""Errors in the data of one rank, which must end the run on all ranks, without a collective of their own.
+
+A rank whose data fails cannot raise at once: the other ranks would wait for it in the next all-gather. It keeps the error
+and sends batches whose labels are all NO_CLASS. Every rank finds such a label in the head's all-gather and refuses the
+step (head/faults.py); then the ranks exchange the reason, and all of them raise.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,13 +15,13 @@ import torch
 from megaclass.data.loader import Batch
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import HeadError, UserError
+from megaclass.head.faults import NO_CLASS
 
 T = TypeVar("T")
-_NO_CLASS = -1
 
 
 class DataErrors:
-    """Keeps what this rank's data raised until all ranks are where they can hear of it."""
+    """Keeps an error of this rank's data until all ranks are at a point where they can exchange it."""
 
     def __init__(self) -> None:
         self._error: UserError | OSError | None = None
@@ -26,7 +31,7 @@ class DataErrors:
         return self._error is not None
 
     def kept(self, batches: Iterable[T], instead: T) -> Iterator[T]:
-        """The same batches; after an error `instead`, for ever."""
+        """Yields the batches; after an error, which is kept, yields `instead` without end."""
         try:
             yield from batches
         except (UserError, OSError) as error:
@@ -36,7 +41,7 @@ class DataErrors:
 
     @contextmanager
     def heard_by_all(self, device: torch.device) -> Iterator[None]:
-        """Around a step with `batch_of_no_class`: the head refuses that on every rank at once, and this rank says why."""
+        """Wraps a step: if the head refuses `batch_of_no_class`, raises the kept error on every rank instead."""
         try:
             yield
         except HeadError:
@@ -44,19 +49,19 @@ class DataErrors:
             raise
 
     def check(self) -> None:
-        """Raises what was kept."""
+        """Raises the kept error, if there is one."""
         if self._error is not None:
             raise self._error
 
 
 def batch_of_no_class(num_images: int, image_size: tuple[int, int]) -> Batch:
-    """Instead of a batch that cannot be read: labels that every rank finds in the head's all-gather, and refuses.
+    """Returns the batch that stands for data that cannot be read.
 
-    On a CPU in the same forward; on a GPU some steps later, until when nothing is updated.
+    Every rank refuses it: on a CPU in the same forward, on a GPU some steps later, and nothing is updated until then.
     """
     return Batch(
         images=torch.zeros((num_images, 3, *image_size), dtype=torch.uint8),
-        labels=torch.full((num_images,), _NO_CLASS),
+        labels=torch.full((num_images,), NO_CLASS),
         indices=np.zeros(num_images, dtype=np.int64),
         epoch=0,
         step=0,

@@ -1,27 +1,27 @@
-"""Evaluation of what is being trained, by all ranks together: at the end, or between two steps."""
+"""Evaluation of the model in training by all ranks together, at the end or between two steps."""
 
-import sys
+import logging
 
-import torch
-
-from megaclass.config.schema import Config
 from megaclass.data.sources.open_source import verification_files
-from megaclass.distributed.collectives import group_rank
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.evaluate.results import SetResult
-from megaclass.evaluate.sets import Evaluator, evaluate_sets, find_sets
+from megaclass.evaluate.protocol import Evaluator, SetResult
+from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.train.build import Model
+from megaclass.train.run.run import Run
+
+_logger = logging.getLogger("megaclass.train")
 
 
-def evaluate_model(config: Config, model: Model, image_size: tuple[int, int], device: torch.device) -> list[SetResult]:
-    """Collective. The *.bin files beside the data, in the published ten-fold protocol; all ranks embed a part.
+def evaluate_model(run: Run, model: Model) -> list[SetResult]:
+    """Collective. Evaluates the *.bin files beside the data by the published ten-fold protocol; all ranks embed a part.
 
-    A set that cannot be evaluated is noted in its result: it must not take a long run with it.
+    A set that cannot be evaluated has the error in its result, because it must not end a long run.
     """
+    config = run.config
     evaluator = Evaluator(
         network=model.backbone,
-        image_size=image_size,
-        device=device,
+        image_size=run.image_size,
+        device=run.device,
         num_threads=config.data.threads,
         fit=config.data.fit,
         mirror=config.data.mirror,
@@ -38,26 +38,25 @@ def _missing(name: str, data_path: str) -> SetResult:
     return SetResult(name=name, kind="pairs", path=f"{name}.bin", error=reason)
 
 
-def evaluate_between_steps(
-    config: Config, model: Model, image_size: tuple[int, int], device: torch.device, errors_told: set[str]
-) -> list[SetResult]:
-    """Collective. Of the weights that would be exported now; training goes on unchanged.
+def evaluate_between_steps(run: Run, model: Model, reported_errors: set[str]) -> list[SetResult]:
+    """Collective. Evaluates the weights that would be exported now; training continues unchanged afterwards.
 
-    Rank 0 says why a set could not be evaluated, once: `errors_told` are those it said before.
+    Rank 0 logs why a set could not be evaluated, once: errors in `reported_errors` are not repeated, new ones are added.
     """
+    # With local batch norm each rank has statistics of its own; the exported model has their average.
     average_buffers_(model.backbone)
     with model.for_evaluation():
-        results = evaluate_model(config, model, image_size, device)
-    errors = {f"{result.name}: {result.error}" for result in results if result.error is not None} - errors_told
-    if group_rank(None) == 0:
+        results = evaluate_model(run, model)
+    errors = {f"{result.name}: {result.error}" for result in results if result.error is not None} - reported_errors
+    if run.world.is_main:
         for error in sorted(errors):
-            print(f"megaclass: not evaluated: {error}", file=sys.stderr, flush=True)
-    errors_told |= errors
+            _logger.info(f"not evaluated: {error}")
+    reported_errors |= errors
     return results
 
 
 def accuracies(results: list[SetResult]) -> dict[str, float]:
-    """The accuracy of each set by name, and of the first one as `verification_accuracy`."""
+    """Returns the accuracy of each set by name, and that of the first one as `verification_accuracy`."""
     found = {result.name: float(result.numbers["accuracy"]) for result in results if "accuracy" in result.numbers}
     first = {"verification_accuracy": next(iter(found.values()))} if found else {}
     return first | {f"accuracy_{name}": accuracy for name, accuracy in found.items()}

@@ -1,13 +1,15 @@
 """The training loop. Read this first.
 
-A step on every rank (train/step.py):
+One step on every rank (train/step.py):
 
     batch       this rank's part of the global batch, decoded ahead of time
     forward     backbone: images -> embeddings; head: embeddings of all ranks -> one loss, the same on every rank
     backward    head: gradient of the embeddings; DDP: gradients of the backbone, averaged over ranks
-    update      backbone by its optimizer, the centres that took part by the head; nothing where something is not finite
+    update      the optimizer updates the backbone, the head updates the sampled class centres; a step with a loss or
+                gradient that is not finite updates nothing
 """
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,113 +18,112 @@ import torch
 
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.config.schema import Config
-from megaclass.data.loader import BatchLoader
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.evaluate.results import SetResult
+from megaclass.evaluate.protocol import SetResult
 from megaclass.progress import no_bar, progress_bar
-from megaclass.train.build import Model
+from megaclass.train.build import Model, generator_states
 from megaclass.train.data_errors import DataErrors, batch_of_no_class
 from megaclass.train.evaluation import accuracies, evaluate_between_steps
 from megaclass.train.metrics import Meter, check_finite
-from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.generators import generator_states
+from megaclass.train.run.run import Run
 from megaclass.train.run.signals import Stop, StopSignals
 from megaclass.train.run.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.schedule import learning_rate
 from megaclass.train.step import training_step
-from megaclass.world import World
+
+_logger = logging.getLogger("megaclass.train")
+# Share of the time spent waiting for data from which on the progress bar shows it.
+_SHOWN_WAIT_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the run amounted to; the same on every rank."""
+    """How training ended; the same on every rank."""
 
     num_steps: int
-    """Steps done in all."""
+    """Number of steps done since the start of the run, including those before a resume."""
     final_loss: float
     images_per_second: float
     stop: Stop
-    """A signal asked to stop; the checkpoint says how far the run came."""
+    """The request to stop before the last step, if a signal made one."""
     results: list[SetResult] | None
-    """Of the last step, where the loop came to it and evaluated."""
+    """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
 
 
-def train(
-    config: Config,
-    model: Model,
-    loader: BatchLoader,
-    run: RunFolder,
-    world: World,
-    device: torch.device,
-    first_step: int,
-    writer: CheckpointWriter,
-    signals: StopSignals,
-) -> Outcome:
-    """Trains from `first_step` to the end, or until a signal asks to stop, saving checkpoints. Every rank calls it."""
+def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, signals: StopSignals) -> Outcome:
+    """Collective. Trains from `first_step` to the last step, or until a signal asks to stop; saves checkpoints."""
+    config, loader, device = run.config, run.loader, run.device
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
     checkpoint_steps = max(1, round(config.train.checkpoint_epochs * loader.steps_per_epoch))
     evaluate_steps = max(1, round(config.train.evaluate_epochs * loader.steps_per_epoch))
-    meter = Meter(config.train.global_batch, run.read_metrics(), device)
+    # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
+    meter = Meter(config.train.global_batch, run.folder.read_metrics(), device)
+    # The order of the data is a function of (seed, epoch, step), so a resumed run just starts in the middle of an epoch.
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=num_steps - first_step)
     data_errors = DataErrors()
-    refused = batch_of_no_class(-(-config.train.global_batch // world.size), loader.image_size)
+    # After an error in its data a rank keeps sending this batch, so that no other rank waits for it (data_errors.py).
+    refused = batch_of_no_class(-(-config.train.global_batch // run.world.size), loader.image_size)
     done, stop = first_step, Stop.NO
     results: list[SetResult] | None = None
-    errors_told: set[str] = set()
+    reported_errors: set[str] = set()
     model.parallel.train()
-    bar_of = progress_bar("training", num_steps, start=first_step) if world.is_main else no_bar()
-    rows_of = open_sinks(config, run, is_new=first_step == 0) if world.is_main else no_sinks()
-    with ExitStack() as held, bar_of as bar:
-        send_row = on_every_rank(partial(held.enter_context, rows_of), device)
+    new_bar = progress_bar("training", num_steps, start=first_step) if run.world.is_main else no_bar()
+    new_sinks = open_sinks(config, run.folder, is_new=first_step == 0) if run.world.is_main else no_sinks()
+    with ExitStack() as held, new_bar as bar:
+        send_row = on_every_rank(partial(held.enter_context, new_sinks), device)
         for step, batch in enumerate(meter.batches(data_errors.kept(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1
             is_last = done == num_steps
+            # These four depend on the step alone, so that all ranks agree on every collective below without communicating.
             is_saved = done % checkpoint_steps == 0 or is_last
             is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
             is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated
+            # The result stays on the device: the host queues further steps while the GPU still works on this one.
             with data_errors.heard_by_all(device):
                 meter.add(training_step(model, batch, config, lr=lr, step=step, device=device, is_measured=is_reported))
 
             detail, numbers = "", {}
             if is_evaluated:
                 with meter.paused():
-                    results = evaluate_between_steps(config, model, loader.image_size, device, errors_told)
+                    results = evaluate_between_steps(run, model, reported_errors)
                 numbers = accuracies(results)
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
                 numbers |= {"loss": row["loss"]}
+                # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
                 on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row)
+                # Signals are exchanged at reports only, so that other steps need no additional collective.
                 stop = Stop.NO if is_last else signals.of_any_rank(device)
             bar.advance_to(done, detail)
             if is_saved or stop:
-                # Numbers of this very step, or none: the best checkpoint is chosen by them.
+                # The best checkpoint is chosen by these numbers, so they must belong to this step or be empty.
                 save(model, writer, done, numbers, device)
+            # The checkpoint is on its way: what the run has done is not lost.
             if stop:
                 break
-    speed = meter.images_per_second()
-    return Outcome(done, meter.last_loss, speed, stop, None if stop else results)
+    return Outcome(done, meter.last_loss, meter.images_per_second(), stop, None if stop else results)
 
 
 def report(row: dict[str, float], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:
-    """On every rank: what is wrong here, or nothing; rank 0 writes the row."""
+    """Raises errors of this rank's data and gradients; otherwise rank 0 writes the row of metrics."""
     data_errors.check()
     check_finite(row, int(row["step"]), config.train.on_nan, model.loss_scale.is_dynamic)
     send_row(row)
 
 
 def describe_row(row: dict[str, float]) -> str:
-    """What stands behind the bar."""
+    """Returns the text behind the progress bar."""
     parts = [
         f"loss {row['loss']:.3f}",
         f"{row['images_per_second']:,.0f} images/s",
         f"lr {row['learning_rate']:.3g}",
     ]
-    # Said when it matters: all of it fits a terminal of 80 columns otherwise.
-    if row["data_wait_share"] >= 0.05:
+    # Shown only if it matters, so that the line usually fits into 80 columns.
+    if row["data_wait_share"] >= _SHOWN_WAIT_SHARE:
         parts.append(f"waiting for data {row['data_wait_share']:.0%}")
     if "gpu_memory_gib" in row:
         parts.append(f"{row['gpu_memory_gib']:.1f} GiB")
@@ -130,7 +131,8 @@ def describe_row(row: dict[str, float]) -> str:
 
 
 def save(model: Model, writer: CheckpointWriter, step: int, metrics: dict[str, float], device: torch.device) -> None:
-    """Collective. After it the batch statistics are the same on every rank; the writing goes on beside the next steps."""
+    """Collective. Averages the batch statistics over the ranks and starts a checkpoint, written during the next steps."""
+    _logger.debug(f"saving a checkpoint of step {step}")
     average_buffers_(model.backbone)
     writer.save(
         Snapshot(

@@ -1,15 +1,13 @@
-"""Columns of integers collected once and mapped ever after: every process of a host then shares one copy of them.
+"""Columns of integers that are collected once and then mapped, so that all processes of a host share one copy.
 
-A cache file is one line of JSON, padded to a page, then the columns, int64, one after another. It lies beside the data;
-where that folder is read-only or full, in the user's cache folder. It is written under another name and published by
-rename, and used only as long as the files it was made of keep their size and time of change. Where neither folder takes
-it, the columns live in the memory of each process, and who asked for them is told why.
+A cache file is one line of JSON, padded to a page, followed by the int64 columns. It lies beside the data, or in the user's
+cache folder if that folder is read-only or full. It is valid as long as the files that it was made of keep their sizes and
+modification times. Where neither folder takes it, every process keeps the columns in memory, and the caller learns why.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -17,7 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,29 +24,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
+from megaclass.files import locked, published_file
 
 _HEADER_BYTES = 4096
-# Raised whenever the meaning of a column changes, so that older files are made anew.
+# Raised whenever the meaning of a column changes, so that older files are written again.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Columns:
-    """`facts` is what the builder returned; `arrays` are read-only and mapped from the file."""
+    """Mapped, read-only columns, and the facts that the builder returned."""
 
     facts: dict[str, Any]
     arrays: tuple[NDArray[np.int64], ...]
     why_uncached: str = ""
-    """What stood in the way of a file; empty: they lie in one."""
+    """Reason why there is no cache file; empty: there is one."""
 
 
 def describe_uncached(why: str) -> str:
-    """What a source says of itself, behind the rest; empty where there is a cache."""
-    return f"; not cached, so that every process collects index and labels itself ({why})" if why else ""
+    """Returns the end of a source's description; empty if there is a cache."""
+    return f"; not cached, so every process collects index and labels itself ({why})" if why else ""
 
 
 class ColumnWriter:
-    """Takes rows block by block, so that building a file never holds all of them in memory."""
+    """Appends rows block by block, so that a build never holds all of them in memory."""
 
     def __init__(self, files: Sequence[IO[bytes]]) -> None:
         self._files = files
@@ -60,23 +59,23 @@ class ColumnWriter:
             try:
                 file.write(np.ascontiguousarray(column, dtype="<i8").data)
             except OSError as error:
-                # Builders read files, too: their own errors must not be taken for this one, nor this one for theirs.
+                # Builders read files, too: their errors must not be mistaken for a full disk here.
                 raise _NoRoomError(error) from error
         self.num_rows += len(columns[0])
 
 
 class _NoRoomError(Exception):
-    """The cache file, not the data, cannot be written."""
+    """The cache file cannot be written."""
 
 
 Build = Callable[[ColumnWriter], dict[str, Any]]
 
 
 def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: Build) -> Columns:
-    """The columns that `build` writes, from the cache when one belongs to `made_of` as those files are now.
+    """Returns the columns that `build` writes, from the cache if it is valid for the files `made_of`.
 
-    `name` is the cache's file name, beside the first of `made_of`. Of several processes that come at once, one builds and
-    the others wait for it.
+    `name` is the name of the cache file beside the first of `made_of`. If several processes ask at once, one builds and the
+    others wait for it.
     """
     stamp = {"format": _FORMAT, "columns": num_columns, "made_of": _stamp(made_of)}
     folders = _cache_folders(made_of[0].parent)
@@ -88,8 +87,13 @@ def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: 
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _locked(folder / f".{name}.lock"):
-                return _open(folder / name, stamp) or _build(folder, name, stamp, build)
+            lock = folder / f".{name}.lock"
+            with locked(lock):
+                try:
+                    return _open(folder / name, stamp) or _build(folder, name, stamp, build)
+                finally:
+                    # Data folders stay clean. At worst two processes then build at once, and both write the same.
+                    lock.unlink(missing_ok=True)
         except (OSError, _NoRoomError) as error:
             cause = error.__cause__ if isinstance(error, _NoRoomError) else error
             reasons.append(f"{folder}: {getattr(cause, 'strerror', None) or cause}")
@@ -97,7 +101,7 @@ def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: 
 
 
 def _stamp(paths: Sequence[Path]) -> str:
-    """Names, sizes and times of change, as one hash: there may be thousands of files."""
+    """Returns one hash of names, sizes and modification times: there may be thousands of files."""
     stamps: list[list[object]] = []
     for path in paths:
         try:
@@ -111,56 +115,33 @@ def _stamp(paths: Sequence[Path]) -> str:
 
 
 def _cache_folders(data: Path) -> list[Path]:
-    """The data's own, then one in the user's cache folder, where the user has one."""
+    """Returns the folder of the data, then one in the user's cache folder, if the user has one."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and a user whom the system does not know, as in containers
+    except RuntimeError:  # no HOME and an unknown user, as in containers
         return [data]
     return [data, base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    # A link that another user put there must not have a file made elsewhere.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        # Some network file systems have no locks: then several may build, and the last rename wins with equal content.
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
 def _build(folder: Path, name: str, stamp: dict[str, Any], build: Build) -> Columns:
     num_columns = stamp["columns"]
-    partial = folder / f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
-    try:
-        with contextlib.ExitStack() as opened:
-            first = opened.enter_context(partial.open("w+b"))
-            first.write(b" " * _HEADER_BYTES)
-            rest = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(num_columns - 1)]
-            writer = ColumnWriter([first, *rest])
-            facts = build(writer)
-            for column in rest:
-                column.seek(0)
-                shutil.copyfileobj(column, first, 2**22)
-            header = json.dumps({**stamp, "num_rows": writer.num_rows, "facts": facts}).encode() + b"\n"
-            assert len(header) <= _HEADER_BYTES
-            first.seek(0)
-            first.write(header)
-            first.flush()
-            # A crash of the machine must not leave zeros that would pass for labels.
-            os.fsync(first.fileno())
-        partial.replace(folder / name)
-    finally:
-        partial.unlink(missing_ok=True)
+    # Exclusively: a link that another user put under this name is not followed.
+    with published_file(folder / name) as unfinished, contextlib.ExitStack() as opened:
+        first = opened.enter_context(unfinished.open("x+b"))
+        first.write(b" " * _HEADER_BYTES)
+        rest = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(num_columns - 1)]
+        writer = ColumnWriter([first, *rest])
+        facts = build(writer)
+        for column in rest:
+            column.seek(0)
+            shutil.copyfileobj(column, first, 2**22)
+        header = json.dumps({**stamp, "num_rows": writer.num_rows, "facts": facts}).encode() + b"\n"
+        assert len(header) <= _HEADER_BYTES
+        first.seek(0)
+        first.write(header)
     found = _open(folder / name, stamp)
     if found is None:
-        raise DataError(
-            f"The cache {folder / name} was changed while it was written: is another program at work there?"
-        )
+        raise DataError(f"The cache {folder / name} changed while it was written: does another program write there?")
     return found
 
 
@@ -171,7 +152,7 @@ def _build_in_memory(num_columns: int, build: Build, why: str) -> Columns:
 
 
 def _open(path: Path, stamp: dict[str, Any]) -> Columns | None:
-    """None when the file is absent, damaged or made of other files."""
+    """Maps a cache file; None if it is absent, damaged or made of other files."""
     try:
         with path.open("rb") as file:
             header = json.loads(file.read(_HEADER_BYTES).split(b"\n", 1)[0])

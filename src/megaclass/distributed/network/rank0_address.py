@@ -19,7 +19,7 @@ from megaclass.distributed.network.addresses import interface_holding, is_own, o
 from megaclass.distributed.network.job_secret import JOB_SECRET, new_secret
 from megaclass.distributed.network.pmix import tell_all
 from megaclass.errors import LaunchError
-from megaclass.world import World
+from megaclass.world import World, address_advice
 
 _log = logging.getLogger("megaclass.distributed")
 
@@ -160,12 +160,7 @@ def _resolved(world: World) -> list[str]:
 def _advice(world: World) -> str:
     """Returns how to set the address of rank 0 under this starter."""
     own = next(iter(own_addresses()), socket.gethostname()) if world.is_main else "<host of rank 0>"
-    return {
-        "Open MPI": f"leave MASTER_ADDR out, or add -x MASTER_ADDR={own}.",
-        "Slurm": "unset MASTER_ADDR, or export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1).",
-        "megaclass run": "name the interface between the hosts with --network-interface.",
-        "torchrun": f"give every torchrun --master-addr {own}, and --node-rank 0 to the one on that host.",
-    }.get(world.starter, f"export MASTER_ADDR={own}.")
+    return address_advice(world, own)
 
 
 def _check_interfaces(text: str, name: str) -> None:

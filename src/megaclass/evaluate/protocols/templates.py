@@ -1,23 +1,38 @@
-"""IJB-B and IJB-C: sets of photos and video frames per person -> one template each -> 1:1 and 1:N numbers.
+"""The protocol of IJB-B and IJB-C: photos and video frames of a person become one template -> 1:1 and 1:N numbers.
 
-A feature is f(x) + f(mirrored x) of the aligned photo times the detector's score. A template is the sum over its media
-of the mean over each medium's frames, normalised. Files and landmarks are as in docs/evaluation.md.
+A feature is f(x) + f(mirrored x) of the aligned photo, times the score of the face detector. A template is the sum over its
+media of the mean over each medium's frames, normalised. docs/evaluation.md describes the files and landmarks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
+from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
-from megaclass.evaluate.embed import OnProgress, embed_images
 from megaclass.evaluate.images import AlignedImages
+from megaclass.evaluate.protocol import (
+    RATE_CHECKS,
+    Checks,
+    EvaluationProtocol,
+    EvaluationSet,
+    Evaluator,
+    Numbers,
+    Row,
+    SetResult,
+    are_ranks,
+    are_shares,
+    rate_rows,
+    share_cells,
+    share_text,
+)
+from megaclass.evaluate.protocols.curves import curves_of
 from megaclass.evaluate.protocols.identification import Identification, numbers_of_scores, published_ijb_tpir
 from megaclass.evaluate.protocols.intervals import Interval
 from megaclass.evaluate.protocols.verification import (
@@ -30,7 +45,6 @@ from megaclass.evaluate.protocols.verification import (
     tar_intervals,
 )
 from megaclass.evaluate.search import search, shard_of_rank
-from megaclass.image_size import ImageSize
 
 Integers = NDArray[np.int64]
 _PAIRS_AT_ONCE = 2**16
@@ -40,7 +54,7 @@ _NUM_POINTS = 5
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IjbSet:
-    """What the files of the `meta` folder say. Row i of names, points and scores is one photo or frame."""
+    """Content of the `meta` folder. Row i of photos, points and scores is one photo or frame."""
 
     path: Path
     name: str
@@ -48,18 +62,20 @@ class IjbSet:
     photos: list[Path]
     points_N52: NDArray[np.float64]
     scores_N: NDArray[np.float64]
-    """The detector's."""
+    """Scores of the face detector."""
     templates_N: Integers
     media_N: Integers
     pairs_M3: Integers
-    """Two templates and 1 for the same person."""
+    """Two templates, and 1 if they show the same person."""
     galleries: dict[str, Integers]
-    """(T, 2) template and subject, by the gallery's name; empty where the 1:N files are not there."""
+    """(T, 2) template and subject, keyed by the name of the gallery; empty without the 1:N files."""
     probes_T2: Integers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateVerification:
+    """The 1:1 numbers."""
+
     num_pairs: int
     num_same: int
     auc: float
@@ -80,13 +96,15 @@ class TemplateVerification:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TemplateResult:
+    """All numbers of one model on one IJB set."""
+
     verification: TemplateVerification
     distances_M: NDArray[np.float64]
     is_same_M: NDArray[np.bool_]
     identification: dict[str, Identification]
-    """By gallery: each as its own open-set test, and `joined`, all galleries as one, as InsightFace's script has it."""
+    """Keyed by gallery: each as an open-set test of its own, and `joined`, all galleries as one as in InsightFace's script."""
     published_tpir: dict[float, float | None]
-    """TPIR on the joined galleries with that script's threshold."""
+    """TPIR on the joined galleries with the threshold of InsightFace's script."""
 
     def to_json(self) -> dict[str, Any]:
         galleries = {name: numbers.to_json() for name, numbers in self.identification.items()}
@@ -96,11 +114,68 @@ class TemplateResult:
 
 
 def find_ijb(path: Path) -> str | None:
-    """ijbb or ijbc when the folder holds such a set."""
+    """Returns ijbb or ijbc if the folder holds such a set."""
     for name in ("ijbb", "ijbc"):
         if (path / "meta" / f"{name}_face_tid_mid.txt").is_file():
             return name
     return None
+
+
+def _are_galleries(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(one, dict) and are_ranks(one.get("rank_k")) and are_shares(one.get("tpir_at_fpir"))
+        for one in value.values()
+    )
+
+
+class TemplateProtocol(EvaluationProtocol):
+    """IJB-B and IJB-C."""
+
+    kind = "templates"
+    card_name = "1:1"
+    found_at = "an IJB folder (with meta/ijb?_face_tid_mid.txt)"
+    expected: ClassVar[Checks] = {**RATE_CHECKS, "identification": _are_galleries, "published_tpir_at_fpir": are_shares}
+    optional = frozenset({"tar_at_far_95", "identification", "published_tpir_at_fpir"})
+
+    def find(self, path: Path) -> list[EvaluationSet]:
+        name = find_ijb(path)
+        return [] if name is None else [EvaluationSet(name=name, kind=self.kind, path=path)]
+
+    def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
+        ijb = on_every_rank(lambda: read_ijb(one.path), evaluator.device, evaluator.group)
+        result = evaluate_ijb(evaluator, ijb)
+        # The protocol has no threshold: the point where both kinds of error are closest stands in for one.
+        different = result.distances_M[~result.is_same_M]
+        threshold = float(np.quantile(different, result.verification.eer))
+        return SetResult(
+            name=one.name,
+            kind=self.kind,
+            path=str(one.path),
+            numbers=result.to_json(),
+            curves=curves_of(result.distances_M, result.is_same_M, threshold=threshold),
+        )
+
+    def quoted(self, numbers: Numbers) -> float | None:
+        share: float | None = numbers["tar_at_far"].get("1e-4")
+        return share
+
+    def headline(self, numbers: Numbers) -> str:
+        return f"TAR {share_text(self.quoted(numbers))} at FAR 1e-4"
+
+    def lead(self, numbers: Numbers) -> str:
+        return f"{numbers['num_pairs']:,} pairs of templates, {numbers['num_same']:,} of the same person."
+
+    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
+        rows = rate_rows(columns)
+        for gallery in columns[0].get("identification", {}):
+            for key, title in (("rank_k", "rank-{}"), ("tpir_at_fpir", "TPIR at FPIR {}")):
+                for k in columns[0]["identification"][gallery][key]:
+                    found = [n.get("identification", {}).get(gallery, {}).get(key, {}) for n in columns]
+                    rows.append((f"1:N {gallery}, {title.format(k)}", share_cells([one.get(k) for one in found])))
+        for fpir in columns[0].get("published_tpir_at_fpir", {}):
+            published = [n.get("published_tpir_at_fpir", {}).get(fpir) for n in columns]
+            rows.append((f"1:N joined, TPIR at FPIR {fpir}, published threshold", share_cells(published)))
+        return rows
 
 
 def read_ijb(path: Path) -> IjbSet:
@@ -137,39 +212,21 @@ def read_ijb(path: Path) -> IjbSet:
     )
 
 
-def evaluate_ijb(
-    network: nn.Module,
-    ijb: IjbSet,
-    *,
-    image_size: ImageSize,
-    device: torch.device,
-    batch_size: int = 64,
-    num_threads: int = 1,
-    mirror: bool = True,
-    group: dist.ProcessGroup | None = None,
-    on_progress: OnProgress | None = None,
-) -> TemplateResult:
-    """Collective: photos are embedded on all ranks, galleries searched on all ranks; the same numbers on each."""
-    images = AlignedImages(paths=ijb.photos, points_N52=ijb.points_N52, image_size=image_size)
-    embedded = embed_images(
-        network,
-        images,
-        device=device,
-        batch_size=batch_size,
-        num_threads=num_threads,
-        mirror=mirror,
-        group=group,
-        on_progress=on_progress,
+def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> TemplateResult:
+    """Collective. All ranks embed photos and search galleries; the numbers are the same on every rank."""
+    embedded = evaluator.embed(
+        AlignedImages(paths=ijb.photos, points_N52=ijb.points_N52, image_size=evaluator.image_size)
     )
     features_ND = embedded.sums_ND * ijb.scores_N[:, None].astype(np.float32)
     templates_TD, ids_T = template_features(features_ND, ijb.templates_N, ijb.media_N)
-    return score_templates(templates_TD, ids_T, ijb, device=device, group=group)
+    return score_templates(templates_TD, ids_T, ijb, device=evaluator.device, group=evaluator.group)
 
 
 def template_features(
     features_ND: NDArray[Any], templates_N: Integers, media_N: Integers
 ) -> tuple[NDArray[np.float64], Integers]:
-    """(T, D) normalised sums over media of the mean over frames, and the templates' numbers in rising order."""
+    """Returns (T, D) normalised sums over media of the mean over frames, and the numbers of the templates in rising order."""
+    # Sorted by template and then by medium, both means and sums are segments of consecutive rows.
     order = np.lexsort((media_N, templates_N))
     starts = np.flatnonzero(np.diff(templates_N[order], prepend=-1) | np.diff(media_N[order], prepend=-1))
     counts = np.diff(np.append(starts, len(order)))
@@ -180,7 +237,7 @@ def template_features(
     norms_T1 = np.linalg.norm(sums_TD, axis=1, keepdims=True)
     ids_T = owners_M[first_of_template]
     if not (norms_T1 > 0).all():
-        raise DataError(f"Template {ids_T[int(np.argmin(norms_T1))]} adds up to zero: it has no direction.")
+        raise DataError(f"Template {ids_T[int(np.argmin(norms_T1))]} adds up to zero and cannot be normalised.")
     return sums_TD / norms_T1, ids_T
 
 
@@ -195,7 +252,10 @@ def score_templates(
     rows_M2 = np.searchsorted(ids_T, ijb.pairs_M3[:, :2])
     is_same_M = ijb.pairs_M3[:, 2] == 1
     if is_same_M.all() or not is_same_M.any():
-        raise DataError(f"All {len(is_same_M)} template pairs of {ijb.path} have one label: both kinds are needed.")
+        raise DataError(
+            f"All {len(is_same_M)} template pairs of {ijb.path} have the same label: both kinds are needed."
+        )
+    # IJB-C has 15.7 million pairs: their rows are gathered in blocks, never all at once.
     distances_M = np.empty(len(rows_M2))
     for start in range(0, len(rows_M2), _PAIRS_AT_ONCE):
         here = slice(start, start + _PAIRS_AT_ONCE)
@@ -236,7 +296,7 @@ def _identify(
     joined = np.concatenate(list(ijb.galleries.values()))
     for name, members_G2 in {**ijb.galleries, "joined": joined}.items():
         gallery = shard_of_rank(templates_TD[np.searchsorted(ids_T, members_G2[:, 0])], members_G2[:, 1], group)
-        # The published threshold is among the best scores of all probes together: no probe adds more than these.
+        # The published threshold is the k-th best score of all probes together: no probe contributes more than k of them.
         k = min(len(members_G2), max(10, int(np.ceil(max(_PUBLISHED_FPIR) * len(probes_PD)))))
         found = search(probes_PD, gallery, k=k, device=device, probe_labels_P=ijb.probes_T2[:, 1], group=group)
         mates_P = found.mate_scores_P.double().cpu().numpy()
@@ -259,7 +319,7 @@ def _read_galleries(meta: Path, name: str, known: set[int]) -> tuple[dict[str, I
 
 
 def _template_list(path: Path, known: set[int]) -> Integers:
-    """(T, 2) template and subject; a template is listed once a frame in some files and counts once."""
+    """Reads (T, 2) template and subject. Some files list a template once per frame; it counts once."""
     rows = [row.split(",")[:2] for row in _text(path).splitlines()[1:] if row.strip()]
     listed = _numbers(rows, path, first_line=2).astype(np.int64)
     _require_templates(set(listed[:, 0].tolist()), known, path)

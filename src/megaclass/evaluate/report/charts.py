@@ -1,27 +1,47 @@
-"""Numbers -> SVG text. Lines and histograms, axes with round ticks, no dependency.
+"""Draws charts as SVG text: lines and histograms, axes with round ticks, no dependency.
 
-Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label` ...) that the page defines, so one drawing serves
-the light and the dark page. A drawing has its own coordinates, `size` units wide and high; the page scales it to its
-column, so a drawing meant for a narrow column is given a smaller size and keeps its text readable.
+Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label`) of report.css, so that one drawing serves the light and
+the dark page. A drawing has coordinates of its own, `size` units wide and high. The page scales it to the width of its
+column, so a drawing for a narrow column gets a smaller size to keep its text readable.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 WIDE = (480, 300)
 NARROW = (360, 240)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 20, 12, 46
+_NUM_COLOURS = 8
+
+
+def colour(place: int) -> str:
+    """Returns the CSS class of the model at this place; after eight models the colours repeat."""
+    return f"series-{place % _NUM_COLOURS}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A chart with its title and legend."""
+
+    title: str
+    svg: Markup = field(default_factory=Markup)
+    """Empty if there is nothing to draw."""
+    legend: Sequence[tuple[str, str]] = ()
+    """Name and CSS classes of each key."""
+    has_toggles: bool = False
+    """Pressing a key of the legend hides its line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line: points in the order they are joined. A value that is not finite leaves a gap."""
+    """A line through points in the given order. A value that is not finite leaves a gap."""
 
     name: str
     xs: Sequence[float]
@@ -31,7 +51,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """A range of values laid along a side of the drawing."""
+    """A range of values along one side of the drawing."""
 
     label: str
     low: float
@@ -41,7 +61,7 @@ class Axis:
     tick_text: Callable[[float], str] = lambda value: f"{value:g}"
 
     def share(self, value: float) -> float:
-        """0 at the low end, 1 at the high end."""
+        """Returns the position of a value: 0 at the low end, 1 at the high end."""
         if self.is_log:
             value = max(value, self.low)
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -49,13 +69,13 @@ class Axis:
 
 
 def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False, is_tight: bool = False) -> Axis:
-    """An axis that holds all finite values and ends on round ticks, or with `is_tight` on the outermost values."""
+    """Returns an axis over all finite values. It ends at round ticks, or with `is_tight` at the outermost values."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        # One value only: it gets room around it, so that the axis has a length.
+        # There is only one value: room around it gives the axis a length.
         margin = abs(high) / 2 or 0.5
         low, high = (low if from_zero else low - margin), high + margin
     step = _round_step((high - low) / 5)
@@ -68,7 +88,7 @@ def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False,
 
 
 def fixed_axis(label: str, ticks: Sequence[float], *, tick_text: Callable[[float], str] | None = None) -> Axis:
-    """An axis whose ends are its first and last tick."""
+    """Returns an axis that ends at its first and last tick."""
     return Axis(
         label=label,
         low=ticks[0],
@@ -79,7 +99,7 @@ def fixed_axis(label: str, ticks: Sequence[float], *, tick_text: Callable[[float
 
 
 def log_axis(label: str, low: float, high: float) -> Axis:
-    """From one positive value to another, with a tick at each power of ten between them."""
+    """Returns a logarithmic axis between two positive values, with a tick at each power of ten."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     ticks = tuple(10.0**exponent for exponent in range(first, last + 1))
     return Axis(label=label, low=low, high=high, ticks=ticks, is_log=True, tick_text=_power_of_ten)
@@ -87,8 +107,8 @@ def log_axis(label: str, low: float, high: float) -> Axis:
 
 def line_chart(
     series: Sequence[Series], x_axis: Axis, y_axis: Axis, *, title: str, size: tuple[int, int] = WIDE
-) -> str:
-    """Lines over two axes, later ones over earlier ones."""
+) -> Markup:
+    """Draws lines over two axes, later ones over earlier ones."""
     plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
     return plot.svg([f'<path class="line {escape(one.css)}" d="{_line_path(one, plot)}"/>' for one in series], title)
 
@@ -102,8 +122,8 @@ def histogram_chart(
     y_label: str = "share of pairs, %",
     marker: float | None = None,
     size: tuple[int, int] = WIDE,
-) -> str:
-    """One filled outline per group (css class, share of the group in each bin); a dashed line at `marker`."""
+) -> Markup:
+    """Draws one filled outline per group (CSS class, share of the group in each bin), and a dashed line at `marker`."""
     y_axis = linear_axis(y_label, [0.0, *(100 * float(shares.max()) for _, shares in groups)], from_zero=True)
     plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
     drawn = []
@@ -117,7 +137,7 @@ def histogram_chart(
 
 
 def smoothed(values: Sequence[float], *, span: int) -> list[float]:
-    """Mean over the `span` values before and after each; values that are not finite stay and enter no mean."""
+    """Returns the mean over `span` values before and after each; values that are not finite stay and enter no mean."""
     given = np.asarray(values, dtype=np.float64)
     is_finite = np.isfinite(given)
     totals = np.concatenate([[0.0], np.cumsum(np.where(is_finite, given, 0.0))])
@@ -130,7 +150,7 @@ def smoothed(values: Sequence[float], *, span: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plot:
-    """Two axes on a drawing: where a value lies, and the frame around what is drawn."""
+    """The coordinates of a drawing with two axes, and the frame around its content."""
 
     x_axis: Axis
     y_axis: Axis
@@ -153,22 +173,22 @@ class _Plot:
     def point(self, x: float, y: float) -> str:
         return f"{self.x(float(x)):.1f} {self.y(float(y)):.1f}"
 
-    def svg(self, drawn: Sequence[str], title: str) -> str:
+    def svg(self, drawn: Sequence[str], title: str) -> Markup:
         width, height = self.size
         middle_x, middle_y = (_LEFT + self.right) / 2, (_TOP + self.bottom) / 2
-        return "".join(
-            [
-                f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
-                *(self._y_tick(tick) for tick in self.y_axis.ticks),
-                *(self._x_tick(tick) for tick in self.x_axis.ticks),
-                *drawn,
-                f'<line class="axis" x1="{_LEFT}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>',
-                f'<text class="axis-label" x="{middle_x:g}" y="{height - 8}" text-anchor="middle">'
-                f"{escape(self.x_axis.label)}</text>",
-                f'<text class="axis-label" transform="translate(12 {middle_y:g}) rotate(-90)" text-anchor="middle">'
-                f"{escape(self.y_axis.label)}</text></svg>",
-            ]
-        )
+        # Safe to mark as markup: all text of the drawing is escaped here.
+        parts = [
+            f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
+            *(self._y_tick(tick) for tick in self.y_axis.ticks),
+            *(self._x_tick(tick) for tick in self.x_axis.ticks),
+            *drawn,
+            f'<line class="axis" x1="{_LEFT}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>',
+            f'<text class="axis-label" x="{middle_x:g}" y="{height - 8}" text-anchor="middle">'
+            f"{escape(self.x_axis.label)}</text>",
+            f'<text class="axis-label" transform="translate(12 {middle_y:g}) rotate(-90)" text-anchor="middle">'
+            f"{escape(self.y_axis.label)}</text></svg>",
+        ]
+        return Markup("".join(parts))
 
     def _x_tick(self, tick: float) -> str:
         at = self.x(tick)
@@ -198,7 +218,7 @@ def _line_path(series: Series, plot: _Plot) -> str:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of each column one unit wide the first, lowest, highest and last point: the same picture, a lighter file."""
+    """Keeps the first, lowest, highest and last point per column of one unit: the same picture in a smaller file."""
     kept: list[tuple[float, float]] = []
     for _, column in itertools.groupby(range(len(points)), key=lambda index: round(points[index][0])):
         indices = list(column)
@@ -208,19 +228,19 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _round_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 x 10^n that is not below `rough`."""
+    """Returns the smallest of 1, 2, 2.5, 5 x 10^n that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def _text_for_step(step: float, ticks: Sequence[float]) -> Callable[[float], str]:
-    """One number of decimals for the whole axis; thousands grouped; very small or large values as powers."""
+    """Returns a formatter with the same decimals for the whole axis; very small or large values become powers."""
     largest = max(abs(tick) for tick in ticks)
     decimals = next((count for count in range(12) if abs(round(step, count) - step) < 1e-6 * step), 12)
     is_extreme = largest >= 1e6 or largest < 1e-2
 
     def text(value: float) -> str:
-        if abs(value) < step / 1e6:  # index * step leaves no exact zero behind for every step
+        if abs(value) < step / 1e6:  # index * step is not exactly zero for every step
             return "0" if is_extreme else f"{0:.{decimals}f}"
         if is_extreme:
             mantissa, exponent = f"{value:.3e}".split("e")

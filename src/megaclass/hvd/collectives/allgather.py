@@ -21,12 +21,12 @@ __all__ = [
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Concatenates the ranks' tensors along dimension 0, which may differ between them."""
+    """Starts an allgather and returns its handle."""
     return enqueue("allgather", [tensor], None, name, process_set)
 
 
 class HorovodAllgather(torch.autograd.Function):
-    """allgather with a gradient: the average over ranks, of which each takes its own rows."""
+    """allgather with a gradient: each rank takes its own rows of the gradient averaged over ranks."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, is_grouped: bool, *tensors: Tensor) -> Any:
@@ -37,19 +37,18 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
-        place = ctx.process_set.rank()
+        rank = ctx.process_set.rank()
         reduced = grouped_allreduce(
             [gradient.contiguous() for gradient in grad_output], op=Average, process_set=ctx.process_set
         )
         own = [
-            gradient.narrow(0, sum(rows[:place]), rows[place])
-            for gradient, rows in zip(reduced, ctx.sizes, strict=True)
+            gradient.narrow(0, sum(rows[:rank]), rows[rank]) for gradient, rows in zip(reduced, ctx.sizes, strict=True)
         ]
         return (None, None, None, *own)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """The ranks' tensors, concatenated along dimension 0, which may differ between them; differentiable."""
+    """Returns the ranks' tensors concatenated along dimension 0, which may differ between ranks; differentiable."""
     result: Tensor = HorovodAllgather.apply(name, process_set, False, tensor)[0]  # type: ignore[no-untyped-call]
     return result
 
@@ -57,7 +56,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather_async(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """allgather of each tensor of the list; one handle for all."""
+    """Starts an allgather of each tensor of the list; returns one handle for all."""
     tensors = group_of(tensors)
     return enqueue("allgather", tensors, None, name, process_set, is_grouped=True)
 
@@ -65,7 +64,7 @@ def grouped_allgather_async(
 def grouped_allgather(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """allgather of each tensor of the list; differentiable."""
+    """Returns the allgather of each tensor of the list; differentiable."""
     tensors = group_of(tensors)
     result: tuple[Tensor, ...] = HorovodAllgather.apply(name, process_set, True, *tensors)  # type: ignore[no-untyped-call]
     return result
@@ -74,8 +73,8 @@ def grouped_allgather(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Combines a sparse tensor over ranks by gathering indices and values; call what it returns for the result."""
-    # allgather concatenates along dimension 0: indices travel one a row.
+    """Starts the sum or average of a sparse tensor by gathering indices and values; the function it returns waits for it."""
+    # allgather concatenates along dimension 0, so the indices are sent as one row per value.
     indices = tensor._indices().transpose(0, 1).contiguous()
     indices_handle = allgather_async(indices, name=f"{name}.indices", process_set=process_set)
     values_handle = allgather_async(tensor._values().contiguous(), name=f"{name}.values", process_set=process_set)

@@ -1,4 +1,7 @@
-"""allreduce, alone and in groups. Its gradient is the allreduce of the gradient by the same op and factors."""
+"""allreduce, alone and in groups.
+
+Its gradient is the allreduce of the gradient, with the same op and scale factors.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -38,7 +41,10 @@ def _enqueue_allreduce(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
-    **more: Any,
+    *,
+    wire: str = "",
+    is_grouped: bool = False,
+    is_urgent: bool = False,
 ) -> int:
     if checked_op(op) == Adasum:
         if process_set is not global_process_set:
@@ -55,7 +61,10 @@ def _enqueue_allreduce(
         op=op,
         prescale=prescale_factor,
         postscale=postscale_factor,
-        **more,
+        wire=wire,
+        keeps_error=bool(wire),
+        is_grouped=is_grouped,
+        is_urgent=is_urgent,
     )
 
 
@@ -68,7 +77,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Combines the tensor over ranks; the input is not modified."""
+    """Starts an allreduce into a new tensor and returns its handle."""
     op = handle_average_backwards_compatibility(op, average)
     output = empty_result(tensor)
     return _enqueue_allreduce([tensor], [output], name, op, prescale_factor, postscale_factor, process_set)
@@ -83,7 +92,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Combines the tensor over ranks, in place."""
+    """Starts an allreduce in place and returns its handle."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = [tensor]
     return _enqueue_allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
@@ -98,7 +107,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Combines the tensor over ranks, in place, and returns it."""
+    """Combines the tensor over ranks in place and returns it."""
     op = handle_average_backwards_compatibility(op, average)
     handle = _enqueue_allreduce(
         [tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set, is_urgent=True
@@ -110,59 +119,54 @@ def allreduce_(
 def compressed_allreduce_async_(
     tensor: Tensor, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet, wire: str
 ) -> int:
-    """In place, narrow on the wire; under a name, what rounding loses is added the next time."""
-    return _enqueue_allreduce(
-        [tensor], [tensor], name, op, prescale, postscale, process_set, wire=wire, keeps_error=True
-    )
+    """Starts an allreduce in place that sends 16 or 8 bits per number and returns its handle.
+
+    Under a name, the rounding error is kept and added to the next tensor of that name.
+    """
+    return _enqueue_allreduce([tensor], [tensor], name, op, prescale, postscale, process_set, wire=wire)
 
 
-class HorovodAllreduce(torch.autograd.Function):
-    """allreduce with a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        name: str | None,
-        op: int,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSet,
-        wire: str,
-    ) -> Tensor:
-        ctx.arguments = (op, prescale_factor, postscale_factor, process_set, wire)
-        return _allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set, wire)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        reduced = HorovodAllreduce.apply(grad_output.contiguous(), None, *ctx.arguments)  # type: ignore[no-untyped-call]
-        return (reduced, *[None] * 6)
-
-
-def _allreduce(
-    tensor: Tensor,
+def _reduced(
+    is_grouped: bool,
     name: str | None,
     op: int,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
     wire: str,
-) -> Tensor:
-    output = empty_result(tensor)
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Combines the tensors into new ones, which it waits for."""
+    outputs = tuple([empty_result(tensor) for tensor in tensors])
     handle = _enqueue_allreduce(
-        [tensor],
-        [output],
+        tensors,
+        outputs,
         name,
         op,
         prescale_factor,
         postscale_factor,
         process_set,
         wire=wire,
-        keeps_error=bool(wire),
+        is_grouped=is_grouped,
         is_urgent=True,
     )
-    result: Tensor = synchronize(handle)
-    return result
+    synchronize(handle)
+    return outputs
+
+
+class HorovodAllreduce(torch.autograd.Function):
+    """allreduce with a gradient; takes the arguments of _reduced()."""
+
+    @staticmethod
+    def forward(ctx: Any, is_grouped: bool, name: str | None, *arguments: Any) -> tuple[Tensor, ...]:
+        # The operation of the backward pass has no name: the forward one of this name may be in flight again.
+        ctx.arguments = (is_grouped, None, *arguments[:5])
+        return _reduced(is_grouped, name, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        gradients = [gradient.contiguous() for gradient in grad_output]
+        return (*[None] * 7, *HorovodAllreduce.apply(*ctx.arguments, *gradients))  # type: ignore[no-untyped-call]
 
 
 def allreduce(
@@ -175,25 +179,30 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """The tensor combined over ranks; differentiable. op: Average (default), Sum, Adasum, Min, Max or Product."""
+    """Returns the tensor combined over ranks; differentiable.
+
+    op: Average (the default), Sum, Adasum, Min, Max or Product.
+    """
     op = handle_average_backwards_compatibility(op, average)
     wire = _wire_for(compression, tensor, op)
     packed, ctx = (tensor, None) if wire else compression.compress(tensor)
+    arguments = (False, name, op, prescale_factor, postscale_factor, process_set, wire, packed)
     if packed.requires_grad and torch.is_grad_enabled():
-        reduced = HorovodAllreduce.apply(packed, name, op, prescale_factor, postscale_factor, process_set, wire)  # type: ignore[no-untyped-call]
+        (reduced,) = HorovodAllreduce.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
-        reduced = _allreduce(packed, name, op, prescale_factor, postscale_factor, process_set, wire)
+        # An autograd function costs several microseconds, which a small allreduce would notice.
+        (reduced,) = _reduced(*arguments)
     result: Tensor = reduced if wire else compression.decompress(reduced, ctx)
     return result
 
 
 def _wire_for(compression: Any, tensor: Tensor, op: int) -> str:
-    """Sums and averages are made on the wire; the other ops leave it to compress() and decompress()."""
+    """Returns the wire format; empty where compress() and decompress() are called instead, as for Min, Max and Product."""
     wire = wire_of(compression, tensor)
     if op in (Average, Sum):
         return wire
     if wire and is_scaled(compression):
-        raise ValueError(f"Compression in 8 bits knows the ops Sum and Average, not {op}.")
+        raise ValueError(f"8-bit compression supports op=Sum and op=Average only, not op={op}.")
     return ""
 
 
@@ -206,11 +215,13 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Combines each tensor of the list over ranks; one handle for all."""
+    """Starts an allreduce of each tensor of the list into new tensors; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
     outputs = [empty_result(tensor) for tensor in tensors]
-    return _enqueue_group(tensors, outputs, name, op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(
+        tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
+    )
 
 
 def grouped_allreduce_async_(
@@ -222,24 +233,11 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Combines each tensor of the list over ranks, in place; one handle for all."""
+    """Starts an allreduce of each tensor of the list in place; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    return _enqueue_group(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
-
-
-def _enqueue_group(
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    **more: Any,
-) -> int:
     return _enqueue_allreduce(
-        tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True, **more
+        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
     )
 
 
@@ -252,50 +250,14 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Combines each tensor of the list over ranks, in place, and returns them."""
+    """Combines each tensor of the list over ranks in place and returns them."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    result: tuple[Tensor, ...] = synchronize(
-        _enqueue_group(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_urgent=True)
+    handle = _enqueue_allreduce(
+        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True, is_urgent=True
     )
+    result: tuple[Tensor, ...] = synchronize(handle)
     return result
-
-
-class HorovodGroupedAllreduce(torch.autograd.Function):
-    """grouped_allreduce with a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        op: int,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSet,
-        wire: str,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.arguments = (op, prescale_factor, postscale_factor, process_set, wire)
-        outputs = [empty_result(tensor) for tensor in tensors]
-        handle = _enqueue_group(
-            tensors,
-            outputs,
-            name,
-            op,
-            prescale_factor,
-            postscale_factor,
-            process_set,
-            wire=wire,
-            keeps_error=bool(wire),
-            is_urgent=True,
-        )
-        result: tuple[Tensor, ...] = synchronize(handle)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> Any:
-        grads = [gradient.contiguous() for gradient in grad_output]
-        return (*[None] * 6, *HorovodGroupedAllreduce.apply(None, *ctx.arguments, *grads))  # type: ignore[no-untyped-call]
 
 
 def grouped_allreduce(
@@ -308,18 +270,17 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Each tensor of the list combined over ranks; differentiable."""
+    """Returns each tensor of the list combined over ranks; differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    tensors = group_of(tensors)
+    tensors = group_of(tensors, if_empty=ValueError)
     wires = {_wire_for(compression, tensor, op) for tensor in tensors}
-    # A list in which some tensors gain nothing by compression goes the plain way, where compress() decides for each.
+    # A group has one wire format. Where its tensors differ in it, compress() is called for each of them instead.
     wire = wires.pop() if len(wires) == 1 else ""
+    if not wire and is_scaled(compression) and any(tensor.is_floating_point() for tensor in tensors):
+        raise ValueError("8-bit compression takes groups of floating-point tensors only.")
+    pairs = [(tensor, None) if wire else compression.compress(tensor) for tensor in tensors]
+    packed, contexts = zip(*pairs, strict=True)
+    reduced = HorovodAllreduce.apply(True, name, op, prescale_factor, postscale_factor, process_set, wire, *packed)  # type: ignore[no-untyped-call]
     if wire:
-        return list(
-            HorovodGroupedAllreduce.apply(name, op, prescale_factor, postscale_factor, process_set, wire, *tensors)  # type: ignore[no-untyped-call]
-        )
-    if is_scaled(compression) and any(tensor.is_floating_point() for tensor in tensors):
-        raise ValueError("Compression in 8 bits takes groups of floating-point tensors only.")
-    packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors], strict=True)
-    reduced = HorovodGroupedAllreduce.apply(name, op, prescale_factor, postscale_factor, process_set, "", *packed)  # type: ignore[no-untyped-call]
+        return list(reduced)
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

@@ -16,12 +16,13 @@ def _enqueue_alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet, *, is_urgent: bool = False
 ) -> int:
     job = _basics.job()
-    num_members = len(job.process_sets.get(process_set.process_set_id, (0,)))
+    num_members = len(job.members(process_set.process_set_id)) or 1
     if isinstance(splits, Tensor):
         if splits.dim() > 1:
             raise ValueError("alltoall expects a 1D splits tensor")
         if splits.dtype is not torch.int32:
             raise ValueError("alltoall expects splits to contain 32-bit integer elements.")
+    # An empty list means the same as None, as in Horovod.
     given = tuple(int(rows) for rows in splits) if splits is not None else ()
     num_rows = tensor.shape[0] if tensor.dim() else 0
     if not given:
@@ -49,12 +50,12 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Sends rows to each rank; synchronize() gives what was received and how many rows came from each rank."""
+    """Starts an alltoall and returns its handle; synchronize() gives the received rows and their number per rank."""
     return _enqueue_alltoall(tensor, splits, name, process_set)
 
 
 class HorovodAlltoall(torch.autograd.Function):
-    """alltoall with a gradient: rows go back to where they came from."""
+    """alltoall with a gradient: rows of the gradient go back to the rank that sent them."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
@@ -71,7 +72,7 @@ class HorovodAlltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *dead_gradients: Any) -> Any:
         gradient, _ = alltoall(grad_output.contiguous(), splits=ctx.received, process_set=ctx.process_set)
-        # Rows that no split sent anywhere have no gradient.
+        # Rows at the end that no split covers were not sent; their gradient is zero.
         missing = ctx.shape[0] - gradient.shape[0]
         if missing:
             gradient = torch.cat([gradient, gradient.new_zeros((missing, *ctx.shape[1:]))])
@@ -84,9 +85,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends rows to each rank and returns those received; with `splits` also how many came from each rank.
+    """Sends rows to every rank and returns the received ones; differentiable.
 
-    `splits`: rows for each rank, a list or an int32 tensor; None: as many for each. Differentiable.
+    splits: number of rows for each rank, a list or an int32 tensor; the number received from each rank is then returned
+    too. None sends the same number of rows to each.
     """
     output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)

@@ -25,8 +25,8 @@ def _enqueue_broadcast(
     is_urgent: bool = False,
 ) -> int:
     job = _basics.job()
-    members = job.process_sets.get(process_set.process_set_id, ())
-    # In a set that is not there, or not ours, the membership is what is wrong.
+    members = job.members(process_set.process_set_id)
+    # For an unknown process set, or one without this rank, enqueue() raises the error about membership instead.
     if members and job.meeting.rank in members and root_rank not in members:
         raise ValueError(
             f"broadcast received invalid root rank {root_rank} for provided process set: its ranks are {list(members)}."
@@ -37,7 +37,7 @@ def _enqueue_broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """The root's tensor on every rank; the input is not modified. `root_rank` is the global rank."""
+    """Starts a broadcast into a new tensor and returns its handle. `root_rank` is the global rank."""
     output = empty_result(tensor)
     return _enqueue_broadcast(tensor, output, root_rank, name, process_set)
 
@@ -62,7 +62,7 @@ class HorovodBroadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The root's tensor on every rank; differentiable. `root_rank` is the global rank."""
+    """Returns the root's tensor; differentiable. `root_rank` is the global rank, in a process set too."""
     result: Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return result
 
@@ -70,13 +70,13 @@ def broadcast(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Overwrites the tensor by the root's. `root_rank` is the global rank."""
+    """Starts a broadcast in place and returns its handle. `root_rank` is the global rank."""
     return _enqueue_broadcast(tensor, tensor, root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrites the tensor by the root's and returns it. `root_rank` is the global rank."""
+    """Overwrites the tensor with the root's and returns it. `root_rank` is the global rank."""
     result: Tensor = synchronize(_enqueue_broadcast(tensor, tensor, root_rank, name, process_set, is_urgent=True))
     return result

@@ -1,4 +1,8 @@
-"""From a call to a handle: checks that need nobody else, then the queue of the controller."""
+"""From a call to a handle: checks that need no other rank, then the queue of the controller; and back.
+
+enqueue() describes the call as a Request, submits it to the controller and returns a handle, which `job.handles` maps to
+the Operation. synchronize() waits for the Operation and forgets the handle.
+"""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -8,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.hvd.basics import Job, _basics
+from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
-from megaclass.hvd.engine.controller import Operation
+from megaclass.hvd.engine.job import Job
 from megaclass.hvd.engine.messages import Request, terms_of
+from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.transport.executor import DTYPES
+from megaclass.hvd.transport.arithmetic import DTYPES
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
 
@@ -24,7 +29,7 @@ _STRIDED = torch.strided
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
-    """`op` from the argument that came before it."""
+    """Returns the op; `average` is the deprecated argument that `op` replaced."""
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -40,6 +45,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
 
 def checked_op(op: int) -> int:
+    """Returns the op, or raises ValueError if there is none of that number."""
     if op not in _REDUCTIONS:
         raise ValueError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product.")
     return op
@@ -62,16 +68,16 @@ def enqueue(
     is_grouped: bool = False,
     is_urgent: bool = False,
 ) -> int:
-    """A handle for synchronize(). `outputs`: where results go; None where their shape is not known yet."""
+    """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
     job: Job = _basics.job()
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    # Memory, not variables: writing a result is no step of autograd's, as it is none in Horovod.
+    # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
     if len(tensors) == 1:
-        # By far the most common, often a thousand times in a row: no list is built for it.
+        # The most common case by far, often a thousand times in a row, so it avoids building lists.
         check_tensor(kind, tensors[0])
         first = tensors[0].data
         inputs = [first]
@@ -107,6 +113,7 @@ def enqueue(
         ]
         operation.result = tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
     if inputs and inputs[0].is_cuda:
+        # The executor's stream waits for this event: kernels that write the inputs may still be running.
         operation.ready = torch.cuda.Event()
         operation.ready.record(torch.cuda.current_stream(inputs[0].device))
     job.controller.submit(operation, is_urgent=is_urgent)
@@ -115,17 +122,21 @@ def enqueue(
     return handle
 
 
-def group_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors of a grouped operation, which may come from a generator; ValueError for none of them."""
+def group_of(tensors: Iterable[Tensor], if_empty: type[Exception] = IndexError) -> list[Tensor]:
+    """Returns the tensors of a grouped operation, which may come from a generator.
+
+    An empty group raises the error that Horovod raises there: IndexError, or ValueError where tensors are compressed.
+    """
     tensors = list(tensors)
     if not tensors:
-        raise ValueError("A grouped operation needs at least one tensor.")
+        raise if_empty("A grouped operation needs at least one tensor.")
     if len({tensor.device for tensor in tensors}) > 1:
         raise HorovodInternalError("Tensors in list must be on same device.")
     return tensors
 
 
 def check_tensor(kind: str, tensor: Tensor) -> None:
+    """Raises ValueError, in Horovod's words, for a tensor that this kind of operation cannot take."""
     dtype = tensor.dtype
     is_known = tensor.layout is _STRIDED and dtype in DTYPES
     if not is_known or (dtype is torch.bool and kind in ("allreduce", "reducescatter")):
@@ -147,15 +158,15 @@ def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
 
 
 def poll(handle: int) -> bool:
-    """Whether the operation has completed, so that synchronize() returns at once."""
-    operation = _basics.job().handles.get(handle)
+    """Returns True once the operation has completed, so that synchronize() returns at once."""
+    operation = _basics.job().handles.get(handle) if _basics.is_initialized() else None
     if operation is None:
         raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
     return bool(operation.is_done)
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for the operation and returns its result: a tensor, a tuple of them, or None for an unknown handle."""
+    """Waits for the operation and returns its result: a tensor or a tuple of tensors; None for an unknown handle."""
     return fetch(handle, _result)
 
 
@@ -163,7 +174,7 @@ _result = attrgetter("result")
 
 
 def fetch(handle: int, pick: Any) -> Any:
-    """Waits for the operation and returns what `pick` takes from it."""
+    """Waits for the operation and returns `pick(operation)`; None for an unknown handle."""
     if not _basics.is_initialized():
         return None
     job: Job = _basics.job()
@@ -171,25 +182,27 @@ def fetch(handle: int, pick: Any) -> Any:
     if operation is None:
         return None
     try:
-        # Most of many handles that are waited for one after the other are done when the first one is.
+        # When many handles are waited for in turn, most are done by the time the first one is.
         if not operation.is_done or operation.error:
             job.controller.wait(operation)
     finally:
         job.handles.pop(handle, None)
     if operation.ready is not None:
+        # `ready` now marks the end of the operation on the executor's stream; the caller's stream waits for it.
         stream = torch.cuda.current_stream(operation.inputs[0].device)
         stream.wait_event(operation.ready)
         for tensor in operation.outputs:
-            # Made on the controller's stream: their memory must not be used again before this one has read them.
+            # The outputs were allocated on the controller's stream. This keeps the allocator from reusing their memory
+            # before the caller's stream has read them.
             tensor.record_stream(stream)
     return pick(operation)
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: it takes part in the allreduces of the others with zeros until all have joined.
+    """Declares that this rank has no more data: until all ranks have joined, it contributes zeros to their allreduces.
 
-    Returns the rank that joined last. `device` is where Horovod made the zeros; here they are made where the others'
-    tensors are.
+    Returns the rank that joined last. `device` is accepted for Horovod's sake: the zeros are allocated on the device type
+    of the other ranks' tensors.
     """
     job: Job = _basics.job()
     operation = Operation(Request("join", "join"))
@@ -200,6 +213,6 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when all ranks of the process set have called it."""
+    """Waits until all ranks of the process set have called it."""
     number = _basics.job().next_barrier(process_set.process_set_id)
     synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))

@@ -1,4 +1,4 @@
-"""reducescatter, alone and in groups. Its gradient is an allgather."""
+"""reducescatter, alone and in groups. Its gradient is an allgather of the gradient."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Combines the tensor over ranks; each gets its part of dimension 0, the first ranks one row more if need be."""
+    """Starts a reducescatter and returns its handle. Where rows do not divide evenly, the first ranks get one more."""
     return _enqueue_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
 
 
@@ -67,6 +67,7 @@ class HorovodReducescatter(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         ctx.process_set = process_set
+        # As in Horovod, gradients are averages over ranks, so that the one of a Sum is multiplied by their number.
         ctx.factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
         handle = _enqueue_reducescatter(
             tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=is_grouped, is_urgent=True
@@ -88,16 +89,18 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's part of the tensor combined over ranks; differentiable. op: Average or Sum."""
-    packed, ctx = _packed_for_scatter(compression, tensor)
+    """Returns this rank's rows of the tensor combined over ranks; differentiable. op: Average or Sum."""
+    packed, ctx = _compressed(compression, tensor)
     (reduced,) = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, packed)  # type: ignore[no-untyped-call]
     result: Tensor = compression.decompress(reduced, ctx)
     return result
 
 
-def _packed_for_scatter(compression: Any, tensor: Tensor) -> tuple[Tensor, Any]:
+def _compressed(compression: Any, tensor: Tensor) -> tuple[Tensor, Any]:
     if is_scaled(compression) and tensor.is_floating_point():
-        raise ValueError("Compression in 8 bits is for allreduce; reducescatter knows none, fp16 and bf16.")
+        raise ValueError(
+            "reducescatter supports Compression.none, fp16 and bf16; 8-bit compression is for allreduce only."
+        )
     packed: tuple[Tensor, Any] = compression.compress(tensor)
     return packed
 
@@ -110,7 +113,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """reducescatter of each tensor of the list; one handle for all."""
+    """Starts a reducescatter of each tensor of the list; returns one handle for all."""
     tensors = group_of(tensors)
     return _enqueue_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=True)
 
@@ -124,8 +127,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """reducescatter of each tensor of the list; differentiable."""
-    tensors = group_of(tensors)
-    packed, contexts = zip(*[_packed_for_scatter(compression, tensor) for tensor in tensors], strict=True)
+    """Returns the reducescatter of each tensor of the list; differentiable."""
+    tensors = group_of(tensors, if_empty=ValueError)
+    packed, contexts = zip(*[_compressed(compression, tensor) for tensor in tensors], strict=True)
     reduced = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, True, *packed)  # type: ignore[no-untyped-call]
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

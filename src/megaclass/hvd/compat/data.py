@@ -1,4 +1,4 @@
-"""`horovod.data`: base classes for loaders of batches, one of which reads ahead in a thread."""
+"""`horovod.data`: base classes of data loaders, one of which reads ahead in a thread."""
 
 import queue
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class BaseDataLoader:
-    """A loader that yields what `_iterate` of a subclass does, each batch through `_process_batch`."""
+    """A loader that passes each batch of the subclass's `_iterate` through `_process_batch`."""
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -21,7 +21,7 @@ class BaseDataLoader:
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """A hook for trainers, which reshape batches here."""
+        """Returns the batch; trainers override it to reshape batches."""
         return batch
 
 
@@ -34,10 +34,10 @@ _END = object()
 
 
 class AsyncDataLoaderMixin:
-    """Before a loader among the base classes: a thread reads up to `async_loader_queue_size` batches ahead; 0: none.
+    """Mixin, placed before a loader class, that reads up to `async_loader_queue_size` batches ahead; 0 disables it.
 
-    The thread starts with the first iteration and begins the next epoch by itself, as Horovod's does, until
-    close_async_loader(). An error in `_iterate` is raised where batches are taken.
+    As in Horovod, the thread starts with the first iteration and continues with the next epoch by itself, until
+    close_async_loader(). An error in `_iterate` is raised in the consumer.
     """
 
     _process_batch: Any
@@ -52,7 +52,7 @@ class AsyncDataLoaderMixin:
         self.thread = threading.Thread(target=self._async_worker, name="horovod.data", daemon=True)
 
     def close_async_loader(self) -> None:
-        """Ends the thread; batches that were read and not taken are dropped."""
+        """Ends the thread and drops the batches it has read ahead."""
         self.finished_event.set()
         while self.started and self.thread.is_alive():
             try:
@@ -82,7 +82,7 @@ class AsyncDataLoaderMixin:
             self.thread.start()
         while (batch := self.queue.get()) is not _END:
             if isinstance(batch, _Failed):
-                # For the next one who iterates, too: the thread is gone.
+                # Put it back: the thread has ended, and the next iteration must fail as well instead of waiting.
                 self.queue.put(batch)
                 raise batch.error
             yield self._process_batch(batch)

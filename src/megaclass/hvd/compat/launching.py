@@ -1,4 +1,4 @@
-"""Commands started through `megaclass run`, for the functions of `horovod.runner`."""
+"""Runs commands through `megaclass run`, for the functions of `horovod.runner`."""
 
 import os
 import subprocess
@@ -23,9 +23,9 @@ def run_command(
     verbose: Any = None,
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """The command on `num_proc` ranks, with Horovod's names on their path; RuntimeError when one fails.
+    """Runs the command on `num_proc` ranks with the shims on PYTHONPATH; raises RuntimeError if a rank fails.
 
-    env: variables for all ranks, beside those of this process.
+    env: environment variables for all ranks, in addition to those of this process.
     """
     values = {
         "--num-proc": num_proc,

@@ -1,4 +1,4 @@
-"""`horovod.runner.util.threads`, which scripts use to call something on several threads."""
+"""`horovod.runner.util.threads`: calls functions in threads."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def execute_function_multithreaded(
     block_until_all_done: bool = True,
     max_concurrent_executions: int = 1000,
 ) -> dict[int, Any] | None:
-    """fn once for each list of arguments; results by position, or None at once if not to wait."""
+    """Calls fn once per list of arguments; returns the results by position, or None at once if it does not wait."""
     if not block_until_all_done:
         for args in args_list:
             in_thread(fn, tuple(args))
@@ -34,7 +34,7 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """A started thread. `silent` drops what the target raises."""
+    """Starts a thread and returns it. `silent` drops exceptions of the target."""
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, not {type(args)}, for a single argument use (arg,)")
 
@@ -56,7 +56,7 @@ def on_event(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """A thread that calls func when the event is set, unless `stop` is set before."""
+    """Starts a thread that calls func when the event is set, unless `stop` is set first."""
     if event is None:
         raise ValueError("Event must not be None")
     if not isinstance(args, tuple):

@@ -1,4 +1,4 @@
-"""Small functions of `horovod.common.util` that scripts and tests call."""
+"""`horovod.common.util`: small functions that scripts and tests call."""
 
 import functools
 import os
@@ -15,22 +15,22 @@ T = TypeVar("T")
 
 
 def _cache(f: Callable[..., T]) -> Callable[..., T]:
-    """The function, called once for the same arguments."""
+    """Returns the function with a cache of its results."""
     return functools.cache(f)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Only torch is supported."""
+    """Returns True for torch, the only framework that is supported."""
     return ext_base_name == "torch"
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     if ext_name != "horovod.torch":
-        raise ImportError(f"Extension {ext_name} has not been built: megaclass.hvd is for PyTorch only.")
+        raise ImportError(f"Extension {ext_name} has not been built: megaclass.hvd supports PyTorch only.")
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
-    """Nothing is compiled against a framework's version."""
+    """Raises the given exception; otherwise nothing, as nothing is compiled against a framework's version."""
     if exception is not None:
         raise exception
 
@@ -61,7 +61,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Environment variables for the duration of the block; those that are None stay as they are."""
+    """Sets environment variables within the block; variables given as None are left unchanged."""
     values = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -86,7 +86,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
-    """n parts of about the same length."""
+    """Splits the values into n parts whose lengths differ by at most one."""
     parts = [even_part(len(values), part, n) for part in range(n)]
     return [values[part.start : part.stop] for part in parts]
 

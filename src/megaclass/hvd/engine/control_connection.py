@@ -1,4 +1,11 @@
-"""Connections between ranks, over TCP: how they are made, and whole messages over them. No torch here."""
+"""TCP connections between ranks: how they are made and authenticated, and whole messages over them. No torch here.
+
+    listener   AuthenticatedListener(address, secret)    its `endpoint` goes to the callers through the job's store
+               .accept_ranks(ranks)                      returns one socket per rank
+    caller     connect(endpoint, secret, rank=...)       returns a socket
+
+ControlConnection wraps such a socket for the messages of the negotiation; the ring (transport/ring.py) sends tensors over it.
+"""
 
 import contextlib
 import hmac
@@ -10,26 +17,42 @@ import struct
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from megaclass.errors import LaunchError
 
-_LENGTH = struct.Struct("<IIB")
+# Every message starts with the length of its content, the length of its payload and its kind.
+_HEADER = struct.Struct("<IIB")
 _NUMBER_BYTES = _MAC_BYTES = 32
 _PROOF = struct.Struct(f"<{_NUMBER_BYTES}sI{_MAC_BYTES}s")
+# Time for a caller to prove itself; ranks need milliseconds.
 _PROOF_S = 5.0
-"""For a caller to prove itself; ranks need milliseconds."""
-_MAX_STRANGERS = 128
+_MAX_UNPROVEN = 128
 _TICK_S = 0.5
 _RETRY_S = 0.05
 _SOCKET_BYTES = 1024 * 1024
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
-REQUESTS, JOIN, STOP, DRAINED, RESPONSES, END = range(6)
-"""What a message is about."""
+
+class MessageKind(IntEnum):
+    """The kinds of control messages, and who sends them."""
+
+    REQUESTS = 0
+    """Any rank to rank 0: operations it wants to run."""
+    JOIN = 1
+    """Any rank to rank 0: it has no more data."""
+    STOP = 2
+    """Any rank to rank 0, and rank 0 to all: the job ends, with the reason as content."""
+    DRAINED = 3
+    """Any rank to rank 0, after STOP: it no longer uses the process groups."""
+    RESPONSES = 4
+    """Rank 0 to the members of a process set: operations to run next."""
+    END = 5
+    """Rank 0 to all: every rank is drained."""
 
 
-class Link:
-    """A control connection, between a rank and rank 0: whole messages in, whole messages out."""
+class ControlConnection:
+    """A connection between a rank and rank 0 that carries whole messages. Only the driver uses it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -37,38 +60,43 @@ class Link:
             connection.setsockopt(socket.SOL_SOCKET, buffer, _SOCKET_BYTES)
         connection.setblocking(True)
         self._socket = connection
+        # Bytes of messages that are not complete yet.
         self._received = bytearray()
         self.is_open = True
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, about: int, content: bytes = b"", payload: bytes = b"") -> None:
-        """To a rank that is gone: nothing; the loop learns of its end by reading."""
+    def send(self, kind: int, content: bytes = b"", payload: bytes = b"") -> None:
+        """Sends one message. An error is ignored: the driver learns of a lost connection by reading from it."""
         with contextlib.suppress(OSError):
-            self._socket.sendall(_LENGTH.pack(len(content), len(payload), about) + content + payload)
+            self._socket.sendall(_HEADER.pack(len(content), len(payload), kind) + content + payload)
 
     def receive(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Messages that are complete by now; call it when the connection is readable. At its end `is_open` falls."""
+        """Yields the messages that are complete by now; call it when the connection is readable.
+
+        At the end of the connection, `is_open` becomes False.
+        """
         try:
             data = self._socket.recv(1 << 18)
         except OSError:
             data = b""
         self.is_open = bool(data)
         self._received += data
-        while len(self._received) >= _LENGTH.size:
-            length, payload_length, about = _LENGTH.unpack_from(self._received)
-            middle = _LENGTH.size + length
+        while len(self._received) >= _HEADER.size:
+            length, payload_length, kind = _HEADER.unpack_from(self._received)
+            middle = _HEADER.size + length
             end = middle + payload_length
+            # No rank sends so much: the stream is damaged, and what follows cannot be trusted.
             if end > _MAX_MESSAGE_BYTES:
                 self.is_open = False
                 return
             if len(self._received) < end:
                 return
-            content = bytes(self._received[_LENGTH.size : middle])
+            content = bytes(self._received[_HEADER.size : middle])
             payload = bytes(self._received[middle:end])
             del self._received[:end]
-            yield about, content, payload
+            yield kind, content, payload
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -77,38 +105,37 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where a rank listens, and with which key callers prove that they belong to the job."""
+class Endpoint:
+    """The address of a listening rank, and the token from which callers derive the key of their proof."""
 
     address: str
     port: int
     token: str
-    """Random. In jobs without a secret, strangers who cannot read the job's store are turned away for lack of it."""
+    """Random. In a job without a secret, it still keeps out strangers who cannot read the job's store."""
 
     def to_json(self) -> str:
         return json.dumps([self.address, self.port, self.token])
 
     @staticmethod
-    def from_json(text: bytes) -> "Door":
+    def from_json(text: bytes) -> "Endpoint":
         address, port, token = json.loads(text)
-        return Door(str(address), int(port), str(token))
+        return Endpoint(str(address), int(port), str(token))
 
     def key(self, secret: bytes) -> bytes:
         return hmac.digest(secret, self.token.encode(), "sha256")
 
 
-class Reception:
-    """A listening socket, bound to one address; only ranks that know the job's secret get in.
+class AuthenticatedListener:
+    """A socket that listens on one address and accepts only ranks that know the job's secret.
 
-    Both sides prove it before anything else is read, by an HMAC over two random numbers, one from each side:
+    Both sides prove that they know it before anything else is read, by an HMAC over two random numbers, one per side:
 
         listener -> caller   number_L
         caller -> listener   number_C, rank, HMAC(key, "caller", number_L, number_C, rank)
         listener -> caller   HMAC(key, "listener", number_L, number_C, rank)
 
-    All callers are served at the same time by one thread, each has a deadline of its own, and at most
-    `_MAX_STRANGERS` are connected without having proved themselves: beyond that the one that came first is dropped, and
-    a rank that is hit calls again.
+    One thread serves all callers at the same time. Each caller has its own deadline. At most `_MAX_UNPROVEN` callers are
+    connected without having proved themselves; beyond that the oldest one is dropped, and a dropped rank calls again.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -122,20 +149,21 @@ class Reception:
                 f"A rank on {socket.gethostname()} cannot listen at {address}: {error.strerror}. Set "
                 f"HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
             ) from error
+        # All ranks of a large job may call at the same moment.
         self._listener.listen(1024)
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
-        self.door = Door(host, port, secrets.token_hex(16))
-        self._key = self.door.key(secret)
-        self._guests: dict[socket.socket, _Guest] = {}
+        self.endpoint = Endpoint(host, port, secrets.token_hex(16))
+        self._key = self.endpoint.key(secret)
+        self._callers: dict[socket.socket, _Caller] = {}
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends welcome(), from another thread."""
+        """Ends accept_ranks(), from another thread."""
         self._is_closed = True
 
-    def welcome(self, ranks: Collection[int], timeout_s: float) -> dict[int, socket.socket]:
-        """Connections from these ranks. LaunchError when some do not come in time, or after close()."""
+    def accept_ranks(self, ranks: Collection[int], timeout_s: float) -> dict[int, socket.socket]:
+        """Returns one connection per rank; LaunchError if a rank does not connect in time, or after close()."""
         gives_up_at = time.monotonic() + timeout_s
         arrived: dict[int, socket.socket] = {}
         with self._listener, selectors.DefaultSelector() as selector:
@@ -146,133 +174,139 @@ class Reception:
                     if left_s <= 0 or self._is_closed:
                         missing = sorted(set(ranks) - set(arrived))
                         raise LaunchError(
-                            f"Ranks {missing} did not connect to {self.door.address} port {self.door.port} within "
+                            f"Ranks {missing} did not connect to {self.endpoint.address} port {self.endpoint.port} within "
                             f"{timeout_s:g} s."
                         )
                     for key, _ in selector.select(min(left_s, _TICK_S)):
                         if key.fileobj is self._listener:
-                            self._let_in(selector)
-                        elif key.fileobj in self._guests:
-                            self._hear(self._guests[key.fileobj], ranks, arrived, selector)
-                    self._drop_late(selector)
+                            self._accept(selector)
+                        elif key.fileobj in self._callers:
+                            self._read_proof(self._callers[key.fileobj], ranks, arrived, selector)
+                    self._drop_expired(selector)
             except BaseException:
                 for connection in arrived.values():
                     connection.close()
                 raise
             finally:
-                for guest in list(self._guests.values()):
-                    self._drop(guest, selector)
+                for caller in list(self._callers.values()):
+                    self._drop(caller, selector)
         return arrived
 
-    def _let_in(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            guest = _Guest(connection, time.monotonic() + _PROOF_S)
-            if len(self._guests) >= _MAX_STRANGERS:
-                self._drop(next(iter(self._guests.values())), selector)
-            self._guests[connection] = guest
+            caller = _Caller(connection, time.monotonic() + _PROOF_S)
+            if len(self._callers) >= _MAX_UNPROVEN:
+                self._drop(next(iter(self._callers.values())), selector)
+            self._callers[connection] = caller
+            # A stranger who does not read must not stop the thread that serves all callers.
             connection.setblocking(False)
             selector.register(connection, selectors.EVENT_READ)
-            connection.send(guest.number)
+            connection.send(caller.number)
 
-    def _hear(
+    def _read_proof(
         self,
-        guest: "_Guest",
+        caller: "_Caller",
         ranks: Collection[int],
         arrived: dict[int, socket.socket],
         selector: selectors.BaseSelector,
     ) -> None:
         try:
-            data = guest.connection.recv(_PROOF.size - len(guest.said))
+            data = caller.connection.recv(_PROOF.size - len(caller.received))
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        guest.said += data
+        caller.received += data
         if not data:
-            self._drop(guest, selector)
-        if len(guest.said) < _PROOF.size:
+            self._drop(caller, selector)
+        if len(caller.received) < _PROOF.size:
             return
-        number, rank, mac = _PROOF.unpack(guest.said)
-        is_genuine = hmac.compare_digest(mac, _proof(self._key, b"caller", guest.number, number, rank))
+        number, rank, mac = _PROOF.unpack(caller.received)
+        is_genuine = hmac.compare_digest(mac, _proof(self._key, b"caller", caller.number, number, rank))
         if not is_genuine or rank not in ranks or rank in arrived:
-            self._drop(guest, selector)
+            self._drop(caller, selector)
             return
         try:
-            guest.connection.sendall(_proof(self._key, b"listener", guest.number, number, rank))
+            caller.connection.sendall(_proof(self._key, b"listener", caller.number, number, rank))
         except OSError:
-            self._drop(guest, selector)
+            self._drop(caller, selector)
             return
-        del self._guests[guest.connection]
-        selector.unregister(guest.connection)
-        guest.connection.setblocking(True)
-        arrived[rank] = guest.connection
+        del self._callers[caller.connection]
+        selector.unregister(caller.connection)
+        caller.connection.setblocking(True)
+        arrived[rank] = caller.connection
 
-    def _drop_late(self, selector: selectors.BaseSelector) -> None:
+    def _drop_expired(self, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
-        for guest in list(self._guests.values()):
-            if guest.leaves_at > now:
+        for caller in list(self._callers.values()):
+            # In the order of their arrival: the deadlines of all that follow are later.
+            if caller.deadline > now:
                 return
-            self._drop(guest, selector)
+            self._drop(caller, selector)
 
-    def _drop(self, guest: "_Guest", selector: selectors.BaseSelector) -> None:
-        if self._guests.pop(guest.connection, None) is not None:
-            selector.unregister(guest.connection)
-            guest.connection.close()
+    def _drop(self, caller: "_Caller", selector: selectors.BaseSelector) -> None:
+        if self._callers.pop(caller.connection, None) is not None:
+            selector.unregister(caller.connection)
+            caller.connection.close()
 
 
 @dataclass(eq=False)
-class _Guest:
-    """A connection that has not proved yet to come from a rank of the job."""
+class _Caller:
+    """A connection that has not yet proved that it comes from a rank of the job."""
 
     connection: socket.socket
-    leaves_at: float
+    deadline: float
     number: bytes = field(default_factory=lambda: secrets.token_bytes(_NUMBER_BYTES))
-    said: bytes = b""
+    received: bytes = b""
 
 
 def _proof(key: bytes, who: bytes, listeners: bytes, callers: bytes, rank: int) -> bytes:
     return hmac.digest(key, b"%s %d " % (who, rank) + listeners + callers, "sha256")
 
 
-def connect(door: Door, secret: bytes, *, rank: int, to: str, timeout_s: float) -> socket.socket:
-    """A connection to the rank called `to`, which has proved that it knows the secret, and which receives `rank`."""
+def connect(endpoint: Endpoint, secret: bytes, *, rank: int, to: str, timeout_s: float) -> socket.socket:
+    """Connects to a rank that proves that it knows the secret, and that learns this rank's number.
+
+    `to`: the name of that rank, for error messages.
+    """
     gives_up_at = time.monotonic() + timeout_s
     while True:
         try:
-            connection = socket.create_connection((door.address, door.port), timeout=timeout_s)
+            connection = socket.create_connection((endpoint.address, endpoint.port), timeout=timeout_s)
         except OSError as error:
             raise LaunchError(
-                f"Rank {rank} on {socket.gethostname()} cannot reach {to} at {door.address} port {door.port}: {error}. "
+                f"Rank {rank} on {socket.gethostname()} cannot reach {to} at {endpoint.address} port {endpoint.port}: {error}. "
                 f"Set HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
             ) from error
         try:
             connection.settimeout(max(0.1, gives_up_at - time.monotonic()))
-            _prove(connection, door.key(secret), rank)
+            _prove(connection, endpoint.key(secret), rank)
         except OSError as error:
             connection.close()
             if time.monotonic() < gives_up_at:
-                # Strangers filled the other side's room. Not at once: all ranks may have been dropped together.
+                # Strangers pushed this caller out of the listener. The random pause keeps ranks that were dropped together
+                # from calling again together.
                 time.sleep(_RETRY_S * (1 + secrets.randbelow(4)))
                 continue
             raise LaunchError(
-                f"Rank {rank} on {socket.gethostname()} reaches {door.address} port {door.port}, but {to} does not answer "
-                f"there as a rank of this job within {timeout_s:g} s: {error}."
+                f"Rank {rank} on {socket.gethostname()} reaches {endpoint.address} port {endpoint.port}, but {to} does not "
+                f"answer there as a rank of this job within {timeout_s:g} s: {error}."
             ) from error
         connection.settimeout(None)
         return connection
 
 
 def _prove(connection: socket.socket, key: bytes, rank: int) -> None:
-    """OSError unless both sides know the key."""
-    theirs, ours = _received(connection, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
+    """Proves to the listener that this side knows the key, and raises OSError unless the listener proves the same."""
+    theirs, ours = _receive_exactly(connection, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
     connection.sendall(_PROOF.pack(ours, rank, _proof(key, b"caller", theirs, ours, rank)))
-    mac = _received(connection, _MAC_BYTES)
+    mac = _receive_exactly(connection, _MAC_BYTES)
     if not hmac.compare_digest(mac, _proof(key, b"listener", theirs, ours, rank)):
         raise OSError("its proof is wrong")
 
 
-def _received(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         part = connection.recv(count - len(data))

@@ -6,7 +6,6 @@ torch.distributed as bytes, so that they support every dtype.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,11 +14,15 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import all_gather_single
 from megaclass.distributed.wire_formats import WIRE_FORMATS, compressed_all_reduce_
+from megaclass.even_parts import even_sizes
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
-from megaclass.hvd.engine.controller import Operation
 from megaclass.hvd.engine.messages import Request, Response
+from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.engine.timeline import Timeline
+from megaclass.hvd.transport import small
 from megaclass.hvd.transport.adasum import adasum_
+from megaclass.hvd.transport.arithmetic import COMBINE, DTYPE_BY_NAME, HALF_PRECISION, finish_, scale_, views_like
+from megaclass.hvd.transport.process_set_table import ProcessSetTable
 from megaclass.hvd.transport.ring import Ring
 
 _OPS = {
@@ -30,64 +33,23 @@ _OPS = {
     Product: dist.ReduceOp.PRODUCT,
 }
 
-DTYPES = {
-    torch.uint8: "uint8",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.bool: "bool",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
 _MOVES = ("allgather", "broadcast", "alltoall", "reducescatter")
-# Most bytes that rank 0 takes from all others together in one cycle of small tensors.
-_SMALL_BYTES = 256 * 1024
-_COMBINATIONS: dict[int, Callable[..., Tensor]] = {
-    Average: torch.add,
-    Sum: torch.add,
-    Min: torch.minimum,
-    Max: torch.maximum,
-    Product: torch.mul,
-}
-
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
-@dataclass
-class SetGroups:
-    """The connections of one process set."""
+class Executor:
+    """Implements OperationRunner: one method per kind of operation."""
 
-    ranks: tuple[int, ...]
-    cpu: dist.ProcessGroup
-    gpu: dist.ProcessGroup | None
-    """NCCL's, where every rank has a GPU of its own."""
-    ring: Ring | None
-    """For reductions in main memory; None with HOROVOD_CPU_OPERATIONS=gloo, or where this rank is the only member."""
-
-    def close(self) -> None:
-        if self.ring is not None:
-            self.ring.close()
-        for group in (self.cpu, self.gpu):
-            if group is not None:
-                group.shutdown()
-
-
-class DataPlane:
-    """Runs responses."""
-
-    def __init__(self, rank: int, timeline: Timeline, *, uses_nccl: bool) -> None:
+    def __init__(self, rank: int, timeline: Timeline, sets: ProcessSetTable, *, uses_nccl: bool) -> None:
         self._rank = rank
         self._timeline = timeline
         self._uses_nccl = uses_nccl
-        self.sets: dict[int, SetGroups] = {}
-        self.change_sets: Callable[[Request], int] = lambda request: -1
-        """Adds or removes a process set, by request of all ranks."""
+        self._sets = sets
+        # Fusion buffers and the like, by dtype, device and use.
         self._buffers: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
+        # Rounding errors of compressed allreduces, by process set, name of the operation and number of the tensor.
         self._remainders: dict[tuple[int, str, int], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # The GPU of the latest operation.
         self._gpu: torch.device | None = None
         self._runners: dict[str, Callable[[Response, list[Operation | None]], None]] = {
             "allreduce": self._allreduce,
@@ -101,7 +63,7 @@ class DataPlane:
         }
 
     def perform(self, response: Response, operations: list[Operation | None]) -> None:
-        """An operation is None where this rank has joined: it contributes zeros."""
+        """Runs an agreed operation; an entry is None where this rank has joined and contributes zeros."""
         first = response.requests[0]
         run = self._runners[first.kind]
         # An allreduce shows its transport itself: copies into and out of the fusion buffer come before and after it.
@@ -113,65 +75,41 @@ class DataPlane:
                 self._on_gpu(lambda: run(response, operations), operations)
 
     def _on_gpu(self, run: Callable[[], None], operations: list[Operation | None]) -> None:
-        """On a stream of our own, after the streams that made the inputs; who waits makes their stream wait for ours."""
+        """Runs on the executor's own stream, after the streams that wrote the inputs.
+
+        synchronize() makes the caller's stream wait for this one, through `operation.ready`.
+        """
         present = [operation for operation in operations if operation is not None]
         if present:
             self._gpu = present[0].inputs[0].device
-        # A rank that has joined sends its zeros from the GPU it used before.
+        # A rank that has joined sends its zeros from the GPU it used last.
         device = self._gpu or torch.device("cuda", torch.cuda.current_device())
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         with torch.cuda.device(device), torch.cuda.stream(stream):
             for operation in present:
+                assert operation.ready is not None
                 stream.wait_event(operation.ready)
             run()
             done = torch.cuda.Event()
             done.record(stream)
         for operation in present:
             operation.ready = done
+            # The allocator must not reuse their memory before this stream has finished with it.
             for tensor in (*operation.inputs, *operation.outputs):
                 tensor.record_stream(stream)
 
     # -- small tensors, which travel with the negotiation -----------------------------------------------------------
 
     def small_payload(self, operations: list[Operation]) -> bytes:
-        """The tensors of a cycle that is one plain allreduce of a few kilobytes."""
-        first = operations[0].request
-        if first.kind != "allreduce" or first.process_set or first.wire or first.op == Adasum or first.device != "cpu":
-            return b""
-        largest = _SMALL_BYTES // max(1, len(self.sets[0].ranks) - 1)
-        if sum([operation.request.terms.num_bytes for operation in operations]) > largest:
-            return b""
-        tensors = [tensor for operation in operations for tensor in operation.inputs]
-        dtype = tensors[0].dtype
-        if len(operations) > 1 and any(not _is_alike(first, operation.request) for operation in operations[1:]):
-            return b""
-        if len(tensors) > 1 and any(tensor.dtype is not dtype for tensor in tensors):
-            return b""
-        flat = tensors[0].reshape(-1) if len(tensors) == 1 else _flatten(tensors)
-        if first.prescale != 1.0:
-            flat = scale_(flat.clone(), first.prescale)
-        return flat.view(torch.uint8).numpy().tobytes()
+        return small.small_payload(operations, len(self._sets.ranks[0]))
 
     def add_payloads(self, request: Request, payloads: list[bytes]) -> bytes:
-        """In the order of ranks, half precision in float32."""
-        dtype = _BY_NAME[request.dtypes[0]]
-        parts = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in payloads]
-        total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]
-        for part in parts[1:]:
-            _COMBINATIONS[request.op](total, part.to(total.dtype), out=total)
-        total = total.to(dtype)
-        self._scale_back_(total, request)
-        return total.view(torch.uint8).numpy().tobytes()
+        return small.add_payloads(request, payloads)
 
     def deliver_payload(self, operations: list[Operation | None], payload: bytes) -> None:
-        outputs = [out for operation in operations if operation is not None for out in operation.outputs]
-        flat = torch.frombuffer(bytearray(payload), dtype=outputs[0].dtype)
-        if len(outputs) == 1:
-            outputs[0].copy_(flat.view(outputs[0].shape))
-        else:
-            torch._foreach_copy_(outputs, _parts_like(flat, outputs))
+        small.deliver_payload(operations, payload)
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -182,12 +120,13 @@ class DataPlane:
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         for request, operation in zip(response.requests, operations, strict=True):
+            # A rank that has joined contributes zeros, and its results are not read.
             if operation is not None:
                 inputs += operation.inputs
                 outputs += operation.outputs
             else:
                 zeros = [
-                    torch.zeros(shape, dtype=_BY_NAME[dtype], device=device)
+                    torch.zeros(shape, dtype=DTYPE_BY_NAME[dtype], device=device)
                     for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
                 ]
                 inputs += zeros
@@ -205,6 +144,7 @@ class DataPlane:
             with self._timeline.phase(shown, f"{self._transport(first)}_ALLREDUCE"):
                 self._reduce(inputs[0], outputs[0], first)
         else:
+            # The tensors of a grouped operation may have several dtypes: one buffer per dtype, in the order of their firsts.
             for kind in dict.fromkeys(tensor.dtype for tensor in inputs):
                 chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is kind]
                 self._reduce_together(
@@ -216,27 +156,27 @@ class DataPlane:
                 )
 
     def _reduce(self, given: Tensor, out: Tensor, request: Request) -> None:
-        """All members' `given`, scaled and combined, into `out`, which may be the same tensor."""
+        """Writes the scaled and combined `given` of all members into `out`, which may be the same tensor."""
         if not self._is_direct(given):
             staged = given.cpu()
             self._reduce(staged, staged, request)
             out.copy_(staged)
             return
         ring = self._ring(request)
+        # The ring reads and writes different tensors without a copy; all other ways reduce in place.
         if out is not given and (ring is None or request.prescale != 1.0):
             out.copy_(given)
             given = out
         scale_(given, request.prescale)
         if ring is not None:
-            scale_back_ = partial(self._scale_back_, request=request)
-            ring.reduce(given.view(-1), out.view(-1), _COMBINATIONS[request.op], scale_back_)
+            ring.reduce(given.view(-1), out.view(-1), COMBINE[request.op], partial(self._finish_, request=request))
             return
-        if out.numel() and len(self.sets[request.process_set].ranks) > 1:
+        if out.numel() and len(self._sets.connections[request.process_set].ranks) > 1:
             wide = out.int() if out.dtype is torch.int16 else out
             dist.all_reduce(wide, op=_OPS[request.op], group=self._group(request))
             if wide is not out:
                 out.copy_(wide)
-        self._scale_back_(out, request)
+        self._finish_(out, request)
 
     def _reduce_together(
         self,
@@ -246,7 +186,10 @@ class DataPlane:
         request: Request,
         shown: list[str],
     ) -> None:
-        """Through one buffer: one latency for all of them. One by itself needs none, but for another dtype to be sent in."""
+        """Reduces tensors of one dtype through one buffer, so that all of them pay one latency.
+
+        A single tensor needs a buffer only if it is sent in another dtype.
+        """
         counts = [tensor.numel() for tensor in inputs]
         is_compressed = bool(request.wire) and inputs[0].is_floating_point()
         dtype = torch.float32 if is_compressed else inputs[0].dtype
@@ -258,7 +201,7 @@ class DataPlane:
                     outputs[0].copy_(inputs[0])
             else:
                 buffer = self._buffer(sum(counts), dtype, inputs[0].device)
-                parts = _parts_like(buffer, inputs)
+                parts = views_like(buffer, inputs)
                 torch._foreach_copy_(parts, inputs)
         with self._timeline.phase(shown, f"{self._transport(request, is_compressed=is_compressed)}_ALLREDUCE"):
             if is_compressed:
@@ -273,7 +216,7 @@ class DataPlane:
     def _reduce_compressed_(
         self, buffer: Tensor, request: Request, names: list[tuple[int, str, int]], counts: list[int]
     ) -> None:
-        groups = self.sets[request.process_set]
+        groups = self._sets.connections[request.process_set]
         scale_(buffer, request.prescale)
         kept: list[Tensor] = []
         remainder = None
@@ -281,6 +224,7 @@ class DataPlane:
             kept = [self._remainder(name, count, buffer.device) for name, count in zip(names, counts, strict=True)]
             remainder = kept[0]
         if len(kept) > 1:
+            # One vector of all remainders, which the reduction reads and overwrites, like the buffer.
             remainder = torch.cat(kept, out=self._buffer(sum(counts), torch.float32, buffer.device, "remainders"))
         divisor = float(len(groups.ranks)) if request.op == Average else 1.0
         group = self._group(request)
@@ -296,10 +240,8 @@ class DataPlane:
             remainder = self._remainders[name] = torch.zeros(count, device=device)
         return remainder
 
-    def _scale_back_(self, tensor: Tensor, request: Request) -> None:
-        scale_(tensor, request.postscale)
-        if request.op == Average:
-            divide_(tensor, len(self.sets[request.process_set].ranks))
+    def _finish_(self, tensor: Tensor, request: Request) -> None:
+        finish_(tensor, request.op, request.postscale, len(self._sets.connections[request.process_set].ranks))
 
     def _adasum(self, given: Tensor, out: Tensor, request: Request) -> None:
         if out is not given:
@@ -312,27 +254,27 @@ class DataPlane:
     def _reducescatter(self, response: Response, operations: list[Operation | None]) -> None:
         request, operation = response.requests[0], operations[0]
         assert operation is not None
-        ranks = self.sets[request.process_set].ranks
+        ranks = self._sets.connections[request.process_set].ranks
         place = ranks.index(self._rank)
         for given in operation.inputs:
-            rows = rows_of_members(given.shape[0], len(ranks))
+            # Every rank receives all versions of its own rows and adds them up itself: gloo has no reduce-scatter for every
+            # dtype, and the sum of half-precision numbers is formed in float32.
+            rows = even_sizes(given.shape[0], len(ranks))
             block = given.new_empty((len(ranks), rows[place], *given.shape[1:]))
             scaled = scale_(given.clone(), request.prescale) if request.prescale != 1.0 else given
             self._exchange(block, scaled, [rows[place]] * len(ranks), rows, request)
-            half = given.dtype in (torch.float16, torch.bfloat16)
+            half = given.dtype in HALF_PRECISION
             out = block.sum(0, dtype=torch.float32 if half else given.dtype)
-            out = scale_(out, request.postscale)
-            if request.op == Average:
-                divide_(out, len(ranks))
+            out = finish_(out, request.op, request.postscale, len(ranks))
             operation.outputs.append(out.to(given.dtype))
         _deliver(operation, request)
 
-    # -- moving ---------------------------------------------------------------------------------------------------
+    # -- operations without arithmetic -----------------------------------------------------------------------------------
 
     def _allgather(self, response: Response, operations: list[Operation | None]) -> None:
         request, operation = response.requests[0], operations[0]
         assert operation is not None
-        place = self.sets[request.process_set].ranks.index(self._rank)
+        place = self._sets.connections[request.process_set].ranks.index(self._rank)
         for given, rows in zip(operation.inputs, response.sizes, strict=True):
             out = given.new_empty((sum(rows), *given.shape[1:]))
             operation.outputs.append(out)
@@ -344,7 +286,7 @@ class DataPlane:
                 continue
             parts = out.split(list(rows))
             parts[place].copy_(given)
-            # gloo rejects blocks of different length; each rank broadcasts its own, all at once, and nothing is padded.
+            # gloo rejects blocks of different length. All ranks broadcast their block at the same time instead of padding.
             self._staged(out, partial(_broadcast_blocks, rows=rows, group=self._group(request)))
         _deliver(operation, request)
         operation.sizes = response.sizes
@@ -353,7 +295,7 @@ class DataPlane:
         request, operation = response.requests[0], operations[0]
         assert operation is not None
         out, given = operation.outputs[0], operation.inputs[0]
-        root = self.sets[request.process_set].ranks.index(request.root)
+        root = self._sets.connections[request.process_set].ranks.index(request.root)
         if self._rank == request.root and out is not given:
             out.copy_(given)
         if out.numel():
@@ -363,7 +305,7 @@ class DataPlane:
         request, operation = response.requests[0], operations[0]
         assert operation is not None
         given = operation.inputs[0]
-        place = self.sets[request.process_set].ranks.index(self._rank)
+        place = self._sets.connections[request.process_set].ranks.index(self._rank)
         received = [splits[place] for splits in response.sizes]
         out = given.new_empty((sum(received), *given.shape[1:]))
         self._exchange(out, given, received, list(response.sizes[place]), request)
@@ -373,7 +315,7 @@ class DataPlane:
     def _exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int], request: Request
     ) -> None:
-        """All-to-all of rows; `out` holds the received rows in any outer shape."""
+        """Exchanges rows between all members; `out` receives them, in any outer shape."""
         row_bytes = _row_bytes(given)
         group = self._group(request)
         source = given if self._is_direct(given) else given.cpu()
@@ -390,24 +332,26 @@ class DataPlane:
 
     def _change_sets(self, response: Response, operations: list[Operation | None]) -> None:
         operation = operations[0]
-        number = self.change_sets(response.requests[0])
+        number = self._sets.change(response.requests[0])
         if operation is not None:
             operation.result = number
 
-    # -- places ---------------------------------------------------------------------------------------------------
+    # -- groups and buffers ----------------------------------------------------------------------------------------------
 
     def _group(self, request: Request) -> dist.ProcessGroup:
-        groups = self.sets[request.process_set]
+        groups = self._sets.connections[request.process_set]
         if request.device == "cpu" or not self._uses_nccl:
             return groups.cpu
         assert groups.gpu is not None
         return groups.gpu
 
     def _ring(self, request: Request) -> Ring | None:
-        return self.sets[request.process_set].ring if request.device == "cpu" or not self._uses_nccl else None
+        return (
+            self._sets.connections[request.process_set].ring if request.device == "cpu" or not self._uses_nccl else None
+        )
 
     def _transport(self, request: Request, *, is_compressed: bool = False) -> str:
-        """The name of what carries the tensors, for the timeline."""
+        """Returns the name of what carries the tensors, for the timeline."""
         if request.device != "cpu" and self._uses_nccl:
             return "NCCL"
         if request.kind != "allreduce" or request.op == Adasum or is_compressed or self._ring(request) is None:
@@ -418,7 +362,7 @@ class DataPlane:
         return self._uses_nccl or tensor.device.type == "cpu"
 
     def _staged(self, tensor: Tensor, run: Callable[[Tensor], object]) -> None:
-        """Through main memory where the ranks have no GPU each, as NCCL needs."""
+        """Runs on a copy in main memory where NCCL cannot be used, because not every rank has its own GPU."""
         if self._is_direct(tensor):
             run(tensor)
             return
@@ -427,64 +371,15 @@ class DataPlane:
         tensor.copy_(copy)
 
     def _buffer(self, count: int, dtype: torch.dtype, device: torch.device, use: str = "fusion") -> Tensor:
-        """The start of a buffer that is kept and grows: nothing is allocated in the steady state."""
+        """Returns the start of a buffer that is kept and grows, so that the steady state allocates nothing."""
         buffer = self._buffers.get((dtype, device, use))
         if buffer is None or buffer.numel() < count:
             buffer = self._buffers[dtype, device, use] = torch.empty(count, dtype=dtype, device=device)
         return buffer[:count]
 
 
-# One call into torch for all of many tensors: a view and a copy of each from here would cost several times what they do.
-# torch's own gradient buckets are made by the same two.
-_flatten = torch._C._nn.flatten_dense_tensors
-
-
-def _parts_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Views of `flat`, one after the other, in the shapes of the tensors."""
-    return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
-
-
-def _is_alike(one: Request, two: Request) -> bool:
-    """Whether two allreduces are combined and scaled in the same way."""
-    return (one.kind, one.process_set, one.op, one.prescale, one.postscale, one.device, one.wire) == (
-        two.kind,
-        two.process_set,
-        two.op,
-        two.prescale,
-        two.postscale,
-        two.device,
-        two.wire,
-    )
-
-
 def _deliver(operation: Operation, request: Request) -> None:
     operation.result = tuple(operation.outputs) if request.is_grouped else operation.outputs[0]
-
-
-def rows_of_members(num_rows: int, size: int) -> list[int]:
-    """How dimension 0 is dealt out by reducescatter: as evenly as possible, the first ranks one more."""
-    quotient, rest = divmod(num_rows, size)
-    return [quotient + (place < rest) for place in range(size)]
-
-
-def scale_(tensor: Tensor, factor: float) -> Tensor:
-    """As Horovod scales: whole numbers in float64 and cut off, half precision in float32."""
-    if factor == 1.0:
-        return tensor
-    if not tensor.is_floating_point():
-        return tensor.copy_((tensor.double() * factor).to(tensor.dtype))
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.copy_(tensor.float() * factor)
-    return tensor.mul_(factor)
-
-
-def divide_(tensor: Tensor, size: int) -> Tensor:
-    if tensor.is_floating_point():
-        # The same bits, in less time.
-        is_power_of_two = size & (size - 1) == 0
-        return tensor.mul_(1 / size) if is_power_of_two else tensor.div_(size)
-    # Horovod averages whole numbers by a factor in float64, and cuts off.
-    return tensor.div_(size, rounding_mode="trunc")
 
 
 def _gather_even(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:

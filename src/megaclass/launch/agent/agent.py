@@ -1,9 +1,13 @@
-"""The agent: one process a host, started by the driver, that keeps that host's ranks. Standard library only.
+"""The agent: one process per host, started by the driver, that supervises the ranks of that host. Standard library only.
 
     driver  --- stdin:  the job, "go", signals, heartbeats --->  agent  --- starts, signals, reaps --->  workers
     driver  <-- stdout: hello, output, exits, heartbeats ------  agent  <-- stdout and stderr, by pipe --  workers
 
-stdin is the lifeline: when it ends or falls silent, the driver, its ssh or the cable is gone, and the workers go too.
+stdin is the lifeline: if it ends or falls silent, the driver, its ssh or the cable is gone, and the agent ends the workers.
+
+    greeting, hello --"go"--> workers run --all ended, "end", a signal, or the driver lost--> ending --> "done", leave
+
+Everything happens in one thread, in `Agent._loop`; no field needs a lock.
 """
 
 import contextlib
@@ -25,47 +29,53 @@ from megaclass.errors import LaunchError
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
 from megaclass.launch.network import hold_store_port, interface_towards, present, reserve_port
 from megaclass.launch.plan import interface_environment, job_environment, rank_environment, without_other_starters
-from megaclass.launch.signals import SignalInbox
+from megaclass.launch.signals import SignalQueue
 from megaclass.launch.versions import installed_versions
 from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
 from megaclass.launch.wire.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
 from megaclass.world import World
 
 _READ_BYTES = 1 << 16
-# Beyond this the workers' pipes are not read: they wait, as they would for a slow terminal, and no memory fills.
 _QUEUE_BYTES = 4 << 20
+"""If more waits for the driver, the workers' pipes are not read: they wait, as for a slow terminal, and no memory grows."""
 _STREAMS = ("stdout", "stderr")
 _JOB_S = 30.0
+"""How long to wait for the job on stdin. ssh delivers it with the first packets, unless the cable was cut just then."""
 _HELPERS_S = 0.5
+"""Time for helper processes (Python's resource tracker, say) to leave after the last rank."""
 _TICK_S = 0.05
+"""How often processes that are being ended are looked at."""
 
 
 def main() -> int:
-    """Reads the job from stdin, keeps its ranks, and leaves when nothing of them is left."""
-    # Before anything else: a driver that gives up during the start must not be outlived.
-    with SignalInbox([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as inbox:
+    """Reads the job from stdin, supervises its ranks, and leaves when nothing of them is left."""
+    # Before anything else: the agent must not outlive a driver that gives up during the start.
+    with SignalQueue([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as signals:
         job, rest = _read_job()
         if job is None:
             return 0
+        # From here on no read or write may block: a stopped driver must not keep the agent from its workers.
         os.set_blocking(sys.stdin.fileno(), False)
         os.set_blocking(sys.stdout.fileno(), False)
         silence_s, grace_s = silence_limits(job["heartbeat_s"], job["grace_s"])
         with Supervisor(
             job["run_id"], grace_s=job["grace_s"], adopts=True, captures=True, silence_s=silence_s
         ) as supervisor:
-            agent = Agent(job, supervisor, inbox, silence_s=silence_s, silence_grace_s=grace_s)
+            agent = Agent(job, supervisor, signals, silence_s=silence_s, silence_grace_s=grace_s)
             agent.obey(rest)
             agent.run()
     return 0
 
 
 class Agent:
+    """Carries out one job on this host."""
+
     def __init__(
-        self, job: Message, supervisor: Supervisor, inbox: SignalInbox, *, silence_s: float, silence_grace_s: float
+        self, job: Message, supervisor: Supervisor, signals: SignalQueue, *, silence_s: float, silence_grace_s: float
     ) -> None:
         self._job = job
         self._supervisor = supervisor
-        self._inbox = inbox
+        self._signals = signals
         self._silence_s = silence_s
         self._silence_grace_s = silence_grace_s
         self._worlds = [World(**world) for world in job["worlds"]]
@@ -89,12 +99,12 @@ class Agent:
         self._beat_at = 0.0
 
     def run(self) -> None:
-        """Until nothing of the ranks is left and everything has been said."""
+        """Runs until nothing of the ranks is left and the driver has received everything."""
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
-        self._selector.register(self._inbox, selectors.EVENT_READ, self._on_signals)
+        self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         self._greet()
         self._loop(until=self._is_over)
-        # Nobody writes any more: what is in the pipes is all there is.
+        # No process writes any more: the pipes hold the rest of the output.
         for pipe in list(self._pipes):
             while self._on_output(pipe):
                 continue
@@ -109,7 +119,7 @@ class Agent:
             self._beat()
             self._note_exits()
 
-    # ---- what the driver says ----
+    # ---- messages of the driver ----
 
     def _on_stdin(self) -> None:
         try:
@@ -123,9 +133,10 @@ class Agent:
             self.obey(data)
         else:
             self._selector.unregister(sys.stdin)
-            self._lose_driver("the driver is gone")
+            self._lose_driver("the driver has ended")
 
     def obey(self, data: bytes) -> None:
+        """Carries out the driver's messages in `data`."""
         try:
             for message, _ in self._reader.feed(data):
                 match message.get("do"):
@@ -136,16 +147,17 @@ class Agent:
                     case "end":
                         self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
         except ProtocolError as error:
-            self._lose_driver(f"the driver's line carries something else: {error}")
+            self._lose_driver(f"the driver sent something else than messages: {error}")
 
     def _on_signals(self) -> None:
-        if set(self._inbox.taken()) - {signal.SIGCHLD}:
-            self._say({"say": "note", "text": "the agent was told to end by a signal"})
+        if set(self._signals.taken()) - {signal.SIGCHLD}:
+            self._say({"say": "note", "text": "a signal told the agent to end"})
             self._end(None)
 
     def _lose_driver(self, why: str) -> None:
         if self._is_connected:
             self._is_connected = False
+            # No process reads it any more, and a full queue would keep the workers' pipes unread.
             self._queue.clear()
             self._queued_bytes = 0
             with contextlib.suppress(OSError):
@@ -161,13 +173,14 @@ class Agent:
     # ---- the start ----
 
     def _greet(self) -> None:
-        """Says hello with what the driver must know before the ranks may start, or why they cannot."""
+        """Sends hello with what the driver must know before the ranks may start, or the reason why they cannot."""
+        # The token tells the driver where the agent's own output starts, after that of login scripts.
         self._send(greeting(self._job["token"]))
         hello: Message = {"say": "hello", "pid": os.getpid(), "ssh": os.environ.get("SSH_CONNECTION", "")}
         try:
             workdir = Path(self._job["workdir"])
             if not workdir.is_dir():
-                raise LaunchError(f"There is no folder {str(workdir)!r} to work in; give another with --workdir.")
+                raise LaunchError(f"There is no working folder {str(workdir)!r}; give another with --workdir.")
             find_command(self._job["command"], self._env, workdir)
             if self._job["interfaces"]:
                 self._interfaces = present(self._job["interfaces"])
@@ -177,7 +190,7 @@ class Agent:
             if self._worlds[0].is_main:
                 self._held_port = reserve_port(self._job["master_port"])
                 hello["port"] = self._held_port.getsockname()[1]
-                # A port that the user chose is the only one: a firewall may let no other through.
+                # If the user chose the port, it is the only one: a firewall may block all others.
                 if not self._job["master_port"]:
                     self._store_port = hold_store_port("127.0.0.1" if len(self._worlds) == self._worlds[0].size else "")
                     hello["store_port"] = self._store_port.getsockname()[1]
@@ -219,10 +232,10 @@ class Agent:
             self._pipes[pipe.fileno()] = (worker, stream)
             self._selector.register(pipe.fileno(), selectors.EVENT_READ, partial(self._on_output, pipe.fileno()))
 
-    # ---- what the workers say ----
+    # ---- output and ends of the workers ----
 
     def _on_output(self, pipe: int) -> bool:
-        """Passes on what is there, one read's worth; whether there may be more."""
+        """Sends one read of a worker's output to the driver; returns whether there may be more."""
         worker, stream = self._pipes[pipe]
         try:
             data = os.read(pipe, _READ_BYTES)
@@ -246,8 +259,9 @@ class Agent:
 
     def _note_exits(self) -> None:
         for worker in self._supervisor.reap():
+            # Before its exit, upon which the driver decides whether the job may be restarted.
             self._note_progress()
-            # Its last words come before the news of its end. Two reads empty a pipe of Linux's default size.
+            # Its last output is sent before its exit code. Two reads empty a pipe of Linux's default size.
             for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
                 for _ in range(2):
                     if pipe in self._pipes and not self._on_output(pipe):
@@ -257,7 +271,8 @@ class Agent:
             self._end_leftovers()
 
     def _end_leftovers(self) -> None:
-        """Helpers that leave when their rank has (Python's resource tracker, say) get a moment to do so."""
+        """Ends what the ranks left behind, after a moment in which helper processes may leave by themselves."""
+        # The wait is short and starts with the end of the last rank; `_wait_s` polls meanwhile.
         names = self._supervisor.leftovers()
         now = time.monotonic()
         self._helpers_until = self._helpers_until or now + _HELPERS_S
@@ -279,9 +294,10 @@ class Agent:
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._heard_at > self._silence_s:
-            self._lose_driver(f"nothing heard from the driver for {now - self._heard_at:.1f} s")
+            self._lose_driver(f"the driver has sent nothing for {now - self._heard_at:.1f} s")
         if now >= self._beat_at:
             self._beat_at = now + beat_interval(self._job["heartbeat_s"])
+            # The orphan killers count a silent agent as dead, just as the driver does.
             self._supervisor.keep_watch()
             self._say({"say": "beat"})
             self._note_progress()
@@ -291,9 +307,9 @@ class Agent:
                     self._say({"say": "stopped", "rank": worker.rank, "pid": worker.pid})
 
     def _is_over(self) -> bool:
-        return self._is_ending and self._supervisor.is_clear() and not self._supervisor.reap()
+        return self._is_ending and self._supervisor.continue_ending() and not self._supervisor.reap()
 
-    # ---- to the driver ----
+    # ---- messages to the driver ----
 
     def _say(self, message: Message, payload: bytes = b"") -> None:
         self._send(encode(message, payload))
@@ -312,7 +328,7 @@ class Agent:
             except BlockingIOError:
                 return
             except OSError:
-                self._lose_driver("the driver does not listen any more")
+                self._lose_driver("the driver has closed the pipe")
                 return
             self._queued_bytes -= written
             first = self._queue.popleft()
@@ -320,7 +336,7 @@ class Agent:
                 self._queue.appendleft(first[written:])
 
     def _balance(self) -> None:
-        """Writes when the driver takes more; reads the workers only while the queue is short."""
+        """Waits for room in the driver's pipe while something is queued; reads the workers only while the queue is short."""
         is_registered = sys.stdout.fileno() in self._selector.get_map()
         if self._queue and not is_registered:
             self._selector.register(sys.stdout.fileno(), selectors.EVENT_WRITE, self._write)
@@ -337,10 +353,10 @@ class Agent:
 
 
 def worker_base_environment(job: Message, own: Mapping[str, str]) -> dict[str, str]:
-    """What all workers of this host share: the host's own environment, what the driver passed on, what the user gave."""
+    """Returns the environment that all workers of this host share: the host's own, the driver's part, the user's variables."""
     env = {**own, **job["passed"]}
     if "PATH" in job["passed"] and "PATH" in own:
-        # The driver's folders first, for the same interpreter; then the host's own, which may have more.
+        # The driver's folders come first, for the same interpreter; the host's own may have more programs.
         folders = [*job["passed"]["PATH"].split(os.pathsep), *own["PATH"].split(os.pathsep)]
         env["PATH"] = os.pathsep.join(dict.fromkeys(folders))
     # A crash, or SIGABRT after a hang, then prints the Python stack of every thread.
@@ -350,10 +366,9 @@ def worker_base_environment(job: Message, own: Mapping[str, str]) -> dict[str, s
 
 
 def _read_job() -> tuple[Message | None, bytes]:
-    """The first line of stdin, and what came with it; None when the driver left before it was whole."""
+    """Returns the first line of stdin and what came with it; None if the driver left before the line was complete."""
     data = bytearray()
     while (end := data.find(b"\n")) < 0:
-        # ssh delivers it with the first packets; if not, the cable was cut in this very moment.
         is_there = select.select([sys.stdin], [], [], _JOB_S)[0]
         more = os.read(sys.stdin.fileno(), _READ_BYTES) if is_there else b""
         if not more or len(data) > MAX_LINE_BYTES:

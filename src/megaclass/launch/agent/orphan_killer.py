@@ -1,15 +1,15 @@
-"""The last resort against orphans: who belongs to a run, and a process that kills them when their keeper is gone.
+"""The orphan killer: a process that kills the ranks of a host when their supervisor has died.
 
 Every worker carries its run's id in the environment, and so do the processes it starts, whatever sessions they open. The
-keeper (an agent, or `megaclass train` with local ranks) starts this file as two processes of their own, each of which holds
-the reading end of a pipe. When the keeper dies without saying goodbye, or falls silent, everything that carries the id is
-killed. Two, so that killing the keeper together with one of them leaves the other.
+supervisor (of an agent, or of `megaclass train` with local ranks) starts this file as two processes, each of which holds
+the reading end of a pipe. If the supervisor dies without a goodbye, or falls silent, they kill every process that carries
+the id. There are two, so that killing the supervisor together with one of them leaves the other.
 
-The driver of `megaclass run` is a third watcher: when it loses an agent, it starts this file on that host (over ssh where that
-is another machine) with the run's id on stdin, and what the agent should have ended is killed from there.
+The driver of `megaclass run` is a third watcher: when it loses an agent, it starts this file on that host (over ssh if that
+is another machine) with the run's id on stdin, and kills from there what the agent should have ended.
 
-The file is handed to the interpreter on stdin: its command line does not name the package, so that a `pkill -9 -f megaclass`
-aimed at the keeper misses it. Therefore it imports nothing of the package.
+The file is given to the interpreter on stdin: its command line does not name the package, so that a `pkill -9 -f megaclass`
+aimed at the supervisor misses it. Therefore it imports nothing of the package.
 """
 
 import os
@@ -22,17 +22,17 @@ from pathlib import Path
 
 RUN_ID_NAME = "MEGACLASS_RUN_ID"
 GOODBYE = b"q"
-_SWEEP_S = 1.0
-_LONGEST_SWEEP_S = 10.0
+_KILL_S = 1.0
+_LONGEST_KILL_S = 10.0
 _PAUSE_S = 0.05
 
 
-def members(
+def processes_of(
     run_id: str, sessions: Collection[int] = (), adopted_by: int = 0, apart_from: Collection[int] = ()
 ) -> list[int]:
-    """Processes of the run that are alive: by id in the environment, by session, or as descendants of such ones.
+    """Returns the live processes of a run: by id in the environment, by session, and all descendants of those.
 
-    adopted_by: a subreaper all of whose children belong to the run, apart from some.
+    adopted_by: a subreaper all of whose children belong to the run, except for those in apart_from.
     """
     mark = f"{RUN_ID_NAME}={run_id}".encode()
     parents: dict[int, int] = {}
@@ -44,7 +44,7 @@ def members(
         try:
             state, parent, _, session = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:4]
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended meanwhile
         if state in (b"Z", b"X"):
             continue
         parents[pid] = int(parent)
@@ -59,25 +59,25 @@ def _carries(folder: Path, mark: bytes) -> bool:
     try:
         return mark in (folder / "environ").read_bytes().split(b"\0")
     except OSError:
-        return False  # gone meanwhile, or another user's
+        return False  # it has ended meanwhile, or belongs to another user
 
 
-def kill_all(run_id: str, at_least_s: float = _SWEEP_S) -> None:
-    """Kills for a while and until nothing is left: a process can start another between being listed and being killed."""
+def kill_all(run_id: str, at_least_s: float = _KILL_S) -> None:
+    """Kills repeatedly, until nothing is left: a process can start another between being listed and being killed."""
     begun = time.monotonic()
     while True:
-        left = members(run_id)
+        left = processes_of(run_id)
         for pid in left:
             send(pid, signal.SIGKILL)
-        if time.monotonic() - begun > (_LONGEST_SWEEP_S if left else at_least_s):
+        if time.monotonic() - begun > (_LONGEST_KILL_S if left else at_least_s):
             return
         time.sleep(_PAUSE_S)
 
 
 def kill_after(run_id: str, agent: int, grace_s: float) -> None:
-    """Kills what a lost agent has not ended. While the agent lives, it has the grace to let its ranks save and leave."""
+    """Kills what a lost agent has not ended. While the agent lives, its ranks have the grace to save and leave."""
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and _is_alive(agent) and members(run_id):
+    while time.monotonic() < deadline and _is_alive(agent) and processes_of(run_id):
         time.sleep(_PAUSE_S)
     kill_all(run_id, 2 * _PAUSE_S)
 
@@ -90,33 +90,37 @@ def _is_alive(pid: int) -> bool:
 
 
 def send(pid: int, number: int) -> None:
-    """A signal to a process that may be gone already."""
+    """Sends a signal to a process that may have ended already."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
         return
 
 
-def main(run_id: str, lifeline: int, keeper: int, silence_s: float) -> None:
-    """silence_s: a keeper that says nothing for so long counts as dead (it is stopped, say); 0 = it need say nothing."""
+def main(run_id: str, lifeline: int, supervisor: int, silence_s: float) -> None:
+    """Waits for the supervisor's end and kills its ranks.
+
+    silence_s: a supervisor that writes nothing for so long counts as dead (it may be stopped); 0 disables the limit.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     while True:
         if not select.select([lifeline], [], [], silence_s or None)[0]:
-            if os.getppid() == keeper:
-                send(keeper, signal.SIGKILL)
+            # Still our parent, so that the pid cannot belong to another process by now.
+            if os.getppid() == supervisor:
+                send(supervisor, signal.SIGKILL)
             break
-        said = os.read(lifeline, 4096)
-        if GOODBYE in said:
+        data = os.read(lifeline, 4096)
+        if GOODBYE in data:
             return
-        if not said:
+        if not data:
             break
     kill_all(run_id)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:
-        # From the driver. Not on the command line, by which somebody might find and kill this process, too.
+        # Started by the driver. The id is not on the command line, by which a pkill might find this process, too.
         _run_id, _agent, _grace_s = sys.stdin.readline().split()
         kill_after(_run_id, int(_agent), float(_grace_s))
     else:

@@ -1,4 +1,4 @@
-"""The workers of one host: started, watched, ended, and never left behind. Standard library only.
+"""Starts, watches and ends the workers of one host, and never leaves one behind. Standard library only.
 
 `torch.distributed.launcher` was tried first: it needs 2 s to import, takes 30 s to end a worker that ignores SIGTERM, and
 leaves the workers running when it is killed itself.
@@ -19,14 +19,14 @@ from pathlib import Path
 from types import TracebackType
 
 from megaclass.errors import LaunchError
-from megaclass.launch.agent import orphan_killer as sweep
+from megaclass.launch.agent import orphan_killer
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# After SIGKILL only a process that hangs in the kernel stays (a dead network disk, a lost GPU): nobody can end it.
 _UNKILLABLE_S = 5.0
+"""After SIGKILL only a process that hangs in the kernel stays (a dead network disk, a lost GPU); nothing can end it."""
 _RETRY_S = 0.05
-_NUM_SWEEPERS = 2
+_NUM_ORPHAN_KILLERS = 2
 
 
 @dataclass(slots=True)
@@ -42,19 +42,23 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sweeper:
+class _OrphanKiller:
     process: subprocess.Popen[bytes]
     lifeline: int
-    """Writing end of the pipe whose end, or silence, makes the sweeper act."""
+    """Writing end of the pipe whose end, or silence, makes the orphan killer act."""
 
 
 class Supervisor:
-    """Keeps the workers of one run on this host; leaving the `with` block leaves no process of theirs.
+    """Supervises the workers of one run on this host; leaving the `with` block leaves no process of theirs.
 
-    Three layers, because each can be missing: the keeper (this process) ends them; if it dies, the kernel kills its
-    direct children (PR_SET_PDEATHSIG); those behind a shell are found by either of two sweepers.
+    Three layers, because each can be missing: this process ends them; if it dies, the kernel kills its direct children
+    (PR_SET_PDEATHSIG); those behind a shell are found by either of two orphan killers.
 
-    adopts: this process has no children but the run's, so that orphans below it are the run's too.
+    The end has two phases: `end` sends SIGTERM and sets `_kill_at`; from then on `continue_ending` is called repeatedly,
+    sends SIGKILL when that time has come, and gives up at `_give_up_at`. All of it happens in the caller's thread.
+
+    adopts: this process has no children except for the run's, so that orphans below it belong to the run, too.
+    captures: stdout and stderr of the workers are pipes. silence_s: see orphan_killer.main.
     """
 
     def __init__(
@@ -68,26 +72,28 @@ class Supervisor:
         self._silence_s = silence_s
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
-        self._sweepers: list[_Sweeper] = []
+        self._orphan_killers: list[_OrphanKiller] = []
 
     def __enter__(self) -> "Supervisor":
         if self._adopts:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._sweepers = [self._start_sweeper() for _ in range(_NUM_SWEEPERS)]
+        self._orphan_killers = [self._start_orphan_killer() for _ in range(_NUM_ORPHAN_KILLERS)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # Nothing was told to end (an exception, or a rank of Ray that ended by itself): what is left is killed at once.
         if self._kill_at is None:
             self.end(0.0)
-        while not self.is_clear():
+        while not self.continue_ending():
             time.sleep(_RETRY_S)
             self.reap()
-        for sweeper in self._sweepers:
+        # Without the goodbye they would take the closed pipe for the death of this process.
+        for killer in self._orphan_killers:
             with contextlib.suppress(BrokenPipeError):
-                os.write(sweeper.lifeline, sweep.GOODBYE)
-            os.close(sweeper.lifeline)
-        for sweeper in self._sweepers:
-            sweeper.process.wait()
+                os.write(killer.lifeline, orphan_killer.GOODBYE)
+            os.close(killer.lifeline)
+        for killer in self._orphan_killers:
+            killer.process.wait()
 
     def start(
         self,
@@ -98,19 +104,19 @@ class Supervisor:
         *,
         pass_fds: Sequence[int] = (),
     ) -> Worker:
-        """LaunchError when the command cannot be started."""
+        """Starts one worker. Raises LaunchError if the command cannot be started."""
         pipe = subprocess.PIPE if self._captures else None
         try:
             process = subprocess.Popen(
                 list(command),
-                env={**env, sweep.RUN_ID_NAME: self._run_id},
+                env={**env, orphan_killer.RUN_ID_NAME: self._run_id},
                 cwd=workdir,
                 stdin=subprocess.DEVNULL if self._captures else None,
                 stdout=pipe,
                 stderr=pipe,
                 bufsize=0,
                 pass_fds=pass_fds,
-                # A session of its own: Ctrl-C in the terminal reaches it only through us, a signal its whole group.
+                # A session of its own: Ctrl-C in the terminal reaches it only through us, and a signal its whole group.
                 start_new_session=True,
                 preexec_fn=partial(_die_with_parent, os.getpid()),
             )
@@ -122,112 +128,118 @@ class Supervisor:
         return worker
 
     def running(self) -> list[Worker]:
+        """Returns the workers that have not ended."""
         return [worker for worker in self.workers if worker.code is None]
 
     def send_signal(self, number: int) -> None:
-        """To every worker that runs, and to its children in the same process group."""
+        """Sends a signal to every worker that runs, and to its children in the same process group."""
         for worker in self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, number)
 
     def end(self, grace_s: float | None = None, first: int = signal.SIGTERM) -> None:
-        """Begins the end: SIGTERM to every process of the run now, SIGKILL after the grace, which `is_clear` sees to.
+        """Sends SIGTERM, or `first`, to every process of the run; `continue_ending` sends SIGKILL after the grace.
 
-        A second call can shorten the grace, not prolong it.
+        A second call can shorten the grace but not prolong it.
         """
-        for pid in self._members():
-            sweep.send(pid, first)
+        for pid in self._processes():
+            orphan_killer.send(pid, first)
         kill_at = time.monotonic() + (self._grace_s if grace_s is None else grace_s)
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     def reap(self) -> list[Worker]:
-        """Those that ended since the last call, the likely root cause first."""
+        """Returns the workers that ended since the last call, the likely root cause first."""
         ended = []
         for worker in self.running():
+            # Not Popen.poll(): if another part of this process had reaped the worker, it would report exit code 0.
             pid, status = os.waitpid(worker.pid, os.WNOHANG)
             if pid:
                 worker.code = worker.process.returncode = os.waitstatus_to_exitcode(status)
                 ended.append(worker)
-        # Peers of a rank that was killed raise, which ends them without a signal.
+        # A rank that was killed by a signal comes first: its peers then fail with an exit code.
         return sorted(ended, key=lambda worker: (worker.code == 0, (worker.code or 0) > 0, worker.rank))
 
     def keep_watch(self) -> None:
-        """To be called now and then: tells the sweepers that the keeper lives, and replaces one that was killed."""
-        for index, sweeper in enumerate(self._sweepers):
-            if sweeper.process.poll() is not None:
-                os.close(sweeper.lifeline)
-                self._sweepers[index] = self._start_sweeper()
+        """Tells the orphan killers that this process lives, and replaces one that was killed. To be called regularly."""
+        for index, killer in enumerate(self._orphan_killers):
+            if killer.process.poll() is not None:
+                os.close(killer.lifeline)
+                self._orphan_killers[index] = self._start_orphan_killer()
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                os.write(self._sweepers[index].lifeline, b".")
+                os.write(self._orphan_killers[index].lifeline, b".")
         if self._adopts:
             self._reap_adopted()
 
     def leftovers(self) -> list[str]:
-        """Names of processes that the workers started and that are still there."""
+        """Returns the names of processes that the workers started and that still run."""
         workers = {worker.pid for worker in self.running()}
-        return [_name(pid) for pid in self._members() if pid not in workers]
+        return [_name(pid) for pid in self._processes() if pid not in workers]
 
-    def is_clear(self) -> bool:
-        """Whether nothing of the run is left, after doing what is due. Reap, and call it again, while it is False."""
-        left = self._members()
+    def continue_ending(self) -> bool:
+        """Kills what is left once the grace has passed; returns whether nothing of the run is left.
+
+        To be called repeatedly, with `reap`, until it returns True. It also does so for processes that cannot be killed.
+        """
+        left = self._processes()
+        # A zombie is no process that is left, but its exit code is still to be reaped.
         if not left:
             return not self.running()
-        if self._kill_at is None:
-            return False
         now = time.monotonic()
-        if now >= self._kill_at:
-            self._give_up_at = self._give_up_at or now + _UNKILLABLE_S
-            if now > self._give_up_at:
-                names = ", ".join(f"{pid} ({_name(pid)})" for pid in left)
-                print(f"megaclass: these processes hang in the kernel and cannot be ended: {names}", file=sys.stderr)
-                return True
-            for pid in left:
-                sweep.send(pid, signal.SIGKILL)
+        if self._kill_at is None or now < self._kill_at:
+            return False
+        self._give_up_at = self._give_up_at or now + _UNKILLABLE_S
+        if now > self._give_up_at:
+            names = ", ".join(f"{pid} ({_name(pid)})" for pid in left)
+            print(f"megaclass: these processes hang in the kernel and cannot be ended: {names}", file=sys.stderr)
+            return True
+        for pid in left:
+            orphan_killer.send(pid, signal.SIGKILL)
         return False
 
     def is_stopped(self, worker: Worker) -> bool:
-        """Whether somebody sent it SIGSTOP."""
+        """Returns whether the worker was stopped by SIGSTOP."""
         try:
             return Path(f"/proc/{worker.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
         except OSError:
             return False
 
-    def _members(self) -> list[int]:
+    def _processes(self) -> list[int]:
         sessions = {worker.pid for worker in self.workers}
-        keeper = os.getpid() if self._adopts else 0
-        sweepers = [sweeper.process.pid for sweeper in self._sweepers]
-        return sweep.members(self._run_id, sessions, adopted_by=keeper, apart_from=sweepers)
+        subreaper = os.getpid() if self._adopts else 0
+        killers = [killer.process.pid for killer in self._orphan_killers]
+        return orphan_killer.processes_of(self._run_id, sessions, adopted_by=subreaper, apart_from=killers)
 
     def _reap_adopted(self) -> None:
-        """Buries orphans that ended below this subreaper; a worker's own end is left for `reap`."""
-        kept = {worker.pid for worker in self.running()} | {sweeper.process.pid for sweeper in self._sweepers}
+        """Reaps orphans that ended below this subreaper; the end of a worker is left for `reap`."""
+        kept = {worker.pid for worker in self.running()} | {killer.process.pid for killer in self._orphan_killers}
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if ended.si_pid in kept:
                     return
                 os.waitpid(ended.si_pid, 0)
 
-    def _start_sweeper(self) -> "_Sweeper":
+    def _start_orphan_killer(self) -> _OrphanKiller:
         reader, lifeline = os.pipe()
+        # A stopped orphan killer must not block this process once the pipe is full.
         os.set_blocking(lifeline, False)
-        # Not by the path of the environment: in a folder called megaclass, `pkill -9 -f megaclass` would end it, too.
+        # The real path: a virtual environment in a folder called megaclass would let `pkill -9 -f megaclass` end it, too.
         python = os.path.realpath(sys.executable)
-        with Path(sweep.__file__).open("rb") as program:
+        with Path(orphan_killer.__file__).open("rb") as program:
             process = subprocess.Popen(
                 [python, "-I", "-S", "-", self._run_id, str(reader), str(os.getpid()), str(self._silence_s)],
                 stdin=program,
-                # It may outlive the keeper by a second and must not hold the keeper's own pipes open.
+                # It may outlive this process by a second and must not hold its pipes open.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(reader,),
                 start_new_session=True,
             )
         os.close(reader)
-        return _Sweeper(process, lifeline)
+        return _OrphanKiller(process, lifeline)
 
 
 def find_command(command: Sequence[str], env: Mapping[str, str], workdir: Path) -> None:
-    """LaunchError when the workers' command is not there, said before any of them is started."""
+    """Raises LaunchError if the workers' command does not exist, before any of them is started."""
     name = command[0]
     found = (workdir / name).is_file() if "/" in name else shutil.which(name, path=env.get("PATH"))
     if not found:
@@ -236,13 +248,13 @@ def find_command(command: Sequence[str], env: Mapping[str, str], workdir: Path) 
 
 
 def default_threads(num_processes: int) -> int:
-    """Threads a process may use without the processes getting in each other's way."""
+    """Returns the number of threads per process with which all processes together use every core once."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the kernel was told.
+    # The parent may have died before this call; the kernel would never notice.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,48 +1,58 @@
-"""The driver's end of the line to one agent. Standard library only."""
+"""The driver's pipes to the agents, one per host. Standard library only.
+
+State of one pipe, as the driver sees it; only JobStart and JobRun change it:
+
+    STARTING --hello--> READY --"go" was sent--> RUNNING --"done"--> DONE
+        |                 |                         |
+        +-----------------+-------------------------+--> LOST   (it ended, fell silent, or broke the protocol)
+"""
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
+from functools import partial
 
 from megaclass.errors import LaunchError
 from megaclass.launch.plan import Placement
-from megaclass.launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentTalk
+from megaclass.launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
 from megaclass.launch.wire.protocol import Message, MessageReader, encode, greeting
 
 _READ_BYTES = 1 << 18
 _KEPT_STDERR_BYTES = 8192
 
 
-class LinkState(Enum):
+class PipeState(Enum):
     STARTING = auto()
+    """ssh connects, or the agent has not answered yet."""
     READY = auto()
     """The agent has said hello and waits for "go"."""
     RUNNING = auto()
     DONE = auto()
-    """Nothing of its ranks is left."""
+    """No process of its ranks is left."""
     LOST = auto()
-    """It ended or fell silent without saying so; its ranks end by themselves."""
+    """It ended or fell silent without saying that it is done; its ranks end by themselves."""
 
 
-class Link:
+class AgentPipe:
     """A process, `ssh` or the local agent, with its three pipes, none of which ever blocks."""
 
     def __init__(self, placement: Placement, command: list[str], token: str) -> None:
         self.placement = placement
-        self.state = LinkState.STARTING
+        self.state = PipeState.STARTING
         self.hello: Message = {}
         self.heard_at = time.monotonic()
-        self.said = ""
-        """What ssh or the agent wrote to stderr, its end."""
+        self.stderr_text = ""
+        """The end of what ssh or the agent wrote to stderr."""
         self.has_closed_stderr = False
         self._reader = MessageReader(
             after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
         )
-        self._talk = AgentTalk([world.rank for world in placement.worlds])
+        self._checker = AgentMessageChecker([world.rank for world in placement.worlds])
         self._unsent = bytearray()
         try:
             self.process = subprocess.Popen(
@@ -51,7 +61,7 @@ class Link:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                # Ctrl-C in the terminal is for the driver, which decides what becomes of it.
+                # A session of its own: Ctrl-C in the terminal reaches the driver only, which decides what to send to the ranks.
                 start_new_session=True,
             )
         except OSError as error:
@@ -63,22 +73,24 @@ class Link:
 
     @property
     def name(self) -> str:
+        """Returns the host's name as the user gave it."""
         return self.placement.host.name
 
     @property
     def is_over(self) -> bool:
-        return self.state in (LinkState.DONE, LinkState.LOST)
+        return self.state in (PipeState.DONE, PipeState.LOST)
 
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
+        """Queues a message and writes as much as the pipe takes now."""
         self._unsent += encode(message)
         self.write()
 
     def write(self) -> None:
-        """What the pipe takes now. A reader that is gone is noticed at the other pipe."""
+        """Writes as much of the queue as the pipe takes. That the reader is gone is noticed at stdout."""
         while self._unsent and not self.stdin.closed:
             try:
                 written = os.write(self.stdin.fileno(), self._unsent)
@@ -90,38 +102,42 @@ class Link:
             del self._unsent[:written]
 
     def read(self) -> Iterator[tuple[Message, bytes]] | None:
-        """Messages that came, checked; None at the end of the line. ProtocolError for one that no agent of ours sends."""
+        """Returns the checked messages that arrived, or None at the end of the stream.
+
+        Raises ProtocolError, also while iterating, for a message that no agent of this version sends.
+        """
         try:
             data = os.read(self.stdout.fileno(), _READ_BYTES)
         except BlockingIOError:
             return iter(())
         if not data:
             return None
+        # Any byte proves that the agent lives, not only its heartbeats.
         self.heard_at = time.monotonic()
         return self._checked(data)
 
     def _checked(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
         for message, payload in self._reader.feed(data):
-            # Asked for each message: hearing the one before may have changed the state.
-            yield self._talk.checked(message, payload, is_running=self.state is LinkState.RUNNING), payload
+            # The state is read again for each message: handling the previous one may have changed it.
+            yield self._checker.checked(message, payload, is_running=self.state is PipeState.RUNNING), payload
 
     def read_stderr(self) -> bytes | None:
-        """What was said now; None at the end."""
+        """Returns the bytes that arrived on stderr, or None at its end."""
         try:
             data = os.read(self.stderr.fileno(), _READ_BYTES)
         except BlockingIOError:
             return b""
-        self.said = (self.said + data.decode(errors="replace"))[-_KEPT_STDERR_BYTES:]
+        self.stderr_text = (self.stderr_text + data.decode(errors="replace"))[-_KEPT_STDERR_BYTES:]
         self.has_closed_stderr = not data
         return data or None
 
     def hang_up(self) -> None:
-        """Ends the line: an agent that still listens ends its ranks and leaves."""
+        """Closes stdin: an agent that still listens ends its ranks and leaves."""
         with contextlib.suppress(OSError):
             self.stdin.close()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit code of ssh or the local agent after the end of the line; None when it does not end in time."""
+        """Closes stdin and returns the exit code of ssh or the local agent; None if it does not end in time."""
         self.hang_up()
         try:
             return self.process.wait(timeout_s)
@@ -129,10 +145,105 @@ class Link:
             return None
 
     def close(self) -> None:
+        """Closes all pipes and kills ssh."""
         self.hang_up()
-        # Never the local agent, which would be stopped from ending its ranks: it sees the end of the line and goes.
+        # The local agent is never killed: it would be kept from ending its ranks. It sees that stdin is closed and leaves.
         if self.process.poll() is None and not self.placement.host.is_local:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
         self.stdout.close()
         self.stderr.close()
+
+
+class AgentPipes:
+    """All pipes of one start and the selector that watches them.
+
+    While `is_paused`, nothing is read: the pipes fill, the ranks wait in their writes, and no memory grows.
+    """
+
+    def __init__(
+        self, on_message: Callable[[AgentPipe], None], on_stderr: Callable[[AgentPipe], None], token: str
+    ) -> None:
+        self.all: list[AgentPipe] = []
+        self.selector = selectors.DefaultSelector()
+        self.is_paused = False
+        self._on_message = on_message
+        self._on_stderr = on_stderr
+        self._token = token
+
+    def open(self, placement: Placement, command: list[str]) -> AgentPipe:
+        """Starts ssh or the local agent and listens to it."""
+        agent = AgentPipe(placement, command, self._token)
+        self.all.append(agent)
+        self._listen(agent)
+        return agent
+
+    def unfinished(self) -> list[AgentPipe]:
+        """Returns the pipes that are neither done nor lost."""
+        return [agent for agent in self.all if not agent.is_over]
+
+    def send(self, message: Message) -> None:
+        """Sends a message to every agent that is not over."""
+        for agent in self.unfinished():
+            agent.send(message)
+
+    def finish(self, agent: AgentPipe, state: PipeState) -> None:
+        """Sets the last state of a pipe and stops listening to it."""
+        agent.state = state
+        for pipe in (agent.stdout, agent.stderr, agent.stdin):
+            if not pipe.closed and pipe.fileno() in self.selector.get_map():
+                self.selector.unregister(pipe)
+
+    def drop(self, agent: AgentPipe) -> None:
+        """Counts the agent as lost and closes its pipes."""
+        self.finish(agent, PipeState.LOST)
+        agent.close()
+
+    def drop_starting(self) -> None:
+        """Drops the agents that have not answered yet; no rank runs there."""
+        for agent in self.all:
+            if agent.state is PipeState.STARTING:
+                self.drop(agent)
+
+    def stop_stderr(self, agent: AgentPipe) -> None:
+        """Stops listening to a stderr that has ended."""
+        self.selector.unregister(agent.stderr)
+
+    def pause(self, is_paused: bool) -> None:
+        """Stops or resumes reading all agents."""
+        if is_paused == self.is_paused:
+            return
+        self.is_paused = is_paused
+        for agent in self.unfinished():
+            if is_paused:
+                self.selector.unregister(agent.stdout)
+                if not agent.has_closed_stderr:
+                    self.selector.unregister(agent.stderr)
+            else:
+                # Its heartbeats waited in the pipe: the silence is ours, not the agent's.
+                agent.heard_at = time.monotonic()
+                self._listen(agent)
+
+    def watch_unsent(self) -> None:
+        """Waits for room in the pipes of agents that have not taken everything; a job line may be longer than a pipe."""
+        for agent in self.all:
+            is_watched = not agent.stdin.closed and agent.stdin.fileno() in self.selector.get_map()
+            if agent.has_unsent and not is_watched and not agent.is_over:
+                self.selector.register(agent.stdin, selectors.EVENT_WRITE, agent.write)
+            elif is_watched and not agent.has_unsent:
+                self.selector.unregister(agent.stdin)
+
+    def close(self) -> None:
+        """Hangs up on all agents, then waits for ssh and the local agent to leave."""
+        # First all, then the waits: the agents leave at the same time.
+        for agent in self.all:
+            agent.hang_up()
+        for agent in self.all:
+            agent.wait(2.0 if agent.state is PipeState.DONE else 0.1)
+            agent.close()
+        self.selector.close()
+
+    def _listen(self, agent: AgentPipe) -> None:
+        self.selector.register(agent.stdout, selectors.EVENT_READ, partial(self._on_message, agent))
+        if not agent.has_closed_stderr:
+            self.selector.register(agent.stderr, selectors.EVENT_READ, partial(self._on_stderr, agent))

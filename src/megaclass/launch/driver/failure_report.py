@@ -1,8 +1,10 @@
-"""What is said about a rank that failed, on one screen. Standard library only."""
+"""Messages about ranks that failed or were stopped. Standard library only."""
 
 import re
 import signal
 from collections import deque
+
+from megaclass.launch.exit_codes import how_it_ended
 
 _KEPT_LINES = 200
 _KEPT_LINE_BYTES = 2000
@@ -19,7 +21,7 @@ _HINTS = {
 
 
 class LastLines:
-    """The end of a rank's output, stdout and stderr as they came."""
+    """Keeps the end of a rank's output, stdout and stderr in the order of arrival."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
@@ -28,7 +30,7 @@ class LastLines:
         self._lines.extend(line[:_KEPT_LINE_BYTES] for line in lines[-_KEPT_LINES:])
 
     def shown(self) -> list[str]:
-        """The last traceback, whole or its two ends, otherwise the last lines; without what would confuse a terminal."""
+        """Returns the last traceback, shortened in the middle, or else the last lines, without control characters."""
         lines = [_plain(line) for line in self._lines]
         starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
         if starts and len(lines) - starts[-1] > _SHOWN_LINES:
@@ -38,35 +40,19 @@ class LastLines:
         return lines[starts[-1] if starts else -_SHOWN_LINES :]
 
 
-def how_it_ended(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
-
-
-def exit_status(code: int) -> int:
-    """What a shell would report: the exit code, or 128 + the signal."""
-    return code if code >= 0 else 128 - code
-
-
 def headline(rank: int, host: str, pid: int, code: int, num_others: int) -> str:
-    """Said the moment it happens."""
+    """Returns the message for the moment at which a rank ends."""
     others = f"; the other {num_others} are being stopped" if num_others else ""
     return f"rank {rank} on {host} (pid {pid}) ended with {how_it_ended(code)}{others}."
 
 
-def stopped(rank: int, host: str, pid: int) -> str:
-    """Said when a rank is stopped: the others wait for it without an end."""
-    return f"rank {rank} on {host} (pid {pid}) is stopped: somebody sent it SIGSTOP; SIGCONT lets it go on."
+def stopped_message(rank: int, host: str, pid: int) -> str:
+    """Returns the message about a rank that was stopped, for which all others wait."""
+    return f"rank {rank} on {host} (pid {pid}) is stopped: it received SIGSTOP; SIGCONT lets it continue."
 
 
-def epitaph(rank: int, host: str, pid: int, code: int, last_lines: list[str]) -> str:
-    """Said at the very end, when nobody prints any more: who failed first, where and how, with its last words."""
+def failure_report(rank: int, host: str, pid: int, code: int, last_lines: list[str]) -> str:
+    """Returns the last message of a job: which rank failed first, where and how, with its last lines."""
     hint = f" ({_HINTS[signal.Signals(-code)]})" if code < 0 and -code in _HINTS else ""
     text = f"the first to fail was rank {rank} on {host} (pid {pid}), with {how_it_ended(code)}{hint}."
     if last_lines:
@@ -74,14 +60,14 @@ def epitaph(rank: int, host: str, pid: int, code: int, last_lines: list[str]) ->
     return text + _hint_about_horovod("\n".join(last_lines))
 
 
-def _hint_about_horovod(said: str) -> str:
-    missing = re.findall(r"No module named '(horovod[\w.]*)'", said)
+def _hint_about_horovod(text: str) -> str:
+    missing = re.findall(r"No module named '(horovod[\w.]*)'", text)
     if not missing:
         return ""
-    # Without --horovod, and without a Horovod, already the package itself is missing.
+    # Without --horovod, and without an installed Horovod, the package itself is missing.
     if missing[-1] == "horovod":
-        return "\nHorovod's names are there with --horovod: megaclass run --horovod …"
-    return f"\nMegaclass has no {missing[-1]}: docs/horovod.md lists the modules of Horovod that are there."
+        return "\nTo use `import horovod` with Megaclass, add --horovod: megaclass run --horovod …"
+    return f"\nMegaclass has no {missing[-1]}: docs/horovod.md lists the modules of Horovod that it has."
 
 
 def _plain(line: bytes) -> str:

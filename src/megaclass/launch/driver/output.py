@@ -1,16 +1,18 @@
-"""Output of many ranks on one screen and in files: whole lines, nothing lost, memory bounded. Standard library only."""
+"""Output of many ranks on one screen and in files: whole lines, nothing lost, bounded memory. Standard library only."""
 
 import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from megaclass.files import make_private_folder, open_private
-from megaclass.launch.wire.plain_text import for_terminal
+from megaclass.launch.options import RunOptions
+from megaclass.launch.signals import SignalQueue
+from megaclass.launch.wire.plain_text import for_terminal, plain_lines
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20
@@ -19,16 +21,17 @@ _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
 class LineCutter:
-    """Bytes of one stream of one rank to whole lines, without their ends.
+    """Cuts the bytes of one stream of one rank into lines, without their ends.
 
-    A carriage return ends a line too: every state of a progress bar becomes a line of its own, instead of overwriting
-    what another rank has printed.
+    A carriage return ends a line too: every state of a progress bar becomes a line, instead of overwriting what another
+    rank has printed.
     """
 
     def __init__(self) -> None:
         self._partial = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
+        """Returns the lines that are complete."""
         self._partial += data
         # A carriage return at the very end may be half of \r\n.
         end = max(self._partial.rfind(b"\n"), self._partial.rfind(b"\r", 0, len(self._partial) - 1)) + 1
@@ -43,7 +46,7 @@ class LineCutter:
         return [line[i : i + MAX_LINE_BYTES] for line in shown for i in range(0, len(line) or 1, MAX_LINE_BYTES)]
 
     def rest(self) -> list[bytes]:
-        """What came after the last line end."""
+        """Returns what came after the last line end, and forgets it."""
         rest = bytes(self._partial).strip(b"\r")
         self._partial.clear()
         return [rest] if rest else []
@@ -57,9 +60,10 @@ class LineCutter:
 
 
 class Screen:
-    """The driver's stdout and stderr, written by a thread: a reader that pauses (a pager, Ctrl-S) must not stop the heart.
+    """The driver's stdout and stderr, written by a thread: a reader that pauses (a pager, Ctrl-S) must not stop heartbeats.
 
-    `is_full` asks the caller to hold back; `fault` is set when a stream cannot be written any more.
+    `_waiting` and `_num_bytes` are shared with the thread and changed under the lock of `_changed`. `is_full` asks the
+    caller to stop reading the ranks' output; `fault` is set by the thread when stdout cannot be written any more.
     """
 
     def __init__(self, fds: dict[str, int]) -> None:
@@ -78,7 +82,7 @@ class Screen:
         return self._num_bytes > _MAX_WAITING_BYTES
 
     def is_terminal(self, stream: str) -> bool:
-        """Whether the bytes reach a terminal, which obeys some of them, and not a file or a program."""
+        """Returns whether the bytes reach a terminal, which interprets some of them, and not a file or a program."""
         return self._are_terminals[stream]
 
     def put(self, stream: str, data: bytes) -> None:
@@ -88,7 +92,7 @@ class Screen:
             self._changed.notify()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Waits until everything is written, or for so long."""
+        """Waits until everything is written, or until the time is up."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -102,11 +106,13 @@ class Screen:
                 if not self._waiting:
                     return
                 fd, data = self._waiting.popleft()
+            # Outside of the lock: this write may block for as long as the reader pauses.
             self._write(fd, data)
             with self._changed:
                 self._num_bytes -= len(data)
 
     def _write(self, fd: int, data: bytes) -> None:
+        # After a fault of stdout the rest is discarded, but stderr still reports what happened.
         if self.fault is not None and fd == self._fds["stdout"]:
             return
         view = memoryview(data)
@@ -114,17 +120,38 @@ class Screen:
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:
-                time.sleep(0.01)  # somebody who shares the terminal has made it non-blocking
+                time.sleep(0.01)  # another process that shares the terminal has made it non-blocking
             except OSError as error:
                 if fd == self._fds["stdout"]:
                     self.fault = error
                 return
 
 
-class RankOutput:
-    """Lines of all ranks to the screen, in Horovod's format, and bytes to files on request.
+@dataclass(frozen=True, slots=True)
+class DriverMessages:
+    """The driver's own messages, between the lines of the ranks and never inside one.
 
-    folder: DIR/rank.<n>/{stdout,stderr} get the rank's bytes unchanged. A file that cannot be written is given up, said once.
+    They may quote another host, so control characters are replaced.
+    """
+
+    screen: Screen
+    is_verbose: bool
+
+    def say(self, text: str) -> None:
+        """Shows a message."""
+        self.screen.put("stderr", f"megaclass: {plain_lines(text)}\n".encode())
+
+    def detail(self, text: str) -> None:
+        """Shows a message with --verbose only."""
+        if self.is_verbose:
+            self.say(text)
+
+
+class RankOutput:
+    """Shows the lines of all ranks in Horovod's format, and writes their bytes to files on request.
+
+    folder: DIR/rank.<n>/{stdout,stderr} get the rank's bytes unchanged. A file that cannot be written is given up, with one
+    message. num_ranks decides how many digits the folders' names have; each rank has both files, empty or not.
     """
 
     def __init__(
@@ -134,17 +161,16 @@ class RankOutput:
         colours: dict[str, bool],
         with_timestamp: bool,
         folder: Path | None,
-        say: Callable[[str], None],
-        num_ranks: int = 1,
+        messages: DriverMessages,
+        num_ranks: int,
     ) -> None:
-        """num_ranks: decides how many digits the names of folders have; each rank has both files, empty or not."""
         # As in Horovod: rank.0 … rank.9 of ten ranks, rank.00 … rank.10 of eleven.
         self._num_digits = len(str(num_ranks - 1))
         self._screen = screen
         self._colours = colours
         self._with_timestamp = with_timestamp
         self._folder = folder
-        self._say = say
+        self._messages = messages
         self._cutters: dict[tuple[int, str], LineCutter] = {}
         self._files: dict[tuple[int, str], IO[bytes] | None] = {}
         if folder is not None:
@@ -153,7 +179,7 @@ class RankOutput:
                 self._store(rank, "stderr", b"")
 
     def put(self, rank: int, stream: str, data: bytes) -> list[bytes]:
-        """Shows the whole lines; returns them."""
+        """Shows the complete lines and returns them."""
         if self._folder is not None:
             self._store(rank, stream, data)
         lines = self._cutters.setdefault((rank, stream), LineCutter()).feed(data)
@@ -161,7 +187,7 @@ class RankOutput:
         return lines
 
     def finish(self, rank: int) -> list[bytes]:
-        """Shows what the rank printed without a line end before it ended; returns it."""
+        """Shows what the rank printed without a line end before it ended, and returns it."""
         shown = []
         for stream in ("stdout", "stderr"):
             if (rank, stream) in self._cutters:
@@ -171,7 +197,7 @@ class RankOutput:
         return shown
 
     def where(self, rank: int) -> str:
-        """A sentence about the rank's files, if it has any."""
+        """Returns a sentence about the rank's files, if it has any."""
         return f"\nAll it printed: {self._folder_of(rank)}" if self._folder is not None else ""
 
     def _folder_of(self, rank: int) -> Path:
@@ -211,4 +237,36 @@ class RankOutput:
                     view = view[file.write(view) or 0 :]
         except OSError as error:
             self._files[rank, stream] = None
-            self._say(f"cannot write {path}: {error.strerror}; the run goes on without this file.")
+            self._messages.say(f"cannot write {path}: {error.strerror}; the run continues without this file.")
+
+
+@dataclass(frozen=True, slots=True)
+class DriverIo:
+    """Shared by all starts of a job: the screen, the ranks' output, the driver's messages and its signals."""
+
+    screen: Screen
+    output: RankOutput
+    messages: DriverMessages
+    signals: SignalQueue
+
+    @classmethod
+    def open(cls, options: RunOptions, num_ranks: int, signals: SignalQueue) -> "DriverIo":
+        """Opens the screen and, on request, the files of all ranks."""
+        # By number: where stdout or stderr was closed at the start, Python has no object for it.
+        screen = Screen({"stdout": 1, "stderr": 2})
+        messages = DriverMessages(screen, options.is_verbose)
+        wants_colour = "NO_COLOR" not in os.environ
+        output = RankOutput(
+            screen,
+            colours={"stdout": wants_colour and os.isatty(1), "stderr": wants_colour and os.isatty(2)},
+            with_timestamp=options.with_timestamp,
+            folder=options.output_dir,
+            messages=messages,
+            num_ranks=num_ranks,
+        )
+        return cls(screen, output, messages, signals)
+
+    def close(self, timeout_s: float | None) -> None:
+        """Closes the files and waits until the screen is written, or until the time is up."""
+        self.output.close()
+        self.screen.close(timeout_s)

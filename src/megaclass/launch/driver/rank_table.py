@@ -1,15 +1,18 @@
-"""The roll of all ranks: where each runs, what it printed last, how it ended. Standard library only."""
+"""Table of all ranks: where each runs, what it printed last, how it ended. Standard library only."""
 
 import time
 from collections.abc import Sequence
 
-from megaclass.launch.driver.failure_report import LastLines, epitaph, headline
+from megaclass.launch.driver.failure_report import LastLines, failure_report, headline
 from megaclass.launch.plan import Placement
 
 _LEFT_EARLY_S = 60.0
+"""A rank that left with 0 is named if others still run after this time: they may be waiting for it."""
 
 
-class Roll:
+class RankTable:
+    """One row per rank. Written by JobRun from the agents' messages, read for reports."""
+
     def __init__(self, placements: Sequence[Placement]) -> None:
         self.hosts = {world.rank: placement.host.name for placement in placements for world in placement.worlds}
         self.pids: dict[int, int] = {}
@@ -24,6 +27,7 @@ class Roll:
 
     @property
     def num_left(self) -> int:
+        """Returns the number of ranks that have not ended."""
         return self.size - len(self.codes)
 
     def running(self) -> list[int]:
@@ -43,24 +47,24 @@ class Roll:
     def headline_of(self, rank: int) -> str:
         return headline(rank, self.hosts[rank], self.pids[rank], self.codes[rank], self.num_left)
 
-    def epitaph_of(self, rank: int) -> str:
-        """Who failed first, where and how, with its last lines, and who had left before."""
+    def failure_report_of(self, rank: int) -> str:
+        """Returns the report about the rank that failed first, and names the ranks that had left before it."""
         last_lines = self._last_lines[rank].shown()
-        text = epitaph(rank, self.hosts[rank], self.pids[rank], self.codes[rank], last_lines)
+        text = failure_report(rank, self.hosts[rank], self.pids[rank], self.codes[rank], last_lines)
         early = sorted(other for other, code in self.codes.items() if code == 0)
         if early:
             times = ", ".join(f"{r} ({time.monotonic() - self._exit_times[r]:.1f} s before)" for r in early)
-            text += f"\nAlready gone, with exit code 0: rank {times}. If that was too early, the cause is there."
+            text += f"\nAlready ended with exit code 0: rank {times}. If that was too early, look there for the cause."
         return text
 
-    def name_who_left_early(self) -> str | None:
-        """A sentence, once, about a rank that others may be waiting for in vain."""
+    def name_early_leaver(self) -> str | None:
+        """Returns a sentence, once per start, about a rank that has left while others may be waiting for it."""
         now = time.monotonic()
         early = [rank for rank, at in self._exit_times.items() if now - at > _LEFT_EARLY_S]
         if not early or self._has_named_early or not self.num_left:
             return None
         self._has_named_early = True
         return (
-            f"rank {early[0]} on {self.hosts[early[0]]} left with exit code 0 {_LEFT_EARLY_S:g} s ago; "
+            f"rank {early[0]} on {self.hosts[early[0]]} ended with exit code 0 {_LEFT_EARLY_S:g} s ago; "
             f"still running: {self.name_running()}."
         )

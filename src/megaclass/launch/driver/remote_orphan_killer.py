@@ -1,4 +1,4 @@
-"""The driver as the last watcher: it ends what a lost agent and its sweepers have left. Standard library only."""
+"""Kills what a lost agent and its orphan killers have left behind on a host. Standard library only."""
 
 import contextlib
 import subprocess
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from megaclass.launch.driver.ssh import SshSettings, agent_command
 from megaclass.launch.hosts import Host
 
-# For ssh to connect and the processes to vanish, beyond the grace. A host that is down costs the end of a run so much.
-_SWEEP_S = 5.0
+_CONNECT_AND_KILL_S = 5.0
+"""Time beyond the grace for ssh to connect and for the processes to vanish. A dead host delays the end of a run by it."""
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteSweep:
-    """A sweep of one host that is under way."""
+class RemoteOrphanKiller:
+    """A running orphan killer on one host."""
 
     process: subprocess.Popen[bytes]
     deadline: float
 
     def wait(self) -> None:
-        """Until it is done, or hopeless: the host may be down, which is why its agent was lost."""
+        """Waits until it is done or its time is up: the host may be down, which is why its agent was lost."""
         try:
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -28,8 +28,10 @@ class RemoteSweep:
             self.process.wait()
 
 
-def start_sweep(host: Host, ssh: SshSettings, run_id: str, agent: int, grace_s: float) -> RemoteSweep:
-    """Starts to kill all processes of the run on the host; does not wait. agent: pid there of the agent that was lost."""
+def start_orphan_killer(
+    host: Host, ssh: SshSettings, run_id: str, *, agent_pid: int, grace_s: float
+) -> RemoteOrphanKiller:
+    """Starts to kill all processes of the run on the host, and does not wait. agent_pid: the lost agent's pid there."""
     process = subprocess.Popen(
         agent_command(host, ssh, "megaclass.launch.agent.orphan_killer"),
         stdin=subprocess.PIPE,
@@ -39,9 +41,9 @@ def start_sweep(host: Host, ssh: SshSettings, run_id: str, agent: int, grace_s: 
         start_new_session=True,
     )
     assert process.stdin is not None
-    # A line shorter than a pipe's buffer never blocks.
+    # The line is shorter than a pipe's buffer, so this never blocks.
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(f"{run_id} {agent} {grace_s}\n".encode("ascii"))
+        process.stdin.write(f"{run_id} {agent_pid} {grace_s}\n".encode("ascii"))
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-    return RemoteSweep(process, time.monotonic() + grace_s + _SWEEP_S)
+    return RemoteOrphanKiller(process, time.monotonic() + grace_s + _CONNECT_AND_KILL_S)

@@ -1,4 +1,8 @@
-"""Processes of one job on this machine, in this terminal: what `megaclass train` with train.nproc starts."""
+"""Ranks of one job on this machine.
+
+`launch` is `megaclass run --launcher local`. `run_local` is what `megaclass train` uses for train.nproc: the ranks write to
+this terminal themselves, without a driver between them and it.
+"""
 
 import os
 import secrets
@@ -10,39 +14,50 @@ from collections.abc import Mapping, Sequence
 
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.errors import LaunchError
-from megaclass.launch.agent.supervisor import Supervisor, default_threads
-from megaclass.launch.driver.failure_report import exit_status, headline, stopped
+from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads
+from megaclass.launch.driver import driver
+from megaclass.launch.driver.failure_report import headline, stopped_message
+from megaclass.launch.exit_codes import EXIT_RESUME_ME, exit_status
 from megaclass.launch.hosts import Host
+from megaclass.launch.launchers.ssh import this_machine
 from megaclass.launch.network import hold_store_port, reserve_port
+from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
-from megaclass.launch.signals import SignalInbox, is_heeded, leave_closed_terminal
+from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 
 GRACE_S = 3.0
-EXIT_RESUME_ME = 75
-"""Of a rank that was asked to stop, saved, and can go on from there: no failure."""
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_TICK_S = 0.05
+"""How often processes that are being ended are looked at."""
+
+
+def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
+    """Runs the job on this machine, also inside an allocation of a batch system."""
+    if others := [host.name for host in hosts if not host.is_local]:
+        raise LaunchError(f"--launcher local starts everything here, but {others[0]} is another machine: leave -H out.")
+    return driver.run(options, hosts or [this_machine(options)])
 
 
 def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str] = os.environ) -> int:
-    """Runs the command once a rank and waits; 0 when all ranks end with 0, else the exit code of the first that failed,
-    else 75 when some rank ended with it.
+    """Runs the command once per rank, waits for all of them, and returns the exit code of the job.
 
-    The ranks write to this terminal themselves. A rank that fails takes the others with it: SIGTERM, and SIGKILL 3 s later.
-    Ctrl-C once is SIGINT to the ranks, twice SIGTERM, three times SIGKILL. SIGTERM and SIGUSR1 (preemption) are passed on,
-    and the ranks take the time they need to save: only a second SIGTERM ends them within the 3 s. SIGHUP (the terminal was
-    closed), unless ignored as under nohup, is a SIGTERM to them. If this process dies, the ranks are killed.
+    That is 0 if all ranks end with 0, else the exit code of the first that failed, else 75 if some rank ended with it.
+
+    A rank that fails ends the others: SIGTERM, and SIGKILL 3 s later. Ctrl-C once sends SIGINT to the ranks, twice SIGTERM,
+    three times SIGKILL. SIGTERM and SIGUSR1 (preemption) are passed on, and the ranks take the time they need to save; only
+    a second SIGTERM ends them within 3 s. SIGHUP (the terminal was closed) becomes SIGTERM, unless it is ignored as under
+    nohup. If this process dies, the ranks are killed.
     """
     num_cores = len(os.sched_getaffinity(0))
     if num_processes > (most := max(16, 4 * num_cores)):
         raise LaunchError(
-            f"{num_processes} processes were asked for on this machine: with {num_cores} cores it takes at most {most}. "
-            f"For several machines: megaclass run -H host1:8,host2:8 …"
+            f"{num_processes} processes were requested on this machine: with {num_cores} cores, at most {most} are "
+            f"allowed. For several machines: megaclass run -H host1:8,host2:8 …"
         )
-    caught = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    caught += [signal.SIGHUP] if is_heeded(signal.SIGHUP) else []
+    queued = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    queued += [signal.SIGHUP] if is_heeded(signal.SIGHUP) else []
     with (
-        # Before the first start: a signal that comes in between must not orphan anybody.
-        SignalInbox(caught) as inbox,
+        # Before the first start: a signal that comes in between must not leave orphans.
+        SignalQueue(queued) as signals,
         reserve_port(0) as held,
         hold_store_port("127.0.0.1") as store,
         Supervisor(secrets.token_hex(8), grace_s=GRACE_S, adopts=False) as supervisor,
@@ -54,55 +69,78 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
             base = {**threads, **without_other_starters(env)}
             supervisor.start(world.rank, command, {**base, **placed, **shared, "MEGACLASS_STARTER": "megaclass"})
-        return _wait(supervisor, inbox)
+        return _LocalJob(supervisor, signals).wait()
 
 
-def _wait(supervisor: Supervisor, inbox: SignalInbox) -> int:
-    status: int | None = None
-    num_interrupts = 0
-    is_asked = is_ending = wants_resume = False
-    named: set[int] = set()
-    while supervisor.running():
-        select.select([inbox], [], [], 0.05 if is_ending else None)
-        for number in inbox.taken():
-            if number == signal.SIGINT:
-                supervisor.send_signal(_INTERRUPTS[min(num_interrupts, 2)])
-                num_interrupts += 1
-                status = 128 + signal.SIGINT
-            elif number == signal.SIGUSR1:
-                supervisor.send_signal(number)
-            elif number == signal.SIGHUP:
-                # May come twice, from the kernel and from the shell: never the second SIGTERM that ends them.
-                leave_closed_terminal()
-                supervisor.send_signal(signal.SIGTERM)
-            elif number == signal.SIGTERM and not is_asked:
-                is_asked = True
-                print(f"megaclass: SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.", file=sys.stderr)
-                supervisor.send_signal(number)
-            elif number == signal.SIGTERM:
-                status = 128 + signal.SIGTERM
-                supervisor.end()
-                is_ending = True
-        named = _name_stopped(supervisor, named)
-        for worker in supervisor.reap():
-            assert worker.code is not None
-            wants_resume |= worker.code == EXIT_RESUME_ME
-            if worker.code not in (0, EXIT_RESUME_ME) and status is None:
-                others = len(supervisor.running())
-                text = headline(worker.rank, socket.gethostname(), worker.pid, worker.code, others)
-                print(f"megaclass: {text}", file=sys.stderr, flush=True)
-                status = exit_status(worker.code)
-                supervisor.end()
-                is_ending = True
-        if is_ending:
-            supervisor.is_clear()
-    supervisor.end()
-    return status or (EXIT_RESUME_ME if wants_resume else 0)
+class _LocalJob:
+    """Waits for the ranks of `run_local`; everything happens in the main thread."""
+
+    def __init__(self, supervisor: Supervisor, signals: SignalQueue) -> None:
+        self._supervisor = supervisor
+        self._signals = signals
+        self._ladder = InterruptLadder()
+        self._status: int | None = None
+        """Exit code of the first rank that failed; a signal to this process replaces it."""
+        self._has_passed_sigterm = False
+        self._is_ending = False
+        self._wants_resume = False
+        self._stopped: set[int] = set()
+
+    def wait(self) -> int:
+        """Returns the exit code of the job when all ranks have ended."""
+        while self._supervisor.running():
+            # SIGCHLD wakes it when a rank ends or is stopped; a clock is needed only for the SIGKILL after the grace.
+            select.select([self._signals], [], [], _TICK_S if self._is_ending else None)
+            for number in self._signals.taken():
+                self._on_signal(number)
+            self._name_stopped()
+            for worker in self._supervisor.reap():
+                self._note_exit(worker)
+            if self._is_ending:
+                self._supervisor.continue_ending()
+        self._supervisor.end()
+        return self._status or (EXIT_RESUME_ME if self._wants_resume else 0)
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGINT:
+            self._supervisor.send_signal(self._ladder.climb())
+            self._status = exit_status(-signal.SIGINT)
+        elif number == signal.SIGUSR1:
+            self._supervisor.send_signal(number)
+        elif number == signal.SIGHUP:
+            # It may come twice, from the kernel and from the shell, and must not count as the second SIGTERM.
+            leave_closed_terminal()
+            self._supervisor.send_signal(signal.SIGTERM)
+        elif number == signal.SIGTERM and not self._has_passed_sigterm:
+            self._has_passed_sigterm = True
+            _say(f"SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.")
+            self._supervisor.send_signal(number)
+        elif number == signal.SIGTERM:
+            self._status = exit_status(-signal.SIGTERM)
+            self._end()
+
+    def _note_exit(self, worker: Worker) -> None:
+        assert worker.code is not None
+        self._wants_resume |= worker.code == EXIT_RESUME_ME
+        if worker.code not in (0, EXIT_RESUME_ME) and self._status is None:
+            num_others = len(self._supervisor.running())
+            _say(headline(worker.rank, socket.gethostname(), worker.pid, worker.code, num_others))
+            self._status = exit_status(worker.code)
+            self._end()
+
+    def _end(self) -> None:
+        self._supervisor.end()
+        self._is_ending = True
+
+    def _name_stopped(self) -> None:
+        """Prints which ranks were stopped since the last call. SIGCHLD arrives when a rank is stopped."""
+        stopped = {
+            worker.rank: worker.pid for worker in self._supervisor.running() if self._supervisor.is_stopped(worker)
+        }
+        for rank in stopped.keys() - self._stopped:
+            _say(stopped_message(rank, socket.gethostname(), stopped[rank]))
+        self._stopped = set(stopped)
 
 
-def _name_stopped(supervisor: Supervisor, named: set[int]) -> set[int]:
-    """Says which ranks were stopped since the last call; returns those that are. SIGCHLD comes when a rank is stopped."""
-    are_stopped = {worker.rank: worker.pid for worker in supervisor.running() if supervisor.is_stopped(worker)}
-    for rank in are_stopped.keys() - named:
-        print(f"megaclass: {stopped(rank, socket.gethostname(), are_stopped[rank])}", file=sys.stderr, flush=True)
-    return set(are_stopped)
+def _say(text: str) -> None:
+    print(f"megaclass: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`megaclass run --launcher ray`: the ranks as workers in a placement group of a running Ray cluster (extra `ray`)."""
+"""`megaclass run --launcher ray`: one actor per rank in a placement group of a running Ray cluster (extra `ray`)."""
 
 import importlib
 import os
@@ -13,80 +13,94 @@ from typing import Any
 
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.errors import LaunchError
-from megaclass.launch.driver.driver import ScreenVoice
-from megaclass.launch.driver.failure_report import LastLines, epitaph, exit_status, headline, signal_name
-from megaclass.launch.driver.job_run import EXIT_HOST_LOST, EXIT_USER_ERROR, Outcome
-from megaclass.launch.driver.output import RankOutput, Screen
-from megaclass.launch.driver.restart_limit import RestartLimit
+from megaclass.launch.driver.failure_report import LastLines, failure_report, headline
+from megaclass.launch.driver.outcome import Outcome, OutcomeDecision, Reason
+from megaclass.launch.driver.output import DriverIo
+from megaclass.launch.driver.restarts import StartResult, run_job
+from megaclass.launch.exit_codes import (
+    EXIT_HOST_LOST,
+    EXIT_USER_ERROR,
+    exit_status,
+    is_worth_restarting,
+    signal_name,
+)
 from megaclass.launch.hosts import Host
-from megaclass.launch.launchers.local import EXIT_RESUME_ME
-from megaclass.launch.launchers.ray_worker import RankKeeper
+from megaclass.launch.launchers.ray_worker import RankActor
+from megaclass.launch.launchers.replace_process import with_network_variables
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import job_environment, passed_on, place_ranks, rank_environment
-from megaclass.launch.signals import SignalInbox
+from megaclass.launch.signals import ENDING_SIGNALS, InterruptLadder
 from megaclass.world import World
 
 _POLL_S = 0.2
 _CONNECT_S = 5.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_FULL_SCREEN_TICK_S = 0.02
 
 
-def run_on_ray(options: RunOptions, hosts: Sequence[Host]) -> int:
-    """Exit code as with ssh: 0, that of the first rank that failed, or 255 for a rank that Ray lost."""
+def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
+    """Runs the job as actors of Ray. Exit codes are those of ssh; 255 stands for a rank that Ray lost."""
     if hosts:
         raise LaunchError("--launcher ray: Ray chooses the hosts; leave -H and --hostfile out, and give -np N.")
     if options.is_dry_run:
-        ranks = f"{options.num_processes} ranks" if options.num_processes else "a rank for each GPU of the cluster"
+        ranks = f"{options.num_processes} ranks" if options.num_processes else "one rank per GPU of the cluster"
         print(f"{ranks}, packed onto as few nodes as possible, each with a CPU, and a GPU where the cluster has any")
         print(f"command: {shlex.join(options.command)}\nworking folder: {options.workdir}")
         return 0
+    options = with_network_variables(options)
     ray = _connected_ray()
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         num_processes = options.num_processes or num_gpus
         if not num_processes:
             raise LaunchError("How many processes? Give -np N; this Ray cluster has no GPUs to count.")
-        return _run_with_restarts(ray, num_processes, bool(num_gpus), options)
+        return run_job(lambda io: _RayJob(ray, num_processes, bool(num_gpus), options, io), options, num_processes)
     finally:
         ray.shutdown()
 
 
-def _run_with_restarts(ray: Any, num_processes: int, has_gpus: bool, options: RunOptions) -> int:
-    screen = Screen({"stdout": 1, "stderr": 2})
-    voice = ScreenVoice(screen, options.is_verbose)
-    plain = {"stdout": False, "stderr": False}
-    output = RankOutput(
-        screen,
-        colours=plain,
-        with_timestamp=options.with_timestamp,
-        folder=options.output_dir,
-        say=voice.say,
-        num_ranks=num_processes,
-    )
-    try:
-        limit = RestartLimit()
-        for restart in range(options.restarts + 1):
-            if restart:
-                voice.say(f"restart {restart} of {options.restarts}: {num_processes} ranks.")
-            # A new one for each start: a node may have gone, and with it the bundles that lay there.
-            group = _placement_group(ray, num_processes, {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}, options)
-            try:
-                gang = _RayGang(ray, group, num_processes, has_gpus, options, restart, screen, voice, output)
-                begun = time.monotonic()
-                outcome = gang.run()
-                limit.note(has_started=True, step=None, seconds=time.monotonic() - begun)
-            finally:
-                ray.util.remove_placement_group(group)
-            if outcome.exit_code == 0 or not outcome.may_restart or restart == options.restarts:
-                break
-            if (why := limit.why_not_again()) is not None:
-                voice.say(why)
-                break
-        return outcome.exit_code
-    finally:
-        output.close()
-        screen.close()
+class _RayJob:
+    """A RestartableJob. Ray chooses the hosts of every start."""
+
+    def __init__(self, ray: Any, num_processes: int, has_gpus: bool, options: RunOptions, io: DriverIo) -> None:
+        self._ray = ray
+        self._num_processes = num_processes
+        self._has_gpus = has_gpus
+        self._options = options
+        self._io = io
+
+    def start(self, restart: int) -> StartResult:
+        # Every start has its own placement group: a node may have gone, and with it the bundles that were there.
+        bundle = {"CPU": 1, "GPU": 1} if self._has_gpus else {"CPU": 1}
+        group = _requested_group(self._ray, self._num_processes, bundle)
+        try:
+            number = self._wait_for(group, bundle)
+            if number is not None:
+                outcome = Outcome(exit_code=exit_status(-number), may_restart=False)
+                return StartResult(outcome=outcome, has_started=False)
+            run = _RayRun(self._ray, group, self._num_processes, self._has_gpus, self._options, restart, self._io)
+            return StartResult(outcome=run.run())
+        finally:
+            self._ray.util.remove_placement_group(group)
+
+    def exclude_failed_hosts(self, outcome: Outcome) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return f"{self._num_processes} ranks"
+
+    def _wait_for(self, group: Any, bundle: dict[str, int]) -> int | None:
+        """Waits for the placement group; returns a signal by which the user ended the job meanwhile, or None."""
+        deadline = time.monotonic() + self._options.start_timeout_s
+        while not group.wait(_POLL_S):
+            for number in self._io.signals.taken():
+                if number in ENDING_SIGNALS:
+                    return number
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Ray had no room for {self._num_processes} x {bundle} within {self._options.start_timeout_s:g} s: "
+                    f"other jobs use it (see `ray status`). Wait longer with --start-timeout."
+                )
+        return None
 
 
 def _connected_ray() -> Any:
@@ -96,7 +110,7 @@ def _connected_ray() -> Any:
         raise LaunchError('--launcher ray needs Ray: pip install "megaclass[ray]"') from error
     _check_address(os.environ.get("RAY_ADDRESS", ""))
     try:
-        # The ranks' output comes from us, line by line and marked, not from Ray's own log.
+        # The driver shows the ranks' output, line by line with its prefix; Ray's own log would repeat it.
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR", include_dashboard=None)
     except (ConnectionError, RuntimeError) as error:
         where = os.environ.get("RAY_ADDRESS", "on this machine")
@@ -106,7 +120,7 @@ def _connected_ray() -> Any:
 
 
 def _check_address(address: str) -> None:
-    """Ray itself waits more than a minute for a cluster that is not there."""
+    """Raises LaunchError if no process listens there: Ray itself would wait for more than a minute."""
     match = re.fullmatch(r"([^/]+):([0-9]{1,5})", address)
     if match is None:
         return
@@ -119,27 +133,20 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def _placement_group(ray: Any, num_processes: int, bundle: dict[str, int], options: RunOptions) -> Any:
-    module = importlib.import_module("ray.util.placement_group")
-    there = ray.cluster_resources()
+def _requested_group(ray: Any, num_processes: int, bundle: dict[str, int]) -> Any:
+    resources = ray.cluster_resources()
     for resource, each in bundle.items():
-        if there.get(resource, 0) < num_processes * each:
+        if resources.get(resource, 0) < num_processes * each:
             raise LaunchError(
-                f"-np {num_processes} asks for {num_processes * each} {resource}s, but the Ray cluster has "
-                f"{int(there.get(resource, 0))}: lower -np, or add a host with ray start --address=<head>."
+                f"-np {num_processes} requires {num_processes * each} {resource}s, but the Ray cluster has "
+                f"{int(resources.get(resource, 0))}: lower -np, or add a host with ray start --address=<head>."
             )
-    group = module.placement_group([bundle] * num_processes, strategy="PACK")
-    if not group.wait(options.start_timeout_s):
-        ray.util.remove_placement_group(group)
-        raise LaunchError(
-            f"Ray had no room for {num_processes} x {bundle} within {options.start_timeout_s:g} s: others use it "
-            f"(see `ray status`). Wait longer with --start-timeout."
-        )
-    return group
+    module = importlib.import_module("ray.util.placement_group")
+    return module.placement_group([bundle] * num_processes, strategy="PACK")
 
 
-class _RayGang:
-    """All ranks of one start. They begin together and end together."""
+class _RayRun:
+    """All ranks of one start. They begin together and end together. Everything happens in the main thread."""
 
     def __init__(
         self,
@@ -149,19 +156,15 @@ class _RayGang:
         has_gpus: bool,
         options: RunOptions,
         restart: int,
-        screen: Screen,
-        voice: ScreenVoice,
-        output: RankOutput,
+        io: DriverIo,
     ) -> None:
         self._ray = ray
         self._options = options
         self._restart = restart
-        self._screen = screen
-        self._voice = voice
-        self._output = output
+        self._io = io
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        actor = ray.remote(RankKeeper)
-        self._keepers = [
+        actor = ray.remote(RankActor)
+        self._actors = [
             actor.options(
                 num_cpus=1,
                 num_gpus=1 if has_gpus else 0,
@@ -173,45 +176,48 @@ class _RayGang:
         self._hosts: list[str] = []
         self._pids: dict[int, int] = {}
         self._last_lines: list[LastLines] = []
-        self._first_failure: tuple[int, int] | None = None
-        self._num_interrupts = 0
-        self._exit_code: int | None = None
+        self._decision = OutcomeDecision()
+        self._ladder = InterruptLadder()
 
     def run(self) -> Outcome:
-        with SignalInbox(_SIGNALS) as inbox:
-            try:
-                self._start()
-                return self._watch(inbox)
-            finally:
-                for keeper in self._keepers:
-                    self._ray.kill(keeper)
+        """Starts all ranks, waits until they have ended, and returns the outcome."""
+        try:
+            self._start()
+            self._watch()
+        finally:
+            for actor in self._actors:
+                self._ray.kill(actor)
+        if self._decision.report:
+            self._io.messages.say(self._decision.report)
+        return self._decision.final()
 
     def _start(self) -> None:
         """Sorts the ranks by node, so that those of one host are neighbours, and starts them."""
         try:
-            places = self._ray.get([keeper.where.remote() for keeper in self._keepers])
+            places = self._ray.get([actor.where.remote() for actor in self._actors])
         except self._ray.exceptions.RayError as error:
             reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
             raise LaunchError(
-                f"A worker of Ray did not start ({reason.strip()}): megaclass must be installed on every node, as here."
+                f"An actor of Ray did not start ({reason.strip()}): megaclass must be installed on every node, as here."
             ) from error
+        # Ray numbers its bundles as it likes; local ranks need the ranks of one node to be neighbours.
         nodes = list(dict.fromkeys(place["node"] for place in places))
         order = sorted(range(len(places)), key=lambda i: nodes.index(places[i]["node"]))
-        self._keepers = [self._keepers[i] for i in order]
+        self._actors = [self._actors[i] for i in order]
         places = [places[i] for i in order]
         counts = [sum(place["node"] == node for place in places) for node in nodes]
         on_nodes = [Host(name=node, slots=count) for node, count in zip(nodes, counts, strict=True)]
         self._worlds = [world for placed in place_ranks(on_nodes, len(places)) for world in placed.worlds]
         self._hosts = [place["host"] for place in places]
         self._last_lines = [LastLines() for _ in places]
-        port = self._ray.get(self._keepers[0].hold_port.remote(self._options.master_port))
+        port = self._ray.get(self._actors[0].hold_port.remote(self._options.master_port))
         # A port that the user chose is the only one: a firewall may let no other through.
         is_chosen = bool(self._options.master_port)
-        store_port = 0 if is_chosen else self._ray.get(self._keepers[0].hold_store_port.remote())
+        store_port = 0 if is_chosen else self._ray.get(self._actors[0].hold_store_port.remote())
         shared = job_environment(new_secret(), store_port)
         run_id = secrets.token_hex(8)
         starts = []
-        for keeper, place, world in zip(self._keepers, places, self._worlds, strict=True):
+        for actor, place, world in zip(self._actors, places, self._worlds, strict=True):
             env = {
                 **passed_on(),
                 **self._options.given_env,
@@ -229,7 +235,7 @@ class _RayGang:
                 # A rank takes the GPU of its local rank among those that Ray gave to this run on its node.
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             one = (f"{run_id}-{world.rank}", world.rank, self._options.command, env)
-            starts.append(keeper.start.remote(*one, self._options.workdir, self._options.grace_s))
+            starts.append(actor.start.remote(*one, self._options.workdir, self._options.grace_s))
         for world, started in zip(self._worlds, starts, strict=True):
             try:
                 self._pids[world.rank] = self._ray.get(started)
@@ -237,73 +243,68 @@ class _RayGang:
                 cause = error.cause if isinstance(error.cause, LaunchError) else error
                 raise LaunchError(f"{self._hosts[world.rank]}: {cause}") from error
 
-    def _watch(self, inbox: SignalInbox) -> Outcome:
-        polls = {keeper.poll.remote(_POLL_S): rank for rank, keeper in enumerate(self._keepers)}
+    def _watch(self) -> None:
+        polls = {actor.poll.remote(_POLL_S): rank for rank, actor in enumerate(self._actors)}
         while polls:
             ready, _ = self._ray.wait([*polls], timeout=_POLL_S)
-            for number in inbox.taken():
-                self._on_signal(number)
+            for number in self._io.signals.taken():
+                self._on_signal(number, len(polls))
+            # One poll per rank is always under way; Ray runs one call of an actor at a time.
             for answer in ready:
                 rank = polls.pop(answer)
-                if not self._hear(rank, answer):
-                    polls[self._keepers[rank].poll.remote(_POLL_S)] = rank
-            while self._screen.is_full:
-                time.sleep(0.02)
-        if self._exit_code is not None:
-            return Outcome(exit_code=self._exit_code, may_restart=False)
-        if self._first_failure is None:
-            return Outcome(exit_code=0)
-        rank, code = self._first_failure
-        last = self._last_lines[rank].shown()
-        self._voice.say(epitaph(rank, self._hosts[rank], self._pids[rank], code, last) + self._output.where(rank))
-        may_restart = code not in (EXIT_USER_ERROR, EXIT_RESUME_ME)
-        if self._options.restarts > self._restart and code == EXIT_USER_ERROR:
-            self._voice.say(f"exit code {code} says that something must be mended first: no restart.")
-        return Outcome(exit_code=exit_status(code), may_restart=may_restart)
+                if not self._note_answer(rank, answer):
+                    polls[self._actors[rank].poll.remote(_POLL_S)] = rank
+            # Without polls nothing is read: the ranks' pipes fill and the ranks wait.
+            while self._io.screen.is_full:
+                time.sleep(_FULL_SCREEN_TICK_S)
 
-    def _hear(self, rank: int, answer: Any) -> bool:
-        """Whether the rank is over."""
+    def _note_answer(self, rank: int, answer: Any) -> bool:
+        """Shows what the rank printed; returns whether the rank has ended."""
         try:
             output, code = self._ray.get(answer)
         except self._ray.exceptions.RayError as error:
-            self._voice.say(f"rank {rank} on {self._hosts[rank]} was lost: {str(error).partition(chr(10))[0]}")
+            reason = str(error).partition("\n")[0]
+            self._io.messages.say(f"rank {rank} on {self._hosts[rank]} was lost: {reason}")
             self._fail(rank, EXIT_HOST_LOST)
             return True
         for stream, data in output:
-            self._last_lines[rank].add(self._output.put(rank, stream, data))
+            self._last_lines[rank].add(self._io.output.put(rank, stream, data))
         if code is None:
             return False
-        self._last_lines[rank].add(self._output.finish(rank))
+        self._last_lines[rank].add(self._io.output.finish(rank))
         if code != 0:
-            num_others = len(self._keepers) - 1
-            if self._first_failure is None:
-                self._voice.say(headline(rank, self._hosts[rank], self._pids[rank], code, num_others))
+            if not self._decision.is_ending:
+                others = len(self._actors) - 1
+                self._io.messages.say(headline(rank, self._hosts[rank], self._pids[rank], code, others))
             self._fail(rank, code)
         return True
 
     def _fail(self, rank: int, code: int) -> None:
-        if self._first_failure is None:
-            self._first_failure = (rank, code)
-            for other, keeper in enumerate(self._keepers):
-                if other != rank:
-                    keeper.end.remote()
+        lines = self._last_lines[rank].shown()
+        report = failure_report(rank, self._hosts[rank], self._pids[rank], code, lines) + self._io.output.where(rank)
+        outcome = Outcome(exit_code=exit_status(code), may_restart=is_worth_restarting(code))
+        if not self._decision.decide(Reason.FAULT, outcome, report):
+            return
+        if self._options.restarts > self._restart and code == EXIT_USER_ERROR:
+            self._io.messages.say(f"exit code {code} means that something has to be fixed first: no restart.")
+        for other, actor in enumerate(self._actors):
+            if other != rank:
+                actor.end.remote()
 
-    def _on_signal(self, number: int) -> None:
-        """As with ssh: Ctrl-C once asks, twice insists, three times kills; SIGTERM is an order to end."""
-        if number in (signal.SIGUSR1, signal.SIGUSR2):
+    def _on_signal(self, number: int, num_running: int) -> None:
+        if number not in ENDING_SIGNALS:
             self._pass_on(number)
             return
-        self._exit_code = 128 + number
+        self._decision.decide(Reason.SIGNAL, Outcome(exit_code=exit_status(-number), may_restart=False))
         if number == signal.SIGINT:
-            sent = _INTERRUPTS[min(self._num_interrupts, 2)]
-            self._num_interrupts += 1
-            self._voice.say(f"Ctrl-C: {sent.name} to all ranks.")
+            sent = self._ladder.climb()
+            self._io.messages.say(self._ladder.message(sent, num_running))
             self._pass_on(sent)
         else:
-            self._voice.say(f"{signal_name(number)}: ending the ranks.")
-            for keeper in self._keepers:
-                keeper.end.remote()
+            self._io.messages.say(f"{signal_name(number)}: ending the ranks.")
+            for actor in self._actors:
+                actor.end.remote()
 
     def _pass_on(self, number: int) -> None:
-        for keeper in self._keepers:
-            keeper.signal.remote(int(number))
+        for actor in self._actors:
+            actor.signal.remote(int(number))

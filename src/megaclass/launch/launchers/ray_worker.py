@@ -1,4 +1,4 @@
-"""One rank as a worker of Ray: it keeps the rank's process, hands on its output, and never leaves it behind."""
+"""One rank as an actor of Ray: it starts the rank's process, returns its output, and never leaves it behind."""
 
 import contextlib
 import importlib
@@ -17,8 +17,8 @@ from megaclass.launch.plan import without_other_starters
 _READ_BYTES = 1 << 18
 
 
-class RankKeeper:
-    """An actor of Ray; one call at a time. If Ray ends it, the supervisor's sweeper ends the rank."""
+class RankActor:
+    """Supervises one rank; Ray makes one call at a time. If Ray kills it, the supervisor's orphan killers end the rank."""
 
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
@@ -27,6 +27,7 @@ class RankKeeper:
         self._pipes: dict[int, str] = {}
 
     def where(self) -> dict[str, Any]:
+        """Returns the node, the host, its address and the GPUs that Ray has assigned."""
         context = importlib.import_module("ray").get_runtime_context()
         return {
             "node": context.get_node_id(),
@@ -36,24 +37,26 @@ class RankKeeper:
         }
 
     def hold_port(self, port: int) -> int:
+        """Holds a port for rank 0 and returns it; 0 takes a free one."""
         self._held_port = reserve_port(port)
         return int(self._held_port.getsockname()[1])
 
     def hold_store_port(self) -> int:
+        """Holds a free port for the store of the job and returns it."""
         self._store_port = hold_store_port()
         return int(self._store_port.getsockname()[1])
 
     def start(
         self, run_id: str, rank: int, command: Sequence[str], env: Mapping[str, str], workdir: str, grace_s: float
     ) -> int:
-        """Its pid. LaunchError when it cannot be started."""
+        """Starts the rank and returns its pid. Raises LaunchError if it cannot be started."""
         whole = {**without_other_starters(os.environ, env), **env}
         if interface := interface_towards(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]):
             whole.setdefault("GLOO_SOCKET_IFNAME", interface)
         find_command(command, whole, Path(workdir))
         self._supervisor = Supervisor(run_id, grace_s=grace_s, adopts=False, captures=True)
         self._supervisor.__enter__()
-        # Ray's workers block SIGINT, and what is blocked stays so in the processes they start.
+        # Ray's workers block SIGINT, and the processes they start inherit that.
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         try:
             process = self._supervisor.start(rank, command, whole, Path(workdir)).process
@@ -66,7 +69,7 @@ class RankKeeper:
         return process.pid
 
     def poll(self, timeout_s: float) -> tuple[list[tuple[str, bytes]], int | None]:
-        """What it printed, waiting for it a little, and how it ended; None while it runs or has more to say."""
+        """Returns what the rank printed, waiting for it a little, and its exit code; None while it runs or prints."""
         assert self._supervisor is not None
         output = []
         for pipe in select.select([*self._pipes], [], [], timeout_s)[0] if self._pipes else ():
@@ -76,20 +79,21 @@ class RankKeeper:
             else:
                 del self._pipes[pipe]
         self._supervisor.reap()
-        self._supervisor.is_clear()
+        self._supervisor.continue_ending()
         [worker] = self._supervisor.workers
-        # A child of the rank may hold the pipes open; the rank's own end counts, once nothing more comes.
+        # A child of the rank may hold the pipes open: the rank is over once it has ended and no more output comes.
         is_over = worker.code is not None and not output
         if is_over:
             self._supervisor.__exit__(None, None, None)
         return output, worker.code if is_over else None
 
     def signal(self, number: int) -> None:
+        """Sends a signal to the rank."""
         if self._supervisor is not None:
             self._supervisor.send_signal(number)
 
     def end(self) -> None:
-        """SIGTERM now, SIGKILL after the grace."""
+        """Sends SIGTERM now and SIGKILL after the grace."""
         if self._supervisor is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._supervisor.end()

@@ -1,20 +1,28 @@
-"""A job for Slurm's srun, inside an allocation or asking for one. Standard library only."""
+"""`megaclass run --launcher slurm`: hands the job to srun, inside an allocation or asking for one. Standard library only."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
+from megaclass.launch.launchers.replace_process import become, with_network_variables
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import place_ranks
 from megaclass.world import tasks_on_slurm_nodes
 
 
-def srun_command(options: RunOptions, hosts: Sequence[Host], env: Mapping[str, str]) -> list[str]:
-    """env: of the batch script, if there is one; srun itself reads the rest of it."""
+def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
+    """Replaces this process by srun."""
+    options = with_network_variables(options)
+    return become(_srun_command(options, hosts, os.environ), options, package="slurm-client")
+
+
+def _srun_command(options: RunOptions, hosts: Sequence[Host], env: Mapping[str, str]) -> list[str]:
+    """env: the batch script's environment, if there is one; srun itself reads the rest of it."""
     num_processes = options.num_processes or sum(host.slots for host in hosts)
-    granted = _granted(env)
+    granted = _granted_tasks(env)
     if granted is None and not num_processes:
-        raise LaunchError("How many processes? Give -np N, or type this inside an allocation: salloc --ntasks=8")
+        raise LaunchError("How many processes? Give -np N, or run this inside an allocation: salloc --ntasks=8")
     if granted is not None and num_processes > granted:
         raise LaunchError(
             f"-np {num_processes} asks for more than the {granted} tasks of Slurm job {env['SLURM_JOB_ID']}: "
@@ -24,7 +32,7 @@ def srun_command(options: RunOptions, hosts: Sequence[Host], env: Mapping[str, s
         "srun",
         f"--ntasks={num_processes or granted}",
         *(_layout(hosts, num_processes) if hosts else ("--export=ALL",)),
-        # One rank that fails must take the others with it, which would wait for it otherwise.
+        # The end of one rank must end the others, which would wait for it otherwise.
         "--kill-on-bad-exit=1",
         "--label",
         f"--chdir={options.workdir}",
@@ -33,20 +41,20 @@ def srun_command(options: RunOptions, hosts: Sequence[Host], env: Mapping[str, s
 
 
 def _layout(hosts: Sequence[Host], num_processes: int) -> tuple[str, ...]:
-    """As many tasks on each host as it has slots, one host filled after the other."""
+    """Returns options that give each host as many tasks as it has slots, filling one host after the other."""
     counts = {placed.host.name: len(placed.worlds) for placed in place_ranks(hosts, num_processes)}
     nodes = f"--nodes={len(counts)}"
     if len(set(counts.values())) == 1:
         each = next(iter(counts.values()))
         return f"--nodelist={','.join(counts)}", nodes, f"--ntasks-per-node={each}", "--export=ALL"
     tasks = ",".join(name for name, count in counts.items() for _ in range(count))
-    # Task 0 is then on the first host of the list, which need not be the first of the step: Slurm sorts those.
+    # Task 0 is on the first host of this list, while SLURM_STEP_NODELIST, which ranks read otherwise, is sorted by Slurm.
     first = next(iter(counts))
     return f"--nodelist={tasks}", nodes, "--distribution=arbitrary", f"--export=ALL,MASTER_ADDR={first}"
 
 
-def _granted(env: Mapping[str, str]) -> int | None:
-    """Tasks of the allocation we are in; None outside."""
+def _granted_tasks(env: Mapping[str, str]) -> int | None:
+    """Returns the number of tasks of the current allocation, or None outside of one."""
     if "SLURM_JOB_ID" not in env:
         return None
     if env.get("SLURM_NTASKS", "").isdecimal():

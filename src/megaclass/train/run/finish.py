@@ -1,6 +1,6 @@
-"""After the last step: evaluation on all ranks, then summary, report and exported model from rank 0."""
+"""After the last step, on rank 0: the summary, the report and the exported model."""
 
-import sys
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,47 +10,35 @@ import numpy as np
 import torch
 
 import megaclass
-from megaclass.config.schema import Config
 from megaclass.data.decode import Fit, decode_image
-from megaclass.data.fingerprint import fingerprint
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError, UserError
+from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.baselines import score_histograms, score_pixels
+from megaclass.evaluate.protocols.pairs import result_of_pairs
 from megaclass.evaluate.report.from_runs import BASELINES_FOLDER, report_of_runs, write_faces
 from megaclass.evaluate.report.page import write_report
-from megaclass.evaluate.results import SetResult, result_of_pairs, write_results
+from megaclass.evaluate.results import write_results
 from megaclass.evaluate.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
 from megaclass.files import make_private_folder
 from megaclass.image_size import ImageSize, compact_size, size_to_text
 from megaclass.model import weights_fingerprint
-from megaclass.train.build import Model, input_size
-from megaclass.train.evaluation import evaluate_model
+from megaclass.train.build import Model
 from megaclass.train.loop import Outcome
-from megaclass.train.run.folder import RunFolder
-from megaclass.world import World
+from megaclass.train.run.run import Run
 
+_logger = logging.getLogger("megaclass.train")
+# Faces in the report: classes, and images of each.
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
 
 
-def evaluate_run(config: Config, model: Model, source: ImageSource, device: torch.device) -> list[SetResult]:
-    """Collective. What the summary and the report say about the sets beside the data."""
-    return evaluate_model(config, model, input_size(config, source), device)
-
-
-def finish_run(
-    config: Config,
-    run: RunFolder,
-    model: Model,
-    source: ImageSource,
-    world: World,
-    outcome: Outcome,
-    results: list[SetResult],
-) -> None:
-    """Rank 0 alone. Writes model, summary, evaluation and report into the run folder, and says where they are."""
-    image_size = compact_size(input_size(config, source))
+def finish_run(run: Run, model: Model, outcome: Outcome, results: list[SetResult]) -> None:
+    """Rank 0 alone. Writes model, summary, evaluation and report into the run folder, and prints where they are."""
+    config, source, folder = run.config, run.source, run.folder.path
+    image_size = compact_size(run.image_size)
     metadata = {
         "format": "megaclass",
         "version": megaclass.__version__,
@@ -60,52 +48,54 @@ def finish_run(
         "fit": config.data.fit,
         "mirror": str(config.data.mirror).lower(),
     }
-    save_model(run.path / "model.safetensors", model.backbone, metadata=metadata)
+    # The model first: it is the result that took the longest.
+    save_model(folder / "model.safetensors", model.backbone, metadata=metadata)
     summary: dict[str, Any] = {
         "data": config.data.path,
-        "data_fingerprint": fingerprint(source),
+        "data_fingerprint": run.data_marks.fingerprint,
         "num_classes": source.num_classes,
         "num_images": source.num_images,
         "image_size": image_size,
         "fit": config.data.fit,
         "backbone": config.backbone.name,
         "embedding_dim": config.backbone.embedding_dim,
-        "world_size": world.size,
+        "world_size": run.world.size,
         "steps": outcome.num_steps,
         "final_loss": outcome.final_loss,
         "images_per_second": outcome.images_per_second,
     }
-    with _or_a_warning("A comparison of the verification sets with the training data"):
+    with _optional("A comparison of the verification sets with the training data"):
         drawn = Path(config.data.path) / "verification.bin" if config.synth.identities else None
         results = compared_with_training_data(results, source, config.data.path, drawn)
     evaluated = [result for result in results if result.error is None]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
-        with _or_a_warning("The baselines"):
-            summary |= _write_baselines(run.path, evaluated[0], image_size, config.data.fit)
+        with _optional("The baselines"):
+            summary |= _write_baselines(folder, evaluated[0], image_size, config.data.fit)
     summary["verification"] = {result.name: result.to_json() for result in results}
-    run.write_summary(summary)
-    with _or_a_warning(f"The report, which megaclass report {run.path} can make later,"):
-        # Under the same key as `megaclass evaluate` on this run: sets evaluated later join these.
-        write_results(run.path, {"name": run.path.name, "weights": weights_fingerprint(model.backbone)}, results)
-        write_faces(run.path, _sample_faces(source))
-        write_report(run.path / "report.html", report_of_runs([run.path], device=torch.device("cpu")))
+    run.folder.write_summary(summary)
+    with _optional(f"The report, which megaclass report {folder} can make later,"):
+        # Under the same key as `megaclass evaluate` on this run, so that sets evaluated later are added to these.
+        write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
+        write_faces(folder, _sample_faces(source))
+        write_report(folder / "report.html", report_of_runs([folder], device=torch.device("cpu")))
+    # Last, because it is the step most likely to fail.
     if config.export.onnx:
-        export_onnx(run.path / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
-    _say_where(run, summary, results)
+        export_onnx(folder / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
+    _print_results(folder, summary, results)
 
 
 @contextmanager
-def _or_a_warning(what: str) -> Iterator[None]:
-    """Around what is nice to have: where it fails, the run has ended well all the same."""
+def _optional(what: str) -> Iterator[None]:
+    """Logs an error in a result that is not essential: the run has succeeded without it."""
     try:
         yield
     except (UserError, OSError) as error:
-        print(f"megaclass: {what} could not be made: {error}", file=sys.stderr, flush=True)
+        _logger.info(f"{what} could not be made: {error}")
 
 
-def _write_baselines(run: Path, result: SetResult, image_size: ImageSize, fit: Fit) -> dict[str, float]:
-    """What raw pixels and colour histograms verify on the same pairs: the floor the model must leave."""
+def _write_baselines(folder: Path, result: SetResult, image_size: ImageSize, fit: Fit) -> dict[str, float]:
+    """Writes what raw pixels and colour histograms achieve on the same pairs, which any model must beat."""
     pair_set = read_pairs(Path(result.path))
     accuracies = {}
     for key, scored in (
@@ -114,19 +104,20 @@ def _write_baselines(run: Path, result: SetResult, image_size: ImageSize, fit: F
     ):
         accuracies[key] = scored.verification.accuracy
         baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
-        make_private_folder(run / BASELINES_FOLDER)
-        write_results(run / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
+        make_private_folder(folder / BASELINES_FOLDER)
+        write_results(folder / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
     return accuracies
 
 
 def _sample_faces(source: ImageSource) -> list[list[bytes]]:
-    """The first images of a few classes spread over all of them; one that cannot be read is left out."""
+    """Returns the first images of a few classes, spread over all classes; unreadable images are left out."""
     rows = []
     for label in np.unique(np.linspace(0, source.num_classes - 1, _SAMPLE_ROWS).astype(np.int64)):
         row = []
         for index in np.flatnonzero(source.labels == label)[:_SAMPLE_COLUMNS]:
             try:
                 encoded = source.read(int(index))
+                # Decoded only to find out whether it can be: the report embeds the encoded bytes.
                 decode_image(encoded, source.name_of(int(index)))
             except DataError:
                 continue
@@ -136,7 +127,7 @@ def _sample_faces(source: ImageSource) -> list[list[bytes]]:
     return rows
 
 
-def _say_where(run: RunFolder, summary: dict[str, Any], results: list[SetResult]) -> None:
+def _print_results(folder: Path, summary: dict[str, Any], results: list[SetResult]) -> None:
     lines = [
         "",
         f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
@@ -152,20 +143,20 @@ def _say_where(run: RunFolder, summary: dict[str, Any], results: list[SetResult]
         if result.error is None:
             lines.append(f"Verification on {result.name}: {result.numbers['accuracy']:.1%}{floor}.")
             lines += [f"  {said}" for said in [training_data_line(result.numbers)] if said]
-            floor = ""  # measured on the first set alone
+            floor = ""  # measured on the first set only
     lines += [f"Not evaluated: {result.name}: {result.error}" for result in results if result.error is not None]
-    lines += ["", f"In {run.path}/:"]
+    lines += ["", f"In {folder}/:"]
     for name, meaning in (
         ("report.html", "open it in a browser"),
         ("model.safetensors", "the backbone"),
-        ("model.onnx", "the same for other runtimes"),
+        ("model.onnx", "the backbone for other runtimes"),
         ("summary.json", "the numbers"),
         ("evaluation.json", "the numbers of every verification set"),
-        ("metrics.jsonl", "the curve"),
-        ("checkpoints/", "to go on with --resume"),
+        ("metrics.jsonl", "the metrics of every report"),
+        ("checkpoints/", "to continue with --resume"),
         ("config.toml", "every setting of this run"),
     ):
-        if (run.path / name).exists():
+        if (folder / name).exists():
             lines.append(f"  {name:18} {meaning}")
     lines += [
         "",

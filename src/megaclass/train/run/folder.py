@@ -1,13 +1,13 @@
-"""The folder of a run: who may write there, and what is kept."""
+"""The run folder: which job may write to it, its lock, and its files."""
 
 import errno
 import fcntl
 import json
+import logging
 import os
 import shlex
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +22,16 @@ from megaclass.checkpoint.retention import published, step_of, written_by_runs
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
-from megaclass.files import make_private_folder, open_private, write_private
+from megaclass.files import make_private_folder, open_private, write_private, write_text
+from megaclass.metrics_file import read_metrics
 
-# Network file systems may show a new file a moment late.
+_logger = logging.getLogger("megaclass.train")
+
+# Network file systems may show a new file with a delay.
 _NETWORK_DELAY_S = 5.0
 _LOCK_POLL_S = 0.2
+_LOOK_POLL_S = 0.05
+# Content of the lock file once the running job has put its own run into the folder (see restart.py).
 _TAKEN = "taken"
 _OWN_NAMES = (
     "config.toml",
@@ -42,14 +47,16 @@ _OWN_NAMES = (
     "baselines",
     "faces.npz",
 )
-# Of a row of metrics: what a resumed run goes on with.
+# Fields of a row of metrics that a resumed run continues with.
 _READ_BACK = ("loss", "images_per_second")
-# What other commands and services made of a run; a folder that holds nothing else holds no run.
-_MADE_OF_A_RUN = ("export", "wandb")
+# Written by other commands and services from a run; a folder that holds only these holds no run.
+_DERIVED_NAMES = ("export", "wandb")
 
 
 @dataclass(frozen=True)
 class RunFolder:
+    """The folder train.run_dir. Rank 0 writes to it; the other ranks write their parts of checkpoints only."""
+
     path: Path
 
     @property
@@ -60,9 +67,9 @@ class RunFolder:
         return any((self.path / name).exists() for name in _OWN_NAMES)
 
     def check_free(self, command: Sequence[str] = ()) -> None:
-        """Refuses a folder that holds another run, or files that are none of ours.
+        """Refuses a folder that already holds a run.
 
-        command: the command line that was typed, to show the one that resumes the run; empty where it is not known.
+        command: the command line as typed, to show the one that resumes the run; empty if it is not known.
         """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"The run folder {self.path} is a file: choose another train.run_dir.")
@@ -75,22 +82,22 @@ class RunFolder:
     def _how_to_continue(self, command: Sequence[str]) -> str:
         steps = [step_of(folder) for folder in published(self.checkpoints)]
         if not steps:
-            return "it ended before its first checkpoint, so begin it again with --overwrite"
+            return "it ended before its first checkpoint, so start it again with --overwrite"
         typed = f": {shlex.join([*command, '--resume'])}" if command else ""
         return f"continue it with --resume (from step {steps[-1]}{typed}), replace it with --overwrite"
 
     def clear(self) -> None:
-        """Removes what a run writes, what was made of it, and nothing else."""
+        """Removes the files of a run and those derived from it, and nothing else."""
         for target in (
             *written_by_runs(self.checkpoints),
-            *(self.path / name for name in (*_OWN_NAMES, *_MADE_OF_A_RUN) if name != self.checkpoints.name),
+            *(self.path / name for name in (*_OWN_NAMES, *_DERIVED_NAMES) if name != self.checkpoints.name),
         ):
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
         with suppress(OSError):
-            # Stays where users keep copies of their own in it.
+            # Fails, as intended, if users keep copies of their own in it.
             self.checkpoints.rmdir()
 
     @property
@@ -98,24 +105,26 @@ class RunFolder:
         return self.path / ".lock"
 
     def set_taken(self, is_taken: bool) -> None:
-        """Whether the run in this locked folder is that of the job that holds it, or still the one of before."""
+        """Records in the lock file whether this job has already replaced the folder's previous run."""
         try:
             write_private(self._lock_file, _TAKEN if is_taken else "")
         except OSError as error:
             raise _cannot_write(self._lock_file, error) from error
 
     def is_taken(self) -> bool:
+        """Tells whether the job that holds, or last held, the lock had put its own run into the folder."""
         return self._lock_file.is_file() and self._lock_file.read_bytes()[:100] == _TAKEN.encode()
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Two jobs in one folder would mix their files: the second is refused, however the first ended.
+        """Holds the folder's lock while the block runs: two jobs in one folder would mix their files.
 
-        patience_s: how long it may take the one before to end.
+        The kernel releases the lock when its holder ends, however that happens. patience_s: how long to wait for it.
+        `files.locked` is not used, because filelock truncates the lock file, whose content must outlive the lock.
         """
         try:
             make_private_folder(self.path)
-            # A run folder may have come from somewhere else: a link in it must not have another file truncated.
+            # A run folder may have been copied from elsewhere: do not write through a symbolic link in it.
             handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise CheckpointError(
@@ -128,9 +137,10 @@ class RunFolder:
             os.close(handle)
 
     def _lock(self, handle: int, patience_s: float) -> None:
-        begun, was_told = time.monotonic(), False
+        begun, is_logged = time.monotonic(), False
         while True:
             try:
+                # Non-blocking in a loop, because a blocking flock has no timeout.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
@@ -141,30 +151,26 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                     raise CheckpointError(f"Cannot lock the run folder {self.path}: {error.strerror}.") from error
-                print(
-                    f"WARNING megaclass: the file system of {self.path} has no locks ({error.strerror}): nothing keeps "
-                    f"a second job out of this run folder. Start none.",
-                    file=sys.stderr,
-                    flush=True,
+                _logger.warning(
+                    f"the file system of {self.path} has no locks ({error.strerror}): nothing keeps "
+                    f"a second job out of this run folder. Do not start one."
                 )
                 return
-            if not was_told:
-                was_told = True
-                print(
-                    f"megaclass: rank 0 of the start before still holds {self.path}: waiting up to {patience_s:g} s "
-                    f"for it to end.",
-                    file=sys.stderr,
-                    flush=True,
+            if not is_logged:
+                is_logged = True
+                _logger.info(
+                    f"rank 0 of the previous start still holds {self.path}: waiting up to {patience_s:g} s for it to end."
                 )
             time.sleep(_LOCK_POLL_S)
 
     def check_seen_by_all(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Collective. Refuses a folder that is another one on some host: shards written there would be missing here.
+        """Collective. Refuses a folder that is not shared by all hosts: shards written elsewhere would be missing here.
 
-        Rank 0 leaves a file with a name that nobody can have seen before, and every rank looks for it.
+        Rank 0 creates a file with a random name, and every rank looks for it.
         """
         name_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=device)
         token = self.path / f".seen-{int(gather_blocks(name_bits, group)[0]):014x}"
+        # Random, because a name used before could still be in the cache of a network file system.
         on_main_rank(lambda: token.touch(0o600), device, group)
         try:
             on_every_rank(lambda: self._look_for(token, group_rank(group)), device, group)
@@ -178,12 +184,12 @@ class RunFolder:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Rank {rank} on {socket.gethostname()} does not see in {self.path.absolute()} what rank 0 wrote there: "
-                    f"the run folder must be the same on all hosts. Put train.run_dir on a file system they share."
+                    f"the run folder must be the same on all hosts. Put train.run_dir on a file system that they share."
                 )
-            time.sleep(0.05)
+            time.sleep(_LOOK_POLL_S)
 
     def holds_config(self, toml: str) -> bool:
-        """Whether the run that the folder holds was started with these settings."""
+        """Tells whether the run in the folder was started with these settings."""
         file = self.path / "config.toml"
         return file.is_file() and file.read_bytes() == toml.encode()
 
@@ -196,12 +202,13 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         path = self.path / "metrics.jsonl"
         try:
+            # Remember the size, to remove a partial row if the disk is full.
             size = path.stat().st_size if path.exists() else 0
             try:
                 with open_private(path, "a", follows_links=False, encoding="utf-8") as file:
                     file.write(json.dumps(dict(row)) + "\n")
             except OSError:
-                # Half a row would spoil the next one.
+                # A partial row would make the next one unreadable, too.
                 with suppress(OSError):
                     os.truncate(path, size)
                 raise
@@ -209,45 +216,34 @@ class RunFolder:
             raise _cannot_write(path, error) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Whole rows; a last one cut off by a crash is left out, and so is what a power cut left in place of others."""
-        return [row for row in map(_row, self._lines_of_metrics()) if row is not None]
+        """Returns the rows of metrics.jsonl that can be read; a crash may cut off the last line, a power cut damage others."""
+        return self._rows_and_damaged()[0]
 
     def forget_metrics_after(self, step: int) -> None:
-        """A resumed run writes the rows after its checkpoint again. Lines that are no rows go, and that is said."""
-        rows, num_lines = self.read_metrics(), len(self._lines_of_metrics())
-        if len(rows) < num_lines:
-            print(
-                f"megaclass: {num_lines - len(rows)} of {num_lines} lines in {self.path / 'metrics.jsonl'} cannot be read "
-                f"as rows and are dropped; the curve has a gap there.",
-                file=sys.stderr,
-                flush=True,
+        """Removes the rows after `step`, which a resumed run writes again, and the lines that cannot be read."""
+        rows, num_damaged = self._rows_and_damaged()
+        if num_damaged:
+            _logger.info(
+                f"{num_damaged} of {len(rows) + num_damaged} lines in {self.path / 'metrics.jsonl'} cannot be read "
+                f"as rows and are dropped; the curve has a gap there."
             )
         kept = [row for row in rows if row["step"] <= step]
         self._write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
 
-    def _lines_of_metrics(self) -> list[str]:
-        path = self.path / "metrics.jsonl"
-        return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
+    def _rows_and_damaged(self) -> tuple[list[dict[str, Any]], int]:
+        """Returns the rows whose fields a resumed run can use, and the number of all other lines."""
+        rows, num_damaged = read_metrics(self.path / "metrics.jsonl")
+        usable = [row for row in rows if all(isinstance(row.get(key, 0.0), int | float) for key in _READ_BACK)]
+        return usable, num_damaged + len(rows) - len(usable)
 
     def _write(self, name: str, text: str) -> None:
-        unfinished = self.path / f".{name}.tmp"
         try:
-            write_private(unfinished, text)
-            unfinished.replace(self.path / name)
+            write_text(self.path / name, text, is_private=True)
         except OSError as error:
             raise _cannot_write(self.path / name, error) from error
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
-    return row if is_row and all(isinstance(row.get(key, 0.0), int | float) for key in _READ_BACK) else None
-
-
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"Cannot write {path}: {error.strerror}. The checkpoints are as they were: make room, then --resume."
+        f"Cannot write {path}: {error.strerror}. The checkpoints are unchanged: make room, then --resume."
     )

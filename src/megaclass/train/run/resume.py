@@ -1,6 +1,6 @@
-"""Going on from a checkpoint: which one, whether it is of this run, and its state on this number of ranks."""
+"""Resuming from a checkpoint: choose it, check that it belongs to this run, load its state on any number of ranks."""
 
-import sys
+import logging
 import tomllib
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from megaclass.checkpoint.load import (
 from megaclass.checkpoint.manifest import Manifest, read_manifest
 from megaclass.checkpoint.retention import best_folder, published, set_aside_after
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
-from megaclass.config.read import load_config_values, settings_with_changes
+from megaclass.config.read import changes_refused_on_resume, load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, foreign_class
 from megaclass.data.sources.source import ImageSource
@@ -37,104 +37,95 @@ from megaclass.distributed.agreement import (
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import CheckpointError, ConfigError
 from megaclass.insightface.checkpoints import check_fits
-from megaclass.train.build import Model
+from megaclass.train.build import Model, restore_generators
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.generators import restore_generators
-from megaclass.world import World
+from megaclass.train.run.restart import StartMode
+from megaclass.train.run.run import Run
+
+_logger = logging.getLogger("megaclass.train")
 
 
-def resume_run(
-    config: Config,
-    model: Model,
-    run: RunFolder,
-    where: str,
-    source: ImageSource,
-    classes: ClassList,
-    marks: DataMarks,
-    world: World,
-    device: torch.device,
-    *,
-    matches_classes: bool,
-    trusts_numbers: bool = False,
-) -> int:
-    """Collective. Loads a checkpoint on every rank; returns the step to go on with.
-
-    where: "auto" for the newest whole checkpoint of the run folder, "best" for the best one, or a checkpoint's path.
-    marks: what the data is known by, on rank 0.
-    matches_classes: a changed list of classes is matched by name, or by number where there are no names; otherwise it is
-    refused.
-    trusts_numbers: classes without names are the same under the same numbers, whatever their images say.
-    """
-    folder = _choose(config, run, where, device)
+def resume_run(run: Run, model: Model, mode: StartMode) -> int:
+    """Collective. Loads the checkpoint that `mode.resume` names on every rank; returns the step to continue with."""
+    folder = _choose(run, mode)
 
     def check() -> None:
         manifest = read_manifest(folder)
         saved = saved_classes(folder, manifest)
-        if not matches_classes:
-            _check_classes(saved, classes, folder)
-        if not trusts_numbers:
-            check_same_people(manifest.data, marks, source, saved, classes, folder)
-        if saved == classes and manifest.data.fingerprint not in ("", marks.fingerprint):
-            changed = _describe_fingerprints(manifest.data, marks, folder)
-            print(f"megaclass: the data has changed, going on with it: {changed}", file=sys.stderr, flush=True)
-        print(f"megaclass: resuming from {folder}, step {manifest.step}", file=sys.stderr, flush=True)
+        if not mode.matches_classes:
+            _check_classes(saved, run.classes, folder)
+        if not mode.trusts_numbers:
+            check_same_people(manifest.data, run.data_marks, run.source, saved, run.classes, folder)
+        if saved == run.classes and manifest.data.fingerprint not in ("", run.data_marks.fingerprint):
+            changed = _describe_fingerprints(manifest.data, run.data_marks, folder)
+            _logger.info(f"the data has changed, continuing with it: {changed}")
+        _logger.info(f"resuming from {folder}, step {manifest.step}")
 
-    on_main_rank_for_long(check, device)
-    saved = on_every_rank(lambda: saved_classes(folder, read_manifest(folder)), device)
-    match = match_on_all_ranks(saved, classes, model, world, device, str(folder)) if saved != classes else None
-    step = on_every_rank_for_long(lambda: _load(model, folder, match, world, device), device)
-    on_main_rank(lambda: _leave_later_ones(run, step), device)
+    # Rank 0 alone checks the data: only it knows the fingerprint, and it may have to read hundreds of images.
+    on_main_rank_for_long(check, run.device)
+    saved = on_every_rank(lambda: saved_classes(folder, read_manifest(folder)), run.device)
+    # Equal lists need no matching, which is the usual case: every rank then reads its own range of rows.
+    match = match_on_all_ranks(run, model, saved, str(folder)) if saved != run.classes else None
+    step = on_every_rank_for_long(lambda: _load(run, model, folder, match), run.device)
+    # Only now, when the checkpoint is loaded everywhere, is anything in the folder changed.
+    on_main_rank(lambda: _set_aside_later_steps(run.folder, step), run.device)
     return step
 
 
-def _choose(config: Config, run: RunFolder, where: str, device: torch.device) -> Path:
-    """Collective. Every byte of what it returns has been checked."""
+def _choose(run: Run, mode: StartMode) -> Path:
+    """Collective. Returns the checkpoint to resume from, every byte of which has been checked."""
+    assert mode.resume is not None
+    where, checkpoints = mode.resume, run.folder.checkpoints
     candidates: list[Path] = []
 
     def list_candidates() -> list[Path]:
+        # Rank 0 alone calls this: another rank may see an older state of a network file system.
         candidates.append(Path(where))
         if where in ("auto", "best"):
-            candidates[:] = published(run.checkpoints)[::-1]
+            candidates[:] = published(checkpoints)[::-1]
             best = best_folder(candidates[::-1])
             if where == "best" and best is not None:
                 candidates[:] = [best]
         return candidates
 
     found, passed_over = first_whole_on_all_ranks(
-        list_candidates, device, lambda folder, manifest: _check_same_run(manifest, config, folder)
+        list_candidates, run.device, lambda folder, manifest: _check_same_run(manifest, run.config, folder)
     )
 
     def report() -> None:
         if found is None and len(candidates) == 1:
             raise CheckpointError(passed_over[0])
         for reason in passed_over:
-            print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
+            _logger.info(f"passed over a checkpoint: {reason}")
         if found is None:
-            raise CheckpointError(f"There is no whole checkpoint in {run.checkpoints} to resume this run from.")
+            raise CheckpointError(f"There is no whole checkpoint in {checkpoints} to resume this run from.")
 
-    on_main_rank(report, device)
+    on_main_rank(report, run.device)
     assert found is not None
     return found
 
 
-def _leave_later_ones(run: RunFolder, step: int) -> None:
-    """Rank 0. What this run comes to after `step` takes the place of what lies there; nothing that took hours is removed."""
-    for left in set_aside_after(run.checkpoints, step):
-        print(
-            f"megaclass: set aside as {left.name}: a checkpoint of a later step, which is no part of this run any more. "
-            f"Remove it if nobody needs it.",
-            file=sys.stderr,
-            flush=True,
+def _set_aside_later_steps(folder: RunFolder, step: int) -> None:
+    """Rank 0. Renames checkpoints of later steps, which are not part of the resumed run, and drops their metrics.
+
+    They are not deleted: each may have taken hours.
+    """
+    for left in set_aside_after(folder.checkpoints, step):
+        _logger.info(
+            f"set aside as {left.name}: a checkpoint of a later step, which is no longer part of this run. "
+            f"Delete it if you do not need it."
         )
-    run.forget_metrics_after(step)
+    folder.forget_metrics_after(step)
 
 
-def _load(model: Model, folder: Path, match: ClassMatch | None, world: World, device: torch.device) -> int:
+def _load(run: Run, model: Model, folder: Path, match: ClassMatch | None) -> int:
     manifest = read_manifest(folder)
     shared = load_shared(folder)
+    # Compare names and shapes first: the error then names the checkpoint, and nothing is half loaded.
     check_fits(model.backbone, tensors_with_prefix(shared, "backbone."), folder)
     model.load_shared_state(shared)
     own = model.head.classes
+    # The number of ranks may have changed: rows are read by class number from whichever shards hold them.
     if match is None:
         for first_class, rows in saved_rows(folder, manifest, own.start, own.stop):
             model.head.load_rows(first_class, rows)
@@ -142,30 +133,28 @@ def _load(model: Model, folder: Path, match: ClassMatch | None, world: World, de
         shards = saved_rows(folder, manifest, 0, manifest.num_classes)
         copy_matched_rows(shards, model.head.rows(), match.saved_K, model.head.store.num_subcentres, str(folder))
         model.head.accept_rows()
+    # The head draws its samples by step number.
     model.head.step_count = manifest.step
-    if manifest.world_size == world.size:
-        restore_generators(load_rank_state(folder, manifest, world.rank), device)
+    # The state of random generators is per rank, and has no meaning on another number of ranks.
+    if manifest.world_size == run.world.size:
+        restore_generators(load_rank_state(folder, manifest, run.world.rank), run.device)
     return manifest.step
 
 
-def match_on_all_ranks(
-    saved: ClassList, classes: ClassList, model: Model, world: World, device: torch.device, where: str
-) -> ClassMatch:
-    """Collective. Where this rank's classes stood in the saved list; rank 0 prints how many of each kind there are."""
-    own = model.head.classes
-    match = on_every_rank(lambda: match_classes(saved, classes, own.start, own.stop), device)
-    counts = torch.tensor([match.num_same, match.num_renumbered, match.num_new], device=device)
+def match_on_all_ranks(run: Run, model: Model, saved: ClassList, where: str) -> ClassMatch:
+    """Collective. Returns where this rank's classes are in the saved list; rank 0 logs the number of each kind."""
+    own, classes = model.head.classes, run.classes
+    match = on_every_rank(lambda: match_classes(saved, classes, own.start, own.stop), run.device)
+    counts = torch.tensor([match.num_same, match.num_renumbered, match.num_new], device=run.device)
     num_same, num_renumbered, num_new = gather_blocks(counts, None).sum(0).tolist()
     if not num_same + num_renumbered:
         raise CheckpointError(
             f"None of the {classes.num_classes:,} classes of the data is among the {saved.num_classes:,} of {where}: "
-            f"are both lists names, or both numbers?"
+            f"check that both lists are names, or both numbers."
         )
-    if world.is_main:
+    if run.world.is_main:
         table = describe_match(num_same, num_renumbered, num_new, saved.num_classes)
-        print(
-            f"megaclass: classes matched by {classes.kind_of_name} with {where}\n{table}", file=sys.stderr, flush=True
-        )
+        _logger.info(f"classes matched by {classes.kind_of_name} with {where}\n{table}")
     return match
 
 
@@ -177,11 +166,11 @@ def _check_classes(saved: ClassList, classes: ClassList, folder: Path) -> None:
 def check_same_people(
     saved: DataMarks, marks: DataMarks, source: ImageSource, saved_list: ClassList, classes: ClassList, where: Path
 ) -> None:
-    """Refuses to find classes by number where their images say that the people are others.
+    """Refuses to match classes by number if their images show that they are other people.
 
-    Classes without names are told from others by their images alone: a class that still exists must hold one of those
-    that it is known by. More or fewer images of the same classes, in any order or format, go on, and so does everything
-    where classes have names.
+    Classes without names can be told apart by their images alone: each class that still exists must hold one of the images
+    recorded in its fingerprint. More or fewer images of the same classes are accepted, in any order or format, and so is
+    everything if the classes have names.
     """
     if saved_list.text or classes.text or not saved.fingerprint or saved.fingerprint == marks.fingerprint:
         return
@@ -189,10 +178,10 @@ def check_same_people(
     foreign = foreign_class(DataMarks(fingerprint=saved.fingerprint, class_images=left), source)
     if foreign is not None:
         raise CheckpointError(
-            f"{where} was trained on other data: class {foreign} holds none of the images that it is known by "
-            f"({_describe_fingerprints(saved, marks, where)}). If the classes are the same ones under the same numbers, and "
-            f"their images were only encoded anew, --same-numbers goes on; a classes.txt beside the data of both runs "
-            f"finds people by name instead."
+            f"{where} was trained on other data: class {foreign} holds none of the images recorded in the checkpoint "
+            f"({_describe_fingerprints(saved, marks, where)}). If the classes have the same numbers and their images were "
+            f"only encoded again, use --same-numbers; with a classes.txt beside the data of both runs, classes are matched "
+            f"by name instead."
         )
 
 
@@ -202,13 +191,13 @@ def _describe_fingerprints(saved: DataMarks, marks: DataMarks, where: Path) -> s
 
 def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:
     try:
-        # Through Config, so that a setting which is newer than the checkpoint counts as its default.
+        # A setting that is newer than the checkpoint has its default.
         saved_config = load_config_values(tomllib.loads(manifest.config), where=f"the settings in {folder}")
     except (ConfigError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
     differences = sorted(
         f"{name} was {_shown(before)}, is {_shown(now)}"
-        for name, before, now in settings_with_changes(saved_config, config)
+        for name, before, now in changes_refused_on_resume(saved_config, config)
     )
     if differences:
         raise CheckpointError(f"{folder} belongs to another run: {'; '.join(differences)}.")

@@ -1,4 +1,8 @@
-"""Signals that ask a run to save and leave: SIGTERM, SIGUSR1 (preemption), SIGHUP (the terminal was closed), Ctrl-C once."""
+"""Signals that ask a run to save and leave: SIGTERM, SIGUSR1 (preemption), SIGHUP (closed terminal), the first Ctrl-C.
+
+The handlers only record the request. All ranks exchange it when they report (`of_any_rank`), save a checkpoint together
+and exit: with 75 after a signal, which asks launchers to resume the job, with 130 after Ctrl-C, which does not.
+"""
 
 import enum
 import signal
@@ -14,17 +18,17 @@ from megaclass.launch.signals import is_heeded, leave_closed_terminal
 
 
 class Stop(enum.IntEnum):
-    """Why a run leaves before its end."""
+    """Reason to end a run before its last step."""
 
     NO = 0
     ASKED = 1
-    """By SIGTERM and the like: exit code 75, "resume me"."""
+    """By SIGTERM or a similar signal: exit code 75, "resume me"."""
     BY_HAND = 2
-    """By Ctrl-C: exit code 130, so that nobody starts it again."""
+    """By Ctrl-C: exit code 130, so that no launcher starts the run again."""
 
 
 class StopSignals:
-    """Remembers that this rank was told to stop; the ranks compare notes when they report."""
+    """Records that this rank was asked to stop, until the ranks exchange it."""
 
     def __init__(self, *, is_main: bool) -> None:
         self._stop = Stop.NO
@@ -32,11 +36,12 @@ class StopSignals:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Listens inside the block, in the main thread. A second Ctrl-C, or a SIGTERM after the first, ends the rank."""
+        """Handles signals while the block runs, in the main thread. A second Ctrl-C, or SIGTERM after one, ends the rank."""
 
         def remember(signum: int, frame: FrameType | None) -> None:
             if self._stop is Stop.BY_HAND and signum == signal.SIGTERM:
                 raise KeyboardInterrupt
+            # Ctrl-C is stronger: a later SIGTERM must not turn exit code 130 into 75.
             self._stop = max(self._stop, Stop.ASKED)
             leave_closed_terminal()
 
@@ -45,9 +50,11 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._stop = Stop.BY_HAND
             if self._is_main:
-                text = "\nmegaclass: Ctrl-C: saving at the next report; again to leave at once."
+                # Printed even with --quiet, on a line of its own behind the terminal's ^C.
+                text = "\nmegaclass: Ctrl-C: saving at the next report; press it again to leave at once."
                 print(text, file=sys.stderr, flush=True)
 
+        # SIGHUP and SIGINT that are ignored stay ignored: nohup and background jobs of a shell rely on that.
         numbers = [signal.SIGTERM, signal.SIGUSR1] + ([signal.SIGHUP] if is_heeded(signal.SIGHUP) else [])
         previous = {number: signal.signal(number, remember) for number in numbers}
         if is_heeded(signal.SIGINT):
@@ -59,6 +66,9 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def of_any_rank(self, device: torch.device) -> Stop:
-        """Collective. An all-gather of one byte a rank: a signal may reach one rank only, all must leave together."""
+        """Collective. Returns the strongest request of any rank: a signal may reach one rank only, but all leave together.
+
+        Traffic: one all-gather of one byte per rank.
+        """
         asked = torch.tensor([self._stop], dtype=torch.uint8, device=device)
         return Stop(int(gather_blocks(asked, None).max()))

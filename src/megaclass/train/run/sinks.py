@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl, which is the truth: TensorBoard and Weights & Biases, when asked for."""
+"""Receivers of metrics: metrics.jsonl, which is authoritative, and copies for TensorBoard and Weights & Biases on request."""
 
-import sys
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,15 +12,17 @@ from megaclass.files import make_private_folder
 from megaclass.train.run.folder import RunFolder
 
 Sink = Callable[[Mapping[str, float]], None]
+_logger = logging.getLogger("megaclass.train")
 
 
 @contextmanager
 def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink]:
-    """One function that hands a row of metrics to every sink; rank 0 alone calls it.
+    """Yields one function that sends a row of metrics to every sink. Rank 0 alone calls it.
 
-    is_new: nothing was trained yet. Where a sink cannot be opened, the run folder is then left empty for the next try.
+    is_new: nothing was trained yet. If a sink cannot be opened, the run folder is then cleared for the next attempt.
     """
     with ExitStack() as opened:
+        # The first sink is the authoritative one.
         sinks: list[Sink] = [opened.enter_context(_metrics_file(run))]
         try:
             if config.train.tensorboard:
@@ -38,10 +40,10 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
                 try:
                     sink(row)
                 except OSError as error:
-                    # Only what draws the curves again: metrics.jsonl, the first, raises none.
+                    # A copy for display only: metrics.jsonl, the first sink, raises no OSError.
                     sinks.remove(sink)
-                    _warn(
-                        f"the copy of the metrics for TensorBoard cannot be written ({error}); the run goes on without it."
+                    _logger.warning(
+                        f"the copy of the metrics for TensorBoard cannot be written ({error}); the run continues without it."
                     )
 
         yield send
@@ -49,12 +51,13 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
 
 @contextmanager
 def _metrics_file(run: RunFolder) -> Iterator[Sink]:
-    """Rows that a full disk refuses are kept and written with the next one: the run goes on meanwhile."""
+    """Yields the sink for metrics.jsonl. Rows that a full disk refuses are kept in memory and written with the next one."""
     waiting: deque[Mapping[str, float]] = deque()
 
     def send(row: Mapping[str, float]) -> None:
         waiting.append(dict(row))
         try:
+            # Oldest first: rows stay in the order of their steps.
             while waiting:
                 run.append_metrics(waiting[0])
                 waiting.popleft()
@@ -62,35 +65,35 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
             if not is_transient(error):
                 raise
             if len(waiting) == 1:
-                _warn(f"{error} Training goes on; rows of metrics are kept and written as soon as that is possible.")
+                _logger.warning(
+                    f"{error} Training continues; rows of metrics are kept and written as soon as possible."
+                )
 
     try:
         yield send
     finally:
+        # One more attempt at the end: the disk may have room by now.
         if waiting:
             last = waiting.pop()
             send(last)
         if waiting:
-            _warn(f"the last {len(waiting)} rows of metrics could not be written.")
-
-
-def _warn(text: str) -> None:
-    print(f"WARNING megaclass: {text}", file=sys.stderr, flush=True)
+            _logger.warning(f"the last {len(waiting)} rows of metrics could not be written.")
 
 
 @contextmanager
 def no_sinks() -> Iterator[Sink]:
-    """For the ranks that do not report."""
+    """Yields a sink that ignores every row, for the ranks that do not report."""
     yield lambda row: None
+
+
+# The two packages below are installed: restart.require_packages has checked that before the first step.
 
 
 @contextmanager
 def _tensorboard(run: RunFolder) -> Iterator[Sink]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("train.tensorboard needs its package: pip install 'megaclass[tensorboard]'") from None
-    # Its files follow the umask; the folder keeps others out.
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard's files follow the umask; the private folder keeps other users out.
     make_private_folder(run.path / "tensorboard")
     writer = SummaryWriter(str(run.path / "tensorboard"))
 
@@ -107,10 +110,8 @@ def _tensorboard(run: RunFolder) -> Iterator[Sink]:
 
 @contextmanager
 def _wandb(config: Config, run: RunFolder) -> Iterator[Sink]:
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError("train.wandb_project needs its package: pip install 'megaclass[wandb]'") from None
+    import wandb
+
     try:
         make_private_folder(run.path / "wandb")
         session = wandb.init(
@@ -119,7 +120,7 @@ def _wandb(config: Config, run: RunFolder) -> Iterator[Sink]:
     except wandb.Error as error:
         raise ConfigError(
             f"Weights & Biases did not open train.wandb_project={config.train.wandb_project}: {error} "
-            f"WANDB_MODE=offline writes to files; train.wandb_project='' goes without."
+            f"WANDB_MODE=offline writes to files; train.wandb_project='' disables it."
         ) from error
     try:
         yield lambda row: session.log(dict(row), step=int(row["step"]))

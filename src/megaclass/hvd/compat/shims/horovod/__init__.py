@@ -1,4 +1,4 @@
-"""`horovod`, for jobs whose launcher put this folder on PYTHONPATH: the same objects as `megaclass.hvd`."""
+"""`horovod` for jobs whose launcher has put this folder on PYTHONPATH: the objects of `megaclass.hvd`."""
 
 from .runner import run
 

@@ -2,7 +2,7 @@ from megaclass.hvd.run_function import run as run
 
 
 class _HorovodArgs:
-    """What horovodrun was asked for; names that are not set are None."""
+    """The arguments of horovodrun; names that are not set are None."""
 
     num_proc = 1
 

@@ -9,7 +9,7 @@ from .util import network
 def gloo_run(
     settings: Settings, nics: Iterable[str] | None, env: Mapping[str, str], server_ip: str, command: Sequence[str]
 ) -> None:
-    """The command on all ranks; `server_ip` is left to the launcher. RuntimeError when a rank fails."""
+    """Runs the command on all ranks; raises RuntimeError if a rank fails. `server_ip` is ignored: the launcher chooses it."""
     assert settings.num_proc is not None
     run_command(
         command,

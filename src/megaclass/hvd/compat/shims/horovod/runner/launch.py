@@ -1,4 +1,4 @@
-"""`horovodrun` as functions."""
+"""horovodrun as functions: parses its arguments and runs a command or a function through `megaclass run`."""
 
 import argparse
 import subprocess
@@ -24,7 +24,7 @@ _SSH_S = 10
 
 
 def parse_args() -> argparse.Namespace:
-    """horovodrun's command line, from sys.argv and the file of --config-file; ValueError for numbers out of range."""
+    """Parses sys.argv and the file of --config-file; raises ValueError for numbers out of range."""
     parser = argparse.ArgumentParser(prog="horovodrun", description="See `megaclass run --help`.")
     parser.add_argument("-v", "--version", action="version", version=HOROVOD_VERSION)
     num_proc = parser.add_argument("-np", "--num-proc", type=int, required=not lsf.LSFUtils.using_lsf())
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     for name in ("gloo", "mpi", "jsrun"):
         controller.add_argument(f"--{name}", dest=f"use_{name}", action="store_true")
     add_flags(parser)
-    # Without a number of processes nothing can be started, but what is there can be shown.
+    # --check-build starts no processes, so it needs no number of them.
     num_proc.required = num_proc.required and not {"-cb", "--check-build"} & set(sys.argv)
     args = parser.parse_args()
     if args.config_file:
@@ -75,7 +75,7 @@ class _Interfaces(argparse.Action):
 
 
 def run_commandline() -> None:
-    """What the command `horovodrun` does: its arguments, given to `megaclass run`."""
+    """Runs `megaclass run` with the arguments of the command `horovodrun`."""
     from megaclass.cli.main import main
 
     sys.exit(main(["run", "--horovod", *sys.argv[1:]]))
@@ -87,7 +87,7 @@ def _check_all_hosts_ssh_successful(
     ssh_identity_file: str | None = None,
     fn_cache: Any = None,
 ) -> bool | None:
-    """True if all hosts can be logged in to without a password; else None, and what ssh said is printed."""
+    """Returns True if ssh logs in to all hosts without a password; else prints its errors and returns None."""
     is_good = True
     for host in host_addresses:
         port = ("-p", str(ssh_port)) if ssh_port else ()
@@ -95,12 +95,12 @@ def _check_all_hosts_ssh_successful(
         quiet = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}")
         try:
             done = subprocess.run(["ssh", *quiet, *port, *key, "--", host, "true"], capture_output=True, text=True)
-            said = (done.stderr or f"exit code {done.returncode}\n") if done.returncode else ""
+            problem = (done.stderr or f"exit code {done.returncode}\n") if done.returncode else ""
         except OSError as error:
-            said = f"{error}\n"
-        if said:
+            problem = f"{error}\n"
+        if problem:
             is_good = False
-            print(f"ssh not successful for host {host}:\n{said}")
+            print(f"ssh not successful for host {host}:\n{problem}")
     return is_good or None
 
 
@@ -113,7 +113,7 @@ def run_controller(
     js_run: Callable[[], Any],
     verbosity: int | None,
 ) -> None:
-    """Calls the one that was asked for, or else the best that was built. ValueError if it was not built."""
+    """Calls the requested controller, or the best one that was built; raises ValueError if it was not built."""
     has_gloo, has_mpi = gloo_built(), mpi_built()
     text = (
         "{0} support has not been built.  If this is not expected, ensure {1} is installed and reinstall Horovod with "
@@ -144,11 +144,11 @@ def run_controller(
 
 
 def _run(args: Any) -> list[Any] | None:
-    """Runs args.run_func, for its results by rank, or args.command; RuntimeError if a process fails."""
+    """Runs args.run_func and returns its results by rank, or runs args.command; raises RuntimeError if a process fails."""
     if getattr(args, "np", None) is not None:
         args.num_proc = args.np
     if args.verbose and args.hosts:
-        _say_which_are_remote(args)
+        _report_remote_hosts(args)
     results: list[Any] = []
     run_controller(
         args.use_gloo,
@@ -163,10 +163,10 @@ def _run(args: Any) -> list[Any] | None:
 
 
 def _refuse() -> None:
-    raise NotImplementedError("There is no MPI here.")
+    raise NotImplementedError("megaclass does not include MPI.")
 
 
-def _say_which_are_remote(args: Any) -> None:
+def _report_remote_hosts(args: Any) -> None:
     print("Filtering local host names.")
     remote = network.filter_local_addresses(hosts.parse_hosts_and_slots(args.hosts)[0])
     print(f"Remote host found: {' '.join(remote)}")

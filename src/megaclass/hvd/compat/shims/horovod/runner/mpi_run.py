@@ -1,4 +1,4 @@
-"""There is no MPI here, as in a Horovod built without it."""
+"""The answers of a Horovod that was built without MPI."""
 
 import os
 from typing import Any, NoReturn
@@ -37,4 +37,6 @@ def _get_mpi_implementation_flags(tcp_flag: Any, env: Any = None) -> tuple[None,
 
 
 def mpi_run(settings: Any, nics: Any, env: Any, command: Any, stdout: Any = None, stderr: Any = None) -> NoReturn:
-    raise NotImplementedError("There is no MPI here: `megaclass run --launcher mpi` hands a job to Open MPI's mpirun.")
+    raise NotImplementedError(
+        "megaclass does not include MPI: `megaclass run --launcher mpi` starts a job through Open MPI's mpirun."
+    )

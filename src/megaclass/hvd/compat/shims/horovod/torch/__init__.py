@@ -23,5 +23,5 @@ def _check_has_gpu() -> bool:
 
 def __getattr__(name: str) -> NoReturn:
     if name == "elastic":
-        raise AttributeError("hvd.elastic is not there yet: elastic jobs are not supported by megaclass.")
+        raise AttributeError("hvd.elastic is not available: elastic jobs are not supported by megaclass.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,1 @@
-raise ImportError("horovod.torch.elastic is not there yet: elastic jobs are not supported by megaclass.")
+raise ImportError("horovod.torch.elastic is not available: elastic jobs are not supported by megaclass.")

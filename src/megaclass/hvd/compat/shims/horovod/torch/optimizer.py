@@ -24,7 +24,7 @@ from megaclass.hvd.optimizer import _DistributedAdasumOptimizer, _DistributedOpt
 @functools.wraps(_DistributedOptimizerOfMegaclass)
 def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
     wrapped = _DistributedOptimizerOfMegaclass(*args, **kwargs)
-    # Lightning knows an optimizer that is wrapped already by the word horovod in its class.
+    # Lightning recognises an already wrapped optimizer by the word horovod in the name of its class.
     type(wrapped).__module__ = __name__
     return wrapped
 

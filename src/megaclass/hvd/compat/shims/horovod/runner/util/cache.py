@@ -1,17 +1,18 @@
-"""Results of checks that need not be made again for a while, in a file."""
+"""A file with results of checks that need not be repeated for a while."""
 
 import functools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaclass.files import write_text
+
 
 class Cache:
-    """Values by key, for as many minutes; those of other parameters are forgotten. A file that cannot be read is empty."""
+    """Values by key that expire after some minutes or when the parameters change. An unreadable file counts as empty."""
 
     def __init__(self, cache_folder: str, cache_staleness_threshold_minutes: float, parameters_hash: str) -> None:
         self._file = Path(cache_folder) / "cache.json"
@@ -27,7 +28,7 @@ class Cache:
             pass
 
     def get(self, key: Any) -> Any:
-        """The value, or None if there is none that is young enough."""
+        """Returns the value; None if there is none or it has expired."""
         with self._lock:
             since, value = self._content.get(str(key), (0.0, None))
             return value if time.time() - since < self._staleness_s else None
@@ -37,14 +38,11 @@ class Cache:
             self._content[str(key)] = (time.time(), val)
             text = json.dumps({"parameters_hash": self._parameters_hash, "values": self._content})
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Whole at any moment: another process may be reading it.
-            partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-            partial.write_text(text)
-            partial.replace(self._file)
+            write_text(self._file, text)
 
 
 def use_cache() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For functions whose callers may give `fn_cache`, a Cache: what is found there is not computed."""
+    """Decorates a function whose callers may pass `fn_cache`, a Cache from which results are taken."""
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -17,5 +17,5 @@ def resolve_host_address(host_name: str) -> str | None:
 
 
 def filter_local_addresses(all_host_names: Sequence[str]) -> list[str]:
-    """Those of the hosts that are not this machine."""
+    """Returns the hosts that are not this machine."""
     return [name for name in all_host_names if not is_this_machine(name)]

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Pipe:
-    """Holds what was written last; a writer waits until that was read, a reader until something is written."""
+    """Holds one written text at a time: writers wait until it has been read, readers until something is written."""
 
     def __init__(self) -> None:
         self._text: Any = None
@@ -13,7 +13,7 @@ class Pipe:
         self._changed = threading.Condition()
 
     def write(self, buf: Any) -> None:
-        """RuntimeError once it is closed."""
+        """Writes a text; raises RuntimeError if the pipe is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._text is None or self._is_closed)
             if self._is_closed:
@@ -22,7 +22,7 @@ class Pipe:
             self._changed.notify_all()
 
     def read(self, length: int = -1) -> Any:
-        """Up to `length` characters or bytes, all of them if it is not above 0; None at the end of a closed pipe."""
+        """Returns up to `length` characters or bytes, all if it is 0 or less; None at the end of a closed pipe."""
         with self._changed:
             self._changed.wait_for(lambda: self._text is not None or self._is_closed)
             if self._text is None:
@@ -33,7 +33,7 @@ class Pipe:
             return taken
 
     def flush(self) -> None:
-        """Nothing: a reader gets at once what was written."""
+        """Does nothing: readers see a write at once."""
 
     def close(self) -> None:
         with self._changed:

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
-    """The object, pickled with cloudpickle, as base64."""
+    """Returns the object pickled with cloudpickle, as base64."""
     import cloudpickle
 
     encoded = base64.b64encode(cloudpickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))

@@ -1,4 +1,4 @@
-"""What horovodrun's options mean to the ranks, by the names that Horovod's parsed arguments have."""
+"""Turns horovodrun's options, by the names of Horovod's parsed arguments, into the ranks' environment variables."""
 
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
@@ -7,12 +7,12 @@ from megaclass.launch.horovod_options import LOG_LEVELS as _LOG_LEVELS
 from megaclass.launch.horovod_options import TUNABLES, environment_for, from_config, what_is_wrong
 
 LOG_LEVELS = list(_LOG_LEVELS)
-# HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD", and so on.
+# As in Horovod, the module has a constant per variable: HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD", and so on.
 globals().update({tunable.variable: tunable.variable for tunable in TUNABLES})
 
 
 def set_args_from_config(args: Any, config: Mapping[str, Any], override_args: Collection[str]) -> None:
-    """Takes from the file what `override_args` does not name: what was typed wins."""
+    """Sets options from the configuration file, except those in `override_args`, which were given on the command line."""
     controller = config.get("controller")
     if controller and not args.use_gloo and not args.use_mpi:
         if controller.lower() not in ("gloo", "mpi"):

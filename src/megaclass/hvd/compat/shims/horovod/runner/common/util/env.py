@@ -2,7 +2,7 @@ import os
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """As the starter says; (0, 1) without one."""
+    """Reads rank and size from the starter's variables; (0, 1) without a starter."""
     for prefix in ("HOROVOD_", "OMPI_COMM_WORLD_", "PMI_"):
         rank, size = os.environ.get(f"{prefix}RANK"), os.environ.get(f"{prefix}SIZE")
         if rank is not None and size is not None:

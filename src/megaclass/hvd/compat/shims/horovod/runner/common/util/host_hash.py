@@ -8,6 +8,6 @@ def _hash(string: str) -> str:
 
 
 def host_hash(salt: str | None = None) -> str:
-    """The same for all processes of a host, another one for each container; `salt` makes it another one again."""
+    """Returns a text that is equal for all processes of a host or container and depends on `salt`."""
     hostname = os.environ.get("CONTAINER_ID") or socket.gethostname()
     return f"{hostname.split('.')[0]}-{_hash(hostname + (f'-{salt}' if salt else ''))}"

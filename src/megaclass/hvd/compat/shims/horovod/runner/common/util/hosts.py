@@ -22,7 +22,7 @@ class HostInfo:
 
 @dataclass
 class SlotInfo:
-    """The place of a rank."""
+    """The host and the numbers of a rank."""
 
     hostname: str
     rank: int
@@ -34,7 +34,7 @@ class SlotInfo:
 
 
 def parse_host_files(filename: str) -> str:
-    """Lines `gpu-1 slots=8` as gpu-1:8,gpu-2:8."""
+    """Reads lines such as `gpu-1 slots=8` and returns them as gpu-1:8,gpu-2:8."""
     return ",".join(f"{host.name}:{host.slots}" for host in hosts_from_file(Path(filename)))
 
 
@@ -52,7 +52,7 @@ def parse_hosts(hosts_string: str) -> list[HostInfo]:
 def get_host_assignments(
     hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
 ) -> list[SlotInfo]:
-    """A rank for each slot, host after host, no more than `max_num_proc`; ValueError for fewer than `min_num_proc`."""
+    """Assigns a rank to each slot, host by host, up to `max_num_proc`; raises ValueError for fewer than `min_num_proc`."""
     num_slots = sum(host.slots for host in hosts)
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
     if size < min_num_proc:

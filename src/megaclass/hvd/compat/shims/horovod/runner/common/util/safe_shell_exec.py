@@ -1,4 +1,4 @@
-"""Shell commands whose processes end with the process that started them."""
+"""Runs shell commands whose processes end together with this one."""
 
 import codecs
 import os
@@ -19,7 +19,7 @@ _POLL_S = 0.02
 def prefix_connection(
     src_connection: Any, dst_stream: TextIO, prefix: str | None, index: int | None, prefix_output_with_timestamp: bool
 ) -> None:
-    """Copies UTF-8 text to the stream, line by line; with index and prefix, [index]<prefix>: stands before each line."""
+    """Copies UTF-8 text to the stream line by line, each after `[index]<prefix>:` if index and prefix are given."""
     decoder = codecs.getincrementaldecoder("utf8")()
     line = ""
 
@@ -48,7 +48,7 @@ def execute(
     events: Sequence[threading.Event] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> int:
-    """Exit code of the command. When one of the events is set, or this process dies, it ends and all that it started."""
+    """Runs the command and returns its exit code. It ends, with all its processes, if an event is set or this process dies."""
     grace_s = GRACEFUL_TERMINATION_TIME_S
     with Supervisor(secrets.token_hex(8), grace_s=grace_s, adopts=False, captures=True) as supervisor:
         worker = supervisor.start(index or 0, ["/bin/sh", "-c", command], os.environ if env is None else env)
@@ -68,7 +68,7 @@ def execute(
                 is_ending = True
                 supervisor.end()
             if is_ending:
-                supervisor.is_clear()
+                supervisor.continue_ending()
             time.sleep(_POLL_S)
     for copier in copiers:
         copier.join()

@@ -5,7 +5,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class BaseSettings:
-    """How to start a job; what is about MPI means nothing here."""
+    """How to start a job; settings about MPI have no effect."""
 
     num_proc: int | None = None
     verbose: int = 0

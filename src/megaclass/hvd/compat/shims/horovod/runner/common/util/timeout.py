@@ -8,7 +8,7 @@ class TimeoutException(Exception):  # noqa: N818 (Horovod's name)
 
 
 class Timeout:
-    """A deadline, from now on. `message` names the {activity} that was waited for."""
+    """A deadline, `timeout` seconds after its creation. `message` may contain {activity}."""
 
     def __init__(self, timeout: float, message: str) -> None:
         self._timeout = timeout

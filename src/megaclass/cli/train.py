@@ -1,0 +1,118 @@
+"""`megaclass train` and `megaclass import-config`."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megaclass.errors import ConfigError
+
+_logger = logging.getLogger("megaclass.cli")
+
+
+def add_train_commands(commands: Any) -> None:
+    """Adds `train` and `import-config` to the parser's commands."""
+    train = commands.add_parser(
+        "train",
+        help="train, evaluate and export the model of a recipe",
+        description="Trains the model of a recipe: megaclass train recipes/demo.toml head.sample_rate=0.1 train.epochs=2",
+    )
+    train.add_argument("recipe", type=Path, help="TOML file with the settings")
+    train.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
+    )
+    train.add_argument(
+        "--resume",
+        metavar="[=auto|best|PATH]",
+        help="continue the run from its newest whole checkpoint (also without a value), from its best one "
+        "(--resume=best), or from a given one (--resume=PATH)",
+    )
+    train.add_argument("--overwrite", action="store_true", help="replace the run in the run folder")
+    train.add_argument(
+        "--match-classes",
+        action="store_true",
+        help="if the list of classes has changed, keep the centres of classes with the same name, or number",
+    )
+    train.add_argument(
+        "--same-numbers",
+        action="store_true",
+        help="accept classes without names as the same people if their numbers are equal, although their images differ "
+        "(for example because they were encoded again)",
+    )
+    train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and exit")
+    train.set_defaults(run=_train)
+
+    recipe = commands.add_parser(
+        "import-config",
+        help="convert an InsightFace config (configs/*.py) into a recipe",
+        description="Converts an InsightFace config (configs/*.py) into a recipe, without executing it.",
+    )
+    recipe.add_argument("file", type=Path, help="the config, for example configs/ms1mv3_r50.py")
+    recipe.add_argument(
+        "--gpus",
+        type=int,
+        help="number of GPUs of the published run, because batch_size is per GPU (taken from the file's name, otherwise 8)",
+    )
+    recipe.add_argument(
+        "--lr-power",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="exponent of the learning rate schedule: 1 as in today's train_v2.py, 2 as in InsightFace's older scheduler (1)",
+    )
+    recipe.add_argument("--out", type=Path, help="recipe to write, which must not exist (standard output)")
+    recipe.set_defaults(run=_import_config)
+
+
+def _train(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.config.read import load_config, to_toml
+
+    for setting in options.settings:
+        # An argument after a bare --resume is parsed as a setting.
+        if options.resume == "auto" and "=" not in setting:
+            raise ConfigError(
+                f"Cannot read the argument {setting!r}: expected section.key=value. To resume from it, write "
+                f"--resume={setting}."
+            )
+    config = load_config(options.recipe, options.settings)
+    if options.show_config:
+        print(to_toml(config), end="")
+        return 0
+    from megaclass.train.run.launch_ranks import start_training
+    from megaclass.train.run.restart import StartMode
+    from megaclass.world import world_from_environment
+
+    mode = StartMode(
+        resume=options.resume,
+        overwrite=options.overwrite,
+        matches_classes=options.match_classes,
+        trusts_numbers=options.same_numbers,
+    )
+    code = start_training(config, given[1:], mode)
+    if world_from_environment().size > 1:
+        # Some ranks aborted while the interpreter shut down (docs/decisions.md). Their work is done: skip that part.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _import_config(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.insightface.config import import_config, recipe_text
+
+    config, remarks = import_config(options.file, options.gpus, options.lr_power)
+    text = recipe_text(config, remarks, options.file)
+    for remark in remarks:
+        _logger.info(f"{options.file}: {remark}")
+    if options.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with options.out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"Cannot write the recipe {options.out}: {error.strerror}.") from error
+    print(f"megaclass train {options.out}", file=sys.stderr)
+    return 0

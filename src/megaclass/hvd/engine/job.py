@@ -1,0 +1,108 @@
+"""The running job of this process: everything that exists between init() and shutdown()."""
+
+import threading
+from dataclasses import dataclass, field
+
+from megaclass.distributed.network.connection_watch import ConnectionWatch
+from megaclass.hvd.engine.controller import Controller
+from megaclass.hvd.engine.meeting import Meeting
+from megaclass.hvd.engine.operation import Operation
+from megaclass.hvd.engine.timeline import Timeline
+from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
+from megaclass.hvd.settings import Settings
+from megaclass.hvd.transport import result_memory
+from megaclass.hvd.transport.process_set_table import ProcessSetTable
+
+
+@dataclass
+class Job:
+    """The parts of a job, and the counters from which names and handles are made."""
+
+    meeting: Meeting
+    settings: Settings
+    timeline: Timeline
+    sets: ProcessSetTable
+    watch: ConnectionWatch
+    controller: Controller
+    handles: dict[int, Operation] = field(default_factory=dict)
+    """Operations whose results have not been fetched, by handle."""
+    # Any thread counts, under the lock.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_handles: int = 0
+    _num_joins: int = 0
+    _counts: dict[tuple[str, int | None], int] = field(default_factory=dict)
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of every process set."""
+        return self.sets.ranks
+
+    def members(self, process_set: int | None) -> tuple[int, ...]:
+        """Returns the ranks of a process set; none if the set is not initialized."""
+        return self.sets.ranks.get(process_set, ()) if process_set is not None else ()
+
+    def next_handle(self) -> int:
+        with self._lock:
+            self._num_handles += 1
+            return self._num_handles
+
+    def next_name(self, process_set: int | None) -> str:
+        """Returns the next automatic name.
+
+        Automatic names count the unnamed operations of one process set: its ranks must call them in the same order, whatever
+        they run in other sets.
+        """
+        number = self._count("unnamed", process_set)
+        return f"noname.{self._num_joins}.{number}" if self._num_joins else f"noname.{number}"
+
+    def restart_names(self) -> None:
+        """Restarts automatic names after a join, before which ranks with more data have run more operations."""
+        with self._lock:
+            self._num_joins += 1
+            for what, process_set in list(self._counts):
+                if what == "unnamed":
+                    del self._counts[what, process_set]
+
+    def next_barrier(self, process_set: int | None) -> int:
+        """Returns the number of the set's next barrier: barriers match in the order in which they are called."""
+        return self._count("barrier", process_set)
+
+    def next_object(self, process_set: int | None, name: str) -> int:
+        """Returns how many objects of this name the process set has exchanged, this one included."""
+        return self._count(f"object {name}", process_set)
+
+    def _count(self, what: str, process_set: int | None) -> int:
+        with self._lock:
+            self._counts[what, process_set] = self._counts.get((what, process_set), 0) + 1
+            return self._counts[what, process_set]
+
+    def close(self) -> None:
+        """Leaves the job: operations of other ranks that need this one fail there."""
+        self.watch.stop()
+        self.controller.stop()
+        self.timeline.stop()
+        result_memory.release()
+        self.sets.close()
+
+
+class JobHolder:
+    """Holds the job of this process, if there is one."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+    def running(self) -> Job:
+        """Returns the job, for callers that run operations; HorovodInternalError without one."""
+        if self.job is None:
+            raise HorovodInternalError(NOT_INITIALIZED)
+        return self.job
+
+    def known(self) -> Job:
+        """Returns the job, for callers that ask about it; ValueError without one."""
+        if self.job is None:
+            raise ValueError(NOT_INITIALIZED)
+        return self.job
+
+
+current = JobHolder()
+"""Written by init() and shutdown() under their lock; read by all threads."""

@@ -1,0 +1,98 @@
+"""The process sets of a job, and this rank's connections to the other members of each.
+
+The driver changes the table, at the same place in the order of operations on every rank, so that all ranks number the sets
+alike. Other threads only read it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megaclass.hvd.engine.meeting import Meeting, new_group
+from megaclass.hvd.engine.messages import Request
+from megaclass.hvd.settings import Settings
+from megaclass.hvd.transport.ring import Ring, connect_ring
+
+
+@dataclass
+class SetConnections:
+    """The connections of one process set."""
+
+    ranks: tuple[int, ...]
+    cpu: dist.ProcessGroup
+    gpu: dist.ProcessGroup | None
+    """NCCL's group, where every rank has a GPU of its own."""
+    ring: Ring | None
+    """For reductions in main memory; None with HOROVOD_CPU_OPERATIONS=gloo, or where this rank is the only member."""
+
+    def close(self) -> None:
+        if self.ring is not None:
+            self.ring.close()
+        for group in (self.cpu, self.gpu):
+            if group is not None:
+                group.shutdown()
+
+
+class ProcessSetTable:
+    """All process sets by number; number 0 is the set of all ranks."""
+
+    def __init__(self, meeting: Meeting, settings: Settings) -> None:
+        self._meeting = meeting
+        self._settings = settings
+        self._next = 0
+        self.ranks: dict[int, tuple[int, ...]] = {}
+        """The members of every set."""
+        self.connections: dict[int, SetConnections] = {}
+        """The connections of the sets that this rank is a member of."""
+        self.add(tuple(range(meeting.size)))
+
+    def add(self, ranks: tuple[int, ...]) -> int:
+        """Adds a set and connects its members; returns its number, or -1 if a set of these ranks exists."""
+        if ranks in self.ranks.values():
+            return -1
+        number, self._next = self._next, self._next + 1
+        # A set without ranks is allowed, as in Horovod, and needs no connections.
+        if self._meeting.rank in ranks:
+            self.connections[number] = self._connect(number, ranks)
+        self.ranks[number] = ranks
+        return number
+
+    def remove(self, number: int) -> int:
+        """Removes a set and closes its connections; returns its number, or -1 if there is none."""
+        if self.ranks.pop(number, None) is None:
+            return -1
+        if (connections := self.connections.pop(number, None)) is not None:
+            connections.close()
+        return number
+
+    def change(self, request: Request) -> int:
+        """Executes an agreed request to add or remove a set."""
+        return self.add(request.splits) if request.kind == "add_process_set" else self.remove(request.splits[0])
+
+    def close(self) -> None:
+        for connections in self.connections.values():
+            connections.close()
+        self.connections.clear()
+
+    def wrong_ranks(self, ranks: Sequence[int]) -> str:
+        """Returns the text of an error; empty if these ranks can form a process set."""
+        size = self._meeting.size
+        if any(not 0 <= rank < size for rank in ranks):
+            return f"Process set {list(ranks)}: ranks must lie in [0, {size})."
+        if len(set(ranks)) < len(ranks):
+            return f"Process set {list(ranks)}: each rank may appear only once."
+        return ""
+
+    def _connect(self, number: int, ranks: tuple[int, ...]) -> SetConnections:
+        """Connects this rank to the other members; all members call it."""
+        meeting, settings = self._meeting, self._settings
+        name = f"set {number}"
+        cpu = new_group(meeting, name, ranks, settings)
+        gpu = new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None
+        ring = None
+        if settings.cpu_operations == "ring":
+            names = [f"rank {rank} ({meeting.hosts[rank]})" for rank in ranks]
+            place = ranks.index(meeting.rank)
+            ring = connect_ring(meeting.signed_store(name), meeting.secret, place, names, meeting.address, settings)
+        return SetConnections(ranks, cpu, gpu, ring)

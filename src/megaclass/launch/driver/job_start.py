@@ -1,0 +1,160 @@
+"""The start of a job: from the first connection to the moment when all ranks may go. Standard library only.
+
+    connect (ssh or local agent, job on stdin) -> every host says hello or refuses -> versions agree -> go
+
+Nothing is started anywhere unless every host can take part.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from megaclass.distributed.network.addresses import is_own
+from megaclass.distributed.network.job_secret import new_secret
+from megaclass.errors import LaunchError
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.outcome import Outcome
+from megaclass.launch.driver.output import DriverMessages
+from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
+from megaclass.launch.exit_codes import EXIT_USER_ERROR
+from megaclass.launch.options import RunOptions
+from megaclass.launch.plan import Placement, passed_on
+from megaclass.launch.versions import differences
+from megaclass.launch.wire.agent_messages import ip_address
+
+
+class JobStart:
+    """Connects to the agents and lets the ranks go. The run id, the token and the secret are new in every start."""
+
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        options: RunOptions,
+        ssh: SshSettings,
+        messages: DriverMessages,
+        *,
+        restart: int,
+    ) -> None:
+        self.problems: list[tuple[str, str]] = []
+        """Host, or an empty text for all together, and why the job cannot start."""
+        self.token = secrets.token_hex(16)
+        """The agents' greeting: what login scripts print before it is skipped."""
+        self._placements = placements
+        self._options = options
+        self._ssh = ssh
+        self._messages = messages
+        self._restart = restart
+        self._run_id = secrets.token_hex(8)
+        self._secret = new_secret()
+
+    def connect(self, pipes: AgentPipes) -> None:
+        """Starts one agent per host and sends it the job."""
+        for number, placement in enumerate(self._placements):
+            command = agent_command(placement.host, self._ssh)
+            self._messages.detail(f"{placement.host.name}: {placement.ranks()}, {command}")
+            pipes.open(placement, command).send(self._job_for(placement, number))
+
+    def run_id_of(self, number: int) -> str:
+        """Returns the run id of one agent: two host names may be one machine, where no agent may end another's ranks."""
+        return f"{self._run_id}-{number + 1}"
+
+    def note_silent_hosts(self, pipes: AgentPipes) -> None:
+        """Records a problem per host that has not answered within the start timeout."""
+        for agent in pipes.all:
+            if agent.state is PipeState.STARTING:
+                why = why_not_started(agent.placement.host, self._ssh, None, agent.stderr_text)
+                timeout = f"(--start-timeout {self._options.start_timeout_s:g} s)"
+                self.problems.append((agent.name, f"{why} {timeout}"))
+
+    def note_end_of(self, agent: AgentPipe, code: int | None) -> None:
+        """Records why ssh or an agent ended before it could report."""
+        why = why_not_started(agent.placement.host, self._ssh, code, agent.stderr_text)
+        self.problems.append((agent.name, why))
+
+    def compare_versions(self, pipes: AgentPipes) -> None:
+        """Records a problem if the hosts have different versions of Python, torch or megaclass."""
+        if len(pipes.all) == 1:
+            return
+        found = differences({agent.name: agent.hello.get("versions", {}) for agent in pipes.all})
+        if not found:
+            return
+        listed = ". ".join(found.values())
+        if self._options.allows_mixed_versions:
+            self._messages.say(f"WARNING the hosts differ: {listed}.")
+        else:
+            advice = "Install the same versions on all of them, or add --allow-mixed-versions."
+            self.problems.append(("", f"The hosts differ: {listed}. {advice}"))
+
+    def failure(self, num_hosts: int) -> Outcome:
+        """Prints the problems and returns the outcome of a job that was not started."""
+        hosts = tuple(dict.fromkeys(host for host, _ in self.problems if host))
+        for _, problem in self.problems:
+            self._messages.say(problem)
+        who = f": {len(hosts)} of {num_hosts} host(s) cannot take part" if hosts else ""
+        self._messages.say(f"nothing was started{who}.")
+        return Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=hosts)
+
+    def go(self, pipes: AgentPipes) -> None:
+        """Tells every agent where rank 0 listens, upon which it starts its ranks."""
+        first = pipes.all[0]
+        address, port = _address_of_first_host(pipes.all), first.hello["port"]
+        self._messages.detail(f"run {self._run_id}: rank 0 listens at {address}, port {port} of {first.name}")
+        for agent in pipes.all:
+            agent.state = PipeState.RUNNING
+        store_port = first.hello.get("store_port", 0)
+        pipes.send({"do": "go", "address": address, "port": port, "store_port": store_port})
+
+    def _job_for(self, placement: Placement, number: int) -> dict[str, object]:
+        options = self._options
+        return {
+            "token": self.token,
+            "secret": self._secret,
+            "run_id": self.run_id_of(number),
+            "restart": self._restart,
+            "host": placement.host.name,
+            "worlds": [asdict(world) for world in placement.worlds],
+            "command": options.command,
+            "workdir": options.workdir,
+            # The local agent inherits the driver's environment; other hosts get the part of it that concerns the ranks.
+            "passed": {} if placement.host.is_local else passed_on(),
+            "given": dict(options.given_env),
+            "interfaces": options.interfaces,
+            "master_port": options.master_port,
+            "needs_versions": len(self._placements) > 1,
+            "heartbeat_s": options.heartbeat_s,
+            "grace_s": options.grace_s,
+        }
+
+
+def _address_of_first_host(agents: Sequence[AgentPipe]) -> str:
+    """Returns an address of host 0 that the other hosts reach, as an ssh connection has used it.
+
+    The names in -H may be known to ssh alone, but ssh's connection has numeric addresses.
+    """
+    first = agents[0]
+    remote = [agent for agent in agents if not agent.placement.host.is_local]
+    if "address" in first.hello:
+        return str(first.hello["address"])
+    if not remote or len(agents) == 1:
+        return "127.0.0.1"
+    # SSH_CONNECTION holds the client's address and port, then the server's. Host 0 is the client of every other host if it
+    # is the driver's machine, and the server of its own connection otherwise.
+    source, index = (remote[0], 0) if first.placement.host.is_local else (first, 2)
+    address = _address_in(source.hello.get("ssh", ""), index)
+    # Every rank will connect to this address. If it should be ours, another host's claim is not enough: it is checked.
+    if address is None or (first.placement.host.is_local and not is_own(address)):
+        raise LaunchError(
+            f"Cannot tell by which address the other hosts reach {first.name}: ssh on {source.name} reports "
+            f"{source.hello.get('ssh', '')!r} (a tunnel?). Name the interface to use with --network-interface."
+        )
+    return address
+
+
+def _address_in(ssh_connection: str, index: int) -> str | None:
+    """Returns a field of SSH_CONNECTION that other hosts can reach, or None."""
+    fields = ssh_connection.split()
+    try:
+        address = ip_address(fields[index]) if len(fields) == 4 else ""
+    except ValueError:
+        return None
+    return address if address and not address.startswith("127.") and address != "::1" else None

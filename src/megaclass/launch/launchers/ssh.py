@@ -1,0 +1,25 @@
+"""`megaclass run`, and `--launcher ssh`: the project's own driver, over ssh or on this machine. Standard library only."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megaclass.errors import LaunchError
+from megaclass.launch.driver import driver
+from megaclass.launch.hosts import Host, hosts_from_batch_system
+from megaclass.launch.options import RunOptions
+
+
+def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
+    """Runs the job on the given hosts, on those of the batch system, or else on this machine."""
+    if not hosts and (found := hosts_from_batch_system(os.environ)) is not None:
+        hosts, what = found
+        print(f"megaclass run: detected {what}", file=sys.stderr)
+    return driver.run(options, hosts or [this_machine(options)])
+
+
+def this_machine(options: RunOptions) -> Host:
+    """Returns this machine with as many slots as there are processes to start."""
+    if options.num_processes is None:
+        raise LaunchError("How many processes? Give -np N, or hosts with their slots: -H gpu-1:8,gpu-2:8.")
+    return Host(name="localhost", slots=options.num_processes, is_local=True)

@@ -1,0 +1,100 @@
+"""The training data of a run: drawn or found, staged into memory, opened, and described."""
+
+from pathlib import Path
+
+from megaclass.backbones import check_backbone
+from megaclass.config.schema import Config
+from megaclass.data.augment import parse_augment
+from megaclass.data.loader import BatchLoader
+from megaclass.data.sources.open_source import check_source, open_source
+from megaclass.data.sources.source import ImageSource, PixelSource
+from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.inspect import survey_sizes
+from megaclass.data.tools.stage import stage
+from megaclass.errors import DataError
+from megaclass.image_size import compact_size
+from megaclass.progress import bar_on_demand
+from megaclass.train.build import input_size
+from megaclass.world import World
+
+_MIB = 2**20
+
+
+def make_data(config: Config) -> None:
+    """Draws synthetic identities unless they exist; without synth.identities, checks that the data exists."""
+    synth = config.synth
+    if not synth.identities:
+        check_source(config.data.path)
+        return
+    with bar_on_demand("drawing identities") as on_progress:
+        synthesize(
+            Path(config.data.path),
+            num_identities=synth.identities,
+            images_per_identity=synth.images_per_identity,
+            image_size=synth.size,
+            seed=synth.seed,
+            num_pairs=synth.pairs,
+            on_progress=on_progress,
+        )
+
+
+def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
+    """Opens the data and the loader of this rank; with data.stage, one rank per host first copies the data into memory."""
+    source = open_source(_staged(config))
+    height, width = size = input_size(config, source)
+    if height != width and not config.data.size:
+        # The first photo may have any shape: a model should not take that shape unless the user asks for it.
+        raise DataError(
+            f"The images at {config.data.path} have {width} × {height} pixels, which is not a square. Set the input size: "
+            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{height},{width}] for rectangles."
+        )
+    check_backbone(config.backbone.name, compact_size(size))
+    return source, make_loader(config, source, world)
+
+
+def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoader:
+    """Builds the loader that yields this rank's part of every global batch."""
+    return BatchLoader(
+        source,
+        global_batch=config.train.global_batch,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.train.seed,
+        num_workers=config.data.threads,
+        mirror=config.data.mirror,
+        augment=parse_augment(config.data.augment),
+        image_size=input_size(config, source),
+        fit=config.data.fit,
+        keep_last=config.data.keep_last,
+        order=config.data.order,
+        images_per_class=config.data.images_per_class,
+        max_bad_fraction=config.data.max_bad_fraction,
+        num_parts=config.train.accumulate,
+        # Batch norm needs two images for its statistics; the synchronised one counts those of all ranks.
+        fewest_in_part=1 if config.backbone.batch_norm == "sync" and world.size > 1 else 2,
+    )
+
+
+def describe_sizes(config: Config, source: ImageSource) -> str:
+    """Describes which input size the model takes and why, and how many images have another size."""
+    height, width = size = input_size(config, source)
+    reason = "from data.size" if config.data.size else "the size of the first image; data.size sets another"
+    text = f"the model takes images of {width} × {height} pixels, {reason}"
+    if isinstance(source, PixelSource):
+        return f"{text}."
+    found = survey_sizes(source, size)
+    if not found.num_other_size:
+        return f"{text}; {found.looked_at()} have it."
+    text += f"; {found.num_other_size:,} of {found.looked_at()} have another size and are fitted (data.fit={config.data.fit})"
+    change = {"pad": "get black borders", "crop": "lose edges", "squash": "are distorted"}[config.data.fit]
+    return f"{text}, {found.num_other_shape:,} of these {change}."
+
+
+def _staged(config: Config) -> str:
+    """Returns where to read the data: its path, or the copy in memory that one rank of this host makes."""
+    if not config.data.stage:
+        return config.data.path
+    with bar_on_demand("copying the data into memory, MiB") as on_progress:
+        return stage(
+            config.data.path, Path(config.data.stage), lambda done, total: on_progress(done // _MIB, total // _MIB)
+        )

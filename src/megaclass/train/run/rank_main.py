@@ -1,0 +1,128 @@
+"""`megaclass train` in one rank: prepare the folder, open data and model, load weights, train, evaluate, export."""
+
+import faulthandler
+import logging
+import signal
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megaclass.checkpoint.save import CheckpointWriter
+from megaclass.checkpoint.tensor_file import check_dtypes
+from megaclass.config.read import to_toml
+from megaclass.config.schema import Config
+from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
+from megaclass.distributed.process_group import process_group
+from megaclass.errors import CheckpointError, ExportError, TrainError
+from megaclass.launch.exit_codes import EXIT_RESUME_ME
+from megaclass.train.build import Model, build_model
+from megaclass.train.evaluation import evaluate_model
+from megaclass.train.loop import Outcome, train
+from megaclass.train.run.data import describe_sizes
+from megaclass.train.run.finish import finish_run
+from megaclass.train.run.folder import RunFolder
+from megaclass.train.run.initial_weights import load_initial_weights
+from megaclass.train.run.restart import StartMode, prepare_run, take_over
+from megaclass.train.run.resume import resume_run
+from megaclass.train.run.run import Run, open_run
+from megaclass.train.run.signals import Stop, StopSignals
+from megaclass.world import World
+
+_logger = logging.getLogger("megaclass.train")
+# The shell's code for a program that was ended by Ctrl-C.
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
+_STDERR = 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run after its last step, ready to be evaluated and exported."""
+
+    run: Run
+    model: Model
+    outcome: Outcome
+
+
+def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
+    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
+    if not faulthandler.is_enabled():
+        # A crash in native code then prints where it happened, whichever launcher started this process.
+        faulthandler.enable(file=_STDERR)
+    # `held` outlives the process group: the folder stays locked until rank 0 has written the last result.
+    with ExitStack() as held:
+        with process_group(world, device=config.train.device) as device:
+            trained = train_in_group(config, world, device, mode, held)
+            if trained.outcome.stop:
+                if world.is_main:
+                    _logger.info(f"asked to stop; saved at step {trained.outcome.num_steps}, --resume continues.")
+                return EXIT_RESUME_ME if trained.outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
+            # From here on the backbone has the weights that are evaluated and exported.
+            held.enter_context(trained.model.for_evaluation())
+            results = trained.outcome.results or evaluate_model(trained.run, trained.model)
+        # The other ranks are done: export and report are the work of one rank.
+        if world.is_main:
+            try:
+                finish_run(trained.run, trained.model, trained.outcome, results)
+            except (OSError, ExportError, CheckpointError) as error:
+                reason = str(error).rstrip(".")
+                raise TrainError(
+                    f"All {trained.outcome.num_steps} steps are done and saved, but not all results could be written to "
+                    f"{trained.run.folder.path}: {reason}. Fix that, then --resume."
+                ) from error
+    return 0
+
+
+def train_in_group(config: Config, world: World, device: torch.device, mode: StartMode, held: ExitStack) -> Trained:
+    """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done."""
+    folder = RunFolder(Path(config.train.run_dir))
+    mode = prepare_run(config, folder, world, device, mode, held)
+    # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
+    folder.check_seen_by_all(device)
+    run = open_run(config, world, device, folder)
+    sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
+    model = build_model(config, run.source, world, device)
+    on_every_rank(lambda: check_dtypes(model.shared_state()), device)
+    num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
+    _logger.debug(
+        f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
+        f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
+    )
+    first_step = 0
+    if mode.resume is None:
+        load_initial_weights(run, model, mode)
+    else:
+        first_step = resume_run(run, model, mode)
+    # From here on a restart continues this run (see restart.py).
+    on_main_rank(lambda: take_over(config, folder, mode), device)
+    if world.is_main:
+        _logger.info(run.source.describe())
+        _logger.info(sizes)
+    outcome = _train_and_save(run, model, first_step)
+    if run.loader.bad_images.num_bad:
+        _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
+    if run.loader.num_resized:
+        _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
+    return Trained(run, model, outcome)
+
+
+def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
+    """Collective. Trains with a checkpoint writer; signals are heard until the last checkpoint is on the disk."""
+    config = run.config
+    signals = StopSignals(is_main=run.world.is_main)
+    with signals.heard():
+        with CheckpointWriter(
+            run.folder.checkpoints,
+            config=to_toml(config),
+            keep=config.train.keep_checkpoints,
+            device=run.device,
+            class_names=run.classes.text,
+            data=run.data_marks,
+            is_asynchronous=config.train.async_checkpoints,
+        ) as writer:
+            # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
+            writer.reserve(model.head.rows(), model.shared_state())
+            outcome = train(run, model, first_step, writer, signals)
+        # A signal may have come while the last checkpoint was written.
+        return replace(outcome, stop=signals.of_any_rank(run.device))

@@ -1,0 +1,54 @@
+"""The facts of one run on one rank that are known before its first step, as one object instead of eight arguments."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megaclass.checkpoint.class_names import ClassList
+from megaclass.config.schema import Config
+from megaclass.data.fingerprint import DataMarks, marks_of
+from megaclass.data.loader import BatchLoader
+from megaclass.data.sources.source import ImageSource
+from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
+from megaclass.train.run.class_names import class_list
+from megaclass.train.run.data import open_data
+from megaclass.train.run.folder import RunFolder
+from megaclass.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Settings, place among the ranks, data and folder of a run. Nothing here changes while it trains."""
+
+    config: Config
+    world: World
+    device: torch.device
+    folder: RunFolder
+    source: ImageSource
+    loader: BatchLoader
+    classes: ClassList
+    """Names or numbers of the classes, the same on every rank."""
+    data_marks: DataMarks
+    """Fingerprint of the data on rank 0; empty on the other ranks, which do not compute it."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of the images that the backbone takes."""
+        return self.loader.image_size
+
+
+def open_run(config: Config, world: World, device: torch.device, folder: RunFolder) -> Run:
+    """Collective. Opens the data on every rank; rank 0 computes its fingerprint, which reads up to 256 images."""
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
+    classes = on_every_rank(lambda: class_list(config.data.path, source), device)
+    marks = on_every_rank_for_long(lambda: marks_of(source) if world.is_main else DataMarks(), device)
+    return Run(
+        config=config,
+        world=world,
+        device=device,
+        folder=folder,
+        source=source,
+        loader=loader,
+        classes=classes,
+        data_marks=marks,
+    )

@@ -1,0 +1,256 @@
+"""Horovod's helper modules: `common.util`, `runner.util.threads`, `data` and the launching of commands."""
+
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megaclass.hvd.collectives.ops import Average, Sum
+from megaclass.hvd.compat import launching, util
+from megaclass.hvd.compat.data import AsyncDataLoaderMixin, BaseDataLoader
+from megaclass.hvd.compat.threads import execute_function_multithreaded, in_thread, on_event
+from megaclass.hvd.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
+
+# ---- horovod.common.util ----
+
+
+@pytest.mark.parametrize(
+    ("num_values", "n", "sizes"), [(7, 3, [3, 2, 2]), (2, 4, [1, 1, 0, 0]), (6, 3, [2, 2, 2]), (0, 2, [0, 0])]
+)
+def test_a_list_is_split_into_parts_whose_lengths_differ_by_one(num_values, n, sizes):
+    parts = util.split_list(list(range(num_values)), n)
+    assert [len(part) for part in parts] == sizes
+    assert [value for part in parts for value in part] == list(range(num_values))
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "expected"),
+    [
+        ("2.11.0+cu130", "2.11.0", True),
+        ("2.9.1", "2.11.0", False),
+        ("2.11.0a0", "2.11.0", True),
+        ("1.10", "1.9.0", True),
+        ("3", "2.11.0", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(version, target, expected):
+    assert util.is_version_greater_equal_than(version, target) is expected
+
+
+def test_versions_of_the_wrong_form_are_refused():
+    with pytest.raises(ValueError, match="only accepts string arguments"):
+        util.is_version_greater_equal_than(2, "2.11.0")
+    with pytest.raises(ValueError, match=r"major\.minor\.patch\. Received: 2\.11"):
+        util.is_version_greater_equal_than("2.11.0", "2.11")
+
+
+def test_environment_variables_hold_within_the_block_only(monkeypatch):
+    monkeypatch.setenv("KNOWN", "before")
+    monkeypatch.delenv("UNKNOWN", raising=False)
+    with pytest.raises(KeyError), util.env(KNOWN="within", UNKNOWN="within", UNTOUCHED=None):
+        assert (os.environ["KNOWN"], os.environ["UNKNOWN"]) == ("within", "within")
+        assert "UNTOUCHED" not in os.environ
+        raise KeyError
+    assert os.environ["KNOWN"] == "before" and "UNKNOWN" not in os.environ
+
+
+def test_only_torch_is_an_available_extension():
+    assert util.extension_available("torch") and not util.extension_available("tensorflow")
+    assert util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__) is None
+    with pytest.raises(
+        ImportError, match=r"horovod\.tensorflow has not been built: megaclass\.hvd supports PyTorch only"
+    ):
+        util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+    assert util.gpu_available("torch") == torch.cuda.is_available() and not util.gpu_available("tensorflow")
+
+
+def test_the_build_has_gloo_and_no_mpi():
+    assert util.gloo_built() is True
+    assert (util.mpi_built(), util.ddl_built(), util.ccl_built()) == (False, False, False)
+    assert isinstance(util.nccl_built(), int)
+
+
+def test_the_version_check_raises_only_what_it_is_given():
+    util.check_installed_version("torch", "2.0.0")
+    mismatch = HorovodVersionMismatchError("torch", "2.0.0", "1.0.0")
+    with pytest.raises(HorovodVersionMismatchError, match=r"installed with version 1\.0\.0 but found version 2\.0\.0"):
+        util.check_installed_version("torch", "2.0.0", mismatch)
+    assert (mismatch.name, mismatch.version, mismatch.installed_version) == ("torch", "2.0.0", "1.0.0")
+    assert isinstance(mismatch, ImportError)
+    assert HostsUpdatedInterrupt(skip_sync=True).skip_sync is True
+
+
+def test_small_questions():
+    assert [number for number in range(-2, 10) if util.num_rank_is_power_2(number)] == [1, 2, 4, 8]
+    assert util.is_iterable("text") and util.is_iterable([]) and not util.is_iterable(3)
+    calls = []
+    cached = util._cache(lambda key: calls.append(key) or key)
+    assert [cached("a"), cached("a"), cached("b")] == ["a", "a", "b"] and calls == ["a", "b"]
+
+
+def test_average_is_the_deprecated_form_of_op():
+    op_of = util.get_average_backwards_compatibility_fun(None)
+    assert op_of(None, None) == Average and op_of(Sum, None) == Sum
+    with pytest.warns(DeprecationWarning, match="`average` has been replaced with `op`"):
+        assert (op_of(None, True), op_of(None, False)) == (Average, Sum)
+    with pytest.raises(ValueError, match="op parameter supersedes average"):
+        op_of(Sum, True)
+
+
+# ---- horovod.runner.util.threads ----
+
+
+def test_a_function_is_called_once_per_list_of_arguments():
+    results = execute_function_multithreaded(lambda a, b: a * b, [[1, 2], [3, 4], [5, 6]], max_concurrent_executions=2)
+    assert results == {0: 2, 1: 12, 2: 30}
+    assert execute_function_multithreaded(len, []) == {}
+
+
+def test_a_call_that_fails_fails_them_all():
+    def inverse(number):
+        return 1 / number
+
+    with pytest.raises(RuntimeError, match="Some threads for func inverse did not complete successfully"):
+        execute_function_multithreaded(inverse, [[1], [0]])
+
+
+def test_calls_may_run_without_being_waited_for():
+    release, done = threading.Event(), threading.Barrier(3)
+
+    def waits(_):
+        release.wait()
+        done.wait(10)
+
+    assert execute_function_multithreaded(waits, [[1], [2]], block_until_all_done=False) is None
+    release.set()
+    done.wait(10)
+
+
+def test_a_silent_thread_drops_what_its_target_raises(monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
+    in_thread(int, ("no number",), silent=True).join()
+    assert raised == []
+    in_thread(int, ("no number",), name="loud").join()
+    assert raised == [ValueError]
+    with pytest.raises(ValueError, match=r"args must be a tuple.*use \(arg,\)"):
+        in_thread(int, "3")
+
+
+def test_a_function_follows_an_event_unless_it_is_stopped():
+    event, stop, calls = threading.Event(), threading.Event(), []
+    waiting = [
+        on_event(event, calls.append, ("plain",)),
+        on_event(event, calls.append, ("stoppable",), stop=threading.Event(), check_stop_interval_s=0.01),
+    ]
+    stopped = on_event(
+        threading.Event(), calls.append, ("stopped",), stop=stop, check_stop_interval_s=0.01, daemon=False
+    )
+    stop.set()
+    stopped.join(10)
+    event.set()
+    for thread in waiting:
+        thread.join(10)
+    assert sorted(calls) == ["plain", "stoppable"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"event": None}, "Event must not be None"),
+        ({"args": [1]}, "args must be a tuple"),
+        ({"daemon": False}, "Stop event must be given for non-daemon event thread"),
+    ],
+    ids=["event", "args", "daemon"],
+)
+def test_wrong_arguments_of_on_event_are_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        on_event(**{"event": threading.Event(), "func": print, **arguments})
+
+
+# ---- horovod.data ----
+
+
+class _Numbers(BaseDataLoader):
+    def __init__(self, count: int, fails_at: int = -1) -> None:
+        self.count, self.fails_at = count, fails_at
+
+    def __len__(self) -> int:
+        return self.count
+
+    def _iterate(self):
+        for number in range(self.count):
+            if number == self.fails_at:
+                raise KeyError(number)
+            yield number
+
+    def _process_batch(self, batch):
+        return 10 * batch
+
+
+class _Ahead(AsyncDataLoaderMixin, _Numbers):
+    pass
+
+
+@pytest.mark.parametrize("queue_size", [0, 1, 5])
+def test_reading_ahead_gives_the_same_batches_in_every_epoch(queue_size):
+    loader = _Ahead(queue_size, 4)
+    assert [list(loader) for _ in range(3)] == [list(_Numbers(4))] * 3 == [[0, 10, 20, 30]] * 3
+    assert len(loader) == 4
+    loader.close_async_loader()
+    assert not loader.thread.is_alive()
+
+
+@pytest.mark.parametrize("queue_size", [0, 2])
+def test_an_error_while_reading_ahead_is_raised_in_the_consumer_each_time(queue_size):
+    loader = _Ahead(queue_size, 4, fails_at=2)
+    for first in ([0, 10], []) if queue_size else ([0, 10], [0, 10]):
+        seen = []
+        with pytest.raises(KeyError):
+            for batch in loader:
+                seen.append(batch)  # noqa: PERF402 (what came before the error counts)
+        assert seen == first
+    loader.close_async_loader()
+
+
+def test_a_loader_without_iterate_or_length_says_so():
+    with pytest.raises(NotImplementedError):
+        len(BaseDataLoader())
+    with pytest.raises(NotImplementedError):
+        list(BaseDataLoader())
+
+
+# ---- commands ----
+
+
+def test_a_command_becomes_one_of_megaclass_run(monkeypatch):
+    seen = []
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setattr(subprocess, "run", lambda line, env: seen.append((line, env)) or SimpleNamespace(returncode=0))
+    launching.run_command(
+        ["train", "--fast"],
+        num_proc=3,
+        hosts="a:1,b:2",
+        ssh_port=2222,
+        nics=["eth0", "eth1"],
+        with_timestamp=True,
+        verbose=0,
+        env={"WORD": "hi"},
+    )
+    [(line, env)] = seen
+    assert line[:6] == [sys.executable, "-P", "-m", "megaclass", "run", "--horovod"]
+    assert line[6:] == [
+        *("--num-proc", "3", "--hosts", "a:1,b:2", "--ssh-port", "2222", "--network-interfaces", "eth0,eth1"),
+        *("--prefix-output-with-timestamp", "train", "--fast"),
+    ]
+    assert (env["WORD"], env["KEPT"]) == ("hi", "1")
+
+
+def test_a_command_that_fails_raises_horovods_error(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda line, env: SimpleNamespace(returncode=7))
+    with pytest.raises(RuntimeError, match=r"one or more processes exited with non-zero status(.|\n)*Exit code: 7"):
+        launching.run_command(["false"], num_proc=1)
