@@ -144,7 +144,8 @@ def render(rows: list[str], options: argparse.Namespace, load: float) -> str:
         f"{options.host_rounds} over links of {options.rate}, both transports in each round · times in ms per call on rank 0; "
         f"ratio below 1: the ring is faster · written by `python benchmarks/hvd_ring.py --out benchmarks/hvd_ring.md`",
         "",
-        "| where | size | calls, gloo | ring | median, gloo | ring | ratio | fastest, gloo | ring | ratio | CPU, gloo | ring | ratio |",
+        "| where | size | calls, gloo | ring | median, gloo | ring | ratio | fastest, gloo | ring | ratio "
+        "| CPU, gloo | ring | ratio |",
         "|---" * 13 + "|",
         *rows,
         "",

@@ -199,7 +199,8 @@ sys.addaudithook(_refuse_processes)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    # Not the whole protocol: the teardown of a session's fixtures, which may start processes, belongs to no test.
     _running.append(item)
     try:
         return (yield)

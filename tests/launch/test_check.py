@@ -105,7 +105,7 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
         ("GPUs", {"torch": UNUSABLE, "visible_devices": ""}, "none usable", "unset CUDA_VISIBLE_DEVICES"),
         ("GPUs", {"torch": {"fault": "ImportError"}}, "none usable", "Fix torch first"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "ECC"}]}}, "A: ECC", "nvidia-smi --gpu-reset"),
-        ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "CUDA out of memory"}]}}, "A", "shows who"),
+        ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "CUDA out of memory"}]}}, "A", "shows which"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "no kernel image"}]}}, "A", "get_arch_list"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{**GPU, "is_right": False}]}}, "computes wrongly", "dmesg"),
         ("NCCL", {"torch": {**TORCH, "nccl": None}}, "not in this torch", "torch build for CUDA"),
@@ -245,6 +245,7 @@ def check(bed):
     return on_h1
 
 
+@pytest.mark.ranks
 def test_this_machine_would_train(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text("")
@@ -375,6 +376,7 @@ def test_another_torch_and_another_recipe_are_set_against_each_other(bed, check,
     assert f"Type on h1: scp {tmp_path}/recipe.toml h2:{tmp_path}/recipe.toml\n" in together
 
 
+@pytest.mark.ranks
 def test_a_python_that_says_nothing_here_is_not_blamed_on_ssh(capsys, tmp_path):
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -385,9 +387,10 @@ def test_a_python_that_says_nothing_here_is_not_blamed_on_ssh(capsys, tmp_path):
     assert f"Type: {slow} -m megaclass --version" in table
 
 
+@pytest.mark.ranks
 def test_a_python_that_is_not_there_is_named(capsys):
     assert main(["check", "--python", "/nowhere/python"]) == 2
-    assert "Cannot start /nowhere/python here: No such file or directory. Name a Python" in capsys.readouterr().err
+    assert "Cannot start /nowhere/python on this machine: No such file or directory. Set --python" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", [["--start-timeout", "-1"], ["-p", "0"], ["--master-port", "x"]])
@@ -400,7 +403,10 @@ def test_numbers_that_make_no_sense_are_refused(capsys, option):
 def test_without_ssh_here_no_host_is_asked(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["check", "-H", "h77:1"]) == 2
-    assert "ssh is not installed here, but is needed to reach h77: sudo apt install openssh-client" in capsys.readouterr().err
+    assert (
+        "ssh is not installed here, but is needed to reach h77: sudo apt install openssh-client"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp_path):
@@ -507,6 +513,7 @@ def test_other_answers_of_a_hostile_host_are_refused_or_harmless(odd):
     assert connection_in({"ssh": f"{odd} 1 {odd} 22"}) == []
 
 
+@pytest.mark.ranks
 def test_a_host_whose_answers_make_no_sense_is_named_and_training_would_not_start(tmp_path, capsys):
     python = tmp_path / "python"
     python.write_text(

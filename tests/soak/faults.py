@@ -252,6 +252,14 @@ def flip_a_bit(folder: Path, rng: random.Random) -> None:
     file.write_bytes(content)
 
 
+def hostile_safetensors(folder: Path, rng: random.Random) -> None:
+    """A header that announces more than there is: its own length, or tensors far beyond the end of the file."""
+    header = b'{"a":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,18446744073709551615]}}'
+    length = rng.choice([len(header), 1 << 62, (1 << 64) - 1])
+    file = rng.choice(sorted(folder.glob("*.safetensors")))
+    file.write_bytes(length.to_bytes(8, "little") + header)
+
+
 def truncate_a_file(folder: Path, rng: random.Random) -> None:
     file = rng.choice(sorted(folder.iterdir()))
     os.truncate(file, rng.randrange(file.stat().st_size))
@@ -265,20 +273,54 @@ def scramble_manifest(folder: Path, rng: random.Random) -> None:
     (folder / "manifest.json").write_bytes(rng.randbytes(rng.randrange(1, 4000)))
 
 
-def strangers(job: Job) -> None:
-    """Garbage and idle connections at every port that a rank listens at."""
-    job.wait_for_ranks()
-    held: list[socket.socket] = []
-    ends_at = time.monotonic() + 6
-    while time.monotonic() < ends_at and job.is_running:
-        for address, port in _listening(job.ranks()):
-            with contextlib.suppress(OSError):
-                held.append(socket.create_connection((address, port), timeout=0.2))
-                if job.rng.random() < 0.5:
-                    held[-1].sendall(job.rng.randbytes(job.rng.randrange(1, 300)))
-        time.sleep(0.2)
-    for connection in held:
-        connection.close()
+def strangers(data: Callable[[random.Random], bytes]) -> Callable[[Job], None]:
+    """Connects again and again to every port at which a rank listens, and sends `data` on all connections so far."""
+
+    def fault(job: Job) -> None:
+        job.wait_for_ranks()
+        held: list[socket.socket] = []
+        ends_at = time.monotonic() + 6
+        while time.monotonic() < ends_at and job.is_running:
+            for address, port in _listening(job.ranks()):
+                with contextlib.suppress(OSError):
+                    held.append(socket.create_connection((address, port), timeout=0.2))
+            for connection in held:
+                with contextlib.suppress(OSError):
+                    connection.send(data(job.rng))
+            time.sleep(0.2)
+        for connection in held:
+            connection.close()
+
+    return fault
+
+
+def stranger_in_store(job: Job) -> None:
+    """Another process joins the store of the ranks as a client, and writes and deletes keys."""
+    ranks = job.wait_for_ranks()
+    port = _environment(ranks[0]).get("MASTER_PORT", "0") if ranks else "0"
+    subprocess.run([sys.executable, "-c", _STORE_CLIENT, port], check=False, timeout=60, capture_output=True)
+
+
+_STORE_CLIENT = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+for number in range(200):
+    store.set(f"stranger {number}", "x" * 1000)
+    store.delete_key(f"stranger {number // 2}")
+    time.sleep(0.01)
+"""
+
+
+def hostile_agent_message(job: Job) -> None:
+    """Bytes that no agent sends, in the agent's own stream to the driver: the host must count as lost, nothing more."""
+    job.wait_for_checkpoint()
+    for pid in job.pids_with("megaclass.launch.agent.agent")[:1]:
+        with contextlib.suppress(OSError), Path(f"/proc/{pid}/fd/1").open("wb", buffering=0) as pipe:
+            pipe.write(
+                b'{"say": "output", "rank": 99999, "stream": "../../etc"}\n\x00\xff' + job.rng.randbytes(100) + b"\n"
+            )
 
 
 def _listening(pids: list[int]) -> Iterator[tuple[str, int]]:
@@ -296,10 +338,20 @@ def _listening(pids: list[int]) -> Iterator[tuple[str, int]]:
 
 
 def second_job(job: Job) -> None:
-    """Another run in the same folder is refused, and the first one does not notice."""
+    """Another run in the same folder is refused, and the first one does not notice.
+
+    The ranks of the first run are stopped until the second one has ended: otherwise the first run is over before the second
+    one has imported torch.
+    """
     job.wait_for_checkpoint()
-    second = job.place.start(*job.command())
-    assert second.wait(LONGEST_S) == 2, second.story()
+    ranks = job.ranks()
+    _kill(ranks, signal.SIGSTOP)
+    try:
+        second = job.place.start(*job.command())
+        assert second.wait(LONGEST_S) == 2, second.story()
+        assert job.is_running, "the first run ended before the second one was refused"
+    finally:
+        _kill(ranks, signal.SIGCONT)
 
 
 def leftover_save(job: Job) -> None:
@@ -378,7 +430,12 @@ KINDS = {
     "a truncated file in the newest checkpoint": Kind(damage(truncate_a_file), "ended with signal SIGKILL"),
     "a file missing from the newest checkpoint": Kind(damage(remove_a_file), "ended with signal SIGKILL"),
     "a manifest of random bytes": Kind(damage(scramble_manifest), "ended with signal SIGKILL"),
-    "strangers at the ranks' ports": Kind(strangers),
+    "a hostile .safetensors in the newest checkpoint": Kind(damage(hostile_safetensors), "ended with signal SIGKILL"),
+    "strangers that send garbage": Kind(strangers(lambda rng: rng.randbytes(rng.randrange(1, 300)))),
+    "silent strangers": Kind(strangers(lambda rng: b"")),
+    "slow strangers": Kind(strangers(lambda rng: rng.randbytes(1))),
+    "a stranger in the store": Kind(stranger_in_store),
+    "a hostile agent's message": Kind(hostile_agent_message, "lost|agent"),
     "a second run in the same folder": Kind(second_job),
     "the leftovers of another save": Kind(leftover_save, "ended with signal SIGKILL"),
     "a cable pulled for 1 to 10 s": Kind(outage("cut", "mend", 1, 10), on_hosts=True),

@@ -25,7 +25,7 @@ from megaclass.world import World
 
 _log = logging.getLogger("megaclass.distributed")
 
-_GLOO_LETS_GO_S = 0.2
+_GLOO_THREADS_END_S = 0.2
 _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -76,9 +76,22 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
         finally:
             dist.destroy_process_group()
             if backend == "gloo":
-                # Ranks have aborted at exit now and then; the suspicion is a gloo thread that lets go of its last tensors
-                # while the interpreter is taken apart.
-                time.sleep(_GLOO_LETS_GO_S)
+                _wait_for_gloo_threads()
+
+
+def _wait_for_gloo_threads() -> None:
+    """Waits until gloo's worker threads have ended, so that the interpreter does not end before them.
+
+    A worker thread that releases the last reference to a tensor needs the GIL for it. Python ends such a thread with
+    pthread_exit while it finalises, which unwinds through a C++ destructor and aborts the process with "terminate called
+    without an active exception" (backtrace in docs/decisions.md). The threads end with the last reference to the group. If
+    other code still has one (DistributedDataParallel has), they have at least time to release what they hold.
+    """
+    ends_at = time.monotonic() + _GLOO_THREADS_END_S
+    while time.monotonic() < ends_at and any(
+        file.read_text().startswith("pt_gloo_runloop") for file in Path("/proc/self/task").glob("*/comm")
+    ):
+        time.sleep(0.01)
 
 
 @contextmanager
