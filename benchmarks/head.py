@@ -316,8 +316,7 @@ def simulation_table() -> list[str]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import megaclass.distributed.collectives as collectives
-    from megaclass.head import cross_entropy, partial_fc
-    from megaclass.head import gather_batch as exchange
+    from megaclass.head import cross_entropy, gather_batch, settings
     from megaclass.head.fused import images as fused_images
 
     world, num_classes, per_rank, rate, num_steps = 64, 100_000_000, 128, 0.1, 24
@@ -338,7 +337,7 @@ def simulation_table() -> list[str]:
         collectives.scatter_sum(blocks_W, group)
         return blocks_W[0]
 
-    for module in (partial_fc, exchange, fused_images):
+    for module in (settings, gather_batch, fused_images):
         module.gather_blocks = gather_blocks  # type: ignore[attr-defined]
     cross_entropy.sum_over_ranks_ = sum_over_ranks_  # type: ignore[attr-defined]
     fused_images.scatter_sum = scatter_sum  # type: ignore[attr-defined]

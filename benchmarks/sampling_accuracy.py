@@ -34,12 +34,12 @@ MOMENTUM, DECAY = 0.9, 5e-4
 
 def drift_unsampled_(head: PartialFC, labels: torch.Tensor, step: int, lr: float) -> None:
     """What a dense SGD does to rows without gradient: momentum and decay move them all the same."""
-    rate = head.rates.at(step)
+    rate = head.settings.rates.at(step)
     if rate == 1:
         return
     rows = head.rows()
     is_still = torch.ones(head.num_classes, dtype=torch.bool)
-    is_still[sample_classes(labels, 0, head.num_classes, rate, head.seed, step).classes_S] = False
+    is_still[sample_classes(labels, 0, head.num_classes, rate, head.settings.seed, step).classes_S] = False
     momentum = MOMENTUM * rows["momentum"][is_still] + DECAY * rows["weight"][is_still]
     rows["momentum"][is_still] = momentum
     rows["weight"][is_still] -= lr * momentum

@@ -1,12 +1,12 @@
-"""The classic Horovod script: MNIST on several processes. It runs as it is, without data, without a GPU.
+"""The classic Horovod script: MNIST on several processes. It runs without data and without a GPU.
 
     python examples/mnist.py                                                  one process
     megaclass run -np 2 -H localhost:2 python examples/mnist.py               two, started from outside
     python examples/mnist.py --num-proc 2                                     two, started by the script itself
     … --data-dir DIR                                                          MNIST as IDX files, gzipped or not
-    … --data-dir DIR --download [--mirror URL]                                fetched first, checksums compared
+    … --data-dir DIR --download [--mirror URL]                                downloaded first, checksums verified
 
-Without --data-dir, digits are drawn. What Horovod adds to a script for one process is marked with `Horovod:`.
+Without --data-dir, digits are drawn. `Horovod:` marks what Horovod adds to a script for one process.
 """
 
 import argparse
@@ -34,7 +34,7 @@ FILES = {
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
 
-# 5 x 7 dots a digit.
+# 5 x 7 dots per digit.
 GLYPHS = """
 01110 00100 01110 01110 00010 11111 00110 11111 01110 01110
 10001 01100 10001 10001 00110 10000 01000 00001 10001 10001
@@ -71,31 +71,36 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-size", type=int, default=64, help="images a process and step")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step")
     parser.add_argument("--test-batch-size", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.02, help="times the number of processes, as the batch grows so")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=0.02,
+        help="learning rate, multiplied by the number of processes because the batch grows with it",
+    )
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--log-interval", type=int, default=20)
     parser.add_argument("--compression", choices=["none", "fp16", "bf16", "fp8", "int8"], default="none")
-    parser.add_argument("--fp16-allreduce", action="store_true", help="the same as --compression fp16")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="same as --compression fp16")
     parser.add_argument("--use-adasum", action="store_true")
     parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
     parser.add_argument(
-        "--num-proc", type=int, default=1, help="processes to start, when none was started from outside"
+        "--num-proc", type=int, default=1, help="number of processes to start, if not started by a launcher"
     )
     parser.add_argument("--no-cuda", action="store_true")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--download", action="store_true", help="what is not in --data-dir yet")
-    parser.add_argument("--mirror", default=MIRROR, help="where the four files are, http or file")
-    parser.add_argument("--drawn", type=int, default=4000, help="training images to draw without --data-dir")
+    parser.add_argument("--download", action="store_true", help="download the files missing in --data-dir")
+    parser.add_argument("--mirror", default=MIRROR, help="URL of the four files, http or file")
+    parser.add_argument("--drawn", type=int, default=4000, help="number of training images to draw without --data-dir")
     return parser.parse_args()
 
 
 def train(options: argparse.Namespace) -> float:
     """Trains and returns the accuracy, the same on every process."""
-    # Horovod: join the others, and keep to one GPU; more processes than GPUs share them.
+    # Horovod: join the other processes, and use one GPU; if there are more processes than GPUs, they share them.
     hvd.init()
     torch.manual_seed(options.seed)
     uses_cuda = torch.cuda.is_available() and not options.no_cuda
@@ -109,7 +114,7 @@ def train(options: argparse.Namespace) -> float:
     test_loader = DataLoader(test_set, batch_size=options.test_batch_size, sampler=test_sampler)
 
     model = Net().to(device)
-    # Horovod: the batch grows with the number of processes, the learning rate with it; not so with Adasum.
+    # Horovod: the batch, and with it the learning rate, grows with the number of processes; not with Adasum.
     lr = options.lr * (1 if options.use_adasum else hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
     # Horovod: all start from the weights of rank 0.
@@ -164,7 +169,7 @@ def datasets(options: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]
     if options.data_dir is None:
         return TensorDataset(*draw(options.drawn, seed=1)), TensorDataset(*draw(options.drawn // 2, seed=2))
     if options.download:
-        # Horovod: one process a host downloads, the others wait.
+        # Horovod: one process per host downloads, the others wait.
         if hvd.local_rank() == 0:
             download(options.data_dir, options.mirror)
         hvd.barrier()
@@ -178,7 +183,7 @@ def datasets(options: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]
 
 
 def download(folder: Path, mirror: str, checksums: Mapping[str, str] = FILES) -> None:
-    """Fills the folder; a file is there whole and right, or not at all."""
+    """Downloads missing files; a file appears complete and verified, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, checksum in checksums.items():
         target = folder / name
@@ -204,7 +209,7 @@ def check(source: str, data: bytes, checksum: str, advice: str) -> None:
 
 
 def read_idx(folder: Path, name: str) -> Tensor:
-    """An IDX file of bytes: 00 00 08, number of dimensions, each as a big-endian int32, then the numbers."""
+    """Reads an IDX file of bytes: 00 00 08, number of dimensions, each as a big-endian int32, then the values."""
     plain, packed = folder / name, folder / f"{name}.gz"
     if packed.exists():
         data = gzip.decompress(packed.read_bytes())
@@ -223,7 +228,7 @@ def read_idx(folder: Path, name: str) -> Tensor:
 
 
 def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Digits in dots, moved, turned, sheared, scaled and blurred with noise; the same for the same seed."""
+    """Draws digits, shifted, rotated, sheared, scaled and with noise; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     rows = [row.split() for row in GLYPHS.split("\n") if row]
     glyphs = torch.tensor([[[float(dot) for dot in row[digit]] for row in rows] for digit in range(10)])
@@ -234,7 +239,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     shift = (torch.rand(count, 2, generator=generator) - 0.5) * 0.5
     rotation = torch.stack([angle.cos(), -angle.sin() + shear, angle.sin(), angle.cos()], 1).view(-1, 2, 2)
     affine = torch.cat([rotation * scale[:, None, None], shift[..., None]], 2)
-    # Narrower than high, as the dots are.
+    # Narrower than high, as the glyphs are.
     affine[:, 0] *= 1.4
     grid = nn.functional.affine_grid(affine, [count, 1, 28, 28], align_corners=False)
     images = nn.functional.grid_sample(glyphs[labels][:, None], grid, align_corners=False)

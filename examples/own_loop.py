@@ -1,4 +1,4 @@
-"""Your own training loop around PartialFC. Alone, or with `torchrun --nproc-per-node 2 examples/own_loop.py`."""
+"""Your own training loop with PartialFC. Run it alone, or with `torchrun --nproc-per-node 2 examples/own_loop.py`."""
 
 import torch
 from torch import nn

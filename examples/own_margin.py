@@ -3,7 +3,7 @@
     python examples/own_margin.py
 
 A margin that only changes the logit of an image's own class runs in every kernel. One that also changes the others says
-so with `touches_only_target = False`; it costs one more exchange of a number an image, and the plain kernels.
+so with `touches_only_target = False`; it costs one more all-reduce of one number per image, and runs in the plain kernels only.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """The command line: what it prints, how it ends."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import megaclass
+from megaclass.cli.logs import messages_on_stderr
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
 
@@ -105,9 +107,7 @@ def test_synth_draws_the_files_users_have_and_leaves_them_the_second_time(outcom
     code, out, _ = outcome(*arguments, "--out", tmp_path / "faces")
     assert (code, out) == (0, f"{tmp_path / 'faces'}: drawn\n")
     assert {path.name for path in (tmp_path / "faces").iterdir()} >= {"train.rec", "train.idx", "property"}
-    assert (
-        outcome(*arguments, "--out", tmp_path / "faces")[1] == f"{tmp_path / 'faces'}: already there, left as it is\n"
-    )
+    assert outcome(*arguments, "--out", tmp_path / "faces")[1] == f"{tmp_path / 'faces'}: exists already, unchanged\n"
 
 
 @pytest.mark.parametrize(("option", "value"), [("--identities", 0), ("--size", 1), ("--seed", -1), ("--pairs", 0)])
@@ -129,6 +129,32 @@ assert main(["train", {str(DEMO)!r}, "train.epochs=-1"]) == 2
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("output", "printed"),
+    [
+        ("quiet", "WARNING megaclass: beware\n"),
+        ("normal", "megaclass: hello\nrank 1: here\nWARNING megaclass: beware\n"),
+        ("verbose", "DEBUG megaclass: detail\nmegaclass: hello\nrank 1: here\nWARNING megaclass: beware\n"),
+    ],
+)
+def test_messages_of_the_library_are_printed_by_level_and_sender(capsys, output, printed):
+    logger = logging.getLogger("megaclass.anything")
+    with messages_on_stderr(output):
+        logger.debug("detail")
+        logger.info("hello")
+        logger.info("here", extra={"sender": "rank 1"})
+        logger.warning("beware")
+    assert capsys.readouterr().err == printed
+
+
+def test_quiet_prints_the_result_alone_and_excludes_verbose(outcome, tmp_path):
+    arguments = ("data", "synth", "--identities", 2, "--images-per-identity", 2, "--size", 16, "--pairs", 20)
+    code, out, err = outcome(*arguments, "--out", tmp_path / "faces", "--quiet")
+    assert (code, out, err) == (0, f"{tmp_path / 'faces'}: drawn\n", "")
+    code, _, err = outcome("data", "inspect", tmp_path / "faces", "--quiet", "--verbose")
+    assert code == 2 and "not allowed with argument --quiet" in err
 
 
 def test_an_unknown_public_name_is_an_attribute_error():

@@ -74,6 +74,8 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(wheel):
         metadata = archive.read(f"megaclass-{megaclass.__version__}.dist-info/METADATA").decode()
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "megaclass").rglob("*.py")}
     assert sources <= names
+    report = "megaclass/evaluate/report/report"
+    assert {f"{report}.html.j2", f"{report}.css", f"{report}.js"} <= names
     assert "megaclass/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"megaclass", f"megaclass-{megaclass.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

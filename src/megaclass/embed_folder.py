@@ -1,16 +1,15 @@
-"""A folder of images -> embeddings.npy, on any number of ranks; what was done before an interruption is not done again.
+"""Embeds a folder of images into embeddings.npy, on any number of ranks; resumes after an interruption.
 
-An image that cannot be read is left out, and its name goes to a list of its own: one bad file among millions costs one row.
+Images that cannot be read are left out and listed in a separate file: one bad file among millions costs one row.
 
-Images are taken in the order of their names, in chunks. Rank r of W embeds chunks r, r + W, …, and leaves each as a file
-in a folder beside the result; a chunk that is there is skipped, whoever made it. At the end rank 0 joins them.
+Images are taken in the order of their names, in chunks. Rank r of W embeds chunks r, r + W, … and writes each to a file
+in a folder beside the result; existing chunks are skipped, whichever rank wrote them. At the end rank 0 joins all chunks.
 """
 
 import hashlib
 import json
-import os
+import logging
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,18 +24,24 @@ from megaclass.distributed.collectives import gather_blocks, group_rank, group_s
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import OnProgress, embed_part, log_resized
 from megaclass.evaluate.images import FileImages, find_images
+from megaclass.files import published_file
 from megaclass.model import LoadedModel
 
+_logger = logging.getLogger("megaclass.embed")
+# Images per file of partial results: what an interruption costs at most, per rank.
 _CHUNK = 1024
 _PLAN = "plan.json"
+# Bad images that are named in messages; the file .bad.txt lists all.
 _NUM_NAMED = 20
 
 
 @dataclass(frozen=True)
 class EmbeddedFolder:
+    """Counts of `embed_folder`."""
+
     num_embedded: int
     num_bad: int
-    """Image files that cannot be read: they have no row."""
+    """Number of image files that cannot be read and have no row."""
 
 
 def embed_folder(
@@ -51,11 +56,11 @@ def embed_folder(
     group: dist.ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> EmbeddedFolder:
-    """Collective. Writes `out`, float32 (N, D), normalised, and beside it a .txt with the N paths.
+    """Collective. Writes `out`, float32 (N, D), normalised, and beside it a .txt file with the N paths.
 
-    Images that cannot be read are said on standard error and listed in a .bad.txt; where none can, that is an error.
-    fit: how images of another size are fitted; None: they are refused, which ends the work.
-    The folder and `out` must be visible to all ranks. on_progress gets the number of images that are done, and of all.
+    Images that cannot be read are logged and listed in a .bad.txt file; it is an error if none can be read.
+    fit: how images of another size are fitted; None raises an error for them.
+    The folder and `out` must be visible to all ranks. on_progress receives the number of images done, and of all images.
     """
     device, rank, num_ranks = model.device, group_rank(group), group_size(group)
     if out.suffix != ".npy":
@@ -67,16 +72,16 @@ def embed_folder(
     starts = range(0, len(paths), _CHUNK)
     num_bad = 0
 
-    def say_bad(index: int, error: DataError) -> None:
+    def report_bad(index: int, error: DataError) -> None:
         nonlocal num_bad
         num_bad += 1
         if num_bad <= _NUM_NAMED:
-            print(f"megaclass: left out a bad image: {error}", file=sys.stderr, flush=True)
+            _logger.info(f"left out a bad image: {error}")
 
     def embed_own() -> None:
         for done, chunk in enumerate(range(rank, len(starts), num_ranks), start=1):
             path = _chunk_path(parts, chunk)
-            # A chunk with bad images is embedded again: they may have been mended since.
+            # A chunk with bad images is embedded again, because they may have been repaired since.
             if not path.is_file() or _is_bad_chunk(path).any():
                 part = range(starts[chunk], min(starts[chunk] + _CHUNK, len(paths)))
                 rows = embed_part(
@@ -87,11 +92,11 @@ def embed_folder(
                     batch_size=batch_size,
                     num_threads=num_threads,
                     mirror=mirror,
-                    on_bad=say_bad,
+                    on_bad=report_bad,
                 )
                 _write_chunk(path, torch.nn.functional.normalize(rows[:, :-1]).cpu().numpy())
             if on_progress is not None:
-                # The other ranks are about as far.
+                # Assumes that the other ranks are about as far.
                 on_progress(min(len(paths), done * num_ranks * _CHUNK), len(paths))
 
     on_every_rank(embed_own, device, group)
@@ -104,7 +109,7 @@ def embed_folder(
 
 
 def _plan(model: LoadedModel, folder: Path, paths: list[Path], fit: Fit | None, mirror: bool) -> dict[str, object]:
-    """What must be the same for the chunks of an earlier start to be of use."""
+    """Returns everything that must be equal for the chunks of an earlier start to be reused."""
     listing = "\n".join(f"{path.relative_to(folder)} {_num_bytes(path)}" for path in paths)
     return {
         "model": model.fingerprint(),
@@ -117,7 +122,7 @@ def _plan(model: LoadedModel, folder: Path, paths: list[Path], fit: Fit | None, 
 
 
 def _num_bytes(path: Path) -> int:
-    """-1 for a link to nothing, which is then a bad image."""
+    """Returns the size of a file; -1 for a broken link, which then counts as a bad image."""
     try:
         return path.stat().st_size
     except OSError:
@@ -132,7 +137,7 @@ def _prepare(parts: Path, plan: dict[str, object]) -> None:
         is_same = False
     if is_same:
         num_done = len(list(parts.glob("chunk-*.npy")))
-        print(f"megaclass: going on with {num_done} chunk(s) of {_CHUNK} images from {parts}", file=sys.stderr)
+        _logger.info(f"resuming with {num_done} chunk(s) of {_CHUNK} images from {parts}")
         return
     shutil.rmtree(parts, ignore_errors=True)
     try:
@@ -143,13 +148,12 @@ def _prepare(parts: Path, plan: dict[str, object]) -> None:
 
 
 def _write_chunk(path: Path, rows_ND: NDArray[np.float32]) -> None:
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp.npy")
-    np.save(unfinished, rows_ND)
-    unfinished.replace(path)
+    with published_file(path) as unfinished:
+        np.save(unfinished, rows_ND)
 
 
 def _is_bad(parts: Path, num_images: int) -> NDArray[np.bool_]:
-    """Which images could not be read: their rows are NaN."""
+    """Returns (N,) which images could not be read: their rows are NaN."""
     chunks = range(-(-num_images // _CHUNK))
     is_bad_N = np.concatenate([_is_bad_chunk(_chunk_path(parts, chunk)) for chunk in chunks])
     if is_bad_N.all():
@@ -163,7 +167,7 @@ def _is_bad_chunk(path: Path) -> NDArray[np.bool_]:
 
 
 def _join(parts: Path, folder: Path, paths: list[Path], out: Path, embedding_dim: int) -> None:
-    """One file that appears whole; a chunk is in memory at a time."""
+    """Joins the chunks into one file that appears whole, with one chunk in memory at a time."""
     is_bad_N = _is_bad(parts, len(paths))
     unfinished = parts / "joined.npy"
     joined = np.lib.format.open_memmap(  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,9 +1,9 @@
-"""What a user can mend. The command line prints these without a traceback and exits with 2, or 74 where trying again helps."""
+"""Errors that a user can fix. The command line prints them without a traceback and exits with 2, or 74 if a retry may help."""
 
 import errno
 
 EXIT_TRY_AGAIN = 74
-"""Exit code after a full disk, an I/O error or a lost connection (sysexits' EX_IOERR): a restart may succeed."""
+"""Exit code after a full disk, an I/O error or a lost connection (EX_IOERR of sysexits.h): a restart may succeed."""
 
 _TRANSIENT = frozenset(
     {
@@ -16,11 +16,11 @@ _TRANSIENT = frozenset(
 
 
 class UserError(Exception):
-    """Says what was given, where, what is allowed and what to do."""
+    """Base class. The message says what was given, where, what is allowed, and what to do."""
 
 
 class AgreedError(UserError):
-    """A UserError of another rank, which prints it; begins with that rank's number."""
+    """A UserError of another rank, which prints it itself; the message starts with that rank's number."""
 
     def __init__(self, text: str, *, is_transient: bool = False) -> None:
         super().__init__(text)
@@ -28,11 +28,11 @@ class AgreedError(UserError):
 
 
 class ConnectionLostError(UserError):
-    """A connection between ranks that the other end does not answer any more; names both ends."""
+    """A connection between ranks whose other end no longer answers; the message names both ends."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same attempt may succeed later: the error, or one that it was raised from, is of a disk or network."""
+    """Tells whether a retry may succeed: the error, or one of its causes, comes from a disk or a network."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionLostError) or (isinstance(cause, AgreedError) and cause.is_transient):
@@ -48,23 +48,23 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A file or folder whose content is not what its format says."""
+    """A file or folder whose content does not match its format."""
 
 
 class HeadError(UserError):
-    """Labels, embeddings or options that the sharded head cannot take."""
+    """Labels, embeddings or options that the sharded head does not accept."""
 
 
 class NotFiniteError(HeadError):
-    """Embeddings with NaN or infinity; on every rank in the same step."""
+    """Embeddings with NaN or infinity; raised on every rank in the same step."""
 
 
 class TrainError(UserError):
-    """A run that cannot go on: gradients that are not finite, a loss that is lost."""
+    """A run that cannot continue, for example because its gradients are not finite."""
 
 
 class LaunchError(UserError):
-    """Processes that cannot be started, or a start-up that contradicts itself."""
+    """Processes that cannot be started, or launch options that contradict each other."""
 
 
 class CheckpointError(UserError):
@@ -72,4 +72,4 @@ class CheckpointError(UserError):
 
 
 class ExportError(UserError):
-    """An artefact that does not give the embeddings of the model it came from."""
+    """An exported model whose embeddings differ from those of the model it was made from."""

@@ -1,4 +1,4 @@
-"""A path -> a model that embeds: a run folder, model.safetensors, InsightFace's .pth, or ONNX. The same numbers from each.
+"""The public inference API: loads a run folder, model.safetensors, InsightFace's .pth or ONNX, and embeds images.
 
 import megaclass
 model = megaclass.load("runs/demo")
@@ -7,7 +7,7 @@ print(embeddings @ embeddings.T)
 """
 
 import hashlib
-import sys
+import logging
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,23 +32,24 @@ from megaclass.evaluate.onnx_network import OnnxNetwork
 from megaclass.image_size import ImageSize, height_and_width, shown_size, size_from_text
 from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone
 
+_logger = logging.getLogger("megaclass.model")
 _DEFAULT_IMAGE_SIZE = 112
-# What a file may state; larger numbers are taken for damage. Recipes have the same limit for embeddings.
+# Limits of what a file may state; larger numbers indicate damage. Recipes have the same limit for embeddings.
 _MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE = 65536, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTreatment:
-    """How a model wants images that are embedded: as training treated them."""
+    """How images are prepared for a model: as in its training."""
 
     fit: Fit | None = None
-    """How images of another size are fitted; None: the model does not say."""
+    """How images of another size are fitted; None if the model does not state it."""
     mirror: bool = True
-    """Whether the embedding of the mirrored image is added; off where training did not mirror."""
+    """Add the embedding of the mirrored image; false if training did not mirror."""
 
     @classmethod
     def of(cls, said: Mapping[str, object]) -> "ImageTreatment":
-        """From the settings `data` of a run, or the metadata of a model file; what is missing or odd is left open."""
+        """Reads the `data` settings of a run, or the metadata of a model file; ignores missing or invalid values."""
         fits: dict[object, Fit] = {"pad": "pad", "crop": "crop", "squash": "squash"}
         fit = said.get("fit")
         return cls(
@@ -56,18 +57,18 @@ class ImageTreatment:
         )
 
     def chosen(self, fit: Fit | None, mirror: bool | None, *, resize: bool) -> tuple[Fit | None, bool]:
-        """What a user asked for (None: nothing), filled in by what the model says."""
+        """Returns the user's choices; where they are None, those of the model."""
         return fit or self.fit or ("squash" if resize else None), self.mirror if mirror is None else mirror
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A network in eval mode and what to know about it."""
+    """A network in eval mode, with its name, sizes and device."""
 
     name: str
-    """How tables and reports call it."""
+    """Name in tables and reports."""
     path: Path
-    """What was read: the checkpoint of a run folder, or the file."""
+    """The file that was read, or the checkpoint of a run folder."""
     network: nn.Module
     """(B, 3, H, W) in [-1, 1] -> (B, D), not normalised."""
     backbone: str
@@ -75,7 +76,7 @@ class LoadedModel:
     embedding_dim: int
     device: torch.device
     treatment: ImageTreatment = field(default_factory=lambda: ImageTreatment())
-    """How training treated images."""
+    """How training prepared images."""
 
     def embed(
         self,
@@ -86,10 +87,10 @@ class LoadedModel:
         mirror: bool | None = None,
         batch_size: int = 64,
     ) -> NDArray[np.float32]:
-        """(N, D): f(x) + f(mirrored x) of each image file, normalised; a product of two rows is their cosine.
+        """Returns (N, D): f(x) + f(mirrored x) of each image file, normalised; the product of two rows is their cosine.
 
-        Images of another size are fitted as in training where the model says how, or as `fit` says; otherwise they are
-        refused, unless `resize` allows to stretch them. mirror: false gives f(x); None: as in training.
+        Images of another size are fitted as `fit` says, otherwise as in training if the model states it, otherwise refused
+        unless `resize` allows to stretch them. mirror: False gives f(x); None mirrors as in training.
         """
         fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
         images = FileImages(paths=[Path(path) for path in paths], image_size=self.image_size, fit=fit)
@@ -101,14 +102,14 @@ class LoadedModel:
         return nn.functional.normalize(rows[:, :-1]).cpu().numpy()
 
     def fingerprint(self) -> str:
-        """Changes with the weights: what a resumed embedding compares, and what results are kept under."""
+        """Returns a digest of the weights, by which resumed embeddings and stored results are recognised."""
         if isinstance(self.network, OnnxNetwork):
             return hashlib.sha256(self.path.read_bytes()).hexdigest()
         return weights_fingerprint(self.network)
 
 
 def weights_fingerprint(network: nn.Module) -> str:
-    """The same for the same weights, wherever they lie and in whatever layout."""
+    """Returns a digest of the weights, independent of their device and memory layout."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
@@ -117,10 +118,10 @@ def weights_fingerprint(network: nn.Module) -> str:
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu", backbone: str | None = None) -> LoadedModel:
-    """Opens a run folder, `.safetensors`, InsightFace `.pth`/`.pt` or `.onnx`; what it is decides how it is read.
+    """Loads a run folder, `.safetensors`, InsightFace's `.pth`/`.pt`/`.params` or `.onnx`, recognised by its suffix.
 
-    backbone: `package.module:Class` of your own, for a model that is none of the built-in ones. A file can only name
-    built-in backbones: what is imported and called is the caller's choice, never the file's.
+    backbone: `package.module:Class` of your own, if the model is not a built-in one. A file can only name built-in
+    backbones: the caller chooses which code is imported and called, never the file.
     """
     path, device = Path(path), torch.device(device)
     if path.is_dir():
@@ -131,11 +132,12 @@ def load(path: str | Path, *, device: str | torch.device = "cpu", backbone: str 
         state, said = _read_safetensors(path)
         shape = _stated_shape(state, said, path, backbone)
         return _build(path.stem, path, state, shape, device, ImageTreatment.of(said))
+    # Pickles are read by a restricted reader that builds tensors and nothing else.
     if path.suffix in (".pth", ".pt", ".params"):
         if backbone is not None:
             raise CheckpointError(
-                f"{path} states no embedding size and no image size, so {backbone} cannot be built for it: backbones of "
-                f"your own are opened from a run folder or a .safetensors file."
+                f"{path} states no embedding size and no image size, so {backbone} cannot be built for it: load your own "
+                f"backbones from a run folder or a .safetensors file."
             )
         state = read_backbone(path)
         return _build(path.stem, path, state, recognise(state, str(path)), device)
@@ -147,18 +149,18 @@ def load(path: str | Path, *, device: str | torch.device = "cpu", backbone: str 
 
 
 def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Checkpoint and backbone of a run: the newest whole checkpoint, whose path is said, or its model.safetensors."""
+    """Returns path and weights of a run's backbone: the newest whole checkpoint, otherwise its model.safetensors."""
     folder, passed_over = newest_whole(run / "checkpoints")
     for reason in passed_over:
-        print(f"megaclass: passed over a checkpoint: {reason}", file=sys.stderr)
+        _logger.info(f"passed over a checkpoint: {reason}")
     if folder is not None:
         shared = load_shared(folder)
-        # Where a running mean of the weights was kept, it is what training evaluated and exported.
+        # If training kept a moving average of the weights, it evaluated and exported that.
         return folder, tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
     if (run / "model.safetensors").is_file():
         return run / "model.safetensors", _read_safetensors(run / "model.safetensors")[0]
     raise CheckpointError(
-        f"{run} is no run folder with a model: looked for a whole checkpoint in {run / 'checkpoints'} and for "
+        f"{run} is not a run folder with a model: looked for a whole checkpoint in {run / 'checkpoints'} and for "
         f"model.safetensors."
     )
 
@@ -182,7 +184,7 @@ def _shape_of_run(
     name = str(own.get("name", ""))
     if backbone is None and ":" not in name:
         return recognise(state, str(path), _stated_size(_section(settings, "data").get("size")))
-    # A backbone of the user's own: its width is in the settings, its input size beside its exported weights.
+    # The user's own backbone: its width is in the settings, its input size in the metadata of its exported weights.
     exported = run / "model.safetensors"
     said = _read_safetensors(exported)[1] if exported.is_file() else {}
     stated = {"backbone": name, "embedding_dim": str(own.get("embedding_dim")), **said}
@@ -211,7 +213,7 @@ def _stated_size(given: object) -> ImageSize | None:
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights and metadata."""
+    """Returns weights and metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -226,16 +228,16 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _stated_shape(
     state: Mapping[str, Tensor], said: Mapping[str, str], path: Path, backbone: str | None
 ) -> BackboneShape:
-    """The shape that a file's metadata states; files that state none are recognised by their names.
+    """Returns the shape stated in a file's metadata; without it, recognises the backbone by the names of its tensors.
 
-    Metadata is whatever the file's author wrote: it may choose among the built-in backbones and nothing else.
+    Metadata is not trusted: it may choose among the built-in backbones and nothing else.
     """
     name = backbone or said.get("backbone", "")
     if backbone is None and ":" in name:
         raise CheckpointError(
-            f"{path} says that its backbone is {name[:80]!r}, code of its author's own. Files never choose code to run. If "
-            f"you trust this class and have it on the Python path, name it yourself: --backbone package.module:Class, or "
-            f"megaclass.load(path, backbone=…)."
+            f"{path} states that its backbone is {name[:80]!r}, which is not a built-in one. Files never choose the code "
+            f"that runs. If you trust this class and have it on the Python path, name it yourself: "
+            f"--backbone package.module:Class, or megaclass.load(path, backbone=…)."
         )
     if backbone is None and name not in BACKBONES:
         return recognise(state, str(path))
@@ -264,7 +266,7 @@ def _build(
     sides = height_and_width(shape.image_size)
     if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 1 <= min(sides) <= max(sides) <= _MAX_IMAGE_SIZE):
         raise CheckpointError(
-            f"{path} is of embeddings of {shape.embedding_dim} numbers and images of {shown_size(shape.image_size)} pixels: "
+            f"{path} states embeddings of {shape.embedding_dim} numbers and images of {shown_size(shape.image_size)} pixels: "
             f"at most {_MAX_EMBEDDING_DIM:,} numbers and {_MAX_IMAGE_SIZE:,} pixels per side are accepted."
         )
     if ":" not in shape.name:

@@ -1,4 +1,4 @@
-"""One bar for the whole job: rich's on a terminal, plain lines elsewhere (or without rich)."""
+"""One progress bar per job: drawn by rich on a terminal, otherwise (or without rich) as plain lines."""
 
 import logging
 import sys
@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-# Not on a terminal, a line this often: enough to see life, not enough to flood a log.
+# Interval of lines in a log file: often enough to show progress, rarely enough not to fill the log.
 _LINE_EVERY_S = 10.0
 
 
 class Bar(Protocol):
+    """A progress bar that its caller moves."""
+
     def advance_to(self, done: int, detail: str = "") -> None: ...
 
 
@@ -39,7 +41,7 @@ def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
         BarColumn(bar_width=12),
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
         TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
-        # On a narrow terminal the end of the detail goes, not its beginning to another line.
+        # A narrow terminal cuts off the end of the detail instead of wrapping the line.
         TextColumn("{task.fields[detail]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -55,9 +57,9 @@ def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
 
 @contextmanager
 def bar_on_demand(title: str) -> Iterator[Callable[[int, int], None]]:
-    """What is yielded takes what is done and how much there is in all; a bar appears with its first call.
+    """Yields a function of (done, total); the bar appears with its first call.
 
-    A call with another total begins a bar of its own: something else is being counted.
+    A call with another total starts a new bar, because something else is being counted.
     """
     with ExitStack() as held:
         bars: dict[int, Bar] = {}
@@ -95,6 +97,7 @@ class _Lines:
         if now - self._last < _LINE_EVERY_S and done < self._total:
             return
         self._last = now
+        # Steps done before a resume do not count for the speed.
         left_s = (now - self._begun) / max(1, done - self._start) * (self._total - done)
         text = f"{self._title} {done}/{self._total}, {left_s:.0f} s left"
         print(f"{text}, {self._detail}" if self._detail else text, file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ def test_names_come_back_in_order_and_without_names_numbers_stand_in():
 
 @pytest.mark.parametrize("name", ["", "a\nb"])
 def test_a_name_that_no_line_can_hold_is_refused(name):
-    with pytest.raises(CheckpointError, match=r"Class 1 of here is called"):
+    with pytest.raises(CheckpointError, match=r"Class 1 of here has the name"):
         listed("fine", name)
 
 
@@ -46,7 +46,7 @@ def test_numbers_match_numbers_when_classes_are_added_or_dropped():
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 3), (0, 2), (2, 3), (1, 2)])
 def test_two_classes_of_one_name_are_refused_on_whichever_ranks_they_lie(start, stop):
-    with pytest.raises(CheckpointError, match="Two classes of the data are called 'Ada'"):
+    with pytest.raises(CheckpointError, match="Two classes of the data have the name 'Ada'"):
         match_classes(listed("Ada"), listed("Ada", "Bo", "Ada"), start, stop)
 
 
@@ -55,7 +55,7 @@ def test_the_difference_is_told_in_words_and_is_empty_for_equal_lists():
     assert describe_difference(ClassList(4), ClassList(4)) == ""
     difference = describe_difference(listed("a", "b", "c", "d", "e", "f"), listed("f", "x"))
     assert difference == (
-        "6 classes were saved, the data has 2; 1 new (x); 5 gone (a, b, c, …); 1 under another number. "
+        "6 classes were saved, the data has 2; 1 new (x); 5 gone (a, b, c, …); 1 with another number. "
         "--match-classes keeps the centres of those with the same name"
     )
 
@@ -65,7 +65,7 @@ def test_where_there_are_no_names_it_is_said_that_numbers_are_matched():
         "3 classes were saved, the data has 4; 1 new (3). --match-classes keeps the centres of those with the same number; "
         "names would come from a file classes.txt beside the data"
     )
-    assert "called by name, those of the data by number. A file classes.txt" in describe_difference(
+    assert "identified by name, those of the data by number. A file classes.txt" in describe_difference(
         listed("a", "b"), ClassList(2)
     )
 

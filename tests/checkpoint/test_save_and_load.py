@@ -201,7 +201,7 @@ def test_a_step_saved_again_replaces_what_was_there(tmp_path):
 def truncate(folder):
     path = folder / "shared.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    return f"{path} has {path.stat().st_size} bytes, manifest.json says {path.stat().st_size + 1}."
+    return f"{path} has {path.stat().st_size} bytes, but manifest.json says {path.stat().st_size + 1}."
 
 
 def flip(folder):
@@ -238,7 +238,7 @@ def change_step(folder):
 def other_format(folder):
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
-    return f"{path} has format 99, not 1: another version wrote it."
+    return f"{path} has format 99, not 1: it was written by another version."
 
 
 def shard_of_another_step(folder):

@@ -24,6 +24,7 @@ from megaclass.checkpoint.manifest import check_files, read_manifest
 from megaclass.checkpoint.retention import best_folder, checkpoint_folder
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.checkpoint.tensor_file import write_tensors
+from megaclass.cli.logs import messages_on_stderr
 from megaclass.distributed import agreement
 from megaclass.distributed.restart_progress import FD_NAME, ProgressMark, report_progress
 from megaclass.errors import CheckpointError, UserError, is_transient
@@ -86,9 +87,11 @@ class Gate:
     """Holds every write of the background thread until it is opened."""
 
     def __init__(self, monkeypatch):
+        self.reached = threading.Event()
         self.opened = threading.Event()
 
         def held(*args):
+            self.reached.set()
             assert self.opened.wait(30)
             return write_tensors(*args)
 
@@ -215,7 +218,7 @@ def _save_where_rank_1_fails(checkpoints, code, num_failures, last_step):
             return write_tensors(*args)
         raise OSError(code, os.strerror(code))
 
-    with contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as monkeypatch:
+    with messages_on_stderr(), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(save_module, "_PAUSES_S", (0.1, 0.1, 0.1))
         try:
             with writer_for(checkpoints) as writer:
@@ -243,7 +246,7 @@ def test_training_goes_on_after_a_save_for_which_a_disk_was_full_and_the_next_on
 def test_the_last_save_is_tried_again_where_a_disk_fails_for_a_moment(run_ranks, tmp_path, code):
     results = run_ranks(2, _save_where_rank_1_fails, tmp_path, code, 2, 2)
     assert [raised for raised, _, _ in results] == ["saved", "saved"]
-    assert "it is tried again in 0.1 s" in results[0][2]
+    assert "the save is repeated in 0.1 s" in results[0][2]
     assert steps(tmp_path) == [1, 2] and holds_step(checkpoint_folder(tmp_path, 2), 2)
 
 
@@ -277,6 +280,7 @@ def _lose_the_other_rank(checkpoints):
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         contextlib.redirect_stderr(said),
+        messages_on_stderr(),
         contextlib.suppress(ConnectionResetError),
         writer_for(checkpoints) as writer,
     ):
@@ -290,7 +294,9 @@ def _lose_the_other_rank(checkpoints):
 
 def test_a_save_that_cannot_be_finished_any_more_says_so(run_ranks, tmp_path):
     said = run_ranks(2, _lose_the_other_rank, tmp_path)[0]
-    assert "step-000000001 was not finished: rank-00001.json did not come. The older ones are as they were." in said
+    assert (
+        "step-000000001 was not finished: rank-00001.json never appeared. The older checkpoints are unchanged." in said
+    )
     assert newest_whole(tmp_path) == (None, [])
 
 
@@ -311,6 +317,8 @@ def test_a_process_that_outlived_its_job_cannot_write_into_the_saves_of_the_next
     gate = Gate(monkeypatch)
     old = writer_for(tmp_path)
     old.save(snapshot_at(1))
+    # Its thread must be held by the gate before the gate is removed for the next job.
+    assert gate.reached.wait(30)
     monkeypatch.setattr(save_module, "write_tensors", write_tensors)
     with writer_for(tmp_path) as new:
         new.save(snapshot_at(1))

@@ -92,9 +92,9 @@ def test_a_list_of_names_that_does_not_fit_is_refused_by_pack_and_left_out_by_re
     shutil.copytree(folder, tmp_path / "set")
     (tmp_path / "set" / "classes.txt").write_text("one\ntwo\n")
     code, _, err = run(capsys, "pack", tmp_path / "set", "--out", tmp_path / "rec")
-    assert code == 2 and "names 2 classes, but its labels are of 4" in err and not (tmp_path / "rec").exists()
+    assert code == 2 and "names 2 classes, but has labels for 4" in err and not (tmp_path / "rec").exists()
     code, out, _ = run(capsys, "verify", tmp_path / "set", "--repair", tmp_path / "repaired")
-    assert code == 0 and "names of the classes are not carried over" in out and "of 4" in out
+    assert code == 0 and "class names are not copied" in out and "of 4" in out
     assert not (tmp_path / "repaired" / "classes.txt").exists()
 
 
@@ -121,7 +121,7 @@ def test_verify_lists_the_bad_keys_and_repairs(capsys, folder, tmp_path):
     assert code == 1 and "20 images, 1 bad, 0 faults" in out and "key 7, byte" in out
     assert "checking records 25/25" in err
     code, out, _ = run(capsys, "verify", tmp_path / "set", "--repair", tmp_path / "clean")
-    assert code == 0 and "19 sound images of 4 classes" in out
+    assert code == 0 and "19 readable images of 4 classes" in out
     assert run_json(capsys, "verify", tmp_path / "clean")["num_images"] == 19
 
 

@@ -32,12 +32,12 @@ def test_the_group_is_left_when_the_block_raises():
     assert not dist.is_initialized()
 
 
-def test_every_rank_says_which_device_it_uses(capsys):
-    with process_group(World(), device="cpu"):
+def test_every_rank_says_which_device_it_uses(caplog):
+    with caplog.at_level("INFO"), process_group(World(), device="cpu"):
         pass
-    err = capsys.readouterr().err
-    assert err.startswith(f"rank 0 of 1 on {socket.gethostname()}: cpu (")
-    assert err.endswith(", gloo\n")
+    (record,) = caplog.records
+    assert record.sender == f"rank 0 of 1 on {socket.gethostname()}"
+    assert record.getMessage().startswith("cpu (") and record.getMessage().endswith(", gloo")
 
 
 @needs_no_gpu
@@ -73,7 +73,7 @@ def test_where_there_is_no_gpu_nobody_is_warned(tmp_path):
     assert unused_gpus(torch.device("cpu"), World(), driver=tmp_path / "no driver") == []
 
 
-def test_a_rank_that_cannot_reach_rank_0_gives_up_in_time_and_says_where_it_looked(monkeypatch, capsys):
+def test_a_rank_that_cannot_reach_rank_0_gives_up_in_time_and_says_where_it_looked(monkeypatch, caplog):
     port = free_port()
     monkeypatch.setattr(groups, "_HINT_S", 0.3)
     begun = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_rank_that_cannot_reach_rank_0_gives_up_in_time_and_says_where_it_look
     assert time.monotonic() - begun < 30
     expected = f"rank 1 of 2 on {socket.gethostname()} cannot join the others at 127.0.0.1:{port} within 1.5 s"
     assert expected in str(caught.value)
-    assert f"has not reached rank 0 at 127.0.0.1 port {port} for 0.3 s and keeps trying" in capsys.readouterr().err
+    assert f"has not reached rank 0 at 127.0.0.1 port {port} for 0.3 s and keeps trying" in caplog.text
 
 
 def test_rank_0_gives_up_waiting_for_ranks_that_never_come():

@@ -25,6 +25,15 @@ def write_megaface_feature(path: Path, vector_D: np.ndarray) -> None:
     path.write_bytes(struct.pack("<4i", len(vector_D), 1, 4, 5) + vector_D.astype("<f4").tobytes())
 
 
+@pytest.fixture(autouse=True)
+def messages():
+    """Messages of the library on stderr, as under the command line."""
+    from megaclass.cli.logs import messages_on_stderr
+
+    with messages_on_stderr():
+        yield
+
+
 @pytest.fixture
 def picture() -> Callable[..., bytes]:
     """picture(identity, take): an encoded image; takes of one identity look alike."""

@@ -106,5 +106,5 @@ def test_an_image_that_does_not_decode_is_named():
 
 
 def test_too_few_pairs_are_refused():
-    with pytest.raises(DataError, match="0 pairs cannot be cut into 10 folds"):
+    with pytest.raises(DataError, match="0 pairs cannot be split into 10 folds"):
         score_histograms(PairSet([], np.zeros(0, dtype=bool)), image_size=4)

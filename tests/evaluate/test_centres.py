@@ -71,5 +71,5 @@ def test_blocks_read_from_disk_give_what_memory_gives(make_run, monkeypatch):
 
 
 def test_a_run_without_a_whole_checkpoint_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
         read_run_centres(tmp_path)

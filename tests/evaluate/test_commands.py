@@ -146,11 +146,11 @@ def test_pairs_whose_images_are_in_the_training_data_are_told(run, pairs_bin, tm
         (["evaluate", "RUN", "--on", "lfw.bin", "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
         (["evaluate", "RUN", "--on", "nowhere.bin.gz"], "Cannot evaluate on nowhere.bin.gz"),
         (["evaluate", "nowhere.onnx", "--on", "lfw.bin"], "There is no model at nowhere.onnx"),
-        (["report", "nowhere"], "nowhere is no run folder"),
+        (["report", "nowhere"], "nowhere is not a run folder"),
         (["report", "RUN", "--out", "/proc/nowhere/report.html"], "Cannot write /proc/nowhere/report.html"),
         (["export", "RUN", "--to", "insightface", "--out", "/proc/nowhere"], "Cannot write /proc/nowhere"),
-        (["export", "nowhere.pth", "--to", "onnx"], "say where to export it with --out"),
-        (["embed", "RUN", "nowhere", "--out", "e.npy"], "there is no such folder"),
+        (["export", "nowhere.pth", "--to", "onnx"], "name the folder to write with --out"),
+        (["embed", "RUN", "nowhere", "--out", "e.npy"], "the folder does not exist"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_exit_code_2(run, capsys, arguments, message):

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from megaclass.cli.logs import messages_on_stderr
 from megaclass.data.pair_file import PairSet
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError, UserError
@@ -155,7 +156,9 @@ def test_the_model_comes_back_in_the_modes_it_was_in():
 
 def test_images_of_another_size_are_refused_unless_scaling_is_asked_for():
     pair_set = PairSet([_png(pixels) for pixels in _pixels(4, size=13)], np.array([True, False]))
-    with pytest.raises(DataError, match=r"image 0 of lfw\.bin \(pair 0\) has 13 × 13 pixels, the model takes 8 × 8"):
+    with pytest.raises(
+        DataError, match=r"image 0 of lfw\.bin \(pair 0\) has 13 × 13 pixels, but the model takes 8 × 8"
+    ):
         embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, name="lfw.bin")
     embeddings, _ = embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, fit="squash")
     assert embeddings.shape == (4, 5)
@@ -163,7 +166,7 @@ def test_images_of_another_size_are_refused_unless_scaling_is_asked_for():
 
 def _resized_on_this_rank() -> str:
     pair_set = PairSet([_png(pixels) for size in (_SIZE, 13) for pixels in _pixels(3, size)], np.array([True] * 3))
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as said, messages_on_stderr():
         embed_pairs(TinyBackbone(), pair_set, image_size=_SIZE, device=_CPU, batch_size=2, name="lfw.bin", fit="pad")
     return said.getvalue()
 

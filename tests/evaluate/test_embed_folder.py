@@ -86,7 +86,7 @@ def test_what_was_done_before_an_interruption_is_not_done_again(tmp_path, folder
     batches = _counting(model)
     embed_folder(model, folder, out)
     assert batches == [3, 3], "both flips of the last chunk alone"
-    assert "going on with 2 chunk(s)" in capsys.readouterr().err
+    assert "resuming with 2 chunk(s)" in capsys.readouterr().err
     fresh = tmp_path / "fresh.npy"
     embed_folder(model, folder, fresh)
     np.testing.assert_array_equal(np.load(out), np.load(fresh))
@@ -162,12 +162,12 @@ def test_images_of_another_size_are_fitted_and_counted(tmp_path, folder, model, 
 def test_what_cannot_be_embedded_is_refused(tmp_path, folder, model, picture):
     with pytest.raises(DataError, match=r"written as \.npy"):
         embed_folder(model, folder, tmp_path / "embeddings.csv")
-    with pytest.raises(DataError, match="there is no such folder"):
+    with pytest.raises(DataError, match="the folder does not exist"):
         embed_folder(model, tmp_path / "nowhere", tmp_path / "e.npy")
     shutil.rmtree(folder)
     folder.mkdir()
     with pytest.raises(DataError, match="holds no images"):
         embed_folder(model, folder, tmp_path / "e.npy")
     (folder / "a.png").write_bytes(picture(0, 0, 48))
-    with pytest.raises(DataError, match=r"a\.png has 48 × 48 pixels, the model takes 32 × 32"):
+    with pytest.raises(DataError, match=r"a\.png has 48 × 48 pixels, but the model takes 32 × 32"):
         embed_folder(model, folder, tmp_path / "e.npy")

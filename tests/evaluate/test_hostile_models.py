@@ -46,7 +46,9 @@ def write_model(path, name: str, **said: str) -> None:
 @pytest.mark.parametrize("name", ["own_networks:Own", "os:system", "builtins:exec", "subprocess:call"])
 def test_a_safetensors_file_does_not_choose_what_is_imported(own_module, tmp_path, name):
     write_model(tmp_path / "model.safetensors", name)
-    with pytest.raises(CheckpointError, match=r"Files never choose code to run.*--backbone package\.module:Class"):
+    with pytest.raises(
+        CheckpointError, match=r"Files never choose the code that runs.*--backbone package\.module:Class"
+    ):
         load(tmp_path / "model.safetensors")
     assert not (tmp_path / "harmed").exists()
 
@@ -57,7 +59,7 @@ def test_a_run_folder_does_not_choose_what_is_imported(own_module, tmp_path, mak
     for command in (["evaluate", str(run), "--on", "lfw.bin"], ["export", str(run), "--to", "safetensors"]):
         assert main(command) == 2
     for reason in ("whole", "without a checkpoint"):
-        with pytest.raises(CheckpointError, match="Files never choose code to run"):
+        with pytest.raises(CheckpointError, match="Files never choose the code that runs"):
             load(run)
         if reason == "whole":
             (run / "checkpoints").rename(run / "gone")
@@ -90,7 +92,7 @@ def test_odd_dimensions_in_params_are_one_line(tmp_path, dims):
     name = b"arg:fc1_gamma"
     content = struct.pack("<QQQ", 0x112, 0, 1) + array + struct.pack("<QQ", 1, len(name)) + name
     (tmp_path / "model.params").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"an array of shape .* cannot be in \d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"an array of shape .* does not fit into \d+ bytes"):
         load(tmp_path / "model.params")
 
 
@@ -103,5 +105,5 @@ def test_an_archive_that_unpacks_to_more_than_itself_is_refused(tmp_path):
 
 def test_a_tensor_that_shows_one_number_in_many_places_is_refused(tmp_path):
     torch.save({"fc.weight": torch.zeros(1).expand(2**20, 2**20)}, tmp_path / "model.pth")
-    with pytest.raises(CheckpointError, match=r"fc\.weight of shape \(1048576, 1048576\) cannot be in"):
+    with pytest.raises(CheckpointError, match=r"fc\.weight of shape \(1048576, 1048576\) does not fit into"):
         load(tmp_path / "model.pth")

@@ -162,7 +162,7 @@ def test_feature_files_come_back(tmp_path):
 def test_what_is_no_feature_file_is_refused_by_name(tmp_path, content):
     path = tmp_path / "features.bin"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"features\.bin is no MegaFace feature file"):
+    with pytest.raises(DataError, match=r"features\.bin is not a MegaFace feature file"):
         read_megaface_features([path])
 
 

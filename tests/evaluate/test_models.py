@@ -105,7 +105,7 @@ def test_a_file_that_is_no_model_is_named(tmp_path, name, content, message):
 def test_what_is_not_there_or_holds_no_backbone_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"There is no model at .*nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is no run folder with a model"):
+    with pytest.raises(CheckpointError, match="is not a run folder with a model"):
         load(tmp_path)
     torch.save({"some.weight": torch.zeros(3)}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"other\.pth holds no backbone known here \(first names: some\.weight\)"):

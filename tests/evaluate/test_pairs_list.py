@@ -51,7 +51,7 @@ def test_plain_paths_are_read_and_images_may_lie_elsewhere(folder, tmp_path_fact
     ("text", "message"),
     [
         ("Anna_A 1 9\n", r"Line 1 of .*pairs\.txt names image 9 of Anna_A"),
-        ("Anna_A 1 2\nx.jpg y.jpg 1\n", r"Line 2 of .*pairs\.txt names .*x\.jpg, which is not there"),
+        ("Anna_A 1 2\nx.jpg y.jpg 1\n", r"Line 2 of .*pairs\.txt names .*x\.jpg, which does not exist"),
         ("Anna_A 1 2\n\nBert only\n", r"Line 3 of .*pairs\.txt is 'Bert only': expected"),
         ("10 300\n", r"pairs\.txt holds no pairs"),
         ("", r"pairs\.txt holds no pairs"),

@@ -187,9 +187,9 @@ def test_bad_sets_are_named_with_their_item_and_the_others_still_run(tmp_path, p
     for name, message in {
         "harmful": "ask for builtins.eval",
         "odd": "39 images and 20 labels",
-        "few": "9 pairs cannot be cut into 10 folds",
+        "few": "9 pairs cannot be split into 10 folds",
         "broken": f"Cannot decode image 25 of {tmp_path / 'broken.bin'} (pair 12)",
-        "larger": f"image 30 of {tmp_path / 'larger.bin'} (pair 15) has 48 × 48 pixels, the model takes 32 × 32",
+        "larger": f"image 30 of {tmp_path / 'larger.bin'} (pair 15) has 48 × 48 pixels, but the model takes 32 × 32",
         "one-sided": "All 20 pairs are labelled same",
         "absent": "No such file",
     }.items():

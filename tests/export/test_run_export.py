@@ -11,7 +11,6 @@ from megaclass.errors import DataError, ExportError, UserError
 from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.centre_health import read_run_centres
 from megaclass.evaluate.results import write_results
-from megaclass.export import run_export
 from megaclass.export.centres_file import load_centres
 from megaclass.export.run_export import export_model
 from megaclass.files import published_folder
@@ -20,7 +19,8 @@ from megaclass.model import ImageTreatment, load
 
 def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_path):
     run = make_run()
-    numbers = {"accuracy": 0.9983, "accuracy_std": 0.0021}
+    numbers = {"accuracy": 0.9983, "accuracy_std": 0.0021, "threshold": 1.2, "fold_accuracies": [0.9983]}
+    numbers |= {"num_pairs": 6000, "num_same": 3000, "auc": 0.999, "eer": 0.002, "tar_at_far": {"1e-3": 0.998}}
     write_results(run, {}, [SetResult(name="lfw", kind="pairs", path="lfw.bin", numbers=numbers)])
     out = export_model(run, "safetensors", tmp_path / "out", licence="CC-BY-4.0")
     assert sorted(path.name for path in out.iterdir()) == [
@@ -90,7 +90,7 @@ def _spoilt_save(monkeypatch):
     def spoil(state, file):
         save({name: tensor * 1.01 if tensor.ndim == 4 else tensor for name, tensor in state.items()}, file)
 
-    monkeypatch.setattr(run_export.torch, "save", spoil)
+    monkeypatch.setattr(torch, "save", spoil)
 
 
 def test_an_export_that_gives_other_embeddings_is_refused_and_leaves_nothing(make_run, tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_an_export_replaces_the_one_of_before_as_a_whole(make_run, tmp_path):
 def test_a_folder_that_holds_something_else_is_left_alone(make_run, tmp_path, monkeypatch):
     run, out = make_run(), tmp_path / "out"
     export_model(run, "insightface", out)
-    with pytest.raises(ExportError, match=r"holds backbone\.pth, which is no part of an export to safetensors"):
+    with pytest.raises(ExportError, match=r"holds backbone\.pth, which does not belong to an export to safetensors"):
         export_model(run, "safetensors", out)
     before = sorted(path.name for path in run.iterdir())
     monkeypatch.chdir(run)

@@ -7,7 +7,7 @@ The dense head below is independent of the package: all cosines at once, the pap
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -29,11 +29,14 @@ from megaclass import (
     RowSGD,
     Targets,
 )
+from megaclass.config.schema import HeadConfig
 from megaclass.errors import HeadError
 from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
 from megaclass.head.kernels import chunked
+from megaclass.head.margins import MARGINS
 from megaclass.head.sampling import sample_classes
 from megaclass.keyed_random import Stream
+from megaclass.train.build import build_margin
 
 ALL_MARGINS = {
     "ArcFace": ArcFace(),
@@ -807,3 +810,11 @@ def test_both_gradients_are_those_of_the_dense_matrix_on_any_number_of_ranks(run
         grads = torch.cat([rank["grads"][step] for rank in ranks])
         torch.testing.assert_close(grads, dense.grad_BD, rtol=0, atol=1e-10)
     torch.testing.assert_close(torch.cat([rank["rows"] for rank in ranks]), weight_RD, rtol=0, atol=1e-10)
+
+
+def test_recipes_name_every_margin_of_the_table_and_no_other():
+    names = get_args(get_type_hints(HeadConfig)["margin"])
+    assert names == tuple(MARGINS)
+    for name, (margin, size_field) in MARGINS.items():
+        built = build_margin(HeadConfig(margin=name, margin_size=None if size_field is None else 0.3))
+        assert type(built) is margin and (size_field is None or getattr(built, size_field) == 0.3)

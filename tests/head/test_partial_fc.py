@@ -579,7 +579,7 @@ def test_batches_of_the_wrong_shape_are_refused():
     head = new_head(13, max_batch=4)
     with pytest.raises(UserError, match=r"\(3, 7\).*\(batch, 12\)"):
         head(torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(UserError, match="one integer an embedding"):
+    with pytest.raises(UserError, match="one integer per embedding"):
         head(torch.zeros(3, WIDTH), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(UserError, match="5 images, more than max_batch=4"):
         head(torch.zeros(5, WIDTH), torch.zeros(5, dtype=torch.int64))

@@ -333,7 +333,7 @@ def _load_without_header() -> str:
 
 def test_centres_that_do_not_say_of_which_classes_they_are_do_not_load_on_several_ranks(run_ranks):
     for message in run_ranks(2, _load_without_header):
-        assert "no head._extra_state, which says of which classes they are" in message
+        assert "no head._extra_state, which names their classes" in message
 
 
 def test_a_state_dict_of_an_older_version_loads():

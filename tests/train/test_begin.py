@@ -87,15 +87,15 @@ def test_other_data_with_as_many_numbered_classes_is_refused_on_all_ranks_and_bo
         said, errors = resumed_with(run_ranks, begun, data, tmp_path / "run")
         for error in errors:
             assert "was trained on other data" in error and f"class {foreign} holds none of the images" in error
-            assert len(fingerprints_in(error)) == 2 and "--same-numbers goes on" in error
+            assert len(fingerprints_in(error)) == 2 and "use --same-numbers" in error
         assert "resuming from" not in said
     # Numbers that match say nothing about people: --match-classes does not help where there are no names.
     fewer = renumbered(others, tmp_path / "fewer", list(range(NUM_CLASSES - 2)))
     for data in (others, fewer):
         _, errors = resumed_with(run_ranks, begun, data, tmp_path / "run", matches_classes=True)
-        assert all("class 0 holds none of the images that it is known by" in error for error in errors)
+        assert all("class 0 holds none of the images recorded" in error for error in errors)
     said, errors = resumed_with(run_ranks, begun, others, tmp_path / "run", trusts_numbers=True)
-    assert errors == ["", ""] and "the data has changed, going on with it" in said and len(fingerprints_in(said)) == 2
+    assert errors == ["", ""] and "the data has changed, continuing with it" in said and len(fingerprints_in(said)) == 2
 
 
 def test_centres_of_other_people_under_the_same_numbers_are_refused(run_ranks, begun, tmp_path):
@@ -118,7 +118,7 @@ def test_the_same_classes_with_more_or_fewer_images_in_another_order_and_format_
     random.Random(0).shuffle(lines)
     (changed / "label.txt").write_text("".join(lines))
     said, errors = resumed_with(run_ranks, begun, changed, tmp_path / "again")
-    assert errors == ["", ""] and "the data has changed, going on with it" in said
+    assert errors == ["", ""] and "the data has changed, continuing with it" in said
 
 
 def test_a_checkpoint_of_before_there_were_fingerprints_goes_on(run_ranks, begun, tmp_path):
@@ -304,7 +304,7 @@ class TurningNet(nn.Module):
 def test_a_buffer_that_no_checkpoint_can_hold_is_told_before_the_run_begins(run_ranks, begun, tmp_path):
     values = settings(begun.data, tmp_path / "run", backbone__name=f"{__name__}:TurningNet", backbone__dropout=0.0)
     for losses, _, error in run_ranks(2, _train, values):
-        assert "backbone.turns is of type torch.complex64, which checkpoints cannot hold" in error
+        assert "backbone.turns has the type torch.complex64, which checkpoints cannot hold" in error
         assert not losses
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 

@@ -39,8 +39,11 @@ def test_the_recipe_is_printed_and_remarks_stand_apart_from_it(published, tmp_pa
     assert (recipe.backbone.name, recipe.head.margin, recipe.head.sample_rate) == ("iresnet100", "cosface", 0.2)
     assert (recipe.train.global_batch, recipe.train.nproc) == (512, 4)
     assert recipe.train.evaluate_sets == ("lfw",)
-    assert "megaclass: " in shown.err and "the learning rate falls with power 1, as in today's train_v2.py" in shown.err
-    assert "# - the learning rate falls with power 1, as in today's train_v2.py" in shown.out
+    assert (
+        "megaclass: " in shown.err
+        and "the learning rate decays with power 1, as in the current train_v2.py" in shown.err
+    )
+    assert "# - the learning rate decays with power 1, as in the current train_v2.py" in shown.out
 
 
 def test_the_older_curve_is_given_by_an_option(published, tmp_path, capsys):
@@ -48,7 +51,7 @@ def test_the_older_curve_is_given_by_an_option(published, tmp_path, capsys):
     shown = capsys.readouterr()
     (tmp_path / "recipe.toml").write_text(shown.out)
     assert load_config(tmp_path / "recipe.toml").optimizer.power == 2.0
-    assert "# as in the scheduler InsightFace had before; 1 is that of today's train_v2.py\npower = 2.0" in shown.out
+    assert "# as in InsightFace's earlier scheduler; the current train_v2.py uses 1\npower = 2.0" in shown.out
 
 
 def test_the_recipe_is_written_as_a_new_file_and_never_over_another(published, tmp_path, capsys):

@@ -85,7 +85,9 @@ def test_every_published_config_imports_and_reads_back(tmp_path, published: Publ
     recipe.write_text(recipe_text(config, remarks, path))
     assert load_config(recipe) == config
     assert all(f"# - {remark}\n" in recipe.read_text() for remark in remarks)
-    assert "# as in today's train_v2.py; 2 (--lr-power 2)" in recipe.read_text()
+    assert (
+        "# as in the current train_v2.py; InsightFace's earlier scheduler used 2 (--lr-power 2)" in recipe.read_text()
+    )
     parts = 12 if "gradient_acc" in published.more else 1
     assert config.train.global_batch == published.batch_size * published.gpus * parts
     assert config.train.accumulate == parts
@@ -152,7 +154,7 @@ def test_negative_warm_up_is_none_today_and_a_later_start_before(tmp_path):
     assert "warmup_epoch = -1 means no warm-up" in remarks
     config, remarks = imported(tmp_path, "config.warmup_epoch = -1", lr_power=2)
     assert config.optimizer.lr == pytest.approx(0.1 * (20 / 21) ** 2)
-    assert "begins as if 1 epochs had passed" in remarks
+    assert "starts as if 1 epochs had passed" in remarks
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_networks_train_with_what_insightface_drops_and_masks(tmp_path, network,
     backbone = config.backbone
     assert (backbone.name, backbone.drop_path, backbone.mask_patches) == (name, drop_path, mask)
     assert backbone.checkpoint_activations == recomputes
-    assert ("names 5 % of masked patches, but InsightFace's code masks 10 %" in remarks) == network.endswith("mask_005")
+    assert ("suggests 5 % masked patches, but InsightFace's code masks 10 %" in remarks) == network.endswith("mask_005")
 
 
 # iresnet2060, which takes a while, is built by the tests of the backbones.
@@ -233,13 +235,13 @@ def test_dalis_augmentation_becomes_ours_where_dali_reads_the_images(tmp_path):
     assert "differ from DALI's in detail" in remarks
     config, remarks = imported(tmp_path, "config.dali_aug = True")
     assert config.data.augment == ""
-    assert "InsightFace reads it with dali = True only" in remarks
+    assert "InsightFace reads it only if dali is True" in remarks
 
 
 def test_margins_are_those_that_insightfaces_loss_makes_of_the_three_numbers(tmp_path):
     config, remarks = imported(tmp_path, "config.margin_list = (1.2, 0.4, 0.1)")
     assert (config.head.margin, config.head.margin_size) == ("cosface", 0.1)
-    assert "ignores m1 and m2 where m3 is above 0" in remarks
+    assert "ignores m1 and m2 if m3 is above 0" in remarks
     text = MS1MV3_R50.replace("config.margin_list = (1.0, 0.5, 0.0)", "config.loss = 'cosface'")
     config, _ = imported(tmp_path, text=text)
     assert (config.head.margin, config.head.margin_size) == ("cosface", 0.4)
@@ -255,18 +257,21 @@ def test_margins_are_those_that_insightfaces_loss_makes_of_the_three_numbers(tmp
         ("config.loss = 'adaface'", "expected arcface or cosface"),
         ("config.sample_rate = 3.0", r"head\.sample_rate is 3\.0"),
         ("config.optimizer = 'lion'", "expected sgd or adamw"),
-        ("config.gradient_acc = 0.5", "expected a whole number of 1 or more"),
-        ("config.batch_size = 'many'", "expected a whole number of 1 or more"),
+        ("config.gradient_acc = 0.5", "expected a whole number of at least 1"),
+        ("config.batch_size = 'many'", "expected a whole number of at least 1"),
         ("config.lr = None", "expected a number"),
         ("config.lr = -0.1", r"optimizer\.lr is -0\.1"),
-        ("config.verbose = 0", "expected a whole number of 1 or more"),
-        ("config.network = 'transface_vit_b'", "this network is not known; known are r18, "),
+        ("config.verbose = 0", "expected a whole number of at least 1"),
+        ("config.network = 'transface_vit_b'", "unknown network; known networks are r18, "),
         ("config.network = 50", "expected text"),
         ("config.val_targets = 'lfw'", "expected a list of names"),
-        ("config.lr_func = step", "it belongs to older InsightFace code: set optimizer.schedule = 'step'"),
-        ("config.decay_epoch = [10, 16]", "it belongs to older InsightFace code"),
-        ("config.dpap_prob = 0.2", "dpap_prob is not a setting of InsightFace's train_v2.py that is known here"),
-        ("config.rec = 'synthetic'\ndel config.num_classes", "such a statement is not executed"),
+        (
+            "config.lr_func = step",
+            "Delete the line from a copy of the file, and set optimizer.schedule = 'step'",
+        ),
+        ("config.decay_epoch = [10, 16]", "the setting belongs to older InsightFace code"),
+        ("config.dpap_prob = 0.2", "dpap_prob is not a known setting of InsightFace's train_v2.py"),
+        ("config.rec = 'synthetic'\ndel config.num_classes", "this kind of statement is not executed"),
     ],
 )
 def test_what_cannot_be_carried_over_is_refused_with_the_line(tmp_path, line, message):
@@ -282,7 +287,7 @@ def test_what_cannot_be_carried_over_is_refused_with_the_line(tmp_path, line, me
 def test_settings_without_an_effect_need_no_value_that_can_be_read(tmp_path):
     more = "import os\nconfig.wandb_key = os.environ['KEY']\nconfig.using_wandb = True\nconfig.save_all_states = True"
     _, remarks = imported(tmp_path, more)
-    assert "wandb_key was not carried over: log in with wandb login" in remarks
+    assert "wandb_key was not carried over: log in with `wandb login`" in remarks
     assert "save_all_states was not carried over" in remarks
     assert "not carried over, because switched off: resume, dali" in remarks
 
@@ -331,3 +336,15 @@ def test_curves_of_these_tests_are_insightfaces():
     # A negative warm-up cancels out of the quotients.
     assert insightface_curve(0.1, -10, 100) == pytest.approx(rates)
     assert math.isclose(older_curve(0.1, -10, 100)[0], 0.1 * (100 / 110) ** 2)
+
+
+def test_every_network_of_insightface_is_a_backbone_and_every_backbone_but_slim_has_a_name():
+    from megaclass.backbones import BACKBONES
+    from megaclass.insightface.names import INSIGHTFACE_NAMES, NETWORKS
+
+    assert set(INSIGHTFACE_NAMES) == set(BACKBONES) - {"slim"}
+    assert {NETWORKS[name].name for name in INSIGHTFACE_NAMES.values()} == set(INSIGHTFACE_NAMES)
+    assert INSIGHTFACE_NAMES["iresnet100"] == "r100"
+    assert INSIGHTFACE_NAMES["vit_l"] == "vit_l_dp005_mask_005", (
+        "the only name under which InsightFace builds this size"
+    )

@@ -226,7 +226,6 @@ def test_a_run_of_two_ranks_killed_while_it_saves_has_the_curve_of_one_never_sto
     check_kills(rank_pool, data, tmp_path, 1, train__epochs=3)
 
 
-@pytest.mark.ranks
 @pytest.mark.soak
 def test_a_run_killed_30_times_has_the_curve_of_one_never_stopped(rank_pool, data, tmp_path):
     check_kills(rank_pool, data, tmp_path, 30, train__epochs=60)
@@ -248,7 +247,7 @@ def test_a_run_folder_that_another_host_does_not_see_is_refused_with_the_reason(
     outcomes = run_ranks(2, _train_in_own_folder, settings(data, "run"), folders)
     for _, _, error in outcomes:
         assert "Rank 1 on " in error and f"does not see in {folders[1]}/run what rank 0 wrote there" in error
-        assert "Put train.run_dir on a file system they share." in error
+        assert "Put train.run_dir on a file system that they share." in error
     assert not list(folders[1].iterdir())
     assert not list((folders[0] / "run").glob(".seen-*"))
 
@@ -362,7 +361,7 @@ def test_without_the_request_a_changed_list_is_refused_with_the_difference(run_r
     for error in [o[2] for o in run_ranks(2, _train, values, StartMode(resume=str(newest(named.run_dir))))]:
         assert "20 classes were saved, the data has 20" in error
         assert "2 new (Person 20 ü, Person 21 ü)" in error and "2 gone (Person 03 ü, Person 07 ü)" in error
-        assert "under another number" in error and "--match-classes keeps the centres" in error
+        assert "with another number" in error and "--match-classes keeps the centres" in error
 
 
 def test_names_that_have_nothing_in_common_with_the_saved_ones_are_refused(run_ranks, named, tmp_path):
@@ -404,7 +403,7 @@ def test_a_list_of_names_that_does_not_fit_the_data_is_refused(run_ranks, data, 
     folder = renumbered(data, tmp_path / "data", list(range(NUM_CLASSES)))
     (folder / "classes.txt").write_text("one\ntwo\n")
     _, _, error = run_ranks(1, _train, settings(folder, tmp_path / "run"))[0]
-    assert "names 2 classes, but its labels are of 20" in error
+    assert "names 2 classes, but has labels for 20" in error
 
 
 # --- refused with the difference ---

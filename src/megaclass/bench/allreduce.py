@@ -1,8 +1,8 @@
 """`megaclass bench allreduce`: measures collectives in the table format of nccl-tests and checks every result."""
 
 import json
+import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,6 +15,8 @@ from megaclass.distributed.collectives import all_gather_single, gather_blocks, 
 from megaclass.distributed.process_group import process_group
 from megaclass.errors import ConfigError, LaunchError
 from megaclass.world import World
+
+_log = logging.getLogger("megaclass.bench")
 
 _ELEMENT_BYTES = 4
 _SETTINGS_BYTES = 1024
@@ -328,7 +330,4 @@ def _footer(rows: list[Row]) -> str:
 def warn_of_one_rank(world: World) -> None:
     """Warns if there is only one rank, so that nothing can be measured."""
     if world.size == 1:
-        print(
-            "megaclass: a single rank sends nothing. Start several: megaclass run -np 2 megaclass bench allreduce",
-            file=sys.stderr,
-        )
+        _log.warning("a single rank sends nothing. Start several: megaclass run -np 2 megaclass bench allreduce")

@@ -4,6 +4,7 @@ If the step is as fast with noise as with the real data, reading is not the bott
 """
 
 import json
+import logging
 import statistics
 import sys
 import time
@@ -24,6 +25,8 @@ from megaclass.train.build import Model, build_model
 from megaclass.train.run.data import make_data, make_loader, open_data
 from megaclass.train.step import training_step
 from megaclass.world import World, world_from_environment
+
+_log = logging.getLogger("megaclass.bench")
 
 _WARM_UP_STEPS = 2
 _NUM_TIMED = 5
@@ -76,7 +79,7 @@ def bench_step(config: Config, arguments: Sequence[str], *, num_steps: int, is_j
         on_main_rank(lambda: make_data(config), device)
         source, loader = on_every_rank(lambda: open_data(config, world), device)
         if world.is_main:
-            print(source.describe(), file=sys.stderr)
+            _log.info(source.describe())
         model = build_model(config, source, world, device)
         result = measure_step(config, model, source, loader, world, device, num_steps)
     if world.is_main:

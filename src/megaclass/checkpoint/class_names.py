@@ -1,6 +1,6 @@
-"""Names of the classes, saved with their centres, so that a changed list of identities finds its own again.
+"""Class names, saved with the centres, so that training can resume on a changed list of identities.
 
-As text: one name a line, line i for class i, in `classes.txt`. No text at all: classes are called by their numbers.
+`classes.txt` holds one name per line, line i for class i. Without names, classes are identified by their numbers.
 """
 
 import io
@@ -24,7 +24,7 @@ class ClassList:
 
     num_classes: int
     text: bytes = b""
-    """One name a line; empty: numbers."""
+    """One name per line; empty if classes are identified by their numbers."""
 
     @staticmethod
     def of(names: Iterable[bytes], where: str) -> "ClassList":
@@ -32,7 +32,7 @@ class ClassList:
         for number, name in enumerate(listed):
             if not name or b"\n" in name:
                 raise CheckpointError(
-                    f"Class {number} of {where} is called {name!r}: expected a name without line breaks."
+                    f"Class {number} of {where} has the name {name!r}: expected a name without line breaks."
                 )
         return ClassList(len(listed), b"\n".join(listed) + b"\n" if listed else b"")
 
@@ -48,28 +48,33 @@ class ClassList:
 
 @dataclass(frozen=True)
 class ClassMatch:
-    """Where the classes [start, stop) of a new list stood in a saved one."""
+    """The positions of the classes [start, stop) of a new list in a saved one."""
 
     saved_K: NDArray[np.int64]
-    """Number in the saved list of each new class, -1 where it has none."""
+    """Saved number of each class, or -1 for a class that is new."""
     num_same: int
     num_renumbered: int
     num_new: int
 
 
 def saved_classes(folder: Path, manifest: Manifest) -> ClassList:
-    """Class list of a checkpoint whose files have been checked."""
+    """Returns the class list of a checkpoint whose files have been checked."""
     if CLASSES not in manifest.files:
         return ClassList(manifest.num_classes)
     classes = ClassList(manifest.num_classes, (folder / CLASSES).read_bytes())
     num_names = classes.text.count(b"\n")
     if num_names != manifest.num_classes:
-        raise CheckpointError(f"{folder / CLASSES} names {num_names} classes, the centres are {manifest.num_classes}.")
+        raise CheckpointError(
+            f"{folder / CLASSES} names {num_names} classes, but there are {manifest.num_classes} centres."
+        )
     return classes
 
 
 def match_classes(saved: ClassList, current: ClassList, start: int, stop: int) -> ClassMatch:
-    """Finds the current classes [start, stop) in the saved list by name. Memory for those, and 8 bytes a class for all."""
+    """Finds the current classes [start, stop) in the saved list by name.
+
+    Memory: the names of these classes, and 8 bytes per class of the whole list.
+    """
     _check_names_differ(current)
     places = {name: place for place, name in enumerate(itertools.islice(current.names(), start, stop))}
     saved_K = np.full(stop - start, -1, dtype=np.int64)
@@ -83,22 +88,23 @@ def match_classes(saved: ClassList, current: ClassList, start: int, stop: int) -
 
 
 def _check_names_differ(classes: ClassList) -> None:
-    """Among all of them, so that every rank finds the same, whichever are its own."""
+    """Refuses two classes of the same name. All classes are compared, so that every rank comes to the same result."""
     if not classes.text:
         return
+    # Hashes take 8 bytes per class, a set of names ten times as much. Only names whose hashes collide are compared.
     hashes = np.fromiter(map(hash, classes.names()), dtype=np.int64, count=classes.num_classes)
     hashes.sort()
     suspects, seen = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist()), set[bytes]()
     for name in (name for name in classes.names() if suspects and hash(name) in suspects):
         if name in seen:
             raise CheckpointError(
-                f"Two classes of the data are called {name.decode(errors='replace')!r}: names must differ."
+                f"Two classes of the data have the name {name.decode(errors='replace')!r}: names must be unique."
             )
         seen.add(name)
 
 
 def describe_match(num_same: int, num_renumbered: int, num_new: int, num_saved: int) -> str:
-    """A table: how many centres of each kind."""
+    """Returns a table with the number of centres of each kind."""
     num_kept = num_same + num_renumbered
     rows = (
         ("kept, under the same number", num_same),
@@ -111,14 +117,14 @@ def describe_match(num_same: int, num_renumbered: int, num_new: int, num_saved: 
 
 
 def describe_difference(saved: ClassList, current: ClassList) -> str:
-    """In words, for refusing, with what --match-classes would do: empty when the lists are the same."""
+    """Explains how the lists differ and what --match-classes would do; empty if they are equal."""
     if saved == current:
         return ""
     if saved.kind_of_name != current.kind_of_name:
         return (
-            f"the saved ones are called by {saved.kind_of_name}, those of the data by {current.kind_of_name}. "
-            f"A file classes.txt beside the data, line i for class i, names them: a copy of the checkpoint's, if they are "
-            f"the same"
+            f"the saved classes are identified by {saved.kind_of_name}, those of the data by {current.kind_of_name}. "
+            f"A file classes.txt beside the data (line i for class i) gives them names; if the classes are the same, copy "
+            f"it from the checkpoint"
         )
     known, now = set(saved.names()), set(current.names())
     parts = [f"{saved.num_classes:,} classes were saved, the data has {current.num_classes:,}"]
@@ -129,7 +135,7 @@ def describe_difference(saved: ClassList, current: ClassList) -> str:
             parts.append(f"{len(found):,} {kind} ({shown}{', …' if len(found) > _SHOWN else ''})")
     match = match_classes(saved, current, 0, current.num_classes)
     if match.num_renumbered:
-        parts.append(f"{match.num_renumbered:,} under another number")
+        parts.append(f"{match.num_renumbered:,} with another number")
     keeps = f"--match-classes keeps the centres of those with the same {current.kind_of_name}"
     if not current.text:
         keeps += "; names would come from a file classes.txt beside the data"

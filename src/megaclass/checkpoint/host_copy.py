@@ -1,4 +1,4 @@
-"""The state as it stood at a step, copied to host memory, so that training goes on while it is written."""
+"""Copies the state of a step to host memory, so that training continues while the copy is written."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Host memory for one state, used again at every save: taking pages anew costs more than the copy itself."""
+    """Host memory for one state, reused at every save: allocating pages costs more than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -15,17 +15,17 @@ class HostCopy:
 
     @torch.no_grad()
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the memory these will need: pinned for a GPU's, which then copies without the host."""
+        """Allocates the memory for these tensors; pinned for GPU tensors, so that the GPU copies without the host."""
         for name, tensor in tensors.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 new = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                # Written once now: the system hands out pages at the first touch.
+                # Written once now, because the system allocates pages at the first access.
                 self._buffers[name] = new if tensor.is_cuda else new.zero_()
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous copies by name, whole after `wait`. What a GPU does next comes after the copy, in its own order."""
+        """Starts contiguous copies, which are complete after `wait`. Later work on the same GPU stream runs after the copy."""
         self.reserve(tensors)
         copies = {name: self._buffers[name].copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
@@ -34,6 +34,6 @@ class HostCopy:
         return copies
 
     def wait(self) -> None:
-        """Until the copies have arrived; may be called in another thread."""
+        """Waits until the copies are complete; may be called from another thread."""
         if self._arrived is not None:
             self._arrived.synchronize()

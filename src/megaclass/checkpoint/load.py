@@ -1,4 +1,4 @@
-"""Disk -> state, on any number of ranks: each takes the slices of the saved shards that lie in its classes."""
+"""Loads a checkpoint on any number of ranks: each rank reads the parts of the saved shards that hold its classes."""
 
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,9 +31,9 @@ from megaclass.errors import CheckpointError, UserError
 def newest_whole(
     checkpoints: Path, fits: Callable[[Path, Manifest], None] = lambda folder, manifest: None
 ) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that fits and whose every byte is right, and why newer ones were passed over.
+    """Returns the newest checkpoint that fits and is undamaged, and the reasons why newer ones were skipped.
 
-    fits: raises a CheckpointError that says what is against a checkpoint, before its files are read.
+    fits: raises a CheckpointError if a checkpoint is not suitable; called before its files are read.
     """
     return first_whole(reversed(published(checkpoints)), fits)
 
@@ -41,7 +41,7 @@ def newest_whole(
 def first_whole(
     folders: Iterable[Path], fits: Callable[[Path, Manifest], None] = lambda folder, manifest: None
 ) -> tuple[Path | None, list[str]]:
-    """The same, of these folders in this order."""
+    """Returns the first of these folders that fits and is undamaged, and the reasons why earlier ones were skipped."""
     reasons: list[str] = []
     for folder in folders:
         try:
@@ -61,19 +61,21 @@ def first_whole_on_all_ranks(
     fits: Callable[[Path, Manifest], None] = lambda folder, manifest: None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Path | None, list[str]]:
-    """Collective. first_whole, every file hashed by one rank; the folder is the same on all ranks, the reasons are rank 0's.
+    """Collective. Like `first_whole`, but each file is hashed by one rank. The folder is the same on all ranks.
 
-    folders, fits: only rank 0 looks which there are and which fits. A rank that then sees another checkpoint in that
-    place, or none, ends all with the reason.
+    folders, fits: called on rank 0 only, which also has the reasons. If another rank sees a different checkpoint at that
+    path, or none, all ranks raise an error.
     """
+    # Candidates that rank 0 has not tried yet; the other ranks never ask for them.
     left: Iterator[Path] | None = None
     reasons: list[str] = []
 
-    def next_in_line() -> str:
+    def next_candidate() -> str:
         nonlocal left
         left = iter(folders()) if left is None else left
         for folder in left:
             try:
+                # Cheap checks here, on rank 0 alone; the digests follow on all ranks.
                 manifest = read_manifest(folder)
                 fits(folder, manifest)
                 check_sizes(folder, manifest)
@@ -83,10 +85,11 @@ def first_whole_on_all_ranks(
         return ""
 
     rank, world_size = group_rank(group), group_size(group)
-    while told := text_of_main_rank(next_in_line, device, group):
-        digest, _, name = told.partition(" ")
+    while answer := text_of_main_rank(next_candidate, device, group):
+        # The path is the rest of the line, because it may contain spaces.
+        digest, _, name = answer.partition(" ")
         folder = Path(name)
-        manifest = on_every_rank(partial(_manifest_as_told, folder, digest, rank), device, group)
+        manifest = on_every_rank(partial(_same_manifest, folder, digest, rank), device, group)
         own = [name for name, saved in manifest.files.items() if _hashing_rank(saved, manifest, world_size) == rank]
         try:
             on_every_rank_for_long(partial(check_digests, folder, manifest, own), device, group)
@@ -98,38 +101,38 @@ def first_whole_on_all_ranks(
 
 
 def _hashing_rank(saved: SavedFile, manifest: Manifest, world_size: int) -> int:
-    """The rank that reads these centres next, so that its host need not fetch them twice: an even share of the bytes.
+    """Returns the rank that hashes a file: the one that loads its centres next, so that its host reads them once.
 
-    What holds no centres goes to the last rank.
+    Ranks get about equal numbers of bytes. Files without centres go to the last rank.
     """
     if saved.class_start == saved.class_stop:
         return world_size - 1
     return saved.class_start * world_size // manifest.num_classes
 
 
-def _manifest_as_told(folder: Path, digest: str, rank: int) -> Manifest:
+def _same_manifest(folder: Path, digest: str, rank: int) -> Manifest:
     try:
         manifest = read_manifest(folder)
         if manifest.digest() != digest:
-            raise CheckpointError(f"its manifest is another one, of step {manifest.step}.")
+            raise CheckpointError(f"its manifest is a different one, of step {manifest.step}.")
         check_sizes(folder, manifest)
     except CheckpointError as error:
         raise CheckpointError(
             f"Rank {rank} on {socket.gethostname()} does not see the checkpoint {folder} that rank 0 sees: {error} "
-            f"It must lie on a file system that all hosts share."
+            f"It must be on a file system that all hosts share."
         ) from error
     return manifest
 
 
 def load_shared(folder: Path) -> dict[str, Tensor]:
-    """Backbone, its optimizer and the head's small state, on the CPU."""
+    """Returns the backbone, its optimizer and the small state of the head, on the CPU."""
     return read_tensors(folder / SHARED)
 
 
 def saved_rows(
     folder: Path, manifest: Manifest, class_start: int, class_stop: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """(first class, rows) of every shard that overlaps classes [class_start, class_stop), one shard in memory at a time."""
+    """Yields (first class, rows) of every shard that overlaps classes [class_start, class_stop); one is in memory at a time."""
     for name, saved in manifest.files.items():
         if saved.class_start < class_stop and class_start < saved.class_stop:
             tensors = read_tensors(folder / name)
@@ -138,19 +141,19 @@ def saved_rows(
             for key, rows in rows_of.items():
                 if rows.ndim == 0 or len(rows) == 0 or len(rows) % num_classes:
                     raise CheckpointError(
-                        f"{folder / name}: {key!r} has shape {tuple(rows.shape)}, the manifest says {num_classes} classes."
+                        f"{folder / name}: {key!r} has shape {tuple(rows.shape)}, but the manifest says {num_classes} classes."
                     )
             yield saved.class_start, rows_of
 
 
 def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
-    """What this rank saved of its own; only of use in a world of the same size."""
+    """Returns the state that this rank saved for itself; useful only with the same number of ranks."""
     from safetensors import safe_open
 
     shards = sorted((s.class_start, name) for name, s in manifest.files.items() if s.class_start < s.class_stop)
     if rank >= len(shards):
         raise CheckpointError(
-            f"{folder} holds {len(shards)} shards of centres, but says that {manifest.world_size} ranks saved it."
+            f"{folder} holds {len(shards)} shards of centres, but its manifest says that {manifest.world_size} ranks saved it."
         )
     with safe_open(folder / shards[rank][1], framework="pt") as file:
         names = [name for name in file.keys() if name.startswith(RANK_PREFIX)]  # noqa: SIM118 (not a dict)
@@ -164,18 +167,18 @@ def copy_matched_rows(
     num_subcentres: int,
     where: str,
 ) -> None:
-    """Copies rows of any classes, in any order: target's class k is class saved_K[k] of the shards, none where it is -1.
+    """Copies the rows of class saved_K[k] of the shards to class k of the target; -1 leaves the class unchanged.
 
-    target: tensors of K * num_subcentres rows; every shard must hold them all, in the same widths.
+    target: tensors of K * num_subcentres rows; every shard must hold all of them in the same widths.
     """
     for first_class, rows in shards:
         for name, own in target.items():
             if name not in rows:
-                raise CheckpointError(f"{where} holds {sorted(rows)} for a row, but no {name!r}, which this run keeps.")
+                raise CheckpointError(f"{where} holds {sorted(rows)} per row, but not {name!r}, which this run needs.")
             if rows[name].shape[1:] != own.shape[1:] or len(rows[name]) % num_subcentres:
                 raise CheckpointError(
-                    f"{where}: rows of {name!r} have shape {tuple(rows[name].shape)}, this run's {tuple(own.shape)} with "
-                    f"{num_subcentres} centre(s) a class."
+                    f"{where}: rows of {name!r} have shape {tuple(rows[name].shape)}, but this run has {tuple(own.shape)} with "
+                    f"{num_subcentres} centre(s) per class."
                 )
             saved = rows[name].unflatten(0, (-1, num_subcentres))
             here = np.flatnonzero((saved_K >= first_class) & (saved_K < first_class + len(saved)))

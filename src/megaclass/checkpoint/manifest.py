@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files belong to it, their sizes and digests, and the classes they hold."""
+"""The manifest of a checkpoint lists its files with their sizes, digests and classes."""
 
 import hashlib
 import json
@@ -17,14 +17,14 @@ FORMAT = 1
 NAME = "manifest.json"
 SHARED = "shared.safetensors"
 CLASSES = "classes.txt"
-# In a shard, names of tensors that belong to the rank that wrote it, not to its classes.
+# Prefix of tensors in a shard that belong to the rank that wrote it, not to its classes.
 RANK_PREFIX = "rank."
 _NUM_HASHERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFile:
-    """One file of a checkpoint; class_start and class_stop are equal for files without centres."""
+    """One file of a checkpoint; class_start equals class_stop for files without centres."""
 
     num_bytes: int
     sha256: str
@@ -34,6 +34,8 @@ class SavedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
+    """The content of manifest.json."""
+
     step: int
     num_classes: int
     world_size: int
@@ -41,16 +43,17 @@ class Manifest:
     """The run's settings as TOML."""
     files: Mapping[str, SavedFile]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """`loss`, and `verification_accuracy` where it was evaluated, as of this step."""
+    """`loss`, and `verification_accuracy` if it was evaluated, at this step."""
     data: DataMarks = field(default_factory=DataMarks)
-    """What the data that was trained on is known by; empty in checkpoints of before there were marks."""
+    """Fingerprint of the training data; empty in older checkpoints."""
 
     def digest(self) -> str:
-        """The same on every rank that reads the same manifest."""
+        """Returns a digest by which ranks compare the manifests that they read."""
         return _digest({"format": FORMAT, **asdict(self)})
 
     def write(self, folder: Path) -> None:
         values = {"format": FORMAT, **asdict(self)}
+        # write_file refuses to replace a file, and an earlier attempt may have left one.
         (folder / NAME).unlink(missing_ok=True)
         write_file(folder / NAME, [json.dumps({**values, "sha256": _digest(values)}, indent=1).encode()])
 
@@ -60,7 +63,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {values['format']!r}, not {FORMAT}: another version wrote it.")
+            raise CheckpointError(
+                f"{path} has format {values['format']!r}, not {FORMAT}: it was written by another version."
+            )
         if values.pop("sha256") != _digest(values):
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one it states.")
         del values["format"]
@@ -71,14 +76,14 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing: the folder is no checkpoint, or one that was never finished."
+            f"{path} is missing: the folder is not a checkpoint, or its save never finished."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Whoever can write a manifest can also write its digest: every field is looked at before anything is done with it."""
+    """Checks every field before it is used: the digest proves nothing, because a forger can compute it too."""
 
     def require(field_name: str, value: object, is_right: bool, expected: str) -> None:
         if not is_right:
@@ -94,7 +99,7 @@ def _check_types(manifest: Manifest) -> None:
             require(f"{key} of {name[:60]!r}", value, _is_count(value), "a whole number from 0")
         require(f"sha256 of {name[:60]!r}", saved.sha256, isinstance(saved.sha256, str), "text")
     metrics, marks = manifest.metrics, manifest.data
-    # A loss may be infinite or not a number.
+    # A loss may be infinite or NaN.
     is_right = isinstance(metrics, dict) and all(
         isinstance(value, float) or _is_count(value) or _is_count(-1 * value) for value in metrics.values()
     )
@@ -118,14 +123,14 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Every file is there, whole and unaltered, and no class is without its centre, or a CheckpointError that says so."""
-    # Sizes first, since they cost nothing.
+    """Raises a CheckpointError unless every file is complete and unaltered and every class has its centre."""
+    # Sizes first, because checking them costs nothing.
     check_sizes(folder, manifest)
     check_digests(folder, manifest, manifest.files)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """What of check_files reads no file."""
+    """Does the part of `check_files` that reads no file."""
     _check_classes(folder, manifest)
     for name, saved in manifest.files.items():
         path = folder / name
@@ -134,11 +139,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing, though {NAME} lists it.")
         if path.stat().st_size != saved.num_bytes:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {NAME} says {saved.num_bytes}.")
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but {NAME} says {saved.num_bytes}.")
 
 
 def check_digests(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
-    """What of check_files reads these files whole. Hashing lets other threads run."""
+    """Compares the digests of these files. Hashing releases the GIL, so that other threads run."""
     with ThreadPoolExecutor(_NUM_HASHERS) as hashers:
         digests = hashers.map(lambda name: _file_digest(folder / name), names)
         for name, digest in zip(names, digests, strict=True):
@@ -156,7 +161,7 @@ def _check_classes(folder: Path, manifest: Manifest) -> None:
     if next_class != manifest.num_classes or SHARED not in manifest.files:
         raise CheckpointError(
             f"{folder / NAME} lists centres up to class {next_class} of {manifest.num_classes} without a gap, "
-            f"and {'the' if SHARED in manifest.files else 'no'} file {SHARED}: it is not whole."
+            f"and {'the' if SHARED in manifest.files else 'no'} file {SHARED}: it is not complete."
         )
 
 
@@ -171,13 +176,14 @@ def _file_digest(path: Path) -> str:
 def write_file(
     path: Path, chunks: Iterable[bytes | memoryview], class_start: int = 0, class_stop: int = 0
 ) -> SavedFile:
-    """Writes and flushes a new file of these bytes, in this order."""
+    """Writes and flushes a new file with these bytes, and returns its entry for the manifest."""
     digest, num_bytes = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for chunk in chunks:
             digest.update(chunk)
             num_bytes += len(chunk)
+            # One write call takes at most 2 GiB and may take less.
             left = memoryview(chunk)
             while left:
                 left = left[os.write(handle, left) :]

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the last few, and the best."""
+"""Decides which checkpoints are kept: the last few, and the best."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from megaclass.checkpoint.manifest import read_manifest
 from megaclass.errors import CheckpointError
 
 ACCURACY, LOSS = "verification_accuracy", "loss"
-# Exact, because what is taken for a checkpoint may be removed as one: a user's copy step-000001000-keep is none.
+# Exact, because checkpoints may be removed: a user's copy such as step-000001000-keep must not count as one.
 _NAME = r"step-(\d{9,})"
 
 
@@ -18,9 +18,9 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
 
 
 def published(checkpoints: Path) -> list[Path]:
-    """Folders of checkpoints, oldest first, whole or not.
+    """Returns the folders of checkpoints, oldest first, damaged or not.
 
-    One that stepped aside for another of the same step (checkpoint/save.py) counts where that one never came.
+    A checkpoint that was moved aside for another of the same step (checkpoint/save.py) counts if that one never appeared.
     """
     found = [path for path in _entries(checkpoints) if re.fullmatch(_NAME, path.name)]
     found += [aside for aside in asides(checkpoints) if not final_of(aside).exists()]
@@ -28,33 +28,34 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Of a published checkpoint, by its name."""
+    """Returns the step of a published checkpoint from its name."""
     match = re.fullmatch(rf"\.?{_NAME}(?:\.replaced)?", folder.name)
     assert match is not None, folder
     return int(match[1])
 
 
 def asides(checkpoints: Path) -> list[Path]:
+    """Returns the checkpoints that were moved aside while another one of the same step took their place."""
     return [path for path in _entries(checkpoints) if re.fullmatch(rf"\.{_NAME}\.replaced", path.name)]
 
 
 def unfinished_saves(checkpoints: Path) -> list[Path]:
-    """With or without the name of the job that wrote there."""
+    """Returns the folders of unfinished saves, with or without the name of the job in their names."""
     return [path for path in _entries(checkpoints) if re.fullmatch(rf"\.{_NAME}(\.[0-9a-f]+)?\.partial", path.name)]
 
 
 def written_by_runs(checkpoints: Path) -> list[Path]:
-    """Checkpoints, published, unfinished or set aside: everything but what users put beside them."""
+    """Returns all published, unfinished and set-aside checkpoints, but nothing that users put beside them."""
     return [path for path in _entries(checkpoints) if re.fullmatch(rf"\.?{_NAME}(\..*)?", path.name)]
 
 
 def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
-    """Renames the checkpoints of later steps, so that nobody goes on from them; returns where they are now."""
+    """Renames the checkpoints of later steps, so that no run resumes from them; returns their new paths."""
     return [folder.rename(_free_name(folder)) for folder in published(checkpoints) if step_of(folder) > step]
 
 
 def aside_of(final: Path) -> Path:
-    """Where a checkpoint lies while one of the same step takes its place."""
+    """Returns the path of a checkpoint while another one of the same step takes its place."""
     return final.with_name(f".{final.name}.replaced")
 
 
@@ -63,17 +64,17 @@ def final_of(aside: Path) -> Path:
 
 
 def superfluous(checkpoints: Path, newest: Path, keep: int) -> list[Path]:
-    """What may go once `newest` is published: all before it but the last `keep`, it included, and the best."""
-    # Later ones are of a run that was resumed from before them, or damaged; they must not push out this one.
+    """Returns the checkpoints to remove once `newest` is published: all but the last `keep` (with `newest`) and the best."""
+    # Later ones are damaged, or come from a run that was resumed at an earlier step: they must not displace `newest`.
     before = [folder for folder in published(checkpoints) if step_of(folder) < step_of(newest)]
     best = best_folder([*before, newest])
     return [folder for folder in before[: max(0, len(before) - keep + 1)] if folder != best]
 
 
 def best_folder(folders: Iterable[Path]) -> Path | None:
-    """The highest verification accuracy; where none was evaluated, the lowest loss; of equals, the last.
+    """Returns the checkpoint of the highest verification accuracy, or of the lowest loss if none was evaluated.
 
-    What has no readable manifest, or no finite number in it, is never the best.
+    Of equal ones the last is the best. A checkpoint without a readable manifest or a finite number is never the best.
     """
     by_accuracy: list[tuple[float, int, Path]] = []
     by_loss: list[tuple[float, int, Path]] = []

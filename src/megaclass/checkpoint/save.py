@@ -1,25 +1,36 @@
-"""State -> disk: every rank its own centres, rank 0 the backbone; published by a rename once every byte is there.
+"""Saves checkpoints: each rank writes its centres, rank 0 also the backbone; a rename publishes the complete folder.
 
-A save on rank r of W, while training goes on:
+A save on rank r of W, while training continues:
 
-    loop      copies the state to host memory, and that is all it waits for
-    thread    writes, hashes and flushes the rank's files in a folder that is not a checkpoint yet,
-              then leaves a note there: rank-r.json, with sizes and digests
-    thread 0  waits for W notes, writes the manifest, renames the folder, removes checkpoints no longer wanted
-    loop      at the next save, or at the end: all ranks agree how it went
+    loop      copies the state to host memory; it waits for nothing else
+    thread    writes, hashes and flushes the files of the rank in a folder that is not a checkpoint yet,
+              then writes a note beside them: rank-r.json, with sizes and digests
+    thread 0  waits for W notes, writes the manifest, renames the folder, removes checkpoints that are not kept
+    loop      at the next save, or at the end: all ranks agree on the outcome
 
-A save that fails because a disk is full or gives an error for a while is warned about, and training goes on: the next save
-tries again. The last one is tried several times, because nothing comes after it.
+If a save fails for a reason that may pass (a full disk, an I/O error), rank 0 logs a warning and training continues: the
+next save tries again. The last save is tried several times, because no other save follows.
 
-Nothing but files passes between the threads of different ranks: collectives belong to the loop.
+The threads of different ranks exchange nothing but files; only the loop calls collectives.
+
+State of CheckpointWriter, all of it used by the loop's thread only, without a lock:
+
+    _under_way           the save that the background thread works on, or None
+    _last                the snapshot of the last save, for another attempt
+    _failure             why the last save failed, if the reason may pass; None or not None on all ranks alike
+    _rows_copy           host memory; the loop fills it before a save starts, the background thread reads it until the
+    _shared_copy         save is settled, and the loop never fills it earlier (_settle comes first)
+
+State of _Save: `written` and `published` are futures of the background thread; `is_abandoned` is set by the loop and ends
+the waiting of thread 0 for notes.
 """
 
 import json
+import logging
 import math
 import os
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -53,17 +64,18 @@ from megaclass.distributed.restart_progress import report_progress
 from megaclass.errors import CheckpointError, UserError, is_transient
 from megaclass.files import flush, make_private_folder
 
+_log = logging.getLogger("megaclass.checkpoint")
 T = TypeVar("T")
 _POLL_S = 0.05
-# How long the notes of other ranks are waited for when this rank is ending because of an error.
+# How long rank 0 waits for the notes of other ranks when training ended with an error.
 _LAST_WAIT_S = 20.0
-# Before each further attempt of the last save.
+# Pauses before further attempts of the last save.
 _PAUSES_S = (1.0, 4.0, 15.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one rank has to save at a step."""
+    """The state that one rank saves at a step."""
 
     step: int
     shared: Mapping[str, Tensor]
@@ -74,17 +86,18 @@ class Snapshot:
     class_stop: int
     num_classes: int
     rank_state: Mapping[str, Tensor] = field(default_factory=dict)
-    """What is this rank's own and not a row: random number generators."""
+    """State of this rank that is not a row of the head: random number generators."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """`loss`, and `verification_accuracy` where it was evaluated: they decide which checkpoint is the best."""
+    """`loss`, and `verification_accuracy` if it was evaluated: they decide which checkpoint is the best."""
 
 
 class CheckpointWriter:
-    """Saves the checkpoints of one run. The constructor, save and finish are collective; none runs in another thread.
+    """Saves the checkpoints of one run. The constructor, `save` and `finish` are collective.
 
-    A crash at any moment leaves the older checkpoints as they were; a rank that cannot write ends the save on all. Where
-    the reason may pass (a full disk, an I/O error) that is a warning, and an error only when the last save fails.
-    As a context manager it ends with finish(), or, when the block raised, says what became of a save under way.
+    A crash at any moment leaves the older checkpoints unchanged. If one rank cannot write, the save fails on all ranks. If
+    the reason may pass (a full disk, an I/O error), this is a warning, and an error only for the last save.
+    As a context manager it calls finish() at the end. If the block raises, it lets a save under way finish and reports
+    its error.
     """
 
     def __init__(
@@ -99,9 +112,9 @@ class CheckpointWriter:
         is_asynchronous: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """keep: how many of the last ones stay, beside the best. class_names: see checkpoint/class_names.py.
+        """keep: number of last checkpoints to keep besides the best. class_names: see checkpoint/class_names.py.
 
-        data: what the data is known by; only rank 0 needs it.
+        data: fingerprint of the training data; only rank 0 needs it.
         """
         self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
         self._data = data or DataMarks()
@@ -112,7 +125,7 @@ class CheckpointWriter:
         self._under_way: _Save | None = None
         self._last: Snapshot | None = None
         self._failure: UserError | OSError | None = None
-        """Why the last save did not succeed, if the reason may pass; the same on all ranks but for the words."""
+        """Why the last save failed, if the reason may pass. Set on all ranks or none; each rank has its own message."""
         self._job = self._agree_on_job()
 
     def __enter__(self) -> "CheckpointWriter":
@@ -130,19 +143,20 @@ class CheckpointWriter:
             self._thread.shutdown()
 
     def reserve(self, head_rows: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
-        """Takes the host memory for what is there already now, so that the first save waits no longer than the others."""
+        """Allocates the host memory now, so that the first save takes no longer than the others."""
         self._rows_copy.reserve(head_rows)
         if self._rank == 0:
             self._shared_copy.reserve(shared)
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Collective. Copies the state and starts to write checkpoints/step-N; returns the folder it will be.
+        """Collective. Copies the state and starts to write checkpoints/step-N; returns that folder.
 
-        First waits for the save before. Its errors are raised here, on all ranks; those that may pass are warned about.
+        Waits for the previous save first. Its errors are raised here, on all ranks; one that may pass is only logged.
         """
+        # The background thread reads the host copies until the previous save is settled: only then may they be filled again.
         self._settle()
         if self._failure is not None:
-            self._warn("training goes on, and the checkpoint of this step is tried now")
+            self._warn("training continues, and the checkpoint of this step is written now")
         self._last = snapshot
         return self._start(snapshot)
 
@@ -153,6 +167,7 @@ class CheckpointWriter:
         final = checkpoint_folder(self._checkpoints, snapshot.step)
         unfinished = self._checkpoints / f".{final.name}.{self._job}.partial"
         save = self._under_way = _Save(final, unfinished)
+        # One thread runs both tasks in order: on rank 0 publishing starts when its own files are written.
         write = partial(self._write_own, save, snapshot, rows, shared)
         save.written = self._thread.submit(self._named(write, final))
         if self._rank == 0:
@@ -165,13 +180,13 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Collective. Waits until the last save is published; its errors are raised here, on all ranks.
 
-        The state must still be that of the last save: it is written again where that failed and the reason may pass.
+        The state must still be that of the last save: if the save failed for a reason that may pass, it is written again.
         """
         self._settle()
         for pause_s in _PAUSES_S:
             if self._failure is None or self._last is None:
                 break
-            self._warn(f"it is tried again in {pause_s:g} s")
+            self._warn(f"the save is repeated in {pause_s:g} s")
             time.sleep(pause_s)
             self._start(self._last)
             self._settle()
@@ -181,7 +196,8 @@ class CheckpointWriter:
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
     def _agree_on_job(self) -> str:
-        """A name no other job has: a process that outlived its job cannot write into the folders of this one."""
+        """Returns a name that no other job has: a process that outlived its job cannot write into folders of this one."""
+        # Rank 0's random bits count for all. Seven bytes fit into a signed 64-bit integer.
         own_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=self._device)
         return f"{int(gather_blocks(own_bits, self._group)[0]):014x}"
 
@@ -190,42 +206,44 @@ class CheckpointWriter:
         if save is None:
             return
         try:
-            # However long the slowest disk takes.
+            # Without a time limit: the slowest disk decides.
             when_done_on_every_rank(save.written, self._device, self._group)
             when_done_on_every_rank(save.published or _done(), self._device, self._group)
         except BaseException as error:
             save.is_abandoned.set()
             if save.published is not None:
                 save.published.exception()
-                # Nobody writes there any more: all ranks have been heard.
+                # No rank writes there any more: all ranks have reported.
                 shutil.rmtree(save.unfinished, ignore_errors=True)
-            # Errors of this kind are raised on all ranks or none; what follows is collective.
+            # Errors of these types are raised on all ranks or none, so that the collective below is called by all.
             if not isinstance(error, UserError | OSError) or not self._is_transient_for_all(error):
                 raise
             self._failure = error
 
     def _is_transient_for_all(self, error: UserError | OSError) -> bool:
+        # One permanent error makes the failure permanent: that rank could not write the next checkpoint either.
         is_permanent = torch.tensor([not is_transient(error)], dtype=torch.uint8, device=self._device)
         return not gather_blocks(is_permanent, self._group).any()
 
     def _warn(self, what_follows: str) -> None:
         if self._rank == 0:
-            print(f"WARNING megaclass: {self._failure} Therefore {what_follows}.", file=sys.stderr, flush=True)
+            _log.warning("%s Therefore %s.", self._failure, what_follows)
 
     def _end_alone(self) -> None:
-        """The loop of this rank, and perhaps others, ended with an error: no collective may be called any more."""
+        """Waits for the save under way after an error in the loop of this rank, and perhaps of others: calls no collective."""
         save, self._under_way = self._under_way, None
         if save is None:
             return
         try:
             save.written.result()
+            # Other ranks may be dead, and their notes may never come: rank 0 waits for them only for a limited time.
             try:
                 _result(save.published, _LAST_WAIT_S)
             except TimeoutError:
                 save.is_abandoned.set()
                 _result(save.published)
         except CheckpointError as error:
-            print(f"megaclass: {error}", file=sys.stderr, flush=True)
+            _log.warning("%s", error)
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
@@ -246,15 +264,16 @@ class CheckpointWriter:
             if self._class_names:
                 entries[CLASSES] = write_file(save.unfinished / CLASSES, [self._class_names])
         text = json.dumps({name: asdict(saved) for name, saved in entries.items()})
+        # The note appears by a rename, because rank 0 polls the folder and must never read half of it.
         note = save.note(self._rank)
         write_file(note.with_suffix(".tmp"), [text.encode()])
         note.with_suffix(".tmp").rename(note)
 
     def _publish(self, save: "_Save", snapshot: Snapshot) -> None:
         if save.written.exception() is not None:
-            return
+            return  # the loop raises that error on all ranks
         entries = self._wait_for_notes(save)
-        # JSON has no NaN.
+        # JSON has no NaN and no infinity.
         metrics = {name: float(value) for name, value in snapshot.metrics.items() if math.isfinite(value)}
         Manifest(
             step=snapshot.step,
@@ -267,12 +286,13 @@ class CheckpointWriter:
         ).write(save.unfinished)
         for rank in range(self._world_size):
             save.note(rank).unlink()
+        # Everything in the folder is on the disk before the folder gets the name of a checkpoint.
         flush(save.unfinished)
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)
         report_progress(snapshot.step)
         for old in superfluous(self._checkpoints, save.final, self._keep):
-            # Out of sight first: half of a checkpoint must not look like one.
+            # Renamed first: a partly removed checkpoint must not look like a complete one.
             name = checkpoint_folder(self._checkpoints, step_of(old)).name
             _remove(old.rename(old.with_name(f".{name}.{self._job}.partial")))
 
@@ -282,8 +302,7 @@ class CheckpointWriter:
             if save.is_abandoned.wait(_POLL_S):
                 raise CheckpointError(
                     f"The checkpoint {save.final} was not finished: {', '.join(sorted(note.name for note in missing)[:8])} "
-                    f"did not come. "
-                    f"The older ones are as they were."
+                    f"never appeared. The older checkpoints are unchanged."
                 )
         entries: dict[str, SavedFile] = {}
         for note in notes:
@@ -292,16 +311,16 @@ class CheckpointWriter:
         return entries
 
     def _named(self, action: Callable[[], T], final: Path) -> Callable[[], T]:
-        """The action, with what the disk refuses turned into an error that says whose disk and what for."""
+        """Wraps an action of the background thread: errors of the disk become errors that name rank, host and checkpoint."""
 
         def act() -> T:
             try:
                 return action()
-            # A GPU that fails under the copy is a RuntimeError of torch.
+            # torch raises a RuntimeError if a GPU fails during the copy.
             except (OSError, RuntimeError) as error:
                 raise CheckpointError(
                     f"Rank {self._rank} on {socket.gethostname()} cannot write the checkpoint {final}: {error}. "
-                    f"The older ones are as they were."
+                    f"The older checkpoints are unchanged."
                 ) from error
 
         return act
@@ -321,7 +340,9 @@ class _Save:
 
 
 def _rename_over(unfinished: Path, final: Path) -> None:
-    """A folder cannot be replaced in one step: what stood there steps aside under a name that is still looked at."""
+    """Publishes the folder. A folder cannot be replaced in one step, so an existing one is first moved aside, to a name
+    under which `published` still finds it.
+    """
     aside = aside_of(final)
     if final.exists():
         _remove(aside)
@@ -331,7 +352,7 @@ def _rename_over(unfinished: Path, final: Path) -> None:
 
 
 def _clear_leftovers(checkpoints: Path, *, but: Path) -> None:
-    """What a crash left: unfinished saves go; a checkpoint that stepped aside for one that never came, comes back."""
+    """Cleans up after a crash: removes unfinished saves, and restores checkpoints whose replacement never appeared."""
     for leftover in unfinished_saves(checkpoints):
         if leftover != but:
             _remove(leftover)

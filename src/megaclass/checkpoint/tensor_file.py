@@ -35,13 +35,13 @@ _CHUNK_BYTES = 8 << 20
 
 
 def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    """Refuses what the format has no name for, before a run has spent its time."""
+    """Refuses types that the format cannot hold, before a run spends time on training."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
             raise CheckpointError(
-                f"{name} is of type {tensor.dtype}, which checkpoints cannot hold: expected one of "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_NAMES)}. Keep it in one of them "
-                f"(complex numbers by torch.view_as_real), or register the buffer with persistent=False if it is computed anew."
+                f"{name} has the type {tensor.dtype}, which checkpoints cannot hold: expected one of "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_NAMES)}. Convert it (complex numbers "
+                f"with torch.view_as_real), or register the buffer with persistent=False if it can be recomputed."
             )
 
 
@@ -62,14 +62,14 @@ def tensors_with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str,
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], class_start: int = 0, class_stop: int = 0) -> SavedFile:
-    """Tensors lie on the CPU and are contiguous. An existing file is an error: nobody else writes here."""
-    # Wide numbers first keeps every tensor aligned to its own width, as the format's own writer does.
+    """Writes contiguous CPU tensors to a new file. An existing file is an error: no other process may write here."""
+    # Wide types first keep every tensor aligned to its width, as in the files of the safetensors library.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     return write_file(path, _chunks(ordered), class_start, class_stop)
 
 
 def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """u64 length of the header, the header as JSON padded to a multiple of 8, then the numbers, little-endian."""
+    """Yields the u64 length of the header, the header as JSON padded to a multiple of 8, then the data, little-endian."""
     header: dict[str, object] = {}
     stop = 0
     for name, tensor in tensors.items():

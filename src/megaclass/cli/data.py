@@ -1,9 +1,9 @@
-"""`megaclass data …`: make, pack, look at, check and measure data sets."""
+"""`megaclass data …`: create, pack, inspect, verify and benchmark data sets."""
 
 import argparse
 import json
+import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,63 +14,71 @@ from megaclass.errors import DataError
 if TYPE_CHECKING:
     from megaclass.image_size import ImageSize
 
+_logger = logging.getLogger("megaclass.cli")
+
 
 def add_data_commands(commands: Any) -> None:
-    """Adds `data` and its own commands to the parser's."""
-    data = commands.add_parser("data", help="make, pack, look at, check and measure data sets")
+    """Adds `data` and its subcommands to the parser's commands."""
+    data = commands.add_parser("data", help="create, pack, inspect, verify and benchmark data sets")
     below = data.add_subparsers(required=True, metavar="COMMAND")
     _add_synth(below)
     _add_pack(below)
 
-    look = _command(below, "inspect", _inspect, "counts, classes, sizes, label range, images per class, first images")
-    look.add_argument("path", help="data, as data.path takes it")
+    look = _command(below, "inspect", _inspect, "print counts, sizes, the range of labels and images per class")
+    look.add_argument("path", help="the data, in any form that data.path accepts")
     look.add_argument("--png", type=Path, metavar="FOLDER", help="write histogram.png and first-images.png there")
 
-    check = _command(below, "verify", _verify, "decode every record, check labels and index, list the bad ones")
-    check.add_argument("path", help="data, as data.path takes it, or a .rec without an index")
-    check.add_argument("--repair", type=Path, metavar="OUT", help="write a clean copy of the sound images there")
-    check.add_argument("--threads", type=int, default=_num_cores(), help="threads that decode (one a core)")
-    check.add_argument("--show", type=int, default=20, help="bad images to name (20); --json names all")
+    check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
+    check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
+    check.add_argument("--repair", type=Path, metavar="OUT", help="write a copy of the readable images to this folder")
+    check.add_argument("--threads", type=int, default=_num_cores(), help="number of decoding threads (one per core)")
+    check.add_argument("--show", type=int, default=20, help="number of bad images to print (20); --json prints all")
 
-    shuffle = _command(below, "shuffle", _shuffle, "write a .rec with its records in another order")
-    shuffle.add_argument("path", help="data, as data.path takes it")
+    shuffle = _command(below, "shuffle", _shuffle, "write a .rec file with the records in random order")
+    shuffle.add_argument("path", help="the data, in any form that data.path accepts")
     shuffle.add_argument("--out", type=Path, required=True, help="folder to write")
-    shuffle.add_argument("--seed", type=int, default=0, help="another seed, another order (0)")
+    shuffle.add_argument("--seed", type=int, default=0, help="random seed of the order (0)")
 
     _add_split(below)
 
-    pairs = _command(below, "pairs", _pairs, "make a verification .bin of pairs, half of them of one class")
-    pairs.add_argument("path", help="data, as data.path takes it")
+    pairs = _command(below, "pairs", _pairs, "write a .bin file of verification pairs, half of them of the same class")
+    pairs.add_argument("path", help="the data, in any form that data.path accepts")
     pairs.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="file to write")
-    pairs.add_argument("--pairs", type=int, default=6000, help="how many (6000)")
-    pairs.add_argument("--seed", type=int, default=0, help="another seed, other pairs (0)")
+    pairs.add_argument("--pairs", type=int, default=6000, help="number of pairs (6000)")
+    pairs.add_argument("--seed", type=int, default=0, help="random seed of the choice of pairs (0)")
     pairs.add_argument(
         "--holdout",
         type=float,
         metavar="SHARE",
-        help="only of the identities that `data split --identities SHARE` with the same seed keeps out of training",
+        help="use only the identities that `data split --identities SHARE` with the same seed holds out",
     )
 
     stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
-    stage.add_argument("path", nargs="?", help="data, as data.path takes it")
-    stage.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for example /dev/shm/faces")
-    stage.add_argument("--remove", action="store_true", help="remove the copy that lies there")
+    stage.add_argument("path", nargs="?", help="the data, in any form that data.path accepts")
+    stage.add_argument(
+        "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm/faces"
+    )
+    stage.add_argument("--remove", action="store_true", help="remove the copy in this folder")
 
-    bench = _command(below, "bench", _bench, "images a second by stage: read, decode, collate, loader, augment")
-    bench.add_argument("path", help="data, as data.path takes it")
-    bench.add_argument("--threads", type=int, default=_num_cores(), help="threads of the loader (one a core)")
-    bench.add_argument("--batch", type=int, default=256, help="images in a batch (256)")
-    bench.add_argument("--seconds", type=float, default=2.0, help="time for each stage (2)")
-    bench.add_argument("--device", default="cpu", help="where images are augmented: cpu or cuda (cpu)")
+    bench = _command(
+        below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
+    )
+    bench.add_argument("path", help="the data, in any form that data.path accepts")
+    bench.add_argument("--threads", type=int, default=_num_cores(), help="number of reader threads (one per core)")
+    bench.add_argument("--batch", type=int, default=256, help="images per batch (256)")
+    bench.add_argument("--seconds", type=float, default=2.0, help="seconds per stage (2)")
+    bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (cpu)")
 
 
 def add_bench_step(bench_commands: Any) -> None:
-    """Adds `bench step`."""
-    meaning = "the step of a recipe fed by its data, by memory and by noise; says which part bounds the run"
+    """Adds `bench step` to the commands of `bench`."""
+    meaning = "measure the training step of a recipe with its data and without reading; name the bottleneck"
     step = bench_commands.add_parser("step", help=meaning, description=meaning)
     step.add_argument("recipe", type=Path, help="TOML file with the settings")
-    step.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that win over the file")
-    step.add_argument("--steps", type=int, default=20, help="steps measured with each source (20)")
+    step.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
+    )
+    step.add_argument("--steps", type=int, default=20, help="number of steps per data source (20)")
     step.add_argument("--json", action="store_true", help="print the result as JSON")
     step.set_defaults(run=_bench_step)
 
@@ -84,57 +92,65 @@ def _bench_step(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _add_split(below: Any) -> None:
-    meaning = "hold out identities, or images of each, before training: OUT/train and OUT/holdout, with pairs"
+    meaning = "hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs"
     split = _command(below, "split", _split, meaning)
-    split.add_argument("path", help="data, as data.path takes it")
+    split.add_argument("path", help="the data, in any form that data.path accepts")
     split.add_argument("--out", type=Path, required=True, help="folder to write")
     share = split.add_mutually_exclusive_group(required=True)
     share.add_argument(
         "--identities", type=float, metavar="SHARE", help="share of the identities to hold out, such as 0.1"
     )
     share.add_argument("--images", type=float, metavar="SHARE", help="share of the images of each identity to hold out")
-    split.add_argument("--seed", type=int, default=0, help="another seed, another choice (0)")
-    split.add_argument("--pairs", type=int, default=6000, help="pairs in train/holdout.bin at most (6000)")
-    split.add_argument("--threads", type=int, default=_num_cores(), help="threads that read (one a core)")
+    split.add_argument("--seed", type=int, default=0, help="random seed of the choice (0)")
+    split.add_argument("--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (6000)")
+    split.add_argument("--threads", type=int, default=_num_cores(), help="number of reader threads (one per core)")
 
 
 def _add_synth(below: Any) -> None:
-    synth = _command(below, "synth", _synth, "draw identities by code, as train.rec, train.idx, property and a .bin")
-    synth.add_argument("--identities", type=int, required=True, help="how many")
-    synth.add_argument("--images-per-identity", type=int, required=True, help="images of each")
-    synth.add_argument("--size", type=int, default=112, help="side of an image in pixels (112)")
-    synth.add_argument("--pairs", type=int, default=1000, help="verification pairs of other identities (1000)")
-    synth.add_argument("--seed", type=int, default=0, help="fixes every pixel (0)")
+    synth = _command(
+        below, "synth", _synth, "draw synthetic identities: train.rec, train.idx, property and verification.bin"
+    )
+    synth.add_argument("--identities", type=int, required=True, help="number of identities")
+    synth.add_argument("--images-per-identity", type=int, required=True, help="number of images per identity")
+    synth.add_argument("--size", type=int, default=112, help="side length of the images in pixels (112)")
+    synth.add_argument(
+        "--pairs", type=int, default=1000, help="number of verification pairs, of other identities (1000)"
+    )
+    synth.add_argument("--seed", type=int, default=0, help="random seed (0)")
     synth.add_argument("--out", type=Path, required=True, help="folder to write")
 
 
 def _add_pack(below: Any) -> None:
-    pack = _command(below, "pack", _pack, "folder, label.txt or tar -> .rec, .idx and property, or tar shards")
-    pack.add_argument("path", help="data, as data.path takes it")
-    pack.add_argument("--out", type=Path, required=True, help="folder to write; a run that was cut off goes on")
-    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="what to write (rec)")
+    pack = _command(
+        below, "pack", _pack, "convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards"
+    )
+    pack.add_argument("path", help="the data, in any form that data.path accepts")
+    pack.add_argument("--out", type=Path, required=True, help="folder to write; an interrupted run is resumed")
+    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="output format (rec)")
     pack.add_argument(
         "--labels",
         choices=["auto", "float", "id2"],
         default="auto",
-        help="classes as float32, exact to 2^24, or as 64 bits in id2; auto: id2 beyond 2^24 classes",
+        help="store labels as float32 (exact up to 2^24) or as 64 bits in id2; auto uses id2 beyond 2^24 classes",
     )
-    pack.add_argument("--no-shuffle", action="store_true", help="keep the images of a class together")
-    pack.add_argument("--seed", type=int, default=0, help="another seed, another order (0)")
+    pack.add_argument("--no-shuffle", action="store_true", help="keep the images of each class together")
+    pack.add_argument("--seed", type=int, default=0, help="random seed of the order (0)")
     pack.add_argument(
         "--size",
         type=_size,
         metavar="SIDE|HEIGHTxWIDTH",
-        help="fit images to this size and encode anew, such as 112 or 112x96; otherwise bytes stay as they are",
+        help="fit images to this size, such as 112 or 112x96, and encode them again; otherwise bytes are copied",
     )
     pack.add_argument(
         "--fit",
         choices=("pad", "crop", "squash"),
         default="squash",
-        help="with --size: black borders, edges cut off, or stretched (squash)",
+        help="with --size: add black borders, cut off edges, or stretch (squash)",
     )
-    pack.add_argument("--shard-images", type=int, default=10_000, help="images in a tar shard (10000)")
-    pack.add_argument("--threads", type=int, default=_num_cores(), help="threads that read and encode (one a core)")
+    pack.add_argument("--shard-images", type=int, default=10_000, help="images per tar shard (10000)")
+    pack.add_argument(
+        "--threads", type=int, default=_num_cores(), help="number of threads that read and encode (one per core)"
+    )
 
 
 def _command(
@@ -165,7 +181,7 @@ def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             num_pairs=options.pairs,
             on_progress=on_progress,
         )
-    text = f"{options.out}: {'drawn' if is_new else 'already there, left as it is'}"
+    text = f"{options.out}: {'drawn' if is_new else 'exists already, unchanged'}"
     return 0, {"out": str(options.out), "is_new": is_new}, text
 
 
@@ -200,9 +216,9 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
         packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
     text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
     if packed.num_resumed:
-        text += f"; went on after {packed.num_resumed:,} that were there"
+        text += f"; resumed after {packed.num_resumed:,} images"
     if packed.labels_in_id2:
-        text += "; classes are kept as 64-bit numbers in id2, as the second line of property says (labels=id2)"
+        text += "; labels are stored as 64-bit numbers in id2, as the second line of property states (labels=id2)"
     if packed.num_other_size:
         what = f"were fitted to it ({options.fit})" if options.image_size is not None else "are kept; --size fits them"
         size = options.image_size if options.image_size is not None else compact_size(source.image_size)
@@ -214,7 +230,7 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.inspect import inspect_source, write_first_images, write_histogram
 
     source = _open(options.path)
-    with _progress("looking at images") as on_progress:
+    with _progress("inspecting images") as on_progress:
         found = inspect_source(source, on_progress)
     text = found.to_text()
     if options.png is not None:
@@ -246,17 +262,17 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     result: dict[str, Any] = {**findings.__dict__, "bad": dict(findings.bad), "is_sound": findings.is_sound}
     if options.repair is not None:
         if sound is None:
-            raise DataError(f"Nothing of {options.path} can be saved: no image of it is sound.")
+            raise DataError(f"Nothing of {options.path} can be repaired: it has no readable image.")
         try:
             names = class_list(options.path, sound).text
         except DataError as error:
             names = b""
-            lines.append(f"  names of the classes are not carried over: {error}")
+            lines.append(f"  class names are not copied: {error}")
         with _progress("writing the clean copy") as on_progress:
             chosen = PackOptions(shuffle_seed=None)
             packed = pack(sound, options.repair, chosen, class_names=names, on_progress=on_progress)
         result["repaired"] = {"out": str(options.repair), "num_images": packed.num_images}
-        lines.append(f"{options.repair}: {packed.num_images:,} sound images of {sound.num_classes:,} classes")
+        lines.append(f"{options.repair}: {packed.num_images:,} readable images of {sound.num_classes:,} classes")
     return 0 if findings.is_sound or options.repair is not None else 1, result, "\n".join(lines)
 
 
@@ -281,7 +297,7 @@ def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     lines = [
         f"{train}: {made.num_train_images:,} images of {made.num_train_classes:,} classes: use it as data.path",
         f"{options.out / 'holdout'}: {made.num_holdout_images:,} images of {made.num_holdout_classes:,} classes",
-        f"{train / 'holdout.bin'}: {made.num_pairs:,} pairs of held-out {by}; training evaluates them by itself"
+        f"{train / 'holdout.bin'}: {made.num_pairs:,} pairs of held-out {by}; training evaluates them automatically"
         if made.num_pairs
         else "No pairs: too few images were held out.",
     ]
@@ -340,16 +356,16 @@ def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _open(path: str) -> Any:
-    """The source, printed as it was chosen; on standard error, beside the progress bars."""
+    """Opens the data and logs what it is."""
     from megaclass.data.sources.open_source import open_source
 
     source = open_source(path)
-    print(source.describe(), file=sys.stderr)
+    _logger.info(source.describe())
     return source
 
 
 def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
-    """A bar that appears with the first report, which says how much there is to do."""
+    """Returns a progress bar that appears with the first call, which passes the total."""
     from megaclass.progress import bar_on_demand
 
     return bar_on_demand(title)
@@ -361,7 +377,9 @@ def _size(text: str) -> "ImageSize":
     try:
         return size_from_text(text.replace("x", ","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected 112, or height and width as 112x96") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; expected 112, or height and width as 112x96"
+        ) from None
 
 
 def _num_cores() -> int:

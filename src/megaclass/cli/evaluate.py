@@ -1,7 +1,8 @@
-"""The commands evaluate, report, export and embed: parse, call one function."""
+"""`megaclass evaluate`, `report`, `export` and `embed`."""
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,21 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import ConfigError, DataError
+from megaclass.export import EXPORTERS
 
 if TYPE_CHECKING:
     from megaclass.evaluate.protocol import EvaluationSet, SetResult
     from megaclass.model import LoadedModel
     from megaclass.world import World
 
+_logger = logging.getLogger("megaclass.cli")
 _MODEL_HELP = "run folder, .safetensors, InsightFace .pth, or .onnx"
 
 
 def add_evaluate_commands(commands: Any) -> None:
-    """commands: what `add_subparsers` gave."""
+    """Adds the four commands to the parser's commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="the numbers of a model on verification, template and identification sets",
-        description="megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC",
+        help="evaluate a model on verification, template and identification sets",
+        description="Evaluates a model: megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC",
     )
     evaluate.add_argument("model", type=Path, help=_MODEL_HELP)
     evaluate.add_argument(
@@ -35,13 +38,17 @@ def add_evaluate_commands(commands: Any) -> None:
         metavar="SET",
         help=".bin, pairs list, IJB folder, or folder of .bin files",
     )
-    evaluate.add_argument("--gallery", type=Path, help="who is known: folder of identities, or embeddings .npy")
-    evaluate.add_argument("--probes", type=Path, help="who is looked for: folder of identities, or embeddings .npy")
-    evaluate.add_argument("--distractors", type=Path, help="MegaFace's: images, embeddings .npy or its feature files")
+    evaluate.add_argument("--gallery", type=Path, help="known people: a folder of identities, or embeddings .npy")
+    evaluate.add_argument(
+        "--probes", type=Path, help="people to search for: a folder of identities, or embeddings .npy"
+    )
+    evaluate.add_argument(
+        "--distractors", type=Path, help="distractors of MegaFace: images, embeddings .npy or its feature files"
+    )
     evaluate.add_argument(
         "--training-data",
         metavar="PATH",
-        help="data the model was trained on, as data.path: says how many images of each .bin are in it",
+        help="training data of the model, as for data.path, to count the images of each .bin file that it contains",
     )
     evaluate.add_argument("--out", type=Path, help="folder for evaluation.json (the run folder, if MODEL is one)")
     evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
@@ -49,32 +56,34 @@ def add_evaluate_commands(commands: Any) -> None:
     _add_running(evaluate)
     evaluate.set_defaults(run=_evaluate)
 
-    report = commands.add_parser("report", help="one HTML page over one or several runs")
+    report = commands.add_parser("report", help="write an HTML page about one or several runs")
     report.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="run folder, or one that evaluate --out wrote"
+        "runs", type=Path, nargs="+", metavar="RUN", help="run folder, or a folder written by evaluate --out"
     )
     report.add_argument(
         "--out",
         type=Path,
-        help="page to write (report.html in the run; of several runs, A-and-B.html beside the first)",
+        help="page to write (report.html in the run; for several runs, A-and-B.html beside the first)",
     )
     report.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where class centres are compared (cpu)"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device for comparing class centres (cpu)"
     )
     report.set_defaults(run=_report)
 
-    export = commands.add_parser("export", help="a folder with the model, config.json and a model card")
+    export = commands.add_parser("export", help="write a folder with the model, config.json and a model card")
     export.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
-    export.add_argument("--to", choices=("onnx", "safetensors", "insightface"), required=True, help="form of the model")
-    export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORM)")
-    export.add_argument("--licence", default="not stated", help="what the model card says about the licence")
+    export.add_argument("--to", choices=tuple(EXPORTERS), required=True, help="format of the model")
+    export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORMAT)")
+    export.add_argument("--licence", default="not stated", help="licence stated in the model card")
     _add_backbone(export)
     export.set_defaults(run=_export)
 
-    embed = commands.add_parser("embed", help="embeddings of a folder of images, resumable")
+    embed = commands.add_parser("embed", help="embed a folder of images; resumes after an interruption")
     embed.add_argument("model", type=Path, help=_MODEL_HELP)
-    embed.add_argument("folder", type=Path, help="images, in it and below")
-    embed.add_argument("--out", type=Path, required=True, help="embeddings.npy; the paths go into a .txt beside it")
+    embed.add_argument("folder", type=Path, help="folder of images, including subfolders")
+    embed.add_argument(
+        "--out", type=Path, required=True, help="embeddings.npy; the paths are written to a .txt file beside it"
+    )
     _add_running(embed)
     embed.set_defaults(run=_embed)
 
@@ -83,32 +92,32 @@ def _add_backbone(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backbone",
         metavar="MODULE:CLASS",
-        help="your own backbone, imported and built for this model; without it only built-in ones are built, whatever "
-        "the model's file says",
+        help="your own backbone, which is imported and built; without this option only built-in backbones are built, "
+        "whatever the model's file says",
     )
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
     _add_backbone(parser)
     parser.add_argument(
-        "--fit", choices=("pad", "crop", "squash"), help="how images of another size are fitted (as in training)"
+        "--fit", choices=("pad", "crop", "squash"), help="how to fit images of another size (as in training)"
     )
     parser.add_argument(
         "--resize",
         action="store_true",
-        help="stretch images of another size where the model does not say how to fit them",
+        help="stretch images of another size if the model does not state how to fit them",
     )
     parser.add_argument(
         "--mirror",
         action=argparse.BooleanOptionalAction,
         help="add the embedding of the mirrored image (as in training: off after data.mirror=false)",
     )
-    parser.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
-    parser.add_argument("--threads", type=int, default=2, help="threads a process that decode (2)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per batch (64)")
+    parser.add_argument("--threads", type=int, default=2, help="number of decoding threads per process (2)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs when there are any"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto uses GPUs if there are any"
     )
-    parser.add_argument("--nproc", type=int, default=1, help="processes to start on this machine (1)")
+    parser.add_argument("--nproc", type=int, default=1, help="number of processes to start on this machine (1)")
 
 
 def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
@@ -149,7 +158,7 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
             if out is not None:
                 with _writing(out):
                     path = write_results(out, {"name": model.name, "weights": model.fingerprint()}, results)
-                print(f"megaclass: numbers in {path}", file=sys.stderr)
+                _logger.info(f"numbers in {path}")
         return 2 if any(result.error is not None for result in results) else 0
 
     return _on_ranks(options, given, run)
@@ -170,7 +179,7 @@ def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
 
     sets = find_sets(options.on)
     if (options.gallery or options.distractors) and not options.probes:
-        raise ConfigError("--gallery and --distractors need --probes: who is looked for?")
+        raise ConfigError("--gallery and --distractors need --probes, the images to search for.")
     if options.gallery:
         name = f"{options.probes.stem} in {options.gallery.stem}"
         sets.append(EvaluationSet(name=name, kind="identification", path=options.gallery, probes=options.probes))
@@ -197,7 +206,7 @@ def _report(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _place_of_report(runs: list[Path]) -> Path:
-    """A page over several runs is none of theirs: it lies beside the first one and leaves their own reports alone."""
+    """Returns where the report goes: into a single run, or beside the first of several, whose own reports stay."""
     if len(runs) == 1:
         return runs[0] / "report.html"
     first, *others = (run.resolve() for run in runs)
@@ -209,7 +218,7 @@ def _export(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.export.run_export import export_model
 
     if options.out is None and not options.model.is_dir():
-        raise ConfigError(f"{options.model} is not a run folder: say where to export it with --out FOLDER.")
+        raise ConfigError(f"{options.model} is not a run folder: name the folder to write with --out FOLDER.")
     out = options.out or options.model / "export" / options.to
     with _writing(out):
         print(export_model(options.model, options.to, out, licence=options.licence, backbone=options.backbone))
@@ -221,7 +230,7 @@ def _writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"Cannot write {out}: {error.strerror or error}. Name another place with --out.") from error
+        raise DataError(f"Cannot write {out}: {error.strerror or error}. Choose another place with --out.") from error
 
 
 def _embed(options: argparse.Namespace, given: list[str]) -> int:
@@ -252,14 +261,14 @@ def _embed(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[LoadedModel, World], int]") -> int:
-    """`run` in every process of the job: those of the starter in charge, those of --nproc, or this one."""
-    from megaclass.world import world_from_environment
+    """Calls `run` in every process of the job: those of the launcher in charge, those of --nproc, or this one."""
+    from megaclass.world import NO_STARTER, world_from_environment
 
     for name in ("batch_size", "threads", "nproc"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
     world = world_from_environment()
-    if world.starter == "none" and options.nproc > 1:
+    if world.starter == NO_STARTER and options.nproc > 1:
         from megaclass.launch.launchers.local import run_local
 
         return run_local([sys.executable, "-m", "megaclass", *given], options.nproc)
@@ -272,7 +281,7 @@ def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[Loa
 
 
 def _bar(title: str, world: "World") -> "AbstractContextManager[Callable[[int, int], None] | None]":
-    """What moves the one bar, on rank 0; the others draw nothing."""
+    """Returns the function that moves the progress bar on rank 0; the other ranks draw nothing."""
     from megaclass.progress import bar_on_demand
 
     return bar_on_demand(title) if world.is_main else nullcontext()

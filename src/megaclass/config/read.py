@@ -26,7 +26,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config_values(values, where=str(path))
 
 
-def settings_with_changes(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
+def changes_refused_on_resume(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yields (section.key, old value, new value) of every setting that differs and may not change on resume."""
     for section in dataclasses.fields(Config):
         before, now = getattr(old, section.name), getattr(new, section.name)
@@ -127,7 +127,9 @@ def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
 
 def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
     choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    # Of a union of types, the first one that fits.
     for choice in choices:
+        # A folder called 2024 is text on the command line, although TOML reads a number.
         if isinstance(given, _Argument) and (choice is str or typing.get_origin(choice) is Literal):
             value = given.value if isinstance(given.value, str) else given.text
         else:
@@ -149,6 +151,7 @@ def _place(given: Any, where: str) -> str:
 
 
 def _nearest(key: str, siblings: Sequence[str] | dict[str, Any], prefix: str) -> str:
+    # The right key in the wrong section is the most frequent mistake.
     same = [f"{section}.{key}" for section, hint in _hints(Config).items() if key in _hints(hint)]
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
     if same or close:

@@ -255,7 +255,7 @@ class TrainConfig:
     ema: float = 0.0
     """Decay of an exponential moving average of the backbone's weights, which is then evaluated and exported; 0 disables it."""
     on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
-    """Whether a loss or gradient that is not finite stops the run or skips the step."""
+    """Reaction to a loss or gradient that is not finite: stop the run, or skip the step."""
     compile: bool = field(default=False, metadata=MAY_CHANGE)
     """Compile the backbone with torch.compile: faster for ViT, not for iresnet. If it fails, training continues without it."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"

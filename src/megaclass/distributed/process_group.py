@@ -1,9 +1,10 @@
 """Joins the default process group and chooses the device. The only caller of init_process_group (hvd/ has its own groups)."""
 
 import ipaddress
+import logging
 import os
+import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ from megaclass.distributed.network.store import make_store
 from megaclass.errors import ConnectionLostError, LaunchError
 from megaclass.world import World
 
+_log = logging.getLogger("megaclass.distributed")
+
 _GLOO_LETS_GO_S = 0.2
 _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
@@ -39,9 +42,10 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
     os.environ.update(interface_names(world))
     chosen = choose_device(device, world)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
-    print(f"{world.name()}: {describe_device(chosen)}, {backend}", file=sys.stderr, flush=True)
+    sender = {"sender": world.name()}
+    _log.info("%s, %s", describe_device(chosen), backend, extra=sender)
     for warning in unused_gpus(chosen, world) + unused_tasks(world):
-        print(f"WARNING {world.name()}: {warning}", file=sys.stderr, flush=True)
+        _log.warning(warning, extra=sender)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     with watched_connections(world) as watch:
@@ -56,7 +60,8 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
             )
         except (RuntimeError, ValueError) as error:  # DistStoreError and friends are RuntimeErrors
             raise LaunchError(
-                f"{world.name()} cannot join the others at {world.address}:{world.port} within {timeout_s:g} s: {error}"
+                f"{world.name()} cannot join the others at {world.address}:{world.port} within {timeout_s:g} s: "
+                f"{explained(error)}"
             ) from error
         try:
             if watch is not None:
@@ -99,6 +104,19 @@ def watched_connections(world: World) -> Iterator[ConnectionWatch | None]:
         raise
     finally:
         watch.stop()
+
+
+def explained(error: Exception) -> str:
+    """Returns torch's message; if gloo could not connect to another rank, one that names both ends instead.
+
+    gloo does not name its own end, and prints the port of the other one with its two bytes swapped.
+    """
+    match = re.search(r"SO_ERROR: ([^,]+), remote=\[([^\]]+)\]:(\d+)", str(error))
+    if match is None:
+        return str(error)
+    reason, address, port = match[1], match[2], socket.ntohs(int(match[3]))
+    source = source_towards(address) or "this host"
+    return f"the connection from {source} to {address} port {port} failed: {reason}. Does a firewall reject it?"
 
 
 def _addresses_of_all(world: World, device: torch.device) -> list[str]:
@@ -165,7 +183,7 @@ def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]
 
 def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name-defined]
     # torch retries silently until the timeout, and its error names neither host nor port.
-    hint = threading.Timer(_HINT_S, lambda: print(_waiting_for_rank_0(world, timeout_s), file=sys.stderr, flush=True))
+    hint = threading.Timer(_HINT_S, lambda: _log.warning(_waiting_for_rank_0(world, timeout_s)))
     hint.daemon = True
     if not world.is_main and world.size > 1:
         hint.start()
@@ -177,7 +195,7 @@ def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name
 
 def _waiting_for_rank_0(world: World, timeout_s: float) -> str:
     return (
-        f"megaclass: {world.name()} has not reached rank 0 at {world.address} port {world.port} for {_HINT_S:g} s and keeps "
+        f"{world.name()} has not reached rank 0 at {world.address} port {world.port} for {_HINT_S:g} s and keeps "
         f"trying for up to {timeout_s:g} s. Is rank 0 running, and does a firewall block the port? "
         f"Run `megaclass check -H …` to find out."
     )

@@ -1,4 +1,4 @@
-"""A photo and five landmarks -> the standard face: eyes, nose and corners of the mouth where every model expects them."""
+"""Aligns a photo by five landmarks: eyes, nose and corners of the mouth move to where every model expects them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,31 +15,32 @@ _STANDARD_SIZE = 112
 
 
 def similarity_transform(points_N2: Floats, targets_N2: Floats) -> Floats:
-    """(2, 3): the turn, scale and shift that bring the points closest to the targets (least squares, no mirroring).
+    """Returns the (2, 3) matrix of the rotation, scale and shift that bring the points closest to the targets.
 
-    Umeyama's closed form: the singular value decomposition of the covariance gives the turn.
+    Least squares without mirroring, in Umeyama's closed form: the singular value decomposition of the covariance gives the
+    rotation.
     """
     mean, target_mean = points_N2.mean(axis=0), targets_N2.mean(axis=0)
     centred, target_centred = points_N2 - mean, targets_N2 - target_mean
     left, spread, right = np.linalg.svd(target_centred.T @ centred)
-    # Without this the best fit to crossed landmarks could be a mirror image.
+    # Without this factor the best fit to crossed landmarks could be a mirror image.
     signs = np.array([1.0, np.sign(np.linalg.det(left) * np.linalg.det(right))])
-    turn = left @ np.diag(signs) @ right
+    rotation = left @ np.diag(signs) @ right
     scale = (spread * signs).sum() / np.square(centred).sum()
-    return np.column_stack([scale * turn, target_mean - scale * turn @ mean])
+    return np.column_stack([scale * rotation, target_mean - scale * rotation @ mean])
 
 
 def align(photo_HW3: NDArray[np.uint8], points_52: Floats, image_size: int, *, where: str) -> NDArray[np.uint8]:
-    """(S, S, 3): bilinear, black outside the photo. `where` names the photo in errors."""
+    """Returns the aligned face (S, S, 3): bilinear, black outside the photo. where: names the photo in errors."""
     if not np.isfinite(points_52).all() or np.ptp(points_52, axis=0).max() == 0:
         raise DataError(
-            f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and not one point."
+            f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and must not all be one point."
         )
     from PIL import Image
 
     matrix_23 = similarity_transform(points_52, STANDARD_POINTS * (image_size / _STANDARD_SIZE))
     inverse_22 = np.linalg.inv(matrix_23[:, :2])
-    # Landmarks count pixels from the centre of the first one, Pillow from its corner: half a pixel on both sides.
+    # Landmarks count from the centre of the first pixel, Pillow from its corner: half a pixel in both images.
     half = np.array([0.5, 0.5])
     shift = -inverse_22 @ matrix_23[:, 2] + half - inverse_22 @ half
     coefficients = np.column_stack([inverse_22, shift]).ravel().tolist()

@@ -1,4 +1,4 @@
-"""Images -> embeddings, every rank working on its part."""
+"""Embeds images with a network; each rank embeds a part of them."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -22,19 +22,19 @@ from megaclass.image_size import ImageSize, height_and_width, shown_size
 
 _log = logging.getLogger("megaclass.evaluate")
 OnProgress = Callable[[int, int], None]
-"""Images done, and in all."""
+"""Called with the number of images done and the total number."""
 OnBad = Callable[[int, DataError], None]
-"""An image that cannot be read, and why."""
+"""Called with the number of an image that cannot be read, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Embedded:
-    """N images in the space of a model."""
+    """The embeddings of N images."""
 
     sums_ND: NDArray[np.float32]
-    """f(x) + f(mirrored x), or f(x) alone without mirroring, not normalised."""
+    """f(x) + f(mirrored x), or f(x) without mirroring; not normalised."""
     norms_N: NDArray[np.float32]
-    """Mean of the norms of f(x) and f(mirrored x), or that of f(x)."""
+    """Mean of the norms of f(x) and f(mirrored x), or the norm of f(x)."""
 
     @property
     def xnorm(self) -> float:
@@ -55,21 +55,20 @@ def embed_images(
     group: dist.ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Embedded:
-    """All images, the same on every rank; the network comes back in the mode it was in.
+    """Collective. Embeds all images; the result is the same on every rank. The network keeps its train or eval mode.
 
-    Rank 0 says how many images had another size and were fitted to the model's.
+    Every rank embeds a contiguous part, decoding batch by batch: at most two batches of pixels are in memory. An image that
+    cannot be decoded, has another size or an embedding that is not finite is an error that every rank raises. Rank 0 logs
+    how many images had another size and were fitted to the model's.
 
-    Every rank embeds a contiguous part, decoding batch by batch: two batches of pixels are held at a time. An image that
-    does not decode, has another size or an embedding that is not finite is an error on every rank, which names it.
-
-    Traffic: one all-gather of 4 KiB a rank (did all go well?), one of ceil(N / W) x (D + 2) floats a rank.
+    Traffic per rank: one all-gather of 4 KiB (did all ranks succeed?), one of ceil(N / W) x (D + 2) floats.
     """
     num_ranks = group_size(group)
     part = part_of_rank(len(images), group_rank(group), num_ranks)
 
     def report(done: int, _: int) -> None:
         if on_progress is not None:
-            # The other ranks are about as far.
+            # This rank speaks for all: the others are about as far.
             on_progress(min(len(images), done * num_ranks), len(images))
 
     rows = on_every_rank(
@@ -117,17 +116,17 @@ def embed_pairs(
     name: str = "the pairs",
     fit: Fit | None = None,
 ) -> tuple[NDArray[np.float32], float]:
-    """Normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm: the same on every rank."""
+    """Collective. Returns normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm."""
     images = PairImages(pair_set=pair_set, image_size=image_size, set_name=name, fit=fit)
     embedded = embed_images(model, images, device=device, batch_size=batch_size, mirror=mirror, group=group)
     return embedded.normalised_ND(), embedded.xnorm
 
 
 def part_of_rank(num_images: int, rank: int, num_ranks: int) -> list[int]:
-    """Images this rank embeds: contiguous, and as many on every rank, as the collective wants.
+    """Returns the images that this rank embeds: contiguous, and the same number on every rank.
 
-    Places past the end hold the last image again. So every rank does the same work and learns D, even where there are
-    fewer images than ranks.
+    The all-gather needs blocks of equal size, so this is not the split of even_parts: blocks have ceil(N / W) images, and
+    places past the end repeat the last image. Every rank thus learns D, even with fewer images than ranks.
     """
     part_size = -(-num_images // num_ranks)
     return [min(rank * part_size + place, num_images - 1) for place in range(part_size)]
@@ -135,8 +134,8 @@ def part_of_rank(num_images: int, rank: int, num_ranks: int) -> list[int]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside the block; afterwards every module is in the mode it was in."""
-    # Not model.train(): parts may have been frozen in eval mode on purpose.
+    """Switches to eval mode without gradients inside the block; afterwards every module has its previous mode."""
+    # Restored module by module instead of by model.train(): parts may be frozen in eval mode on purpose.
     was_training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -159,10 +158,11 @@ def embed_part(
     on_progress: OnProgress | None = None,
     on_bad: OnBad | None = None,
 ) -> Tensor:
-    """(len(part), D + 1) on the device, nothing exchanged: f(x) + f(mirrored x), and the mean norm in the last column.
+    """Embeds some of the images on this rank; nothing is exchanged.
 
-    mirror: false gives f(x) and its norm. on_bad: hears of an image that cannot be read, whose row is then NaN; without it
-    such an image is an error.
+    Returns (len(part), D + 1) on the device: f(x) + f(mirrored x), and the mean norm in the last column. Without `mirror`
+    these are f(x) and its norm. on_bad: is told of an image that cannot be read, whose row is then NaN; without it such an
+    image is an error.
     """
     if not part:
         raise DataError("Nothing to embed: there are no images.")
@@ -174,8 +174,8 @@ def embed_part(
             _require_usable(embedded, indices, images, is_bad_B.to(device))
             embedded[is_bad_B.to(device)] = torch.nan
             if rows is None:
-                # One block for all: small results kept between large temporary ones would riddle the heap with holes
-                # (1.1 GB instead of 0.3 GB for 12,000 images).
+                # One block for all rows: keeping small results between large temporary ones fragments the heap (1.1 GB
+                # instead of 0.3 GB for 12,000 images).
                 rows = embedded.new_empty((len(part), embedded.shape[1]))
             rows[done : done + len(indices)] = embedded
             done += len(indices)
@@ -188,8 +188,10 @@ def embed_part(
 def _decoded_ahead(
     images: Images, part: Sequence[int], batch_size: int, threads: ThreadPoolExecutor, on_bad: OnBad | None
 ) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
-    """Batches of pixels, black where an image is bad, and which are; while the device works on one the threads decode the
-    next, and no more than that."""
+    """Yields the numbers, the pixels and the bad images of each batch; a bad image is black.
+
+    While the device works on one batch, the threads decode the next one and no more than that.
+    """
     batches = [part[start : start + batch_size] for start in range(0, len(part), batch_size)]
     upcoming = [threads.submit(images.pixels, index) for index in batches[0]]
     for place, indices in enumerate(batches):
@@ -220,7 +222,7 @@ def _embed_batch(network: nn.Module, pixels_B: Tensor, mirror: bool) -> Tensor:
 
 
 def _require_usable(rows_BD1: Tensor, indices: Sequence[int], images: Images, is_bad_B: Tensor) -> None:
-    """A row that cannot be normalised would turn into a distance that looks like any other."""
+    """Refuses rows that cannot be normalised: they would turn into distances that look like any other."""
     lengths_B = rows_BD1[:, :-1].norm(dim=1)
     is_usable_B = (torch.isfinite(lengths_B) & (lengths_B > 0)) | is_bad_B
     if not is_usable_B.all():

@@ -1,7 +1,7 @@
-"""Numbered images of one size, decoded one at a time: what is embedded, wherever it comes from.
+"""Sources of images for embedding: pairs, files and aligned photos, numbered and decoded one at a time.
 
-Without a `fit` an image of another size than the model's is refused, because a set cut for another model gives numbers
-that look plausible and are wrong. A model that was trained on fitted images says how, and others are told by --fit.
+Without a `fit` an image of another size than the model's is refused, because a set that was cropped for another model gives
+plausible but wrong numbers. The fit comes from the model (as it was trained) or from --fit.
 """
 
 import logging
@@ -27,26 +27,28 @@ Pixels = NDArray[np.uint8]
 
 
 class OtherSizeError(DataError):
-    """The image is sound, but the user must say how it is to be fitted: nothing to skip it for."""
+    """An image of another size. The file is not bad, so it is never skipped: the user must choose how to fit it."""
 
 
 class Images(Protocol):
+    """Images by number."""
+
     @property
     def image_size(self) -> ImageSize: ...
 
     @property
     def resized(self) -> set[int]:
-        """Numbers of the images asked for so far that had another size."""
+        """Numbers of the images decoded so far that had another size."""
         ...
 
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """How errors call the image."""
+        """Returns the name of the image for error messages."""
         ...
 
     def pixels(self, index: int) -> Pixels:
-        """(H, W, 3) RGB, or a DataError that names the image."""
+        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
         ...
 
 
@@ -74,7 +76,7 @@ class PairImages:
 
 @dataclass(frozen=True, kw_only=True)
 class FileImages:
-    """Image files, read when they are needed."""
+    """Image files, read on access."""
 
     paths: Sequence[Path]
     image_size: ImageSize
@@ -95,13 +97,13 @@ class FileImages:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedImages:
-    """Photos with five landmarks each, turned and scaled onto the standard face."""
+    """Photos with five landmarks each, rotated and scaled onto the standard face."""
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
     image_size: ImageSize
     resized: set[int] = field(default_factory=set)
-    """Always empty: aligning brings every photo to the model's size."""
+    """Always empty: alignment gives every photo the size of the model."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -113,20 +115,20 @@ class AlignedImages:
         height, width = height_and_width(self.image_size)
         if height != width:
             raise DataError(
-                f"Cannot align {self.name(index)}: the model takes {shown_size(self.image_size)}, and the standard face "
-                f"that landmarks are brought onto is a square."
+                f"Cannot align {self.name(index)}: the model takes {shown_size(self.image_size)}, but the standard face "
+                f"of the landmarks is a square."
             )
         photo = decode_image(read_image_file(self.paths[index]), self.name(index))
         return align(photo, self.points_N52[index], height, where=self.name(index))
 
 
 def find_images(folder: Path) -> list[Path]:
-    """All image files below the folder, in the order of their names; rank 0 says which files are no images.
+    """Returns all image files below the folder, sorted by path; rank 0 logs which files are not images.
 
-    Names that begin with a dot are passed over, as in folders of training data.
+    Names that start with a dot are ignored, as in folders of training data.
     """
     if not folder.is_dir():
-        raise DataError(f"Cannot read the images of {folder}: there is no such folder.")
+        raise DataError(f"Cannot read the images of {folder}: the folder does not exist.")
     found: list[Path] = []
     left_out = LeftOut()
     for parent, folders, files in os.walk(folder, followlinks=False):
@@ -147,15 +149,15 @@ def find_images(folder: Path) -> list[Path]:
 def _fitted(
     image_HW3: Pixels, index: int, name: str, image_size: ImageSize, fit: Fit | None, resized: set[int]
 ) -> Pixels:
-    """The image as it is when it has the model's size, fitted to it when that is allowed, refused otherwise."""
+    """Returns the image in the model's size: unchanged, or fitted if `fit` allows it."""
     size = height_and_width(image_size)
     if image_HW3.shape[:2] == size:
         return image_HW3
     if fit is None:
         height, width = image_HW3.shape[:2]
         raise OtherSizeError(
-            f"{name} has {width} × {height} pixels, the model takes {shown_size(image_size)}: evaluate a model of that "
-            f"input size, or allow scaling with --resize, or with --fit pad, crop or squash."
+            f"{name} has {width} × {height} pixels, but the model takes {shown_size(image_size)}: use a model of that "
+            f"input size, or allow scaling with --resize or with --fit pad, crop or squash."
         )
     resized.add(index)
     return fit_image(image_HW3, size, fit)

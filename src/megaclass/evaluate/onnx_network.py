@@ -1,4 +1,4 @@
-"""An ONNX file as a torch module, through onnxruntime: ours, and those InsightFace publishes."""
+"""Runs an ONNX file as a torch module through onnxruntime: our own exports, and the files that InsightFace publishes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from megaclass.image_size import ImageSize, compact_size
 
 
 class OnnxNetwork(nn.Module):
-    """Has no parameters. Runs on the GPU where onnxruntime was built for it, else on the CPU."""
+    """A network without parameters. It runs on the GPU if onnxruntime was built for it, otherwise on the CPU."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         super().__init__()
@@ -29,10 +29,16 @@ class OnnxNetwork(nn.Module):
         ]
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-        # onnxruntime's exceptions have no base of their own; these are the ones that a bad file causes.
-        except (failures.Fail, failures.InvalidProtobuf, failures.InvalidGraph, failures.InvalidArgument) as error:
-            raise CheckpointError(f"Cannot open {path} as an ONNX model: {error}") from error
-        except (failures.NoSuchFile, failures.NotImplemented, failures.RuntimeException) as error:
+        # onnxruntime's exceptions have no common base class; a bad file causes these.
+        except (
+            failures.Fail,
+            failures.InvalidArgument,
+            failures.InvalidGraph,
+            failures.InvalidProtobuf,
+            failures.NoSuchFile,
+            failures.NotImplemented,
+            failures.RuntimeException,
+        ) as error:
             raise CheckpointError(f"Cannot open {path} as an ONNX model: {error}") from error
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].shape[1] != 3:
@@ -43,7 +49,7 @@ class OnnxNetwork(nn.Module):
         is_fixed = isinstance(height, int) and isinstance(width, int)
         self.image_size: ImageSize | None = compact_size((height, width)) if is_fixed else None
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
-        # Some published files take one image at a time.
+        # Some published files have a fixed batch size, mostly 1.
         self._batch: int | None = batch if isinstance(batch, int) else None
 
     def forward(self, images_B: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""A text file that names pairs of image files: LFW's pairs.txt, or lines of `first second 0|1`.
+"""Reads a text file that names pairs of image files: LFW's pairs.txt, or lines of `first second 0|1`.
 
-LFW's form: a line of counts, then `name n m` for two images of one person and `name n name m` for two persons, with
-files name/name_0001.jpg. Paths are relative to the folder of the list, or to the folder given.
+In LFW's form a line of counts comes first; then `name n m` names two images of one person and `name n name m` images of
+two persons, in files such as name/name_0001.jpg. Paths are relative to the folder of the list.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from megaclass.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairsList:
-    """Pair i is paths 2i and 2i + 1."""
+    """The pairs of a list: pair i consists of the paths 2i and 2i + 1."""
 
     paths: list[Path]
     is_same_N: NDArray[np.bool_]
     num_folds: int
-    """As many as the list's first line says, ten where it says nothing."""
+    """Number of folds from the first line of the list, or ten."""
 
 
 def read_pairs_list(path: Path, images: Path | None = None) -> PairsList:
@@ -69,5 +69,5 @@ def _numbered(folder: Path, name: str, number: str, where: str) -> Path:
 
 def _existing(path: Path, where: str) -> Path:
     if not path.is_file():
-        raise DataError(f"{where} names {path}, which is not there.")
+        raise DataError(f"{where} names {path}, which does not exist.")
     return path

@@ -1,7 +1,7 @@
-"""What an evaluation leaves: numbers for people and programs, curves and pictures for the report. Written and read back.
+"""Writes and reads the results of an evaluation.
 
-evaluation.json holds the numbers of all sets and why a set was not evaluated. evaluation/<set>.npz holds what the report
-draws: ROC, histogram and the pictures of the worst mistakes, so that a report needs neither the model nor the data.
+evaluation.json holds the numbers of all sets, or the reason why a set was not evaluated. evaluation/<set>.npz holds what the
+report draws: ROC, histogram and the images of the hardest pairs, so that a report needs neither the model nor the data.
 """
 
 import io
@@ -25,7 +25,7 @@ _log = logging.getLogger("megaclass.evaluate")
 NUMBERS_FILE = "evaluation.json"
 CURVES_FOLDER = "evaluation"
 _FORMAT = 1
-# Of an .npz: two dozen pairs of pictures are a few MiB.
+# Limit for one .npz; two dozen pairs of images are a few MiB.
 _MAX_UNPACKED = 2**28
 
 
@@ -60,9 +60,9 @@ def result_lines(result: SetResult) -> list[str]:
 
 
 def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetResult]) -> Path:
-    """Writes evaluation.json and evaluation/*.npz; sets that an earlier evaluation of the same model did are kept.
+    """Writes evaluation.json and evaluation/*.npz; results of other sets by the same model are kept.
 
-    An earlier file that cannot be read is replaced, with a word on standard error.
+    model: identifies the model, by its name and weights. An earlier file that cannot be read is replaced with a warning.
     """
     make_private_folder(folder)
     path = folder / NUMBERS_FILE
@@ -71,12 +71,14 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
     except DataError as error:
         _log.warning("%s It is replaced.", error)
         earlier = {}
+    # Results of other weights would be shown as those of this model: they are dropped.
     kept = earlier.get("sets") if earlier.get("model") == dict(model) else None
     sets = {name: said for name, said in kept.items() if isinstance(said, dict)} if isinstance(kept, dict) else {}
     make_private_folder(folder / CURVES_FOLDER)
     for result in results:
+        # A set that fails today keeps the numbers of an earlier evaluation of the same weights.
         if result.error is not None and "error" not in sets.get(result.name, {"error": ""}):
-            continue  # the numbers of before are still the model's
+            continue  # the earlier numbers are still those of this model
         sets[result.name] = result.to_json()
         if result.error is None:
             _write_curves(folder / CURVES_FOLDER / f"{result.name}.npz", result)
@@ -86,7 +88,7 @@ def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetR
 
 
 def read_results(folder: Path) -> list[SetResult]:
-    """What `write_results` left in the folder; nothing where it never wrote."""
+    """Returns the results in the folder; none if nothing was ever written there."""
     path = folder / NUMBERS_FILE
     if not path.is_file():
         return []
@@ -114,14 +116,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"Cannot read {path}: {error}. Evaluate again.") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
-        raise DataError(f"{path} is no evaluation of this version of megaclass. Evaluate again.")
+        raise DataError(f"{path} was not written by this version of megaclass. Evaluate again.")
     return values
 
 
 def _fault_of_set(name: str, kind: object, numbers: Mapping[str, Any]) -> str:
-    """Empty for numbers that a report can show."""
+    """Describes why a report cannot show the numbers; empty if it can."""
     if Path(name).name != name:
-        # Its curves are looked for under this name.
+        # The name is part of a file name: it must not lead out of the folder.
         return f"{name[:60]!r} is not the name of a set"
     if not isinstance(kind, str) or kind not in PROTOCOLS:
         return f"the set {name!r} is of kind {str(kind)[:60]!r}, expected one of {', '.join(PROTOCOLS)}"
@@ -136,11 +138,11 @@ def _write_curves(path: Path, result: SetResult) -> None:
             arrays[name] = getattr(result.curves, name)
         arrays["marks"] = np.array([result.curves.threshold, result.curves.num_different])
     if result.hard_pairs:
-        said = [
+        described = [
             {"pair": h.pair, "similarity": h.similarity, "is_same": h.is_same, "is_wrong": h.is_wrong, "names": h.names}
             for h in result.hard_pairs
         ]
-        arrays["hard_pairs"] = np.frombuffer(json.dumps(said).encode(), dtype=np.uint8)
+        arrays["hard_pairs"] = np.frombuffer(json.dumps(described).encode(), dtype=np.uint8)
         for place, hard in enumerate(result.hard_pairs):
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
@@ -178,22 +180,22 @@ def _curves_in(arrays: Mapping[str, NDArray[Any]]) -> Curves:
     threshold, num_different = arrays["marks"].astype(np.float64).tolist()
     parts = {name: arrays[name].astype(np.float64) for name in ("far", "tar", "edges", "same", "different")}
     if not all(part.ndim == 1 and len(part) and np.isfinite(part).all() for part in parts.values()):
-        raise ValueError("curves are finite numbers in a row")
+        raise ValueError("curves must be one-dimensional and finite")
     curves = Curves(**parts, threshold=float(threshold), num_different=int(num_different))
     if len(curves.far) != len(curves.tar) or not (curves.far == 0).any():
-        raise ValueError("an ROC begins where nothing is accepted")
+        raise ValueError("an ROC must start where nothing is accepted")
     if (
         not len(curves.edges) == len(curves.same) + 1 == len(curves.different) + 1
         or not (np.diff(curves.edges) > 0).all()
     ):
-        raise ValueError("a histogram has one edge more than bins, in rising order")
+        raise ValueError("a histogram needs one edge more than bins, in rising order")
     if any(part.min() < -1 or part.max() > 1.001 for part in parts.values()) or not 0 <= curves.num_different < 2**53:
-        raise ValueError("shares lie between 0 and 1, cosines between -1 and 1")
+        raise ValueError("shares must lie between 0 and 1, cosines between -1 and 1")
     return curves
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz by name. Sizes are compared with what the file holds before anything is allocated."""
+    """Returns the arrays of an .npz by name; stated sizes are checked before anything is allocated."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -201,11 +203,11 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             if unpacked > _MAX_UNPACKED:
                 raise DataError(f"{path} would unpack to {unpacked:,} bytes: at most {_MAX_UNPACKED:,} are accepted.")
             if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
-                raise DataError(f"{path} is packed in a way that NumPy does not use.")
+                raise DataError(f"{path} uses a compression that NumPy does not write.")
             return {entry.filename.removesuffix(".npy"): _array_in(archive.read(entry)) for entry in entries}
     except DataError:
         raise
-    # zipfile, zlib and NumPy's header parser raise what they come across in damaged bytes: a dozen types.
+    # zipfile, zlib and NumPy's header parser raise a dozen types of exceptions on damaged bytes.
     except Exception as error:
         raise DataError(f"Cannot read {path}: {error or type(error).__name__}. Evaluate again.") from error
 

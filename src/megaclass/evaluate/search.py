@@ -1,7 +1,9 @@
-"""Exact nearest neighbours: every probe against every gallery entry, block by block on the device, shards on the ranks.
+"""Finds exact nearest neighbours: every probe is compared with every gallery entry, each rank searching its shard.
 
-Letters: P probes, N gallery entries in all, k kept per probe. A score is a cosine: rows are normalised by the caller.
-The P x N scores are never held; at any time there is one block of them, of at most `max_block_bytes`.
+Letters: P probes, N gallery entries in total, k neighbours kept per probe. A score is a cosine: the caller normalises the
+rows. The P x N scores never exist at once; there is one block of them at a time, of at most `max_block_bytes`.
+
+An entry with the label of a probe is a *mate* of the probe; all other entries are *others*.
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from megaclass.errors import DataError
 from megaclass.even_parts import even_part
 
 NO_LABEL = -1
-"""Of a gallery entry that is nobody's mate: a distractor."""
+"""Label of a gallery entry that is no mate of any probe: a distractor."""
 _NOTHING = float("-inf")
 _BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 _MAX_GALLERY_BLOCK = 2**16
@@ -27,25 +29,25 @@ _MAX_GALLERY_BLOCK = 2**16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Neighbours:
-    """What each probe found. Mates carry the probe's label; all other entries are `others`."""
+    """The best others and the best mate of each probe."""
 
     other_scores_Pk: Tensor
-    """Highest first; -inf where the gallery has fewer than k others."""
+    """Scores, highest first; -inf if the gallery has fewer than k others."""
     other_indices_Pk: Tensor
-    """Their places in the whole gallery."""
+    """Rows of these others in the whole gallery."""
     mate_scores_P: Tensor
-    """The best mate's; -inf for a probe without one."""
+    """Score of the best mate; -inf for a probe without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GalleryShard:
-    """This rank's rows of the gallery, from row `first` of all."""
+    """The rows of the gallery that this rank holds, starting with row `first` of the whole gallery."""
 
     embeddings_ND: NDArray[np.float32] | Tensor
     labels_N: NDArray[np.int64] | None = None
     first: int = 0
     keys_N: NDArray[np.int64] | None = None
-    """The image behind each row, by a number. A probe of the same number is that very image and does not find the row."""
+    """Content digest of the image behind each row. A probe with the same digest is that image itself and skips the row."""
 
     def __len__(self) -> int:
         return len(self.embeddings_ND)
@@ -56,7 +58,7 @@ def shard_of_rank(
     labels_N: NDArray[np.int64] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> GalleryShard:
-    """Cuts a gallery that every rank holds (or has mapped) into contiguous parts; a part may be empty."""
+    """Returns this rank's part of a gallery that every rank holds or has mapped; it may be empty."""
     rows = rows_of_rank(len(embeddings_ND), group)
     here = slice(rows.start, rows.stop)
     labels = None if labels_N is None else labels_N[here]
@@ -80,10 +82,10 @@ def search(
     max_block_bytes: int | None = None,
     with_faiss: bool = False,
 ) -> Neighbours:
-    """The k best others and the best mate of each probe over the shards of all ranks; the same on every rank.
+    """Collective. Returns the k best others and the best mate of each probe; the same on every rank.
 
-    Every rank holds all probes and its own shard. Gallery blocks move to the device once each, probes stay there.
-    Traffic: one all-gather of P x k scores, one of P x k places, one of P scores a rank.
+    Every rank holds all probes and its own shard. Each gallery block moves to the device once; the probes stay there.
+    Traffic per rank: one all-gather of P x k scores, one of P x k row numbers, one of P scores.
     """
     probes = torch.as_tensor(probes_PD, device=device).float()
     if len(gallery) and gallery.embeddings_ND.shape[1] != probes.shape[1]:
@@ -96,6 +98,7 @@ def search(
     else:
         block_bytes = max_block_bytes or _BLOCK_BYTES[device.type]
         own = _search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, block_bytes)
+    # Each rank has the best of its shard; the best of all are among them.
     scores_WPk = gather_blocks(own.other_scores_Pk.to(device), group)
     indices_WPk = gather_blocks(own.other_indices_Pk.to(device), group)
     scores_Pk, indices_Pk = _best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
@@ -119,6 +122,7 @@ def _search_shard(
     mates_P = torch.full((num_probes,), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
     keys_P = None if probe_keys_P is None else torch.as_tensor(probe_keys_P, device=device)
+    # Blocks of the gallery are the outer loop: each is copied to the device once, whatever the number of probes.
     gallery_block = min(_MAX_GALLERY_BLOCK, max(1, len(gallery)))
     probe_block = max(1, max_block_bytes // (4 * gallery_block))
     with _full_precision():
@@ -133,6 +137,7 @@ def _search_shard(
             for first in range(0, num_probes, probe_block):
                 here = slice(first, first + probe_block)
                 block_PB = probes_PD[here] @ rows_BD.T
+                # First the probe's own image is removed, so that it counts neither as a mate nor as another.
                 if keys_P is not None and keys_B is not None:
                     block_PB.masked_fill_(keys_P[here, None] == keys_B, _NOTHING)
                 if labels_P is not None and labels_B is not None:
@@ -140,6 +145,7 @@ def _search_shard(
                     mates = block_PB.masked_fill(~is_mate_PB, _NOTHING).amax(dim=1)
                     mates_P[here] = torch.maximum(mates_P[here], mates)
                     block_PB.masked_fill_(is_mate_PB, _NOTHING)
+                # Merged with the best so far: k scores per probe are all that is kept between blocks.
                 found, places = torch.topk(block_PB, min(k, block_PB.shape[1]), dim=1)
                 scores_Pk[here], indices_Pk[here] = _best(
                     torch.cat([scores_Pk[here], found], dim=1),
@@ -150,7 +156,10 @@ def _search_shard(
 
 
 def _best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Highest scores first, of equal ones the earlier entry."""
+    """Returns the k highest scores and their entries, highest first; of equal scores the earlier entry comes first.
+
+    Sorting by entry first makes the result independent of how the gallery is split over blocks and ranks.
+    """
     by_index = indices.argsort(dim=1, stable=True)
     scores, indices = scores.gather(1, by_index), indices.gather(1, by_index)
     order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
@@ -159,7 +168,7 @@ def _best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """TF32 keeps ten bits of a score: enough to train, not to rank a million neighbours."""
+    """Turns TF32 off: ten bits per score are enough to train, but not to rank a million neighbours."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -175,7 +184,11 @@ def _search_shard_with_faiss(
     probe_labels_P: NDArray[np.int64] | None,
     probe_keys_P: NDArray[np.int64] | None,
 ) -> Neighbours:
-    """The same by faiss's exact index on this host's cores. Mates are among what it finds, or ranked beyond k others."""
+    """Searches the shard with faiss's exact index on the CPU.
+
+    faiss knows no labels. It is asked for so many neighbours that k others remain when mates and the probe's own image are
+    removed from them.
+    """
     try:
         import faiss
     except ImportError:
@@ -184,12 +197,12 @@ def _search_shard_with_faiss(
     rows_ND = np.ascontiguousarray(torch.as_tensor(gallery.embeddings_ND).float().cpu().numpy())
     labels_N = gallery.labels_N if probe_labels_P is not None and len(rows_ND) else None
     keys_N = gallery.keys_N if probe_keys_P is not None and len(rows_ND) else None
-    # As many as may be taken out of what is found.
+    # The largest number of entries that can be removed for one probe.
     most_mates = sum(int(np.unique(one, return_counts=True)[1].max()) for one in (labels_N, keys_N) if one is not None)
     index = faiss.IndexFlatIP(probes_PD.shape[1])
     index.add(rows_ND)
     scores, places = index.search(probes_PD.cpu().numpy(), max(1, min(k + most_mates, len(rows_ND))))
-    # Of an empty shard faiss says place -1.
+    # For an empty shard faiss returns -1.
     scores = np.where(places < 0, np.float32(_NOTHING), scores)
     if probe_keys_P is not None and keys_N is not None:
         scores = np.where(keys_N[places] == probe_keys_P[:, None], np.float32(_NOTHING), scores)
@@ -218,7 +231,7 @@ def _add_far_mates(
     probe_keys_P: NDArray[np.int64] | None,
     keys_N: NDArray[np.int64] | None,
 ) -> None:
-    """A probe whose mates lie beyond what was looked at has mates all the same: their scores are computed here."""
+    """Computes the best mate of probes whose mates are all farther away than the neighbours that faiss returned."""
     for probe in np.flatnonzero(np.isneginf(mates_P) & np.isin(probe_labels_P, labels_N[labels_N != NO_LABEL])):
         is_mate_N = labels_N == probe_labels_P[probe]
         if probe_keys_P is not None and keys_N is not None:

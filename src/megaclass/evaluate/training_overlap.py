@@ -1,4 +1,4 @@
-"""What a verification set measures: identities that were held out of training, others, or the training images themselves."""
+"""Finds out how a verification set relates to the training data: held-out identities, unknown ones, or training images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,10 +15,10 @@ from megaclass.evaluate.protocol import SetResult
 def compared_with_training_data(
     results: Sequence[SetResult], source: ImageSource, data_path: str, drawn: Path | None = None
 ) -> list[SetResult]:
-    """The results, each of a .bin with `training_data`: how many of its images are training images, and whether it is of
-    identities that `megaclass data split` held out of the data at `data_path`.
+    """Returns the results with `training_data` added to each .bin: how many of its images are training images, and whether
+    `megaclass data split` held its identities out of the data at `data_path`.
 
-    drawn: pairs of identities that were drawn by code beside the training data and are others by construction.
+    drawn: a .bin of synthetic identities, which are not in the training data by construction.
     """
     bins = {one.name: Path(one.path) for one in results if one.error is None and one.path.endswith(".bin")}
     overlaps = find_overlaps({name: read_pairs(path).images for name, path in bins.items()}, source) if bins else {}
@@ -37,7 +37,7 @@ def _said(overlap: Overlap, path: Path, data_path: str, drawn: Path | None) -> d
 
 
 def training_data_line(numbers: Mapping[str, Any]) -> str:
-    """A sentence on how the set relates to the training data; empty where that was not looked at."""
+    """Returns a sentence on how the set relates to the training data; empty if they were not compared."""
     said = numbers.get("training_data")
     if said is None:
         return ""
@@ -47,4 +47,4 @@ def training_data_line(numbers: Mapping[str, Any]) -> str:
         return f"WARNING: {sentence}. Hold some out first: megaclass data split."
     if said["is_held_out"]:
         return f"Its identities were held out of training; {sentence}."
-    return f"{sentence[0].upper()}{sentence[1:]}; whether the same people were trained on, with other images, is not known."
+    return f"{sentence[0].upper()}{sentence[1:]}; other images of the same people may be in the training data."

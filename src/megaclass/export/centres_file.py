@@ -1,7 +1,7 @@
-"""Class centres <-> centres.safetensors, found by class name.
+"""Writes and reads centres.safetensors, which holds the class centres by class name.
 
-Tensors: `centres` (C, M, D) float32, M sub-centres a class; `names_utf8`, the names one after the other as bytes; and
-`name_ends` (C,), where each ends. A tensor for every name would need a header of hundreds of megabytes at two million
+Tensors: `centres` (C, M, D) float32 with M sub-centres per class; `names_utf8`, the bytes of all names in a row; and
+`name_ends` (C,), the end of each name. One tensor per name would need a header of hundreds of megabytes for two million
 classes, which the format refuses.
 """
 
@@ -18,7 +18,7 @@ from megaclass.files import published_file
 
 
 class CentresByName(Mapping[str, Tensor]):
-    """centres["anna"] is (M, D); iterating gives the names in the order of the classes."""
+    """Maps class names to centres: centres["anna"] is (M, D). Iteration yields the names in the order of the classes."""
 
     def __init__(self, centres_CMD: Tensor, names: list[str]) -> None:
         self.centres_CMD = centres_CMD
@@ -35,7 +35,7 @@ class CentresByName(Mapping[str, Tensor]):
 
 
 def save_centres(path: Path, centres: ClassCentres, *, metadata: Mapping[str, str]) -> None:
-    """Written, read back and compared before the file appears at `path`."""
+    """Writes the centres; they are read back and compared before the file appears at `path`."""
     from safetensors.torch import save_file
 
     encoded = [name.encode() for name in centres.names]
@@ -49,11 +49,12 @@ def save_centres(path: Path, centres: ClassCentres, *, metadata: Mapping[str, st
         read_back = load_centres(unfinished)
         if list(read_back) != centres.names or not torch.equal(read_back.centres_CMD, tensors["centres"]):
             raise ExportError(
-                f"Cannot write {path}: the centres read back differ. Check the disk, and names that repeat."
+                f"Cannot write {path}: the centres read back differ. Check the disk, and that class names are unique."
             )
 
 
 def load_centres(path: Path) -> CentresByName:
+    """Reads a file that `save_centres` wrote."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""config.json and what lies in the run folder -> README.md: what the model is, its numbers, and how to use it."""
+"""Writes the model card of an export (README.md): what the model is, its numbers, and how to use it."""
 
 import json
 from collections.abc import Mapping
@@ -11,40 +11,11 @@ from megaclass.evaluate.protocols import PROTOCOLS
 from megaclass.evaluate.results import headline, read_results
 from megaclass.image_size import shown_size
 
-_USE = {
-    "safetensors": """```python
-import megaclass
 
-model = megaclass.load("model.safetensors")
-embeddings = model.embed(["first.jpg", "second.jpg"])  # aligned faces; rows are normalised
-print("cosine:", embeddings[0] @ embeddings[1])
-```""",
-    "onnx": """```python
-import numpy as np
-import onnxruntime
-from PIL import Image
-
-session = onnxruntime.InferenceSession("model.onnx")
-pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
-batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
-embedding = session.run(["embedding"], {"input": batch})[0]
-```""",
-    "pth": """```python
-import torch
-from backbones import get_model  # of InsightFace's arcface_torch
-
-backbone = get_model("{insightface_name}", num_features={embedding_dim})
-backbone.load_state_dict(torch.load("backbone.pth", weights_only=True))
-backbone.eval()
-```""",
-}
-
-
-def model_card(config: Mapping[str, Any], run: Path | None, licence: str) -> str:
-    """`run`: where training left its summary and evaluation; None for a model without a run."""
+def model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage: str) -> str:
+    """Returns the text. run: folder with the summary and evaluation of training; None for a model without a run."""
     summary = _summary(run)
     results = read_results(run) if run is not None else []
-    use = _USE[Path(config["file"]).suffix[1:]]
     return "\n".join(
         [
             "---",
@@ -54,7 +25,7 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str) -> str
             "",
             f"# {config['name']}",
             "",
-            f"Backbone {config['backbone']}, {config['embedding_dim']} numbers an embedding, images of "
+            f"Backbone {config['backbone']}, {config['embedding_dim']} numbers per embedding, images of "
             f"{shown_size(config['image_size'])} pixels. Trained and exported with Megaclass "
             f"{config['version']}.",
             "",
@@ -73,9 +44,9 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str) -> str
             "## How to use",
             "",
             f"Input: {config['input']}. Output: {config['output']}.",
-            "Faces are expected aligned by five landmarks, as the training data were.",
+            "Images of faces must be aligned by five landmarks in the same way as the training data.",
             "",
-            use.replace("{insightface_name}", str(config["insightface_name"])).replace(
+            usage.replace("{insightface_name}", str(config["insightface_name"])).replace(
                 "{embedding_dim}", str(config["embedding_dim"])
             ),
             "",
@@ -96,7 +67,7 @@ def _summary(run: Path | None) -> Mapping[str, Any]:
 
 def _data_lines(summary: Mapping[str, Any]) -> list[str]:
     if "num_classes" not in summary:
-        return ["Not known: the model was not exported from a run that says."]
+        return ["Not known: the model was not exported from a run folder."]
     lines = [f"- {summary['num_images']:,} images of {summary['num_classes']:,} classes"]
     if "data_fingerprint" in summary:
         lines.append(f"- fingerprint {summary['data_fingerprint']}")
@@ -106,7 +77,7 @@ def _data_lines(summary: Mapping[str, Any]) -> list[str]:
 def _number_lines(results: list[SetResult]) -> list[str]:
     done = [result for result in results if result.error is None]
     if not done:
-        return ["None yet: `megaclass evaluate RUN --on SETS`, then export again."]
+        return ["None yet: run `megaclass evaluate RUN --on SETS`, then export again."]
     lines = ["| set | protocol | number |", "|---|---|---|"]
     for result in done:
         protocol = PROTOCOLS[result.kind].card_name

@@ -1,7 +1,7 @@
-"""Backbone -> model.onnx: one file, any batch, checked against the model it came from before it appears.
+"""Writes model.onnx: one file for any batch size, compared with the backbone before it appears.
 
 Input "input": float32 (batch, 3, H, W), RGB, (x - 127.5) / 127.5.
-Output "embedding": float32 (batch, D), not normalised. This is what InsightFace's tools expect.
+Output "embedding": float32 (batch, D), not normalised. InsightFace's tools expect both like this.
 """
 
 import contextlib
@@ -20,20 +20,33 @@ from torch import nn
 
 from megaclass.errors import ExportError
 from megaclass.export.check import fixed_inputs, require_same_embeddings
+from megaclass.export.exporter import Exporter, ExportJob
 from megaclass.files import published_file
 from megaclass.image_size import ImageSize
 
-# A protobuf, and so a model in one file, ends at 2 GiB.
+# A protobuf, and so a model in one file, holds at most 2 GiB.
 _MAX_BYTES = 2**31 - 2**20
+_FILE = "model.onnx"
+_USAGE = """```python
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+session = onnxruntime.InferenceSession("model.onnx")
+pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
+batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
+embedding = session.run(["embedding"], {"input": batch})[0]
+```"""
 
 
 def export_onnx(
     path: Path, backbone: nn.Module, *, image_size: ImageSize, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Exports a copy of the backbone in eval mode and float32; the backbone itself is not touched.
+    """Exports a copy of the backbone in eval mode and float32; the backbone itself is not changed.
 
     onnxruntime must give torch's embeddings on fixed inputs, one image and seven (cosine of at least 0.99999, norm
-    within 0.1 %), otherwise ExportError and no file. `metadata` goes into the file's metadata properties.
+    within 0.1 %); otherwise an ExportError is raised and no file appears. `metadata` becomes metadata properties of the
+    file.
     """
     _require_packages()
     exported = copy.deepcopy(backbone).cpu().float().eval()
@@ -108,7 +121,7 @@ def _embed_with_onnxruntime(
                 f"reshapes."
             )
         (got_BD,) = session.run(["embedding"], {"input": inputs.numpy()})
-    # onnxruntime's exceptions have no base of their own; these are the ones that a bad model causes.
+    # onnxruntime's exceptions have no common base class; a bad model causes these.
     except (
         failures.Fail,
         failures.InvalidArgument,
@@ -125,7 +138,10 @@ def _embed_with_onnxruntime(
 
 @contextlib.contextmanager
 def _silenced_exporter() -> Iterator[io.StringIO]:
-    """Progress lines, deprecation warnings and log lines of the exporter go nowhere; its exceptions pass."""
+    """Hides progress lines, deprecation warnings and log lines of torch's exporter; exceptions still pass.
+
+    Yields the hidden text, which belongs into the error if the export fails.
+    """
     chatter = io.StringIO()
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
@@ -138,3 +154,10 @@ def _silenced_exporter() -> Iterator[io.StringIO]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _export(job: ExportJob) -> None:
+    export_onnx(job.folder / _FILE, job.model.network, image_size=job.model.image_size, metadata=job.metadata)
+
+
+EXPORTER = Exporter(file=_FILE, write=_export, usage=_USAGE)

@@ -25,7 +25,7 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
 
 
 class Centres:
-    """R = K * M rows of D numbers: the M sub-centres of a class lie beside each other.
+    """R = K * M rows of D numbers; the M sub-centres of a class are adjacent.
 
     Not a module, and its tensors are no buffers: DistributedDataParallel and FSDP give every rank the buffers of rank 0,
     and every rank holds classes of its own here. PartialFC moves and saves them as it does buffers.
@@ -57,15 +57,15 @@ class Centres:
         return torch.float64 if self.weight_RD.dtype == torch.float64 else torch.float32
 
     def rows(self) -> dict[str, Tensor]:
-        """Everything that belongs to a row; first dimension R."""
+        """Returns the centres and their optimizer state; first dimension R."""
         return {"weight": self.weight_RD, **self.state}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the seal, a view of the centres that apply_() forms anew."""
+        """Returns the state without the seal, a view of the centres that apply_() forms again."""
         return {name: value for name, value in vars(self).items() if name != "seal"}
 
     def apply_(self, function: Callable[[Tensor], Tensor]) -> None:
-        """What nn.Module._apply does to buffers: moves and converts them. State keeps the dtype that suits the centres."""
+        """Moves and converts as nn.Module._apply does buffers. State keeps the dtype that suits the centres."""
         self.weight_RD = function(self.weight_RD)
         wanted = self.optimizer.new_state(self.weight_RD[:0])
         for name, tensor in self.state.items():
@@ -75,20 +75,20 @@ class Centres:
         self.seal = Seal(self.weight_RD, self._fewest_rows)
 
     def load_rows(self, first_class: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the part of `tensors` (whole classes from first_class on) that lies on this rank."""
+        """Copies the part of `tensors` (whole classes from first_class on) that belongs to this rank."""
         own = self.rows()
         if set(tensors) != set(own):
             raise HeadError(f"Rows with {sorted(tensors)} cannot be loaded into a head that keeps {sorted(own)}.")
         self.load_some_rows(first_class, tensors)
 
     def load_some_rows(self, first_class: int, tensors: Mapping[str, Tensor]) -> None:
-        """load_rows, where the tensors that are not given stay as they are."""
+        """Loads like load_rows; tensors that are not given keep their values."""
         own = self.rows()
         for name, source in tensors.items():
             if len(source) % self.num_subcentres or source.shape[1:] != own[name].shape[1:]:
                 raise HeadError(
                     f"Rows of {name!r} have shape {tuple(source.shape)}, this head's {tuple(own[name].shape)} with "
-                    f"{self.num_subcentres} centre(s) a class: embedding_dim or num_subcentres differ."
+                    f"{self.num_subcentres} centre(s) per class: embedding_dim or num_subcentres differ."
                 )
             num_classes = len(source) // self.num_subcentres
             start = max(first_class, self.classes.start)
@@ -100,9 +100,9 @@ class Centres:
         self.seal.renew()
 
     def start_at_(self, directions_KD: Tensor) -> Tensor:
-        """The first centre of each class points there, as long as a random one is; where that is zero it stays as it was.
+        """Points the first centre of each class in its direction, with the length of a random one, unless it is zero.
 
-        directions_KD: float32, overwritten. Returns how many classes were given one, 0-d.
+        directions_KD: float32, overwritten. Returns the number of classes that were set, 0-d.
         """
         lengths_K = torch.linalg.vector_norm(directions_KD, dim=1)
         is_given_K = lengths_K > 0
@@ -115,7 +115,7 @@ class Centres:
         return num_given
 
     def cosines_to(self, unit_MD: Tensor) -> Tensor:
-        """(K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
+        """Returns the (K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
         best = []
         for block in self.weight_RD.split(max(1, (1 << 16) // self.num_subcentres) * self.num_subcentres):
             cosines = unit_rows(block, self.work_dtype)[0] @ unit_MD.T
@@ -133,7 +133,7 @@ class Centres:
     ) -> None:
         """Moves these rows by the gradient of their unit vectors; rows where mask_R is False stay as they are.
 
-        rows: unless a slice, row 0 of the list may stand in again for entries that mask_R leaves out (padding).
+        rows: a slice or a list of rows; entries of a list that mask_R leaves out (padding) may repeat a row.
         squares: where given, the sum of squares of the rows' gradient is added to the list, 0-d float64.
         """
         in_place = isinstance(rows, slice) and mask_R is None and self.weight_RD.dtype == self.work_dtype
@@ -141,7 +141,7 @@ class Centres:
         moved = {name: tensor if in_place else self._working_copy(tensor) for name, tensor in stored.items()}
         weight_RD = moved.pop("weight")
         unit_RD, inverse_R = unit_rows(weight_RD, self.work_dtype)
-        # Through the normalisation: only what is orthogonal to the centre changes its direction.
+        # The chain rule of the normalisation: only what is orthogonal to the centre changes its direction.
         along_R = (unit_RD * grad_unit_RD).sum(1, keepdim=True)
         grad_RD = grad_unit_RD.sub_(unit_RD.mul_(along_R)).mul_(inverse_R[:, None])
         if squares is not None:

@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, not on when or where they are drawn.
+"""Random numbers that are hashes of their purpose, not of when or where they are drawn.
 
 Each number is a hash of its key: the initial centre of class c of (seed, c), whether c is drawn at step t of
 (seed, t, c), stochastic rounding of (seed, t, c, element). No state, no order, so nothing changes when the classes are
-cut over another number of ranks. The arithmetic is 32-bit with wrap-around, the same on CPU, GPU and in Triton.
+split over another number of ranks. The arithmetic is 32-bit with wrap-around, the same on CPU, GPU and in Triton.
 """
 
 import math
@@ -28,7 +28,7 @@ def stream_state(*parts: int) -> int:
 
 
 def random_bits(keys: tuple[int, int], indices: Tensor) -> Tensor:
-    """One int32 of random bits an index; `indices` are integers below 2^32."""
+    """Returns one int32 of random bits per index; `indices` are integers below 2^32."""
     return _mix_32_(_mix_32_(indices.to(torch.int32) ^ keys[0]) + keys[1])
 
 

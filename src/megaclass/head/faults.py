@@ -1,8 +1,8 @@
 """Bad labels, embeddings that are not finite, ranks out of step: found on the device, raised on every rank.
 
-Every rank sees the whole gathered batch, so every rank finds the same fault without asking the others. On a CPU it is
-raised at once. On a GPU looking would make the host wait, so the fault stays on the device, where it masks the update,
-and the host reads it a few steps later: all ranks at the same step.
+Every rank sees the whole gathered batch, so all ranks find the same fault without communication. On a CPU it is raised
+at once. On a GPU reading it would make the host wait, so the fault stays on the device, where it masks the update, and
+the host reads a copy a few steps later: all ranks at the same step.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from megaclass.head.gather_batch import GlobalBatch
 from megaclass.head.seal import overwritten
 
 LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5
-# Steps between a fault and the host's look at it, on a GPU. The copy is long done by then, so nothing waits.
+# Forwards between a fault and the host's reading of it, on a GPU. The copy has finished by then, so nothing waits.
 _LAG = 8
 _NUM_WORDS = 6
 
@@ -25,12 +25,12 @@ NO_CLASS = -1
 
 
 def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int) -> Tensor:
-    """(6,) int64: kind (0 = none), rank, position in that rank's batch, value, how many, step."""
+    """Returns (6,) int64: kind (0 = none), rank, position in that rank's batch, value, how many, step."""
     bad_label_G = batch.is_image_G & ((batch.labels_G < 0) | (batch.labels_G >= num_classes))
     not_finite_G = batch.is_image_G & ~torch.isfinite(norms_G)
     fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
     if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any() or (batch.steps_W != step).any()):
-        return fault  # the usual case, told early where looking is free
+        return fault  # the usual case; on a CPU the test costs nothing
     fault = _first(not_finite_G, NOT_FINITE, batch, fault, step)
     fault = _first(bad_label_G, LABEL, batch, fault, step)
     has_changed_W, is_overwritten = overwritten(batch.steps_W)
@@ -45,29 +45,33 @@ def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int)
 
 
 def overflow_fault(fault: Tensor, num_overflowed: Tensor) -> Tensor:
-    """Adds the ranks whose draw of classes did not fit its capacity, unless something else is wrong already."""
+    """Returns the fault of ranks whose drawn classes did not fit the capacity, unless there is another fault already."""
     zero = torch.zeros_like(fault[0])
     values = torch.stack([zero + OVERFLOW, zero, zero, zero, num_overflowed.to(torch.int64), zero])
     return torch.where((fault[0] == 0) & (num_overflowed > 0), values, fault)
 
 
 class FaultWatch:
-    """Keeps the first fault until the host has seen it."""
+    """Keeps the first fault until the host has seen it.
+
+    `first_fault` is written on the device by forward (`note`, or the fused program) and read there as a mask. `_copies` are
+    copies on their way to the host, one per forward; the oldest is read when its transfer has long finished.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.sticky = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
+        self.first_fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
         self._copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def note(self, fault: Tensor) -> None:
-        self.sticky = torch.where(self.sticky[0] == 0, fault, self.sticky)
+        self.first_fault = torch.where(self.first_fault[0] == 0, fault, self.first_fault)
 
     def look(self, num_classes: int) -> None:
-        """Raises what is there: now on a CPU; on a GPU what was there a few steps ago."""
-        if self.sticky.device.type == "cpu":
-            self._raise(self.sticky, num_classes)
+        """Raises the first fault: at once on a CPU; on a GPU the one of a few steps ago, whose copy has arrived."""
+        if self.first_fault.device.type == "cpu":
+            self._raise(self.first_fault, num_classes)
             return
         copy = torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True)
-        copy.copy_(self.sticky, non_blocking=True)
+        copy.copy_(self.first_fault, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._copies.append((copy, event))
@@ -77,11 +81,11 @@ class FaultWatch:
             self._raise(copy, num_classes)
 
     def look_now(self, num_classes: int) -> None:
-        self._raise(self.sticky.cpu(), num_classes)
+        self._raise(self.first_fault.cpu(), num_classes)
 
     def clear(self) -> None:
-        """Forgets what was noted, without looking: for loops that skip bad steps and count them."""
-        self.sticky = torch.zeros_like(self.sticky)
+        """Drops the fault without reading it: for loops that skip bad steps and count them."""
+        self.first_fault = torch.zeros_like(self.first_fault)
         self._copies.clear()
 
     def _raise(self, fault: Tensor, num_classes: int) -> None:

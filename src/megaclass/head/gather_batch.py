@@ -1,4 +1,4 @@
-"""The one gathered buffer: embeddings, labels, batch sizes and a control word in a single all-gather.
+"""The gathered buffer: embeddings, labels, batch sizes and a control word in a single all-gather.
 
 A rank's block, as bytes: [int64 batch size, int64 step | max_batch x int64 labels | max_batch x D embeddings].
 Rows beyond the rank's own batch are padding: label -1, embedding 0.
@@ -18,7 +18,7 @@ _CONTROL_WORDS = 2
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Where things lie in a rank's block, in bytes."""
+    """Offsets in a rank's block, in bytes."""
 
     max_batch: int
     width: int
@@ -44,7 +44,7 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """What every rank holds after the exchange; G = W * max_batch rows, rank by rank, padding included."""
+    """The batch that every rank holds after the all-gather; G = W * max_batch rows, rank by rank, padding included."""
 
     embeddings_GD: Tensor
     labels_G: Tensor
@@ -63,10 +63,10 @@ def gather_batch(
     max_batch: int | None,
     group: dist.ProcessGroup | None,
 ) -> GlobalBatch:
-    """All-gather of W * (16 + max_batch * (8 + D * itemsize)) bytes; nothing waits when max_batch is given.
+    """Collective: all-gathers W * (16 + max_batch * (8 + D * itemsize)) bytes; nothing waits when max_batch is given.
 
-    step: the control word; a tensor on the device where it is formed there.
-    Without max_batch the sizes travel first (8 bytes a rank) and the host waits for them.
+    step: the control word; a tensor where the device forms it.
+    Without max_batch the sizes are gathered first (8 bytes per rank) and the host waits for them.
     """
     count, width = embeddings_BD.shape
     device = embeddings_BD.device
@@ -95,5 +95,5 @@ def gather_batch(
 
 
 def largest_batch(count: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Most images any rank brings. All-gather of 8 bytes a rank; the host waits for it."""
+    """Collective. Returns the largest batch of any rank. All-gathers 8 bytes per rank; the host waits for it."""
     return int(gather_blocks(torch.tensor([count], device=device), group).max())

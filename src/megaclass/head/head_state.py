@@ -1,4 +1,4 @@
-"""A head's part of a state dict: its names, the whole head out of all ranks' shards, and loading on any number of ranks.
+"""Entries of a head in a state dict: names, the header, and gathering the whole head from all ranks.
 
 A state dict holds the classes [start, stop) that `_extra_state` names: one rank's, or all of them. The second is the
 format of a head on one rank, and loads on any number of ranks.
@@ -33,7 +33,7 @@ MODULE_STATES: tuple[str, ...] = get_args(ModuleState)
 
 @dataclass(frozen=True, slots=True)
 class StateHeader:
-    """What `_extra_state` says."""
+    """Content of `_extra_state`."""
 
     step_count: int
     classes: ClassRange
@@ -56,7 +56,7 @@ class StateHeader:
 def name_tensors(
     rows: Mapping[str, Tensor], margin_state: Mapping[str, Tensor], header: StateHeader
 ) -> dict[str, Tensor]:
-    """Entries of a state dict, without the prefix."""
+    """Returns the entries of a state dict, without the prefix."""
     named = {_MARGIN + name: value for name, value in margin_state.items()}
     named[EXTRA] = header.to_tensor()
     for name, tensor in rows.items():
@@ -65,7 +65,7 @@ def name_tensors(
 
 
 def rows_in(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Row tensors among the entries of a state dict, by the names that Centres.rows() gives them."""
+    """Returns the row tensors among the entries of a state dict, named as by Centres.rows()."""
     names = {name: name.removeprefix(_STORE).removeprefix("state_") for name in given if name.startswith(_STORE)}
     return {"weight" if short == "weight_RD" else short: given[name] for name, short in names.items()}
 
@@ -75,7 +75,7 @@ def margin_state_in(given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def gather_whole_rows(store: Centres, num_classes: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Collective. The rows of all classes, in host memory on every rank; all-gathers of up to 64 MiB per rank."""
+    """Collective. Returns the rows of all classes in host memory on every rank; all-gathers up to 64 MiB per rank."""
     num_subcentres = store.num_subcentres
     ranges = [class_range(num_classes, rank, group_size(group)) for rank in range(group_size(group))]
     most_rows = max(map(len, ranges)) * num_subcentres
@@ -96,7 +96,7 @@ def gather_whole_rows(store: Centres, num_classes: int, group: dist.ProcessGroup
 
 
 def refuse_part(what: str, classes: ClassRange, num_classes: int, rank: int, world_size: int) -> HeadError:
-    """The error for saving a module of which every rank holds another part."""
+    """Returns the error for saving a module of which every rank holds a different part."""
     return HeadError(
         f"{what} holds only the classes [{classes.start}, {classes.stop}) of {num_classes}, those of rank {rank} of "
         f"{world_size}; a checkpoint written by one rank would lose the others. Build the head with "

@@ -1,11 +1,11 @@
-"""Margins: what is done to the cosine of an image and its own class before the softmax.
+"""Margins: how the cosine between an image and its own class becomes a logit.
 
 A margin is a small class. `target_logits` turns the G target cosines into logits; it is plain differentiable torch.
-Everything here sees the whole global batch and runs alike on every rank, so nothing in it may differ between ranks.
+Margins see the whole global batch and run identically on every rank, so their result must not depend on the rank.
 
-Margins with running values (AdaFace, CurricularFace) use in a step the values it began with; what its images add is
-folded in by the update. The authors' code folds it in first. So accumulated parts equal one big batch, and a skipped step
-leaves no trace.
+Margins with running values (AdaFace, CurricularFace) use the values from the start of the step; the update adds the step's
+images to them. The authors' code adds them first. This way accumulated parts equal one big batch, and a skipped step
+changes nothing.
 
 Sources of the formulas: SphereFace arXiv:1704.08063, CosFace 1801.09414, ArcFace 1801.07698, CurricularFace 2004.00288,
 MagFace 2103.06627, ElasticFace 2109.09416, AdaFace 2204.00964.
@@ -37,16 +37,16 @@ class Targets:
     state: Mapping[str, Tensor]
     """The margin's own running values, as they were when the step began."""
     normals: Callable[[], Tensor]
-    """Standard normal numbers, one an image, from (seed, step, place in the global batch)."""
+    """Draws standard normal numbers, one per image, from (seed, step, place in the global batch)."""
 
     def with_cosines(self, cosines_G: Tensor, *, requires_grad: bool = False) -> "Targets":
-        """The same images with these cosines (rounding beyond ±1 taken off), as leaves of a new graph if asked."""
+        """Returns the images with these cosines, clamped to ±1; as leaves of a new autograd graph if requires_grad."""
         cosines_G = cosines_G.detach().clamp(-1, 1).requires_grad_(requires_grad)
         return replace(self, cosines_G=cosines_G, norms_G=self.norms_G.detach().clone().requires_grad_(requires_grad))
 
 
 class Margin:
-    """Base of all margins. As it stands: logits are scale * cosine, for the target too."""
+    """Base class of all margins. Its own logits are scale * cosine, also for the target."""
 
     scale: float
     touches_only_target: ClassVar[bool] = True
@@ -54,36 +54,32 @@ class Margin:
     initial_state: ClassVar[Mapping[str, float]] = {}
 
     def __repr__(self) -> str:
-        """Class and fields: ranks compare it, so it must not hold an address."""
+        """Returns class and fields. Ranks compare it, so it must not contain an address."""
         fields = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__name__}({fields})"
 
     def target_logits(self, targets: Targets) -> Tensor:
-        """(G,) logits of the images' own classes, differentiable in targets.cosines_G and targets.norms_G."""
+        """Returns the (G,) logits of the images' own classes, differentiable in targets.cosines_G and targets.norms_G."""
         return self.scale * targets.cosines_G
 
     def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
-        """(G, S) logits of the other classes; differentiated with respect to cosines_GS alone."""
+        """Returns the (G, S) logits of the other classes; differentiated with respect to cosines_GS alone."""
         return self.scale * cosines_GS
 
-    def curriculum(self, targets: Targets) -> tuple[Tensor, Tensor] | None:
-        """Borders (G,) and t () where `negative_logits` is CurricularFace's rule, which fused kernels know; or None."""
-        return None
-
     def logit_bound(self) -> float:
-        """No negative logit is larger than this in size. Above 66 the kernels spend a pass on the row maximum."""
+        """Returns a bound of the negatives' |logit|. Above 66 the kernels spend a pass on the row maximum."""
         return self.scale
 
     def penalty(self, targets: Targets) -> Tensor | None:
-        """(G,) added to the images' losses, differentiable in targets.norms_G."""
+        """Returns (G,) numbers that are added to the images' losses, differentiable in targets.norms_G."""
         return None
 
     def statistics(self, targets: Targets) -> Tensor | None:
-        """Sums over the images (float64 vector) from which the state moves on; sums add up over partial batches."""
+        """Returns sums over the images (float64 vector) that update the state; sums of partial batches are added."""
         return None
 
     def next_state(self, state: Mapping[str, Tensor], statistics: Tensor) -> dict[str, Tensor]:
-        """State after a step whose statistics, summed over all its images, are given."""
+        """Returns the state after a step, given its statistics summed over all images."""
         return dict(state)
 
 
@@ -284,6 +280,7 @@ class CurricularFace(Margin):
         return self.scale * add_angle(targets.cosines_G, self.margin)
 
     def curriculum(self, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Returns the numbers of `negative_logits` for the fused kernel: borders (G,) of the hard negatives, and t ()."""
         cosines_G = targets.cosines_G.detach()
         sines_G = torch.sqrt((1 - cosines_G * cosines_G).clamp_min(0))
         # The plain cos(theta + m), without the continuation beyond pi: so the paper's indicator is defined.
@@ -309,7 +306,7 @@ class CurricularFace(Margin):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticFace(Margin):
-    """ArcFace or CosFace with a margin drawn anew for every image from a normal distribution.
+    """ArcFace or CosFace with a margin drawn for every image from a normal distribution.
 
     The authors use a mean of 0.5 for `arc` and of 0.35 for `cos`.
     """
@@ -331,6 +328,20 @@ class ElasticFace(Margin):
         if self.kind == "cos":
             return self.scale * (targets.cosines_G - margins_G)
         return self.scale * add_angle(targets.cosines_G, margins_G)
+
+
+# The margins of recipes: name, class, and the field that `head.margin_size` sets (None: the margin has no single size).
+# A new margin is a class above and a line here; `config/schema.py` lists the names, and a test keeps the two equal.
+MARGINS: dict[str, tuple[type[Margin], str | None]] = {
+    "softmax": (NormalisedSoftmax, None),
+    "arcface": (ArcFace, "margin"),
+    "cosface": (CosFace, "margin"),
+    "combined": (CombinedMargin, "angle"),
+    "adaface": (AdaFace, "margin"),
+    "magface": (MagFace, None),
+    "curricularface": (CurricularFace, "margin"),
+    "elasticface": (ElasticFace, "margin"),
+}
 
 
 def _safe_norms(targets: Targets) -> Tensor:

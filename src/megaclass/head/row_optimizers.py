@@ -1,4 +1,4 @@
-"""Optimizers for the class centres: they touch the rows that took part in a step, and nothing else.
+"""Optimizers for the class centres. They change only the rows that took part in a step.
 
 Weights, state and decay of the other rows stay as they are to the bit, as in the Partial FC paper. (InsightFace's
 torch code moves every row at every step by its momentum and decay.)
@@ -12,28 +12,30 @@ from torch import Tensor
 from megaclass.errors import HeadError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Move:
-    """How far the rows go in a step that is not looked at from the host."""
+    """Factors and flags of an update; tensors stay on the device, where the host does not read them."""
 
     lr: float | Tensor
     loss_scale: float | Tensor
-    sticky: Tensor
+    first_fault: Tensor
     """A fault, where its first number is not 0: nothing moves."""
     skip: Tensor | None
     """A flag on the device: nothing moves."""
     step: int
+    squares: list[Tensor] | None
+    """For a measured step: receives the sum of squares of each chunk's gradient, 0-d float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
-    """What all of them share. Frozen: the state lives in the head, row for row beside the centres."""
+    """Base class of the row optimizers. Frozen: the head keeps the state, row for row with the centres."""
 
     weight_decay: float = 0.0
     clip_value: float | None = None
-    """Elements of the gradient are held to ±clip_value."""
+    """Elements of the gradient are clipped to ±clip_value."""
     clip_row_norm: float | None = None
-    """Rows of the gradient longer than this are shortened to it."""
+    """Rows of the gradient are scaled down to this norm."""
 
     def __post_init__(self) -> None:
         for field in ("weight_decay", "clip_value", "clip_row_norm", "eps"):
@@ -86,7 +88,7 @@ class RowSGD(RowOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowAdamW(RowOptimizer):
-    """AdamW with a step count a row, so that the bias correction of a seldom drawn row is right."""
+    """AdamW with a step count per row, so that the bias correction of a rarely drawn row is right."""
 
     weight_decay: float = 0.01
     beta1: float = 0.9
@@ -114,7 +116,7 @@ class RowAdamW(RowOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowAdagrad(RowOptimizer):
-    """Adagrad with one accumulator a row (the mean square of its gradient): 4 bytes of state a class."""
+    """Adagrad with one accumulator per row (the mean square of its gradient): 4 bytes of state per class."""
 
     eps: float = 1e-10
 

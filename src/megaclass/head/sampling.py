@@ -1,4 +1,4 @@
-"""Which classes take part in a step: all positives of the global batch, and a random share of the negatives."""
+"""The classes that take part in a step: all positives of the global batch, and a random share of the negatives."""
 
 import math
 from collections.abc import Sequence
@@ -54,13 +54,13 @@ class ClassSample:
     classes_S: Tensor
     """Local class ids, ascending, int64. Entries past the sampled ones (only with a capacity) hold num_local."""
     is_positive_S: Tensor
-    """Whether some image of the global batch is of that class; these were not left to chance."""
+    """True for classes of the global batch, which always take part."""
     overflowed: Tensor
     """0-d bool: more classes were drawn than the capacity holds. The step must not count."""
 
 
 def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, device: torch.device) -> Tensor:
-    """(num_local,) bool: the draw of each class; depends on (seed, step, class) alone, not on the cut."""
+    """Returns (num_local,) bool: whether each class is drawn. Depends on (seed, step, class), not on the ranks."""
     keys = stream_keys(Stream.DRAW_NEGATIVES, seed, step)
     threshold = round(rate * 2**32) - 2**31
     drawn_K = torch.zeros(num_local, dtype=torch.bool, device=device)
@@ -78,7 +78,7 @@ def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, devi
 def sample_classes(
     labels_G: Tensor, start: int, num_local: int, rate: float, seed: int, step: int, capacity: int | None = None
 ) -> ClassSample:
-    """Positives of the global batch that live here, and each other class with probability `rate`.
+    """Returns the positives of the global batch on this rank, and each other class with probability `rate`.
 
     labels_G: global class ids; those of other ranks, and padding below 0, are ignored.
     capacity: None lets the host wait for the number drawn; otherwise the result has exactly this many entries and
@@ -104,6 +104,6 @@ def sample_classes(
 
 
 def sample_capacity(num_local: int, rate: float, global_batch: int) -> int:
-    """Entries that suffice except with probability below 1e-15: the mean, 8 standard deviations, all positives."""
+    """Returns a length that overflows with probability below 1e-15: the mean, 8 standard deviations, all positives."""
     mean = rate * num_local
     return min(num_local, math.ceil(mean + 8 * math.sqrt(mean * (1 - rate))) + global_batch)

@@ -1,14 +1,18 @@
-"""Notices when something other than the head writes to a rank's centres: a broadcast, an average over ranks, a copy.
+"""Detects writes to a rank's centres by something other than the head: a broadcast, an average over ranks, a copy.
 
 Such a write trains wrongly in silence, because every rank holds different classes. torch offers no cheap sign of it
-(collectives do not count up a tensor's version), so each rank keeps 64 numbers of its centres and compares them before
-each forward. A rank whose numbers changed sends a hash of them in place of its step, and all ranks judge alike:
+(collectives do not increase a tensor's version), so each rank keeps 64 numbers of its centres and compares them before
+each forward. A rank whose numbers changed sends a hash of them instead of its step, and all ranks judge by the same rule:
 
     some ranks changed, others did not         overwritten: a broadcast leaves its source as it was
     all ranks changed, two to the same values  overwritten: a broadcast, or an average over ranks
     all ranks changed, to different values     accepted: every rank wrote centres of its own
 
 Writers that belong to the head (steps, load_rows, load_state_dict) renew the kept numbers.
+
+The device does all of it: no forward makes the host wait. The fused step compares and renews inside the program that packs
+the batch, so only renew() after the update is a launch of its own; the plain step needs about ten small launches. Only
+note_change() makes the host wait, and only engines that may wait call it.
 """
 
 import torch

@@ -1,8 +1,9 @@
-"""Which classes live on which rank: contiguous ranges, as even as they can be, no phantom classes."""
+"""The classes of each rank: contiguous ranges of nearly equal size, without padding classes."""
 
 from dataclasses import dataclass
 
 from megaclass.errors import HeadError
+from megaclass.even_parts import even_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,11 @@ class ClassRange:
 
 
 def class_range(num_classes: int, rank: int, world_size: int) -> ClassRange:
-    """The first `num_classes % world_size` ranks hold one class more: the cut InsightFace's checkpoints use."""
+    """Returns the classes of a rank. InsightFace's checkpoints are split by the same rule."""
     if num_classes < world_size:
         raise HeadError(
             f"{num_classes} classes cannot be cut over {world_size} ranks: every rank needs at least one class. "
             f"Use at most {num_classes} ranks."
         )
-    base, extra = divmod(num_classes, world_size)
-    start = rank * base + min(rank, extra)
-    return ClassRange(start, start + base + (rank < extra))
+    part = even_part(num_classes, rank, world_size)
+    return ClassRange(part.start, part.stop)

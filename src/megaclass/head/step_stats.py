@@ -1,4 +1,4 @@
-"""What a step says about itself when asked: numbers on the device, which the host reads when it likes."""
+"""Statistics of a step: numbers on the device, which the host may read later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class HeadMeasures:
     gradient_norm: Tensor
     """Length of the centres' gradient over all ranks: loss scale taken out, before clipping and decay."""
     sampled_share: Tensor
-    """Classes that took part, of all."""
+    """Share of the classes that took part."""
 
 
 def measure(
@@ -36,7 +36,7 @@ def measure(
 
     squares: sums of squares of this rank's gradient, chunk by chunk. num_sampled: classes of this rank that took part.
     """
-    cosines = torch.stack([torch.where(part.is_image_G, part.cosines_G, 0).sum() for part in parts]).sum()
+    cosines = torch.stack([torch.where(part.images.is_image_G, part.cosines_G, 0).sum() for part in parts]).sum()
     own = torch.stack([torch.stack([torch.zeros_like(cosines), *squares]).sum(), num_sampled.double()])
     square, num_sampled = sum_over_ranks_(own, group)
     return HeadMeasures(cosines / num_images.clamp_min(1), square.sqrt(), num_sampled / num_classes)

@@ -1,4 +1,4 @@
-"""Horovod's environment variables that mean something here."""
+"""Horovod's environment variables that have an effect here."""
 
 import os
 from collections.abc import Mapping
@@ -11,33 +11,33 @@ CPU_OPERATIONS = ("ring", "gloo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Read once, by init()."""
+    """The values of the variables, read by init()."""
 
     fusion_threshold: int = 128 * 1024 * 1024
-    """HOROVOD_FUSION_THRESHOLD: most bytes that travel together; 0: every tensor by itself."""
+    """HOROVOD_FUSION_THRESHOLD: largest number of bytes that are reduced as one; 0 disables fusion."""
     cycle_time_s: float = 0.001
-    """HOROVOD_CYCLE_TIME (in ms there): how long an operation nobody waits for waits for company;
-    while company keeps coming, five times as long, and forty times while all of it is less than 1 MiB."""
+    """HOROVOD_CYCLE_TIME (in ms there): how long an operation that no thread waits for is held back, so that others can travel
+    with it. While more keep coming: up to five times as long, or forty times if all of them together are below 1 MiB."""
     cache_capacity: int = 1024
-    """HOROVOD_CACHE_CAPACITY: operations, and cycles of them, that a rank may refer to by a hash; 0: none."""
+    """HOROVOD_CACHE_CAPACITY: number of lists of operations that ranks may refer to by a hash; 0: none."""
     stall_warning_s: float = 60.0
-    """HOROVOD_STALL_CHECK_TIME_SECONDS: when a tensor that some ranks have not submitted is warned about."""
+    """HOROVOD_STALL_CHECK_TIME_SECONDS: time until the warning about a tensor that some ranks have not submitted."""
     stall_shutdown_s: float = 0.0
-    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: when such a tensor ends the job with an error; 0: never."""
+    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: time until such a tensor ends the job with an error; 0: never."""
     gloo_timeout_s: float = 300.0
-    """HOROVOD_GLOO_TIMEOUT_SECONDS: how long a rank may be silent in the middle of an operation."""
+    """HOROVOD_GLOO_TIMEOUT_SECONDS: how long a rank may be silent during an operation."""
     start_timeout_s: float = 300.0
     """HOROVOD_START_TIMEOUT: how long init() waits for the other ranks."""
     timeline: str = ""
-    """HOROVOD_TIMELINE: file of the Chrome trace, or DYNAMIC; empty: none."""
+    """HOROVOD_TIMELINE: file of the Chrome trace, or DYNAMIC; empty: no trace."""
     mark_cycles: bool = False
-    """HOROVOD_TIMELINE_MARK_CYCLES."""
+    """HOROVOD_TIMELINE_MARK_CYCLES: whether the trace shows when cycles start."""
     fuse_groups: bool = True
-    """Unset by HOROVOD_DISABLE_GROUP_FUSION: whether a group may travel with tensors that are no part of it."""
+    """HOROVOD_DISABLE_GROUP_FUSION unsets it: whether a group may be fused with tensors that do not belong to it."""
     cpu_operations: str = "ring"
     """HOROVOD_CPU_OPERATIONS: transport of allreduces in main memory, one of `CPU_OPERATIONS`; the same on all ranks."""
     dynamic_process_sets: bool = False
-    """HOROVOD_DYNAMIC_PROCESS_SETS: whether process sets may come and go after init()."""
+    """HOROVOD_DYNAMIC_PROCESS_SETS: whether process sets may be added and removed after init()."""
 
 
 def settings_from_environment(env: Mapping[str, str] = os.environ) -> Settings:

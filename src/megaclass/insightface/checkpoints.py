@@ -1,6 +1,6 @@
-"""Reads what InsightFace's training code wrote: backbones and class centres of any number of ranks.
+"""Reads checkpoints of InsightFace's training code: backbones, and class centres of any number of ranks.
 
-`torch.load` runs with weights_only=True throughout: a file that wants more is refused.
+`torch.load` always runs with weights_only=True: a file that contains other objects is refused.
 """
 
 import itertools
@@ -20,22 +20,22 @@ from megaclass.insightface.mxnet_params import backbone_state, read_params
 
 
 def read_backbone(path: Path) -> dict[str, Tensor]:
-    """State dict of a backbone: `backbone.pth`, `model.pt`, a `checkpoint_gpu_N.pt`, or MXNet's `.params`."""
+    """Reads the state dict of a backbone from `backbone.pth`, `model.pt`, `checkpoint_gpu_N.pt` or MXNet's `.params`."""
     if path.suffix in (".params", ".param"):
         return backbone_state(read_params(path), path)
     loaded = _load(path)
     state = loaded.get("state_dict_backbone", loaded)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: state_dict_backbone is a {type(state).__name__}, expected names with tensors.")
-    # DDP and torch.compile leave their mark in front of every name.
+        raise CheckpointError(f"{path}: state_dict_backbone is a {type(state).__name__}, expected tensors by name.")
+    # DDP and torch.compile put a prefix before every name.
     state = {re.sub(r"^(?:module\.|_orig_mod\.)+", "", str(name)): tensor for name, tensor in state.items()}
     if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{path} holds no state dict of a backbone: expected names with tensors.")
+        raise CheckpointError(f"{path} does not hold the state dict of a backbone: expected tensors by name.")
     return state
 
 
 def load_backbone_(backbone: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
-    """Copies the state in; any difference in names or shapes is shown, and nothing is copied."""
+    """Copies the state into the backbone, or raises an error that shows the differences in names and shapes."""
     check_fits(backbone, state, path)
     try:
         backbone.load_state_dict(dict(state), strict=False)
@@ -45,9 +45,9 @@ def load_backbone_(backbone: nn.Module, state: Mapping[str, Tensor], path: Path)
 
 
 def check_fits(backbone: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
-    """Refuses a state dict of other names or shapes and shows the difference."""
+    """Refuses a state dict with other names or shapes, and shows the differences."""
     own = backbone.state_dict()
-    # Counters of batches that older files lack change nothing.
+    # Older files lack the batch counters, which have no effect.
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
     unknown = [name for name in state if name not in own]
     shapes = [
@@ -62,9 +62,9 @@ def check_fits(backbone: nn.Module, state: Mapping[str, Tensor], path: Path) -> 
 
 
 def read_centre_shards(folder: Path) -> list[tuple[int, Tensor]]:
-    """(first class, centres) of each file of a set `checkpoint_gpu_{rank}.pt`, or MXNet's `{rank}_centers.param`, in order.
+    """Returns (first class, centres) of each file `checkpoint_gpu_{rank}.pt`, or MXNet's `{rank}_centers.param`, in order.
 
-    Of any number of ranks, but whole. Torch's files stay on the disk until rows are read.
+    The files of all ranks must be present. torch maps its files, so that rows are read when they are used.
     """
     if not folder.is_dir():
         raise CheckpointError(f"There is no folder {folder} to read centres from.")
@@ -80,12 +80,12 @@ def read_centre_shards(folder: Path) -> list[tuple[int, Tensor]]:
     if len(widths) > 1:
         raise CheckpointError(f"The centres in {folder} have different widths: {sorted(widths)}.")
     sizes = [len(shard) for shard in shards]
-    _check_cut(sizes, folder)
+    _check_split(sizes, folder)
     return list(zip(itertools.accumulate(sizes[:-1], initial=0), shards, strict=True))
 
 
-def _check_cut(sizes: list[int], folder: Path) -> None:
-    """InsightFace gives the first C % W ranks one class more; anything else means a file of another run."""
+def _check_split(sizes: list[int], folder: Path) -> None:
+    """Requires the even split that InsightFace uses; any other means that a file belongs to another run."""
     total, world_size = sum(sizes), len(sizes)
     expected = even_sizes(total, world_size)
     if sizes != expected:
@@ -99,7 +99,7 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
     found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(pattern, path.name))}
     missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
     if missing:
-        raise CheckpointError(f"{folder} lacks the file of rank {missing[0]}: found ranks {sorted(found)}.")
+        raise CheckpointError(f"{folder} has no file of rank {missing[0]}: found ranks {sorted(found)}.")
     return [found[rank] for rank in sorted(found)]
 
 
@@ -107,31 +107,32 @@ def _centres_of(path: Path) -> Tensor:
     state = _load(path).get("state_dict_softmax_fc")
     weights = [t for t in state.values() if isinstance(t, Tensor) and t.ndim == 2] if isinstance(state, dict) else []
     if len(weights) != 1:
-        raise CheckpointError(f"{path}: state_dict_softmax_fc should hold one matrix of centres, found {len(weights)}.")
+        raise CheckpointError(f"{path}: state_dict_softmax_fc must hold one matrix of centres, found {len(weights)}.")
     return weights[0].float()
 
 
 def _only_array(path: Path) -> Tensor:
     arrays = list(read_params(path).values())
     if len(arrays) != 1 or arrays[0].ndim != 2:
-        raise CheckpointError(f"{path} should hold one matrix of centres, found {len(arrays)} array(s).")
+        raise CheckpointError(f"{path} must hold one matrix of centres, found {len(arrays)} array(s).")
     return torch.from_numpy(np.array(arrays[0])).float()
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
         num_bytes = path.stat().st_size
+        # The size of an archive is checked before torch allocates anything for it.
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
             _check_archive(path, num_bytes)
-        # Files written before torch 1.6 are no archives and cannot be mapped.
+        # Files written before torch 1.6 are not archives and cannot be mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except FileNotFoundError:
         raise CheckpointError(f"There is no file {path}.") from None
     except CheckpointError:
         raise
-    # torch's reader of old files fails on damaged ones with whatever comes up first: AttributeError, IndexError,
-    # struct.error, UnicodeDecodeError, OverflowError … All mean the same here.
+    # torch's reader of old files raises many types of errors on damaged files: AttributeError, IndexError, struct.error,
+    # UnicodeDecodeError, OverflowError. All of them mean that the file cannot be read.
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"Cannot read {path} as tensors only: {reason}") from error
@@ -142,22 +143,22 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(path: Path, num_bytes: int) -> None:
-    """torch stores tensors as they are: what claims to unpack to more than the file is no work of torch's."""
+    """Refuses archives that unpack to more bytes than the file has: torch stores tensors uncompressed."""
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > num_bytes:
         raise CheckpointError(
-            f"{path} has {num_bytes:,} bytes and would unpack to {unpacked:,}: torch wrote no such file."
+            f"{path} has {num_bytes:,} bytes and would unpack to {unpacked:,}: torch does not write such files."
         )
 
 
 def _check_tensors(loaded: dict[Any, Any], path: Path, num_bytes: int) -> None:
-    """Refuses tensors that show one stored number in many places, or are no plain tensors: copying them takes any memory."""
+    """Refuses tensors larger than the file (by strides of 0) and special tensors: a copy could fill the memory."""
     parts = [loaded, *(part for part in loaded.values() if isinstance(part, dict))]
     for name, tensor in ((name, value) for part in parts for name, value in part.items() if isinstance(value, Tensor)):
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise CheckpointError(f"{path}: {str(name)[:80]} is not a plain tensor ({tensor.layout}, {tensor.dtype}).")
         if tensor.numel() * tensor.element_size() > num_bytes:
             raise CheckpointError(
-                f"{path}: {str(name)[:80]} of shape {tuple(tensor.shape)} cannot be in {num_bytes:,} bytes."
+                f"{path}: {str(name)[:80]} of shape {tuple(tensor.shape)} does not fit into {num_bytes:,} bytes."
             )

@@ -1,7 +1,6 @@
-"""InsightFace's `configs/*.py` -> a recipe that trains as its `train_v2.py` does. The file is read, not executed."""
+"""Converts InsightFace's `configs/*.py` to recipes that train like its `train_v2.py`. The file is parsed, not executed."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,11 @@ from megaclass.config.read import load_config_values, to_toml
 from megaclass.config.schema import Config
 from megaclass.errors import ConfigError
 from megaclass.insightface.config_lines import ConfigLines, Unreadable, printable, read_lines
+from megaclass.insightface.names import NETWORKS
 
 _MAX_GPUS = 1024
 _GPUS_PER_MACHINE = 8
-# InsightFace's configs/base.py, on top of which it puts every config.
+# Defaults from InsightFace's configs/base.py, which every config overrides.
 _BASE: dict[str, Any] = {
     "margin_list": (1.0, 0.5, 0.0),
     "network": "r50",
@@ -31,71 +31,40 @@ _BASE: dict[str, Any] = {
     "seed": 2048,
     "num_workers": 2,
 }
-# Settings without an effect on what is learned, and what takes their place.
+# Settings that do not affect the result of training, and what replaces them.
 _WITHOUT_EFFECT = {
-    "dali": "images are always read and decoded by Megaclass itself",
-    "save_all_states": "checkpoints always hold everything",
+    "dali": "Megaclass always reads and decodes images itself",
+    "save_all_states": "checkpoints always contain the complete state",
     "resume": "give --resume to megaclass train",
     "using_wandb": "set train.wandb_project",
     "wandb_project": "set train.wandb_project",
-    "wandb_key": "log in with wandb login",
+    "wandb_key": "log in with `wandb login`",
     "wandb_entity": "set WANDB_ENTITY",
-    "wandb_log_all": "rank 0 alone reports",
+    "wandb_log_all": "only rank 0 reports",
     "wandb_resume": "give --resume to megaclass train",
     "suffix_run_name": "train.run_dir names the run",
-    "save_artifacts": "the run folder holds the model",
-    "notes": "it is a note",
+    "save_artifacts": "the run folder contains the model",
+    "notes": "it is only a note",
     "warmup_step": "InsightFace computes it itself",
     "total_step": "InsightFace computes it itself",
-    "num_classes": "the data says it",
-    "num_image": "the data says it",
+    "num_classes": "it is read from the data",
+    "num_image": "it is read from the data",
 }
-# Settings of older InsightFace code, which today's train_v2.py does not read.
+# Settings of older InsightFace code, which the current train_v2.py does not read.
 _OLDER = {
     "lr_func": "set optimizer.schedule = 'step' and optimizer.step_epochs in the recipe",
     "decay_epoch": "set optimizer.schedule = 'step' and optimizer.step_epochs in the recipe",
     "decay_step": "set optimizer.schedule = 'step' and optimizer.step_epochs in the recipe",
 }
-# The names of `loss` in InsightFace's configs of 2021, which had no margin_list.
+# Values of `loss` in InsightFace's configs of 2021, which had no margin_list.
 _LOSSES = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.4)}
 
 
-@dataclass(frozen=True)
-class _Network:
-    """A name of InsightFace's get_model in our settings."""
-
-    name: str
-    drop_path: float = 0.0
-    mask_patches: float = 0.0
-    checkpoint_activations: bool = False
-
-
-# vit_*_mask_005 say 5 %, but InsightFace's code masks 10 % wherever the ratio is not 0.
-_NETWORKS = {
-    "r18": _Network("iresnet18"),
-    "r34": _Network("iresnet34"),
-    "r50": _Network("iresnet50"),
-    "r100": _Network("iresnet100"),
-    "r200": _Network("iresnet200"),
-    "r2060": _Network("iresnet2060", checkpoint_activations=True),
-    "mbf": _Network("mbf"),
-    "mbf_large": _Network("mbf_large"),
-    "vit_t": _Network("vit_t", 0.1, 0.1),
-    "vit_t_dp005_mask0": _Network("vit_t", 0.05),
-    "vit_s": _Network("vit_s", 0.1, 0.1),
-    "vit_s_dp005_mask_0": _Network("vit_s", 0.05),
-    "vit_b": _Network("vit_b", 0.1, 0.1, checkpoint_activations=True),
-    "vit_b_dp005_mask_005": _Network("vit_b", 0.05, 0.1, checkpoint_activations=True),
-    "vit_l_dp005_mask_005": _Network("vit_l", 0.05, 0.1, checkpoint_activations=True),
-    "vit_h": _Network("vit_h", 0.1, checkpoint_activations=True),
-}
-
-
 def import_config(path: Path, num_gpus: int | None = None, lr_power: int = 1) -> tuple[Config, list[str]]:
-    """Returns the same training as a Config, and a remark about every line that is not carried over as it stands.
+    """Returns the equivalent Config, and a remark about every line that is not carried over unchanged.
 
-    num_gpus: how many the published run used, because InsightFace's batch_size is that of one; None: as the name of the
-    file says, otherwise 8. lr_power: 1 as in today's train_v2.py, 2 as in the scheduler it had before.
+    num_gpus: number of GPUs of the published run, because InsightFace's batch_size is per GPU; None takes it from the name
+    of the file, or 8. lr_power: 1 for the current train_v2.py, 2 for its earlier scheduler.
     """
     if num_gpus is not None and not 1 <= num_gpus <= _MAX_GPUS:
         raise ConfigError(f"The number of GPUs is {num_gpus}; expected 1 to {_MAX_GPUS}.")
@@ -104,18 +73,18 @@ def import_config(path: Path, num_gpus: int | None = None, lr_power: int = 1) ->
 
 
 def recipe_text(config: Config, remarks: list[str], path: Path) -> str:
-    """The recipe as TOML, with the remarks as comments."""
+    """Returns the recipe as TOML, with the remarks as comments."""
     lines = [f"# Imported from InsightFace's {printable(path.name)} by megaclass import-config."]
     lines += [f"# - {remark}" for remark in remarks]
-    version = "as in today's train_v2.py; 2 (--lr-power 2) is that of the scheduler InsightFace had before"
+    version = "as in the current train_v2.py; InsightFace's earlier scheduler used 2 (--lr-power 2)"
     if config.optimizer.power == 2:
-        version = "as in the scheduler InsightFace had before; 1 is that of today's train_v2.py"
+        version = "as in InsightFace's earlier scheduler; the current train_v2.py uses 1"
     body = re.sub(r"(?m)^(?=power = )", f"# {version}\n", to_toml(config), count=1)
     return "\n".join([*lines, "", body])
 
 
 class _Translation:
-    """Lines of a config -> settings by section, and remarks."""
+    """Translates the lines of a config to settings by section, and collects remarks."""
 
     def __init__(self, lines: ConfigLines, num_gpus: int | None, lr_power: int) -> None:
         self.remarks = [*lines.remarks]
@@ -142,16 +111,16 @@ class _Translation:
         self._rest()
         missing = [f"{name} = {value!r}" for name, value in _BASE.items() if name not in self._lines.values]
         if missing:
-            self.remarks.append(f"not in the file, so taken from InsightFace's base.py: {', '.join(missing)}")
+            self.remarks.append(f"not in the file, therefore taken from InsightFace's base.py: {', '.join(missing)}")
         try:
             return load_config_values(self._sections, where=str(self._lines.path))
         except ConfigError as error:
-            # Values out of range are refused by the name of the setting alone.
+            # Errors about values out of range name the setting, but not the file.
             place = str(self._lines.path)
             raise (error if str(error).startswith(place) else ConfigError(f"{place}: {error}")) from None
 
     def _check_names(self) -> None:
-        """Refuses lines of unknown meaning; remarks on those without an effect on what is learned."""
+        """Refuses unknown settings; adds remarks about those that do not affect the result of training."""
         off: list[str] = []
         for name, line in self._lines.values.items():
             if name in _WITHOUT_EFFECT and line.value in (False, None):
@@ -160,42 +129,47 @@ class _Translation:
                 self.remarks.append(f"{name} was not carried over: {_WITHOUT_EFFECT[name]}")
             elif name in _OLDER:
                 raise self._lines.error(
-                    line, f"it belongs to older InsightFace code: {_OLDER[name]}, and delete the line from a copy."
+                    line,
+                    f"the setting belongs to older InsightFace code. Delete the line from a copy of the file, and "
+                    f"{_OLDER[name]}.",
                 )
             elif name not in _CARRIED:
                 raise self._lines.error(
                     line,
-                    f"{printable(name)} is not a setting of InsightFace's train_v2.py that is known here, and could "
-                    f"change the training. If it does not matter, delete the line from a copy and import that.",
+                    f"{printable(name)} is not a known setting of InsightFace's train_v2.py and could change the training. If "
+                    f"it does not matter, delete the line from a copy of the file and import the copy.",
                 )
             elif isinstance(line.value, Unreadable):
                 raise self._lines.error(
-                    line, f"{line.value.reason}, and the file is not executed: write the value there."
+                    line, f"{line.value.reason}, and the file is not executed: replace it by its value."
                 )
         if off:
             self.remarks.append(f"not carried over, because switched off: {', '.join(off)}")
 
     def _gpus(self, given: int | None) -> int:
-        """The number given; otherwise that in the name of the file, which may also name the whole batch (bs4k)."""
+        """Returns the given number, or the one in the name of the file, which may also state the global batch (bs4k)."""
         stem = self._lines.path.stem.lower()
         match = re.search(r"(?:^|_)(\d{1,4})gpus?(?:_|$)", stem)
         named = int(match[1]) if match else 1 if re.search(r"(?:^|_)onegpu(?:_|$)", stem) else None
         whole = re.search(r"(?:^|_)bs(\d{1,4})k(?:_|$)", stem)
         batch = self._integer("batch_size", least=1)
+        # bs4k is the global batch in units of 1024; with batch_size it gives the number of GPUs.
         if named is None and whole and int(whole[1]) * 1024 % batch == 0:
             named = int(whole[1]) * 1024 // batch
         if named is not None and not 1 <= named <= _MAX_GPUS:
             named = None
         if given is None and named is None:
             self.remarks.append(
-                f"the name of the file does not say how many GPUs were used: {_GPUS_PER_MACHINE} were assumed, as for "
-                f"most published runs; otherwise import again with --gpus"
+                f"the name of the file does not say how many GPUs were used: {_GPUS_PER_MACHINE} were assumed, as in "
+                f"most published runs; import again with --gpus if that is wrong"
             )
             num_gpus = _GPUS_PER_MACHINE
         else:
             num_gpus = given if given is not None else named or _GPUS_PER_MACHINE
             if given is None:
-                self.remarks.append(f"the name of the file says {num_gpus} GPUs; otherwise import again with --gpus")
+                self.remarks.append(
+                    f"the name of the file says {num_gpus} GPUs; import again with --gpus if that is wrong"
+                )
             elif named is not None and named != given:
                 self.remarks.append(f"the name of the file says {named} GPUs, but --gpus is {given}")
         if whole and num_gpus * batch != int(whole[1]) * 1024:
@@ -205,8 +179,8 @@ class _Translation:
             )
         if num_gpus > _GPUS_PER_MACHINE:
             self.remarks.append(
-                f"{num_gpus} GPUs are more than one machine has: train.nproc is {_GPUS_PER_MACHINE} per machine; start on "
-                f"several with megaclass run"
+                f"{num_gpus} GPUs are more than one machine has: train.nproc is {_GPUS_PER_MACHINE} per machine; use megaclass "
+                f"run to start on several machines"
             )
         return num_gpus
 
@@ -216,32 +190,32 @@ class _Translation:
         if path == "synthetic":
             num_classes = self._integer("num_classes", least=1) if self._has("num_classes") else 0
             if not num_classes:
-                raise self._lines.error(self._lines.values["rec"], "synthetic data need config.num_classes.")
+                raise self._lines.error(self._lines.values["rec"], "synthetic data needs config.num_classes.")
             num_images = self._integer("num_image", least=1) if self._has("num_image") else None
             path = f"synthetic:{num_classes}" + (f"x{num_images}" if num_images else "")
         if not path:
             path = "SET-ME"
-            self.remarks.append("rec is not set: put the folder of the data into data.path")
+            self.remarks.append("rec is not set: set data.path to the folder of the data")
         data["path"] = path
         data["threads"] = max(1, self._integer("num_workers", least=0))
         if self._flag("dali_aug"):
             if "dali" in self._lines.values and not self._has("dali"):
                 raise self._error("dali", "expected True or False, because dali_aug depends on it")
             if self._flag("dali"):
-                # The four kinds and shares of InsightFace's DALI pipeline.
+                # The four augmentations and probabilities of InsightFace's DALI pipeline.
                 data["augment"] = "low_resolution:0.1,blur:0.2,colour:0.2,grey:0.1"
                 self.remarks.append(
-                    "dali_aug became data.augment: the same kinds and shares, but Megaclass's own operations, which "
-                    "differ from DALI's in detail"
+                    "dali_aug became data.augment: the same augmentations and probabilities, but Megaclass's own operations, "
+                    "which differ from DALI's in detail"
                 )
             else:
-                self.remarks.append("dali_aug was not carried over: InsightFace reads it with dali = True only")
+                self.remarks.append("dali_aug was not carried over: InsightFace reads it only if dali is True")
 
     def _network(self) -> None:
         name = self._text("network")
-        if name not in _NETWORKS:
-            raise self._error("network", f"this network is not known; known are {', '.join(_NETWORKS)}")
-        network = _NETWORKS[name]
+        if name not in NETWORKS:
+            raise self._error("network", f"unknown network; known networks are {', '.join(NETWORKS)}")
+        network = NETWORKS[name]
         backbone = self._sections["backbone"]
         backbone["name"] = network.name
         backbone["embedding_dim"] = self._integer("embedding_size", least=1)
@@ -249,16 +223,16 @@ class _Translation:
         backbone["checkpoint_activations"] = network.checkpoint_activations
         if name.endswith("mask_005"):
             self.remarks.append(
-                f"{name} names 5 % of masked patches, but InsightFace's code masks 10 %: backbone.mask_patches is 0.1"
+                f"the name {name} suggests 5 % masked patches, but InsightFace's code masks 10 %: backbone.mask_patches is 0.1"
             )
         if network.checkpoint_activations:
             self.remarks.append(
-                f"InsightFace trains {name} with activations computed again in backward: "
-                f"backbone.checkpoint_activations is on; off is faster where memory allows"
+                f"InsightFace trains {name} with activation checkpointing: backbone.checkpoint_activations is true; false is "
+                f"faster if memory allows"
             )
 
     def _margin(self) -> None:
-        """As CombinedMarginLoss reads margin_list: m3 > 0 is CosFace whatever m1 and m2 are."""
+        """Reads margin_list like InsightFace's CombinedMarginLoss: m3 > 0 means CosFace, whatever m1 and m2 are."""
         key, given = "margin_list", self._given("margin_list")
         if "loss" in self._lines.values:
             loss = self._text("loss")
@@ -267,7 +241,9 @@ class _Translation:
             if "margin_list" not in self._lines.values:
                 key, given = "loss", _LOSSES[loss]
             elif not isinstance(given, (list, tuple)) or tuple(given) != _LOSSES[loss]:
-                raise self._error("loss", f"it contradicts margin_list = {given!r}, and today's train_v2.py ignores it")
+                raise self._error(
+                    "loss", f"it contradicts margin_list = {given!r}, and the current train_v2.py ignores it"
+                )
         is_three = isinstance(given, (list, tuple)) and len(given) == 3 and all(map(_is_number, given))
         if not is_three:
             raise self._error(key, "expected three numbers (m1, m2, m3)")
@@ -277,13 +253,15 @@ class _Translation:
             head["margin"], head["margin_size"] = "cosface", cosine
             if (multiplier, angle) != (1, 0):
                 self.remarks.append(
-                    f"margin_list = {given!r}: InsightFace's loss ignores m1 and m2 where m3 is above 0, and so does the "
-                    f"recipe; all three take part with head.margin = 'combined', head.m1, head.m2 and head.m3"
+                    f"margin_list = {given!r}: InsightFace's loss ignores m1 and m2 if m3 is above 0, and so does the recipe; "
+                    f"to use all three set head.margin = 'combined', head.m1, head.m2 and head.m3"
                 )
         elif (multiplier, cosine) == (1, 0):
             head["margin"], head["margin_size"] = "arcface", angle
         else:
-            raise self._error(key, "InsightFace's loss raises for these: expected m1 = 1 and m3 = 0, or m3 above 0")
+            raise self._error(
+                key, "InsightFace's loss raises an error for these: expected m1 = 1 and m3 = 0, or m3 above 0"
+            )
         threshold = self._number("interclass_filtering_threshold")
         if threshold > 0:
             head["filter_above"] = threshold
@@ -293,13 +271,13 @@ class _Translation:
         name = self._text("optimizer")
         if name not in ("sgd", "adamw"):
             raise self._error("optimizer", "expected sgd or adamw")
-        # One optimizer moves both there.
+        # InsightFace has one optimizer for backbone and head.
         for section, key in (("optimizer", "name"), ("head", "optimizer")):
             self._sections[section][key] = name
             self._sections[section]["weight_decay"] = self._number("weight_decay")
             self._sections[section]["momentum"] = self._number("momentum")
         if self._number("momentum") != 0.9 and name == "sgd":
-            self.remarks.append("momentum was carried over, but train_v2.py uses 0.9 whatever the config says")
+            self.remarks.append("momentum was carried over, but train_v2.py always uses 0.9")
         lr, epochs, warmup = self._number("lr"), self._epochs(), 0.0
         if "warmup_epoch" in self._lines.values:
             warmup = self._number("warmup_epoch")
@@ -307,10 +285,10 @@ class _Translation:
             self.remarks.append("warmup_epoch is not set: optimizer.warmup_epochs is 0")
         if warmup < 0:
             if self._lr_power == 2:
-                # The older scheduler counts from the negative step on: it begins part of the way down.
+                # The earlier scheduler starts counting at the negative step, so that the decay has already begun.
                 lr *= (epochs / (epochs - warmup)) ** self._lr_power
                 self.remarks.append(
-                    f"warmup_epoch = {warmup:g}: the older scheduler begins as if {-warmup:g} epochs had passed, so that "
+                    f"warmup_epoch = {warmup:g}: the earlier scheduler starts as if {-warmup:g} epochs had passed, therefore "
                     f"optimizer.lr is {lr:g}"
                 )
             else:
@@ -322,13 +300,13 @@ class _Translation:
         self._sections["train"]["epochs"] = epochs
         if self._lr_power == 1:
             self.remarks.append(
-                "the learning rate falls with power 1, as in today's train_v2.py; --lr-power 2 gives the curve of the "
-                "scheduler InsightFace had before, from which published results may come"
+                "the learning rate decays with power 1, as in the current train_v2.py; --lr-power 2 gives the curve of "
+                "InsightFace's earlier scheduler, with which published results may have been obtained"
             )
         else:
             self.remarks.append(
-                f"the learning rate falls with power {self._lr_power}, as in the scheduler InsightFace had before; today's "
-                f"train_v2.py has power 1"
+                f"the learning rate decays with power {self._lr_power}, as in InsightFace's earlier scheduler; the current "
+                f"train_v2.py uses power 1"
             )
 
     def _epochs(self) -> float:
@@ -344,14 +322,15 @@ class _Translation:
         train["accumulate"] = parts
         if parts > 1:
             self.remarks.append(
-                f"gradient_acc = {parts} became train.accumulate, with a train.global_batch {parts} times as large: a step "
-                f"is the mean over it; versions of train_v2.py that add up the parts instead take steps {parts} times as long "
-                f"with sgd"
+                f"gradient_acc = {parts} became train.accumulate, with a train.global_batch {parts} times as large: the "
+                f"gradient is the mean over it; versions of train_v2.py that sum it instead take steps {parts} times as "
+                f"large with sgd"
             )
         train["seed"] = self._integer("seed", least=0)
         if self._flag("fp16"):
             self.remarks.append(
-                "fp16 = True became train.precision = 'auto': bf16 on GPUs that have it; set 'fp16' for InsightFace's own"
+                "fp16 = True became train.precision = 'auto': bf16 on GPUs that support it; set 'fp16' to train exactly like "
+                "InsightFace"
             )
         else:
             train["precision"] = "float32"
@@ -364,12 +343,15 @@ class _Translation:
                 raise self._error("val_targets", "expected a list of names of .bin files")
             train["evaluate_sets"] = list(targets)
         if targets is not None and not targets:
-            self.remarks.append("val_targets is empty: nothing is evaluated during training; at the end every .bin is")
+            self.remarks.append(
+                "val_targets is empty: there is no evaluation during training; every .bin is evaluated at the end"
+            )
             return
         steps = self._integer("verbose", least=1)
         if not self._has("num_image"):
             self.remarks.append(
-                f"verbose = {steps} was not carried over: without num_image its steps cannot become train.evaluate_epochs"
+                f"verbose = {steps} was not carried over: without num_image the steps cannot be converted to "
+                f"train.evaluate_epochs"
             )
             return
         batch = self._integer("batch_size", least=1) * self._num_gpus
@@ -398,7 +380,7 @@ class _Translation:
     def _integer(self, name: str, least: int) -> int:
         value = self._given(name)
         if not _is_number(value) or value != int(value) or value < least:
-            raise self._error(name, f"expected a whole number of {least} or more")
+            raise self._error(name, f"expected a whole number of at least {least}")
         return int(value)
 
     def _text(self, name: str) -> str:

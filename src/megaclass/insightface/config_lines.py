@@ -1,8 +1,8 @@
-"""Reads the lines of one of InsightFace's `configs/*.py` without executing it.
+"""Reads the lines of one of InsightFace's `configs/*.py` without executing the file.
 
-The file is parsed, and its statements are followed from top to bottom as Python would: assignments to `config`, plain
-arithmetic, and `if` with a condition that can be computed. Nothing is skipped in silence. A statement that could change
-`config` and is not understood is an error that names the line; one that cannot is a remark.
+The file is parsed, and its statements are interpreted from top to bottom like Python does: assignments to `config`, plain
+arithmetic, and `if` with a condition that can be computed. Nothing is skipped silently. A statement that is not understood
+is an error that names the line if it could change `config`, and a remark if it could not.
 """
 
 import ast
@@ -60,7 +60,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands for a value that only executing the file would give."""
+    """Stands for a value that is known only after executing the file."""
 
     reason: str
 
@@ -79,7 +79,7 @@ class Line:
 
 @dataclass
 class ConfigLines:
-    """Content of a file: the lines by name, and a remark about each statement that carries nothing over."""
+    """Content of a file: the lines by name, and a remark about each statement that was ignored."""
 
     path: Path
     values: dict[str, Line] = field(default_factory=dict)
@@ -90,11 +90,11 @@ class ConfigLines:
 
 
 def read_lines(path: Path) -> ConfigLines:
-    """Refuses what is not Python, and every statement that could change `config` in a way that cannot be followed."""
+    """Parses the file; refuses other files than Python, and statements that could change `config` in an unknown way."""
     source = _read_source(path)
     try:
         with warnings.catch_warnings():
-            # "\d" in a string is a SyntaxWarning, and no matter of ours.
+            # "\d" in a string causes a SyntaxWarning, which is irrelevant here.
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
         reader = _Reader(path, source)
@@ -102,7 +102,7 @@ def read_lines(path: Path) -> ConfigLines:
     except SyntaxError as error:
         raise ConfigError(f"{path}, line {error.lineno or 1}: not Python: {printable(error.msg)}.") from error
     except (RecursionError, MemoryError) as error:
-        raise ConfigError(f"{path} is nested too deeply to be one of InsightFace's configs.") from error
+        raise ConfigError(f"{path} is nested too deeply for one of InsightFace's configs.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not Python: {printable(str(error))}.") from error
     if not reader.lines.values:
@@ -111,7 +111,7 @@ def read_lines(path: Path) -> ConfigLines:
 
 
 def printable(text: str, limit: int = 120) -> str:
-    """One line without control characters, shortened."""
+    """Returns the text as one shortened line without control characters."""
     joined = " ".join(text.split())
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in joined)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
@@ -126,23 +126,23 @@ def _read_source(path: Path) -> str:
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path} is larger than {_MAX_BYTES:,} bytes: it is not one of InsightFace's configs.")
     if b"\0" in data:
-        raise ConfigError(f"{path} holds null bytes: it is not Python, and not one of InsightFace's configs.")
+        raise ConfigError(f"{path} holds null bytes: it is not a Python file.")
     try:
-        # As Python does: without the byte order mark, and with "\n" at the end of each line.
+        # Like Python: the byte order mark is removed, and every line ends with "\n".
         return re.sub(r"\r\n?", "\n", data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: byte {error.start} is {data[error.start]:#04x}.") from error
 
 
 class _CannotFollowError(Exception):
-    """Why a value cannot be computed without executing the file."""
+    """Raised for a value that cannot be computed without executing the file; the text is the reason."""
 
 
 class _Reader:
-    """Follows the statements.
+    """Interprets the statements.
 
-    `lines.values` is what `config` holds so far, `_names` the file's other variables, `_imported` those of them that an
-    import bound: calling what was imported cannot change a value of this file unless it is given one.
+    `lines.values` is the content of `config` so far, `_names` holds the other variables of the file, and `_imported` those
+    of them that an import defined: calling an imported function cannot change a value of this file unless it is passed one.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -174,14 +174,16 @@ class _Reader:
                 case ast.Pass():
                     pass
                 case _:
-                    raise self._refusal(statement, "such a statement is not executed, and could change the training")
+                    raise self._refusal(
+                        statement, "this kind of statement is not executed, but could change the training"
+                    )
 
     def _augmented(self, statement: ast.AugAssign) -> None:
         if isinstance(statement.target, ast.Name) and not isinstance(
             self._names.get(statement.target.id), (int, float, str)
         ):
-            # In place, it would also change whatever else is the same object.
-            raise self._refusal(statement, "only numbers and text can be changed so")
+            # In-place operations on other types would also change every other name of the same object.
+            raise self._refusal(statement, "only numbers and text can be changed in place")
         old = ast.copy_location(_loaded(statement.target), statement)
         changed = ast.copy_location(ast.BinOp(old, statement.op, statement.value), statement)
         self._set(statement.target, changed, statement)
@@ -199,12 +201,12 @@ class _Reader:
 
     def _put(self, name: str, value: ast.expr, statement: ast.stmt) -> None:
         line = Line(name, self._readable(value, statement), statement.lineno, self._text(statement))
-        # Moved to the end: the order is that of the last assignments.
+        # Moved to the end: lines are in the order of their last assignments.
         self.lines.values.pop(name, None)
         self.lines.values[name] = line
 
     def _begin(self, value: ast.expr, statement: ast.stmt) -> None:
-        """`config = edict()`, with or without entries."""
+        """Interprets `config = edict()`, with or without entries."""
         entries = self._entries(value, statement)
         self.lines.values.clear()
         for name, entry in entries:
@@ -215,15 +217,15 @@ class _Reader:
             entries = []
             for key, entry in zip(value.keys, value.values, strict=True):
                 if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-                    raise self._refusal(statement, "expected names as text for all keys")
+                    raise self._refusal(statement, "expected text for all keys")
                 entries.append((key.value, entry))
             return entries
         if isinstance(value, ast.Call) and _called(value) in _MAKERS:
             return self._arguments(value, statement)
-        raise self._refusal(statement, "expected edict() or a dict written out")
+        raise self._refusal(statement, "expected edict() or a dict literal")
 
     def _arguments(self, call: ast.Call, statement: ast.stmt) -> list[tuple[str, ast.expr]]:
-        """Entries of edict(…) and config.update(…): dicts first, then name=value."""
+        """Returns the entries of edict(…) and config.update(…): dicts first, then name=value."""
         entries = [entry for argument in call.args for entry in self._entries(argument, statement)]
         for keyword in call.keywords:
             if keyword.arg is None:
@@ -272,11 +274,11 @@ class _Reader:
         bound = {alias.asname or alias.name for alias in statement.names}
         is_base = isinstance(statement, ast.ImportFrom) and (statement.module or "").split(".")[-1] == "base"
         if is_base and bound == {"config"}:
-            # InsightFace puts every config on top of base.py in any case.
+            # InsightFace always starts from base.py.
             self.lines.values.clear()
             return
         if {"config", "*"} & bound:
-            raise self._refusal(statement, "the settings of another file are not read: write them into this one")
+            raise self._refusal(statement, "settings of other files are not read: write them into this file")
         for name in bound:
             self._names[name.split(".")[0]] = Unreadable(f"{name} is imported")
             self._imported.add(name.split(".")[0])
@@ -285,7 +287,7 @@ class _Reader:
         if statement.name == "config":
             raise self._refusal(statement, "config must be an edict()")
         if isinstance(statement, ast.ClassDef):
-            # A class body is executed where it stands.
+            # Python executes a class body at once.
             self._check_names(statement, statement)
         else:
             self._check_calls(statement, statement.args, *statement.decorator_list)
@@ -307,9 +309,9 @@ class _Reader:
                 self._check_names(statement, node)
 
     def _check_names(self, statement: ast.stmt, node: ast.AST) -> None:
-        """Refuses what refers to a value of this file."""
+        """Refuses code that refers to a value of this file."""
         if known := ({"config", *self._names} - self._imported) & set(_names_in(node)):
-            raise self._refusal(statement, f"it is not executed, and could change {', '.join(sorted(known))}")
+            raise self._refusal(statement, f"the line is not executed, but could change {', '.join(sorted(known))}")
 
     def _value(self, node: ast.expr) -> Any:
         """Computes literals, arithmetic, comparisons and earlier values; raises _CannotFollowError for anything else."""
@@ -338,7 +340,7 @@ class _Reader:
             return _bounded("".join(map(self._piece, node.values)))
         if (name := _config_key(node)) is not None:
             if name not in self.lines.values:
-                raise _CannotFollowError(f"config.{name} is not set before")
+                raise _CannotFollowError(f"config.{name} is not set above this line")
             return _known(self.lines.values[name].value)
         if isinstance(node, ast.Name):
             if node.id not in self._names:
@@ -348,12 +350,12 @@ class _Reader:
             values = [self._value(part) for part in node.args]
             if values and all(map(_is_number, values)):
                 return _computed(_FUNCTIONS[_called(node)], *values)
-        raise _CannotFollowError("it is neither a plain value nor arithmetic")
+        raise _CannotFollowError("the value is neither a literal nor arithmetic")
 
     def _binary(self, kind: type[ast.operator], left: Any, right: Any) -> Any:
         is_text = kind is ast.Add and isinstance(left, str) and isinstance(right, str)
         if not is_text and not (_is_number(left) and _is_number(right)):
-            raise _CannotFollowError("arithmetic is computed for numbers only")
+            raise _CannotFollowError("arithmetic is supported for numbers only")
         if kind is ast.Pow and abs(right) > _MAX_EXPONENT:
             raise _CannotFollowError(f"the exponent is above {_MAX_EXPONENT}")
         return _computed(_BINARY[kind], left, right)
@@ -372,15 +374,15 @@ class _Reader:
             return str(self._value(node.value))
         if isinstance(node, ast.Constant):
             return str(node.value)
-        raise _CannotFollowError("formats in text are not computed")
+        raise _CannotFollowError("format specifications in text are not supported")
 
     def _refusal(self, statement: ast.stmt, reason: str) -> ConfigError:
         return ConfigError(f"{self.lines.path}, line {statement.lineno}: {self._text(statement)!r}: {reason}.")
 
     def _text(self, statement: ast.stmt) -> str:
-        """The statement's first line; for one that goes over several lines, its beginning."""
+        """Returns the first line of the statement."""
         first = self._source[statement.lineno - 1]
-        # Columns count bytes.
+        # Column offsets count bytes.
         line = first.encode()[statement.col_offset :]
         if statement.end_lineno == statement.lineno:
             line = line[: (statement.end_col_offset or len(first)) - statement.col_offset]
@@ -392,7 +394,7 @@ def _is_config(node: ast.expr) -> bool:
 
 
 def _config_key(node: ast.expr) -> str | None:
-    """The name in config.name and config["name"]."""
+    """Returns the name in config.name or config["name"]."""
     if isinstance(node, ast.Attribute) and _is_config(node.value):
         return node.attr
     if isinstance(node, ast.Subscript) and _is_config(node.value) and isinstance(node.slice, ast.Constant):
@@ -401,7 +403,7 @@ def _config_key(node: ast.expr) -> str | None:
 
 
 def _called(call: ast.Call) -> str:
-    """The last part of the name of what is called."""
+    """Returns the last part of the name of the called function."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
@@ -412,7 +414,7 @@ def _is_plain_function(call: ast.Call) -> bool:
 
 
 def _loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
-    """The target of an assignment, read instead of written."""
+    """Returns an expression that reads the target of an assignment."""
     if isinstance(target, ast.Name):
         return ast.Name(target.id, ast.Load())
     if isinstance(target, ast.Attribute):
@@ -438,13 +440,13 @@ def _computed(function: Callable[..., Any], *values: Any) -> Any:
     try:
         return _bounded(function(*values))
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise _CannotFollowError(f"it cannot be computed: {printable(str(error))}") from None
+        raise _CannotFollowError(f"the value cannot be computed: {printable(str(error))}") from None
 
 
 def _bounded(value: Any) -> Any:
-    """Refuses what no setting is: huge or infinite numbers, long text, bytes, complex numbers."""
+    """Refuses values that no setting can have: huge or infinite numbers, long text, bytes, complex numbers."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # In this order: isfinite cannot convert huge integers.
+        # The size comes first, because isfinite cannot convert huge integers.
         if abs(value) > _MAX_NUMBER or not math.isfinite(value):
             raise _CannotFollowError("the number is too large")
     elif isinstance(value, str):

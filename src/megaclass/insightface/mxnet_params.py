@@ -1,4 +1,4 @@
-"""MXNet's `.params` files, read without MXNet: names -> arrays, and an InsightFace backbone's names in ours."""
+"""Reads MXNet's `.params` files without MXNet, and renames the arrays of an InsightFace backbone to our names."""
 
 import re
 import struct
@@ -22,7 +22,7 @@ _EXTRA_EPS = 2e-5 - 1e-5
 
 
 def read_params(path: Path) -> dict[str, NDArray[np.generic]]:
-    """All arrays of the file by name, `arg:` and `aux:` kept; unnamed arrays are called by their number."""
+    """Returns all arrays of the file by name, with the prefixes `arg:` and `aux:`; unnamed arrays get their number."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -40,10 +40,10 @@ def read_params(path: Path) -> dict[str, NDArray[np.generic]]:
 
 
 def backbone_state(params: dict[str, NDArray[np.generic]], path: Path) -> dict[str, Tensor]:
-    """State dict of our iresnet from InsightFace's MXNet ResNet ('fresnet', three-BN units, output layer E).
+    """Returns the state dict of our iresnet for InsightFace's MXNet ResNet ('fresnet', three-BN units, output layer E).
 
-    The scale of the input and the eps of the batch norms differ. Both are folded into the weights: the first
-    convolution is scaled, and the difference in eps is added to the running variances. Embeddings are then those of MXNet.
+    The scale of the input and the eps of the batch norms differ. Both differences are folded into the weights: the first
+    convolution is scaled, and the difference in eps is added to the running variances. The embeddings equal MXNet's.
     """
     state = {}
     for full_name, array in params.items():
@@ -53,7 +53,7 @@ def backbone_state(params: dict[str, NDArray[np.generic]], path: Path) -> dict[s
             raise CheckpointError(f"{path}: the array {full_name!r} is not part of an InsightFace ResNet.")
         state[renamed] = torch.from_numpy(np.array(array))
     if "features.weight" in state:
-        # MXNet stores a gamma that fix_gamma=True makes it ignore.
+        # MXNet stores a gamma here, but ignores it because of fix_gamma=True.
         state["features.weight"] = torch.ones_like(state["features.weight"])
     for name, tensor in state.items():
         if name == "conv1.weight":
@@ -97,7 +97,7 @@ def _rename(name: str) -> str | None:
 
 
 class _Reader:
-    """Takes values off the front; what is not there is an error with its place."""
+    """Reads values one after the other; errors name the position in the file."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         self._data, self._path, self._at = data, path, 0
@@ -105,7 +105,7 @@ class _Reader:
     def take(self, num_bytes: int) -> bytes:
         if num_bytes < 0 or self._at + num_bytes > len(self._data):
             raise CheckpointError(
-                f"{self._path} ends at byte {len(self._data)}; {num_bytes} bytes more were due at {self._at}."
+                f"{self._path} ends at byte {len(self._data)}; expected {num_bytes} more bytes at {self._at}."
             )
         self._at += num_bytes
         return self._data[self._at - num_bytes : self._at]
@@ -117,7 +117,7 @@ class _Reader:
         value = self.number("<Q")
         if value > len(self._data):
             raise CheckpointError(
-                f"{self._path}, byte {self._at - 8}: {value} entries cannot be in {len(self._data)} bytes."
+                f"{self._path}, byte {self._at - 8}: {value} entries do not fit into {len(self._data)} bytes."
             )
         return value
 
@@ -129,12 +129,12 @@ class _Reader:
         magic = self.number("<I")
         if magic in (_V2, _V3):
             if self.number("<i") != 0:
-                raise CheckpointError(f"{self._path}, byte {start}: a sparse array; only dense ones are read.")
+                raise CheckpointError(f"{self._path}, byte {start}: sparse arrays are not supported.")
             dims = self._dims(self.number("<I"), "<q")
         elif magic == _V1:
             dims = self._dims(self.number("<I"), "<q")
         else:
-            # The oldest files have no magic: the first word is the number of dimensions.
+            # The oldest files have no magic number: the first word is the number of dimensions.
             dims = self._dims(magic, "<I")
         self.take(8)  # device type and id
         code = self.number("<i")
@@ -154,7 +154,7 @@ class _Reader:
         dims = [self.number(code) for _ in range(count)]
         if any(not 1 <= dim <= len(self._data) for dim in dims):
             raise CheckpointError(
-                f"{self._path}, byte {self._at}: an array of shape {dims} cannot be in {len(self._data)} bytes; is the file "
-                f"damaged?"
+                f"{self._path}, byte {self._at}: an array of shape {dims} does not fit into {len(self._data)} bytes; is the "
+                f"file damaged?"
             )
         return dims

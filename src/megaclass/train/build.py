@@ -21,17 +21,7 @@ from megaclass.distributed.data_parallel import data_parallel, exact_average
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
 from megaclass.distributed.wire_formats import compression_hook
 from megaclass.errors import ConfigError
-from megaclass.head.margins import (
-    AdaFace,
-    ArcFace,
-    CombinedMargin,
-    CosFace,
-    CurricularFace,
-    ElasticFace,
-    MagFace,
-    Margin,
-    NormalisedSoftmax,
-)
+from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.image_size import ImageSize, compact_size, height_and_width
@@ -41,29 +31,16 @@ from megaclass.train.precision import LossScale, Precision, choose_precision
 from megaclass.train.running_statistics import RunningStatistics
 from megaclass.world import World
 
-# Margin, and the field that head.margin_size sets.
-_MARGINS: dict[str, tuple[Any, str | None]] = {
-    "softmax": (NormalisedSoftmax, None),
-    "arcface": (ArcFace, "margin"),
-    "cosface": (CosFace, "margin"),
-    "combined": (CombinedMargin, "angle"),
-    "adaface": (AdaFace, "margin"),
-    "magface": (MagFace, None),
-    "curricularface": (CurricularFace, "margin"),
-    "elasticface": (ElasticFace, "margin"),
-}
-
-
 _logger = logging.getLogger("megaclass.train")
 
 
 @dataclass
 class Model:
-    """What is trained: everything a checkpoint must hold."""
+    """Backbone, head and their optimizers: everything that a checkpoint must hold."""
 
     backbone: nn.Module
     parallel: DistributedDataParallel
-    """The backbone, compiled if asked, its gradients averaged over ranks."""
+    """The backbone in DDP, which averages its gradients over the ranks; compiled if train.compile is set."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
     precision: Precision
@@ -74,27 +51,29 @@ class Model:
 
     @contextmanager
     def for_evaluation(self) -> Iterator[nn.Module]:
-        """The backbone with the weights that are evaluated and exported: the running mean where one is kept."""
+        """Yields the backbone with the weights to evaluate and export: the moving average if train.ema is set."""
         with self.ema.in_place() if self.ema is not None else nullcontext():
             yield self.backbone
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Tensors that are the same on all ranks, by name."""
+        """Returns the tensors that are the same on all ranks, by name."""
         state = {f"backbone.{name}": tensor for name, tensor in self.backbone.state_dict().items()}
         for name, parameter in self.backbone.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     state[f"optimizer.{name}.{key}"] = value
+        # Class centres are not here: every rank saves its own rows.
         state |= {f"head.margin_{name}": value for name, value in self.head.margin_state.items()}
         state |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state().items()}
         return state | ({f"ema.{name}": mean for name, mean in self.ema.means.items()} if self.ema is not None else {})
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
+        # Names of an older checkpoint must stay readable: they are part of the file format.
         self.backbone.load_state_dict(tensors_with_prefix(state, "backbone."))
         for name, parameter in self.backbone.named_parameters():
             for key, value in tensors_with_prefix(state, f"optimizer.{name}.").items():
                 if value.shape == parameter.shape:
-                    # Laid out as the weights are: a fused optimizer walks through both by address.
+                    # In the memory layout of the weights: a fused optimizer walks through both by address.
                     value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
                 elif self.optimizer.defaults.get("fused"):
                     # Adam counts its steps on the CPU unless it is fused.
@@ -108,12 +87,12 @@ class Model:
 
 
 def input_size(config: Config, source: ImageSource) -> tuple[int, int]:
-    """(height, width) of what the backbone takes: data.size, or else the size of the data's images."""
+    """Returns (height, width) of the backbone's input: data.size, or else the size of the first image."""
     return height_and_width(config.data.size) if config.data.size else source.image_size
 
 
 def build_model(config: Config, source: ImageSource, world: World, device: torch.device) -> Model:
-    """Collective: DDP gives all ranks the weights of rank 0, the head compares its settings."""
+    """Collective. DDP copies the weights of rank 0 to all ranks, and the head compares its settings between ranks."""
     precision = choose_precision(config.train, device)
     image_size = compact_size(input_size(config, source))
     backbone, dropouts = _build_backbone(config, image_size, device)
@@ -133,6 +112,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         device=device,
     )
     parallel = data_parallel(_compiled(backbone, image_size) if config.train.compile else backbone)
+    # A hook replaces the all-reduce of DDP: by a compressed one, or on CPUs by one with an exact average.
     if config.train.compression != "none":
         parallel.register_comm_hook(*compression_hook(config.train.compression))
     elif device.type == "cpu":
@@ -151,7 +131,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
 
 
 def build_margin(config: HeadConfig) -> Margin:
-    margin, size_field = _MARGINS[config.margin]
+    margin, size_field = MARGINS[config.margin]
     given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
     if config.margin_size is not None:
         if size_field is None:
@@ -160,10 +140,10 @@ def build_margin(config: HeadConfig) -> Margin:
             )
         given[size_field] = config.margin_size
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if config.margin in ("arcface", "combined"):
+    if hasattr(margin, "gradient"):
         fields["gradient"] = config.gradient
-    built: Margin = margin(scale=config.scale, **fields)
-    return built
+    build: Callable[..., Margin] = margin
+    return build(scale=config.scale, **fields)
 
 
 def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
@@ -179,6 +159,7 @@ def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
 def _build_backbone(
     config: Config, image_size: ImageSize, device: torch.device
 ) -> tuple[nn.Module, list[KeyedDropout]]:
+    # The initial weights depend on the seed alone: every rank draws the same ones, whatever ran before.
     torch.manual_seed(config.train.seed)
     settings = config.backbone
     backbone = build_backbone(settings.name, embedding_dim=settings.embedding_dim, image_size=image_size)
@@ -193,6 +174,7 @@ def _build_backbone(
                 f"only the transformers (vit_t to vit_h) have them, not {settings.name}: set both to 0."
             )
         backbone.regularise(settings.drop_path, settings.mask_patches)
+    # After all layers are in place, and before anything wraps them.
     dropouts = key_dropout(backbone, config.train.seed)
     if settings.batch_norm == "sync":
         synchronise_batch_norm(backbone)
@@ -205,16 +187,18 @@ def _build_backbone(
 
 
 def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
-    for beginning in config.freeze:
-        frozen = [p for name, p in backbone.named_parameters() if name.startswith(beginning)]
+    for prefix in config.freeze:
+        frozen = [p for name, p in backbone.named_parameters() if name.startswith(prefix)]
         if not frozen:
-            raise ConfigError(f"backbone.freeze names {beginning!r}, but no parameter of {config.name} begins so.")
+            raise ConfigError(
+                f"backbone.freeze names {prefix!r}, but no parameter of {config.name} starts with that prefix."
+            )
         for parameter in frozen:
             parameter.requires_grad = False
     if not any(parameter.requires_grad for parameter in backbone.parameters()):
         raise ConfigError(
             f"backbone.freeze = {list(config.freeze)} leaves nothing of {config.name} to train: "
-            f"the head learns beside a backbone, so leave its last layer out at least."
+            f"leave at least its last layer out of the list."
         )
 
 
@@ -226,12 +210,12 @@ def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None
             f"{config.name}."
         )
     for block in blocks:
-        block.forward = partial(_forward_kept_lean, block, block.forward)
+        block.forward = partial(_forward_with_recomputation, block, block.forward)
 
 
-def _forward_kept_lean(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _forward_with_recomputation(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
-        # Compiled, the repetition is arithmetic alone.
+        # A compiled block repeats its arithmetic only, and does not touch the running statistics again.
         result: Tensor = checkpoint(forward, x, use_reentrant=False)
     else:
         result = checkpoint(
@@ -242,7 +226,7 @@ def _forward_kept_lean(block: nn.Module, forward: Callable[[Tensor], Tensor], x:
 
 @contextmanager
 def _statistics_stay(block: nn.Module) -> Iterator[None]:
-    """Around the forward's repetition in backward: running statistics follow a batch once."""
+    """Freezes running statistics while backward repeats the forward: each batch must count once."""
     norms = [module for module in block.modules() if isinstance(module, (nn.BatchNorm2d, SyncBatchNorm))]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -255,19 +239,19 @@ def _statistics_stay(block: nn.Module) -> Iterator[None]:
 
 
 def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
-    """Tried on two images at once, because torch.compile fails at the first call, not here."""
+    """Returns the compiled backbone, or the backbone itself if compiling fails; tries two images, because compiling is lazy."""
     device = next(backbone.parameters()).device
     images = torch.zeros((2, 3, *height_and_width(image_size)), device=device).to(memory_format=torch.channels_last)
-    # Static shapes: the second size seen would otherwise make the batch dynamic, and the kernels slower.
+    # Static shapes: otherwise a second batch size would make the dimension dynamic, and the kernels slower.
     compiled = torch.compile(backbone, dynamic=False)
     was_training = backbone.training
     try:
         backbone.eval()
         with torch.no_grad():
             compiled(images)
-    except Exception as error:  # a compiler may fail in any way; the run need not
+    except Exception as error:  # a compiler may fail in any way, which must not end the run
         reason = str(error).strip().split("\n")[0]
-        _logger.info(f"torch.compile failed, going on without it: {reason}")
+        _logger.warning(f"torch.compile failed, continuing without it: {reason}")
         return backbone
     finally:
         backbone.train(was_training)
@@ -276,7 +260,7 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
 
 def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
-    # Fused optimizers take `found_inf` on the device, so that a bad step is skipped without asking the host.
+    # Fused optimizers read `found_inf` on the device, so that a bad step is skipped without waiting for the host.
     fused = parameters[0].device.type == "cuda"
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
@@ -284,7 +268,7 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
         parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
     )
     if config.momentum:
-        # Left to its first step, the fused one takes memory as it comes, and would keep that if the step is skipped.
+        # The fused optimizer would create its buffers uninitialised in the first step, and keep them if that is skipped.
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd

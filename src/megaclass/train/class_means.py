@@ -51,6 +51,7 @@ def start_at_class_means(run: Run, model: Model) -> None:
                 f"check that train.init_backbone is a trained backbone and that train.precision is wide enough for it."
             )
 
+    # All ranks leave together, with the error of the rank that has one.
     on_every_rank(check, run.device)
     num_started = gather_blocks(model.head.store.start_at_(sums_KD), None).sum()
     if run.world.is_main:
@@ -65,6 +66,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
     """
     config, source, world, device = run.config, run.source, run.world, run.device
     own, width = model.head.classes, model.head.embedding_dim
+    # Blocks of the all-gather have the same size on all ranks: that of the largest part.
     largest = -(-config.train.global_batch // world.size)
     # The last row collects images of classes on other ranks; it is dropped.
     sums = torch.zeros((len(own) + 1, width), device=device)
@@ -79,6 +81,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
                 embeddings_BD = model.backbone(inputs) if len(inputs) else inputs.new_zeros((0, width))
             unit_BD = F.normalize(embeddings_BD.float())
+            # No collective of its own: the flag travels in the block that is gathered anyway.
             failed = int(data_errors.is_any)
             batch = gather_batch(unit_BD, labels_B.to(device), step=failed, max_batch=largest, group=None)
             local_G = batch.labels_G - own.start
@@ -114,6 +117,7 @@ def _batches(run: Run, starts: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]
                     bad_images.add_bad(index, error)
                     is_read_B[row] = False
             bad_images.add_read(len(indices_B))
+            # Unreadable images are left out, not replaced: a replacement would belong to another class.
             images_BHW3, indices_B = images_BHW3[is_read_B], indices_B[is_read_B]
         return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2), torch.from_numpy(source.labels[indices_B])
 

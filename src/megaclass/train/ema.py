@@ -1,4 +1,4 @@
-"""A running mean of the backbone's weights: what is evaluated and exported when it is kept."""
+"""Exponential moving average of the backbone's weights; if enabled, it is evaluated and exported."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Ema:
-    """mean <- decay * mean + (1 - decay) * weights, after every step that counted. Batch statistics are not averaged."""
+    """mean <- decay * mean + (1 - decay) * weights, after every step not skipped. Batch statistics are not averaged."""
 
     def __init__(self, backbone: nn.Module, decay: float) -> None:
         self._decay = decay
@@ -17,14 +17,14 @@ class Ema:
 
     @torch.no_grad()
     def follow(self, found_inf: Tensor) -> None:
-        """found_inf: 0-d bool; a step that was skipped changes nothing, and the host need not know."""
+        """Updates the means. found_inf: 0-d bool on the device; a skipped step changes nothing, without waiting for it."""
         weight = torch.where(found_inf, 0.0, 1 - self._decay)
         for name, parameter in self._parameters.items():
             self.means[name].lerp_(parameter, weight.to(parameter.dtype))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The backbone carries the means inside the block, its own weights again afterwards."""
+        """Puts the means into the backbone while the block runs, and its own weights back afterwards."""
         own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._copy(self.means)
         try:

@@ -43,6 +43,7 @@ def evaluate_between_steps(run: Run, model: Model, reported_errors: set[str]) ->
 
     Rank 0 logs why a set could not be evaluated, once: errors in `reported_errors` are not repeated, new ones are added.
     """
+    # With local batch norm each rank has statistics of its own; the exported model has their average.
     average_buffers_(model.backbone)
     with model.for_evaluation():
         results = evaluate_model(run, model)

@@ -1,4 +1,4 @@
-"""Dropout, dropped branches and left-out patches that depend on (seed, step, image), not on which rank has the image."""
+"""Dropout, stochastic depth and patch masks that depend on (seed, step, image), not on the rank that holds the image."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from megaclass.keyed_random import Stream
 
 
 class KeyedDropout(nn.Module):
-    """Put in the place of nn.Dropout; told before each forward which images of which step come."""
+    """Replaces nn.Dropout. `expect` announces the images and the step before each forward."""
 
     def __init__(self, p: float, seed: int, layer: int) -> None:
         super().__init__()
@@ -18,9 +18,9 @@ class KeyedDropout(nn.Module):
         self._keys: tuple[Tensor, Tensor] | None = None
 
     def expect(self, images_B: Tensor, step: int) -> None:
-        """images_B: (B,) numbers of the images in the data set."""
+        """Announces the next forward. images_B: (B,) indices of the images in the data set."""
         first, second = stream_keys(Stream.DROPOUT, self.seed, step, self.layer)
-        # Tensors: as numbers they would be part of what torch.compile compiles, again in every step.
+        # Tensors, not numbers: torch.compile would treat numbers as constants and compile again in every step.
         self._keys = images_B.new_full((), first, dtype=torch.int32), images_B.new_full((), second, dtype=torch.int32)
         self._images_B = images_B
 
@@ -30,18 +30,18 @@ class KeyedDropout(nn.Module):
         return x * self.is_kept(x, x[0].numel()).view_as(x) / (1 - self.p)
 
     def is_kept(self, x: Tensor, num_columns: int) -> Tensor:
-        """(B, num_columns) of independent choices, each True with probability 1 - p."""
+        """Returns (B, num_columns) independent choices, each True with probability 1 - p."""
         return self.bits(x, num_columns) >= round((self.p - 0.5) * 2**32)
 
     def bits(self, x: Tensor, num_columns: int) -> Tensor:
-        """(B, num_columns) int32 random bits for the images announced by expect()."""
+        """Returns (B, num_columns) int32 random bits for the images announced by expect()."""
         assert self._images_B is not None and len(self._images_B) == len(x), "expect() comes before forward"
         assert self._keys is not None
         return random_bits_rows(self._keys, self._images_B, num_columns)
 
 
 class KeyedDropPath(KeyedDropout):
-    """Put in the place of a DropPath."""
+    """Replaces a DropPath."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -50,7 +50,7 @@ class KeyedDropPath(KeyedDropout):
 
 
 class KeyedPatchMask(KeyedDropout):
-    """Put in the place of a PatchMask."""
+    """Replaces a PatchMask."""
 
     def forward(self, x: Tensor) -> Tensor:
         return kept_patches(self.bits(x, x.shape[1]), self.p)
@@ -71,6 +71,7 @@ def key_dropout(module: nn.Module, seed: int) -> list[KeyedDropout]:
             keyed_type = next((keyed for plain, keyed in _KEYED.items() if isinstance(child, plain)), None)
             p = getattr(child, "p", 0.0)
             if keyed_type is not None and p > 0:
+                # The position among the replaced layers is part of the key: two layers must not drop the same elements.
                 keyed = keyed_type(p, seed, layer=len(replaced))
                 setattr(parent, name, keyed)
                 replaced.append(keyed)

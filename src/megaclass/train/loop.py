@@ -9,6 +9,7 @@ One step on every rank (train/step.py):
                 gradient that is not finite updates nothing
 """
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from megaclass.train.run.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.schedule import learning_rate
 from megaclass.train.step import training_step
 
+_logger = logging.getLogger("megaclass.train")
 # Share of the time spent waiting for data from which on the progress bar shows it.
 _SHOWN_WAIT_SHARE = 0.05
 
@@ -44,7 +46,7 @@ class Outcome:
     final_loss: float
     images_per_second: float
     stop: Stop
-    """Whether a signal asked to stop before the last step."""
+    """The request to stop before the last step, if a signal made one."""
     results: list[SetResult] | None
     """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
 
@@ -55,7 +57,9 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
     checkpoint_steps = max(1, round(config.train.checkpoint_epochs * loader.steps_per_epoch))
     evaluate_steps = max(1, round(config.train.evaluate_epochs * loader.steps_per_epoch))
+    # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
     meter = Meter(config.train.global_batch, run.folder.read_metrics(), device)
+    # The order of the data is a function of (seed, epoch, step), so a resumed run just starts in the middle of an epoch.
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=num_steps - first_step)
     data_errors = DataErrors()
@@ -73,9 +77,11 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1
             is_last = done == num_steps
+            # These four depend on the step alone, so that all ranks agree on every collective below without communicating.
             is_saved = done % checkpoint_steps == 0 or is_last
             is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
             is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated
+            # The result stays on the device: the host queues further steps while the GPU still works on this one.
             with data_errors.heard_by_all(device):
                 meter.add(training_step(model, batch, config, lr=lr, step=step, device=device, is_measured=is_reported))
 
@@ -87,13 +93,16 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
                 numbers |= {"loss": row["loss"]}
+                # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
                 on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row)
+                # Signals are exchanged at reports only, so that other steps need no additional collective.
                 stop = Stop.NO if is_last else signals.of_any_rank(device)
             bar.advance_to(done, detail)
             if is_saved or stop:
                 # The best checkpoint is chosen by these numbers, so they must belong to this step or be empty.
                 save(model, writer, done, numbers, device)
+            # The checkpoint is on its way: what the run has done is not lost.
             if stop:
                 break
     return Outcome(done, meter.last_loss, meter.images_per_second(), stop, None if stop else results)
@@ -123,6 +132,7 @@ def describe_row(row: dict[str, float]) -> str:
 
 def save(model: Model, writer: CheckpointWriter, step: int, metrics: dict[str, float], device: torch.device) -> None:
     """Collective. Averages the batch statistics over the ranks and starts a checkpoint, written during the next steps."""
+    _logger.debug(f"saving a checkpoint of step {step}")
     average_buffers_(model.backbone)
     writer.save(
         Snapshot(

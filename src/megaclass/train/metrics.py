@@ -1,4 +1,4 @@
-"""What a run says about itself between two reports."""
+"""Metrics of the steps between two reports: loss, speed, waiting for data, skipped steps."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,22 +12,22 @@ from megaclass.train.step import StepResult
 
 
 class Meter:
-    """Mean loss, speed, waiting and skipped steps; reads the device only when asked."""
+    """Collects results of steps without waiting for the device; `read` waits for it."""
 
     def __init__(self, global_batch: int, earlier: Sequence[Mapping[str, float]], device: torch.device) -> None:
-        """earlier: rows of the run that this one continues; where no step is left, they say how it ended."""
+        """earlier: rows of the run that is resumed; if it has no steps left, they provide its last loss and speed."""
         self._global_batch, self._device = global_batch, device
         self._begun = self._last = time.monotonic()
         self._results: list[StepResult] = []
         self._waited_s = 0.0
-        # Seconds that were no training, since the last row and in all.
+        # Seconds spent on evaluations: since the last row, and in total.
         self._paused_s = self._all_paused_s = 0.0
         self._num_steps = 0
         self.last_loss = earlier[-1].get("loss", float("nan")) if earlier else float("nan")
         self._last_speed = earlier[-1].get("images_per_second", 0.0) if earlier else 0.0
 
     def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; the time spent waiting for them is noted."""
+        """Yields the batches and measures the time spent waiting for them."""
         iterator = iter(source)
         while True:
             begun = time.monotonic()
@@ -39,7 +39,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves what happens inside, an evaluation, out of the speed. Steps still under way on the device are waited for."""
+        """Excludes the block, an evaluation, from the speed. Waits for steps that still run on the device."""
         self._wait_for_device()
         begun = time.monotonic()
         try:
@@ -59,10 +59,11 @@ class Meter:
         self._num_steps += 1
 
     def read(self) -> dict[str, float]:
-        """The host waits for the device here. Means leave out the steps that were skipped.
+        """Returns the row of metrics since the last call; waits for the device. Skipped steps do not count in means.
 
-        The head's measures are those of the last step; left out where that was skipped.
+        The head's measures are those of the last step; they are missing if that one was skipped.
         """
+        # One transfer for all steps since the last row.
         losses = torch.stack([result.loss for result in self._results]).double().cpu()
         is_counted = ~torch.stack([result.was_skipped for result in self._results]).cpu()
         if is_counted.any():
@@ -91,16 +92,16 @@ class Meter:
         return row
 
     def images_per_second(self) -> float:
-        """Over all steps since the start or the resumption, checkpoints included, evaluations left out."""
+        """Returns the mean speed since the start or resume, including checkpoints, excluding evaluations."""
         if not self._num_steps:
             return self._last_speed
         return self._num_steps * self._global_batch / (time.monotonic() - self._begun - self._all_paused_s)
 
 
 def check_finite(row: Mapping[str, float], step: int, on_nan: str, is_scaled: bool) -> None:
-    """Ends a run whose gradients are not finite, on every rank; a loss scale expects some, and lowers itself."""
+    """Raises on every rank if gradients were not finite, unless a loss scale is in use, which expects that and adapts."""
     if row["skipped_steps"] and on_nan == "stop" and not is_scaled:
         raise TrainError(
             f"{int(row['skipped_steps'])} of the steps before step {step} had gradients that are not finite; they were not "
-            f"applied. Lower optimizer.lr or lengthen optimizer.warmup_epochs, or go on regardless with train.on_nan=skip."
+            f"applied. Lower optimizer.lr or raise optimizer.warmup_epochs, or continue anyway with train.on_nan=skip."
         )

@@ -1,4 +1,4 @@
-"""What a forward in training changes in a backbone: batch norm's running statistics. A step that is skipped puts them back."""
+"""Batch norm's running statistics, which every forward in training changes; a skipped step restores them."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,13 @@ from torch import Tensor, nn
 
 
 class RunningStatistics:
-    """All buffers of a backbone, which it changes in place. A few launches a step, however many layers; nothing waits."""
+    """Saves and restores all buffers of a backbone in place, with a few kernel launches per step and without waiting.
+
+    The decision to restore is a tensor on the device, so both copies are always made.
+    """
 
     def __init__(self, backbone: nn.Module) -> None:
+        # One contiguous block per dtype, so that a few launches copy all buffers.
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in backbone.buffers():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
@@ -17,27 +21,27 @@ class RunningStatistics:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Before the first forward of a step: remembers them as they are."""
+        """Saves the buffers; called before the first forward of a step."""
         for buffers, kept, _ in self._copies:
             torch._foreach_copy_(kept.parts, buffers)
 
     @torch.no_grad()
     def put_back(self, was_skipped: Tensor) -> None:
-        """After the last backward. was_skipped: 0-d bool on the device; where it is false they stay as they are now."""
+        """Restores the saved buffers if `was_skipped`, a 0-d bool on the device; called after the last backward."""
         for buffers, kept, now in self._copies:
             torch._foreach_copy_(now.parts, buffers)
-            # Chosen, not mixed by weights: what is thrown away may be NaN.
+            # Selected, not blended by weights: the discarded values may be NaN.
             torch.where(was_skipped, kept.whole, now.whole, out=now.whole)
             torch._foreach_copy_(buffers, now.parts)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Room for tensors of one dtype, side by side."""
+    """Contiguous memory for tensors of one dtype."""
 
     whole: Tensor
     parts: list[Tensor]
-    """Views of it, in the tensors' shapes."""
+    """Views of `whole`, in the shapes of the tensors."""
 
     @classmethod
     def like(cls, tensors: list[Tensor]) -> "_Row":

@@ -1,4 +1,4 @@
-"""The learning rate: a pure function of the step, so that a resumed run needs to remember nothing."""
+"""The learning rate as a pure function of the step, so that a resumed run needs no saved state."""
 
 import math
 
@@ -6,7 +6,7 @@ from megaclass.config.schema import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
-    """Rises linearly over the warm-up, then falls by the schedule; step counts from 0 to num_steps - 1."""
+    """Returns the rate of a step from 0 to num_steps - 1: rises linearly in the warm-up, then follows the schedule."""
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), num_steps)
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps

@@ -1,4 +1,4 @@
-"""One step: forward and backward over the parts of a batch, then one update, or none if something was not finite."""
+"""One step: forward and backward over the parts of a batch, then one update, or none if a value is not finite."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,17 +12,20 @@ from megaclass.errors import NotFiniteError
 from megaclass.head.step_stats import HeadMeasures
 from megaclass.train.build import Model
 
+# Keeps the division by a gradient norm of zero finite.
+_TINY = 1e-12
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """Device tensors: reading them makes the host wait, so the loop does that only when it reports."""
+    """Result of a step, on the device: reading it makes the host wait, so the loop reads it only when it reports."""
 
     loss: Tensor
-    """Mean over the global batch, the same on every rank; NaN when the embeddings were."""
+    """Mean over the global batch, the same on every rank; NaN if the embeddings were."""
     was_skipped: Tensor
     """0-d bool, the same on every rank."""
     measures: HeadMeasures | None = None
-    """Where they were asked for; without meaning where the step was skipped."""
+    """Only if requested; meaningless if the step was skipped."""
 
 
 def training_step(
@@ -35,16 +38,18 @@ def training_step(
     device: torch.device,
     is_measured: bool = False,
 ) -> StepResult:
-    """Every rank calls it with its own part of the global batch."""
+    """Collective. Trains on the global batch, of which every rank passes its own part."""
+    # Batch norm changes its running statistics in the forward, before it is known whether the step counts.
     model.statistics.keep()
     try:
         loss = _forward_backward(model, batch, config, step, device)
     except NotFiniteError:
-        # Raised on every rank at once. (On a GPU nothing is raised here; a flag on the device masks the update.)
+        # Raised on every rank in the same step. On a GPU nothing is raised here: a flag on the device masks the update.
         was_skipped = torch.ones((), dtype=torch.bool, device=device)
         model.statistics.put_back(was_skipped)
         if config.train.on_nan == "stop":
             raise
+        # The other ranks abandon the same step, so their heads stay in step with this one.
         model.head.abandon_step()
         return StepResult(torch.full((), torch.nan, device=device), was_skipped)
     was_skipped, measures = _update(model, config, lr, is_measured)
@@ -57,14 +62,14 @@ def _forward_backward(model: Model, batch: Batch, config: Config, step: int, dev
     model.optimizer.zero_grad()
     num_parts = config.train.accumulate
     if num_parts > 1:
-        # All labels first: the classes that take part, and the mean, are those of the whole step.
+        # All labels first: the sampled classes, and the number of images in the mean, are those of the whole step.
         model.head.begin_step(labels)
     losses = []
     for part, rows in enumerate(torch.arange(len(labels)).tensor_split(num_parts)):
         here = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
         for dropout in model.dropouts:
             dropout.expect(indices[here], step)
-        # Gradients travel once a step, with the last part.
+        # DDP exchanges gradients once per step, in the backward of the last part.
         with nullcontext() if part == num_parts - 1 else model.parallel.no_sync():
             inputs = batch.prepared(device, here)
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
@@ -76,26 +81,30 @@ def _forward_backward(model: Model, batch: Batch, config: Config, step: int, dev
 
 
 def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple[Tensor, HeadMeasures | None]:
-    """Moves backbone and centres, or nothing; returns whether it was nothing, and the head's measures. The same on every rank.
+    """Updates backbone and centres; returns whether the step was skipped, and the head's measures. The same on every rank.
 
-    The backbone's gradients have been averaged over ranks, so every rank finds the same norm and the same verdict.
+    The backbone's gradients are averaged over the ranks by now, so every rank computes the same norm and decision.
     """
     scale = model.loss_scale.scale
     parameters = [parameter for group in model.optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # The gradients still contain the loss scale; the norm must not.
     norm = nn.utils.get_total_norm(gradients) / scale
     is_bad = ~torch.isfinite(norm) | model.head.found_inf.bool()
+    # One multiplication removes the loss scale and clips. Nothing here waits for the device.
     factor = 1 / scale
     if config.optimizer.clip_norm:
-        factor = factor * (config.optimizer.clip_norm / norm.clamp_min(1e-12)).clamp_max(1.0)
+        factor = factor * (config.optimizer.clip_norm / norm.clamp_min(_TINY)).clamp_max(1.0)
     torch._foreach_mul_(gradients, factor)
     for group in model.optimizer.param_groups:
         group["lr"] = lr
     if is_bad.device.type == "cuda":
         model.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # read by fused optimizers
         model.optimizer.step()
+    # On a CPU reading the flag costs nothing.
     elif not is_bad:
         model.optimizer.step()
+    # The centres follow the schedule of the backbone, scaled to their own peak.
     head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
     measures = model.head.step(
         lr=lr * head_factor,
@@ -103,6 +112,7 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
         loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
         is_measured=is_measured,
     )
+    # The head has recorded the fault on the device and would raise it a few steps later.
     if is_bad.device.type == "cuda" and config.train.on_nan == "skip":
         model.head.forgive_fault()
     model.loss_scale.follow(is_bad)

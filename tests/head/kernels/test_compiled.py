@@ -15,6 +15,9 @@ from megaclass.head.kernels import fused_programs as triton_programs
 from megaclass.head.kernels.fused import Tiles, tiles_for
 from megaclass.head.seal import MULTIPLIER, NUM_WATCHED
 
+# Compilation starts ptxas.
+pytestmark = pytest.mark.ranks
+
 # Bytes of shared memory a block may use; registers a multiprocessor has.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 REGISTERS = 65536
@@ -63,9 +66,9 @@ def test_the_control_word_is_formed_and_judged_on_every_supported_gpu(capability
     constants = {"D": 512, "BLOCK_D": 512, "LANES": NUM_WATCHED, "MULTIPLIER": MULTIPLIER}
     assert compile_for(capability, triton_images.pack_block, types, constants).spilled_bytes == 0
     types = {
-        "sticky": "*i64", "words": "*i64", "norms": "*fp64", "labels": "*i64", "is_image": "*i1", "num_overflowed": "*fp64",
-        "words_stride": "i32", "num_ranks": "i32", "num_images": "i32", "max_batch": "i32", "num_classes": "i32",
-        "step": "i32",
+        "first_fault": "*i64", "words": "*i64", "norms": "*fp64", "labels": "*i64", "is_image": "*i1",
+        "num_overflowed": "*fp64", "words_stride": "i32", "num_ranks": "i32", "num_images": "i32", "max_batch": "i32",
+        "num_classes": "i32", "step": "i32",
     }  # fmt: skip
     assert compile_for(capability, triton_images.note_faults, types, {"BLOCK": 1024}, num_warps=8).spilled_bytes == 0
 
@@ -75,10 +78,10 @@ def test_the_control_word_is_formed_and_judged_on_every_supported_gpu(capability
 def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: str):
     types = {
         "masses": "*fp64", "cosines": "*fp64", "is_image": "*i1", "numbers": "*fp64", "num_total": "*fp64",
-        "sticky": "*i64", "log_totals": "*fp64", "slopes": "*fp64", "loss": "*fp32", "num_images": "i32",
+        "first_fault": "*i64", "log_totals": "*fp64", "slopes": "*fp64", "loss": "*fp32", "num_images": "i32",
     }  # fmt: skip
     constants = {"KIND": kind, "BLOCK": 512}
-    assert compile_for(capability, triton_images.settle_margin, types, constants, num_warps=8).spilled_bytes == 0
+    assert compile_for(capability, triton_images.finish_losses, types, constants, num_warps=8).spilled_bytes == 0
 
 
 def exponentials_usage(
@@ -124,7 +127,7 @@ def update_usage(
     types = {
         "weight": f"*{storage}", "state_1": f"*{storage}", "state_2": f"*{storage}", "counts": "*i32", "grad": "*bf16",
         "classes": "*i64", "pull_heads": "*i32", "pull_links": "*i32", "pull_images": "*fp32", "pull_weights": "*fp32",
-        "grad_squares": "*fp32", "sticky": "*i64", "skip": "*i1", "lr": "fp32", "loss_scale": "fp32", "key_state": "i64",
+        "grad_squares": "*fp32", "first_fault": "*i64", "skip": "*i1", "lr": "fp32", "loss_scale": "fp32", "key_state": "i64",
         "first_row": "i32", "num_rows": "i32",
     }  # fmt: skip
     constants: dict[str, Any] = {

@@ -30,6 +30,7 @@ def outside(test: Any) -> Any:
 
 
 @outside
+@pytest.mark.ranks
 @pytest.mark.parametrize("share", ["ranks", "not ranks"])
 def test_everything_below_holds_in_tritons_interpreter(share):
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0", "-k", share]
@@ -214,15 +215,13 @@ def test_drawn_classes_are_those_of_plain_pytorch():
     labels = torch.tensor([5, 9_999, 30_000, -1, 12_345, 12_345])
     for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500)):
         truth = sample_classes(labels, 5, 10_000, rate, seed=7, step=3)
-        classes, weights, num_drawn, overflowed = fused_rows.draw(
-            labels, ClassRange(5, 10_005), rate, 7, 3, capacity, 10.0
-        )
-        count = len(truth.classes_S)
-        assert int(num_drawn) == count and not overflowed
+        drawn = fused_rows.draw(labels, ClassRange(5, 10_005), rate, 7, 3, capacity, 10.0)
+        classes, weights, count = drawn.classes_S, drawn.class_weight_S, len(truth.classes_S)
+        assert int(drawn.num_drawn) == count and not drawn.overflowed
         assert torch.equal(classes[:count], truth.classes_S) and (classes[count:] == 10_000).all()
         assert weights is not None and (weights[count:] == 0).all()
         assert torch.equal(weights[:count], torch.where(truth.is_positive_S, 1.0, 10.0))
-    assert fused_rows.draw(labels, ClassRange(5, 10_005), 0.1, 7, 3, 500, 1.0)[3] == 1
+    assert fused_rows.draw(labels, ClassRange(5, 10_005), 0.1, 7, 3, 500, 1.0).overflowed == 1
 
 
 @interpreted

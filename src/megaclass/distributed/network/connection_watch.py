@@ -31,6 +31,7 @@ A refused connection is over before the thread looks: `store` handles that case.
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -42,6 +43,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaclass.errors import EXIT_TRY_AGAIN, LaunchError
+
+_log = logging.getLogger("megaclass.distributed")
 
 LIMIT_NAME = "MEGACLASS_NETWORK_TIMEOUT"
 _DEFAULT_LIMIT_S = 30.0
@@ -200,7 +203,7 @@ class ConnectionWatch:
             f"{first.remote[1]}{self._describe(first.remote)} {what}{more}. Does a firewall drop the packets, or is a host or "
             f"cable down? {LIMIT_NAME}={self._limit_s:g} is the limit in seconds."
         )
-        print(f"megaclass: {self.reason}", file=sys.stderr, flush=True)
+        _log.error(self.reason)
         hosts = {connection.remote[0] for connection in dead}
         for connection in [connection for connection in self._watched() if connection.remote[0] in hosts]:
             # Threads that wait for the connection get an error; the other ranks learn of it when this rank ends.

@@ -6,12 +6,12 @@ the facts about this host.
 
 import ipaddress
 import json
+import logging
 import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -20,6 +20,8 @@ from megaclass.distributed.network.job_secret import JOB_SECRET, new_secret
 from megaclass.distributed.network.pmix import tell_all
 from megaclass.errors import LaunchError
 from megaclass.world import World, address_advice
+
+_log = logging.getLogger("megaclass.distributed")
 
 # Variables that influence the ranks: all ranks must have them, or none.
 _STEERING = ("NCCL_", "GLOO_", "TORCH_", "MEGACLASS_", "HOROVOD_", "OMP_NUM_THREADS")
@@ -99,11 +101,10 @@ def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
     os.environ.setdefault(JOB_SECRET, main["secret"])
     missing = [name for name in main["names"] if name not in env]
     if missing and world.local_rank == 0:
-        print(
-            f"WARNING {world.name()}: rank 0 on {main['host']} has {', '.join(missing)}, this rank does not. mpirun passes "
+        _log.warning(
+            f"rank 0 on {main['host']} has {', '.join(missing)}, this rank does not. mpirun passes "
             f"variables to other hosts only on request: add {' '.join(f'-x {name}' for name in missing)}.",
-            file=sys.stderr,
-            flush=True,
+            extra={"sender": world.name()},
         )
     for name, value in (("MASTER_ADDR", main["addresses"][0]), ("MASTER_PORT", str(main["port"]))):
         if env.get(name, value) != value:

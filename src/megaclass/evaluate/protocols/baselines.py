@@ -1,6 +1,6 @@
-"""What no training at all verifies: likeness of raw pixels and of colour histograms.
+"""Verification without any training: similarity of raw pixels and of colour histograms.
 
-A model is worth its training only by what it gains over these. Images are decoded pair by pair: two are held at a time.
+The gain over these baselines is what training achieved. Images are decoded pair by pair: two are in memory at a time.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from megaclass.evaluate.protocols.verification import Floats, ScoredPairs, verif
 from megaclass.image_size import ImageSize, height_and_width
 
 _LEVELS = 8
-"""Steps of each colour channel in a histogram: 8 x 8 x 8 = 512 bins."""
+"""Number of levels per colour channel in a histogram: 8 x 8 x 8 = 512 bins."""
 
 Images = NDArray[np.uint8]
 
@@ -22,26 +22,26 @@ Images = NDArray[np.uint8]
 def score_pixels(
     pair_set: PairSet, *, image_size: ImageSize, fit: Fit = "squash", name: str = "the pairs"
 ) -> ScoredPairs:
-    """Verification by the cosine of the raw pixel values (0 to 255, all positions and channels)."""
+    """Verifies pairs by the cosine of their raw pixel values (0 to 255, all positions and channels)."""
     return _score("raw pixels", pixel_cosine, pair_set, image_size, fit, name)
 
 
 def score_histograms(
     pair_set: PairSet, *, image_size: ImageSize, fit: Fit = "squash", name: str = "the pairs"
 ) -> ScoredPairs:
-    """Verification by the overlap of 8 x 8 x 8 RGB histograms (Bhattacharyya coefficient)."""
+    """Verifies pairs by the overlap of 8 x 8 x 8 RGB histograms (Bhattacharyya coefficient)."""
     return _score("colour histograms", histogram_overlap, pair_set, image_size, fit, name)
 
 
 def pixel_cosine(first: Images, second: Images) -> float:
     first_flat, second_flat = first.ravel().astype(np.float64), second.ravel().astype(np.float64)
     norms = np.linalg.norm(first_flat) * np.linalg.norm(second_flat)
-    # Only an image that is black all over has no direction; it is like no other.
+    # Only an entirely black image has norm 0; it is similar to none.
     return float(first_flat @ second_flat / norms) if norms else 0.0
 
 
 def histogram_overlap(first: Images, second: Images) -> float:
-    """Sum over bins of sqrt(p q): 1 for equal histograms, 0 for histograms without a common colour."""
+    """Returns the sum over bins of sqrt(p q): 1 for equal histograms, 0 for histograms without a common colour."""
     return float(np.sqrt(_histogram(first) * _histogram(second)).sum())
 
 
@@ -65,8 +65,8 @@ def _score(
         names = [f"image {index} of {name} (pair {pair})" for index in indices]
         both = decode_batch([pair_set.images[index] for index in indices], height_and_width(image_size), names, fit)
         similarities_N[pair] = similarity(both[0], both[1])
-    # A cosine s is a squared distance 2 - 2 s. These baselines crowd into a small part of [0, 4], where the published
-    # grid is too coarse to do them justice: every distance that occurs may be the threshold, and one above them all.
+    # A cosine s is a squared distance 2 - 2 s. The distances of these baselines fill a small part of [0, 4], for which the
+    # published grid is too coarse: every distance that occurs may be the threshold, and one above all of them.
     distances_N = 2 - 2 * similarities_N
     distinct = np.unique(distances_N)
     thresholds_T = np.append(distinct, np.nextafter(distinct[-1:], np.inf))

@@ -1,7 +1,7 @@
-"""Class centres of a checkpoint, and their health: lengths, and centres of different names that are too close.
+"""Reads the class centres of a checkpoint and measures their health: lengths, and pairs of classes that are too close.
 
-Two classes whose centres nearly coincide are most often one person under two names: label noise worth a look.
-Letters: C classes, R = C x M rows, the M sub-centres of a class beside each other, D numbers each.
+Two classes whose centres nearly coincide are most often one person under two names: label noise worth checking.
+Letters: C classes, R = C x M rows (the M sub-centres of a class are adjacent), D numbers each.
 """
 
 import itertools
@@ -23,13 +23,13 @@ from megaclass.evaluate.search import GalleryShard, search
 
 _NEAREST_SHOWN = 20
 _BLOCK_ROWS = 2**16
-# Every class against every other is R x R x D multiplications: 10^12 take about ten seconds on two cores.
+# Comparing every class with every other takes R x R x D multiplications: 10^12 take ten seconds on two cores.
 _MAX_MULTIPLICATIONS = {"cpu": 10**12, "cuda": 10**16}
 _MIN_CHECKED = 100
 
 
 class Centres(Protocol):
-    """Centres that need not fit into memory."""
+    """Class centres, which need not fit into memory."""
 
     @property
     def num_classes(self) -> int: ...
@@ -37,11 +37,11 @@ class Centres(Protocol):
     def num_rows(self) -> int: ...
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) in rising order, float32."""
+        """Yields (first row, rows) in rising order, float32."""
         ...
 
     def names_of(self, numbers: Collection[int]) -> dict[int, str]:
-        """Names of these classes."""
+        """Returns the names of these classes."""
         ...
 
 
@@ -96,12 +96,12 @@ class SavedCentres:
             first += num_rows
 
     def names_of(self, numbers: Collection[int]) -> dict[int, str]:
-        # One pass over the list: a hundred million names are not kept to show twenty.
+        # One pass over the list: a hundred million names need not be in memory to show twenty.
         listed = itertools.islice(enumerate(self.classes.names()), max(numbers, default=-1) + 1)
         return {number: name.decode(errors="replace") for number, name in listed if number in numbers}
 
     def check(self) -> None:
-        """Refuses shards that hold no centres, or others than the manifest says."""
+        """Refuses shards without centres, or with other centres than the manifest says."""
         from safetensors import SafetensorError
 
         try:
@@ -111,7 +111,7 @@ class SavedCentres:
         num_rows = sum(shape[0] for shape in shapes)
         if not num_rows or num_rows % self.num_classes or len({shape[1] for shape in shapes}) != 1:
             raise CheckpointError(
-                f"The centres of {self.folder} have the shapes {shapes[:3]}, the manifest says {self.num_classes} classes."
+                f"The centres of {self.folder} have the shapes {shapes[:3]}, but the manifest says {self.num_classes} classes."
             )
 
     def in_memory(self) -> ClassCentres:
@@ -119,7 +119,7 @@ class SavedCentres:
         return ClassCentres(weight_RD=torch.cat([rows for _, rows in self.blocks()]), names=names)
 
     def _files(self) -> list[tuple[Path, tuple[int, int]]]:
-        """Shards in the order of their classes, with the shape of their centres."""
+        """Returns the shards in the order of their classes, with the shape of their centres."""
         from safetensors import safe_open
 
         found = []
@@ -135,25 +135,27 @@ class SavedCentres:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CentreHealth:
+    """Statistics of the class centres of one model."""
+
     num_classes: int
     num_checked: int
-    """Classes whose nearest other class was looked for; fewer than all where there are too many for this device."""
+    """Number of classes whose nearest other class was searched; a sample if there are too many for this device."""
     norms: NDArray[np.float32]
     """Length of every centre."""
     nearest: NDArray[np.float32]
-    """Cosine between a centre and the nearest of another class, for the classes checked."""
+    """Cosine between each checked centre and the nearest centre of another class."""
     closest_pairs: list[tuple[str, str, float]]
-    """Names and cosine, closest first, each pair once."""
+    """Two names and their cosine, closest first, each pair once."""
     num_unusable: int
-    """Centres that are zero or not finite."""
+    """Number of centres that are zero or not finite."""
 
 
 def read_run_centres(run: Path) -> SavedCentres:
-    """Centres of the run's newest whole checkpoint."""
+    """Opens the centres of the newest undamaged checkpoint of the run."""
     folder, reasons = newest_whole(run / "checkpoints")
     if folder is None:
         why = f" ({reasons[0]})" if reasons else ""
-        raise CheckpointError(f"There is no whole checkpoint in {run / 'checkpoints'} to take centres from{why}.")
+        raise CheckpointError(f"There is no undamaged checkpoint in {run / 'checkpoints'} to read centres from{why}.")
     manifest = read_manifest(folder)
     centres = SavedCentres(folder=folder, manifest=manifest, classes=saved_classes(folder, manifest))
     centres.check()
@@ -161,13 +163,15 @@ def read_run_centres(run: Path) -> SavedCentres:
 
 
 def centre_health(centres: Centres, *, device: torch.device) -> CentreHealth:
-    """Two passes over the centres; in memory are a block of them and those whose neighbours are looked for."""
+    """Measures the centres in two passes; in memory are one block and the centres whose neighbours are searched."""
     num_subcentres = centres.num_rows // max(1, centres.num_classes)
     probes_PD, rows_P, norms_R = _first_pass(centres, device)
     is_usable_R = np.isfinite(norms_R) & (norms_R > 0)
     classes_P = rows_P // num_subcentres
     scores_P = np.full(len(rows_P), -np.inf, dtype=np.float32)
     nearest_P = np.zeros(len(rows_P), dtype=np.int64)
+    # Second pass: every block is searched for neighbours of the sampled rows. Rows of the same class are mates of a probe
+    # and do not count as neighbours.
     for first, rows in centres.blocks():
         stop = first + len(rows)
         classes_B = np.arange(first, stop) // num_subcentres
@@ -188,7 +192,7 @@ def centre_health(centres: Centres, *, device: torch.device) -> CentreHealth:
 
 
 def _first_pass(centres: Centres, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
-    """Normalised rows whose neighbours are looked for, their places, and the length of every row."""
+    """Returns the normalised rows whose neighbours are searched, their row numbers, and the length of every row."""
     num_rows = centres.num_rows
     norms_R = np.empty(num_rows, dtype=np.float32)
     probes: list[Tensor] = []
@@ -197,7 +201,7 @@ def _first_pass(centres: Centres, device: torch.device) -> tuple[Tensor, NDArray
     for first, rows in centres.blocks():
         if first == 0:
             most = _MAX_MULTIPLICATIONS[device.type] // (num_rows * rows.shape[1])
-            # Spread over all classes, the same ones every time.
+            # A sample spread evenly over all classes, the same one every time.
             num_checked = min(num_rows, max(_MIN_CHECKED, most))
             wanted = np.unique(np.linspace(0, num_rows - 1, num_checked).astype(np.int64))
         norms = rows.norm(dim=1).numpy()
@@ -210,7 +214,7 @@ def _first_pass(centres: Centres, device: torch.device) -> tuple[Tensor, NDArray
 
 
 def _unit(rows_BD: Tensor) -> Tensor:
-    """Normalised; a row that has no direction becomes zeros, which nothing is near."""
+    """Normalises rows; a row that is zero or not finite becomes zeros, whose cosine with every row is 0."""
     norms_B1 = rows_BD.norm(dim=1, keepdim=True)
     is_usable_B1 = torch.isfinite(norms_B1) & (norms_B1 > 0)
     return torch.where(is_usable_B1, rows_BD / norms_B1.clamp_min(1e-30), 0.0)

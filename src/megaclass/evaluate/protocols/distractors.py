@@ -31,13 +31,13 @@ from megaclass.evaluate.search import GalleryShard, search
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegaFace:
-    """Rank-k among growing numbers of distractors."""
+    """Rank-k among increasing numbers of distractors."""
 
     num_probes: int
     num_pairs: int
-    """Ordered pairs of images of one identity: one is the probe, the other its mate in the gallery."""
+    """Number of ordered pairs of images of one identity: one is the probe, the other its mate in the gallery."""
     rank_k: dict[int, dict[int, float]]
-    """By number of distractors, then k."""
+    """Shares, keyed by the number of distractors and then by k."""
 
     def to_json(self) -> dict[str, Any]:
         by_size = {str(size): {str(k): share for k, share in ranks.items()} for size, ranks in self.rank_k.items()}
@@ -106,14 +106,14 @@ def rank_among_distractors(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> MegaFace:
-    """MegaFace's challenge 1: every image of an identity in turn joins the distractors, its other images look for it.
+    """Collective. MegaFace's challenge 1: each image in turn joins the distractors and is searched by its identity's others.
 
-    Collective. The shard is this rank's part of the distractors in their given order; the first 10, 100, … of all are
-    the smaller galleries. A pair is a hit at k when fewer than k distractors are at least as close as the mate.
+    The shard is this rank's part of the distractors in their given order; the first 10, 100, … of all of them are the
+    smaller galleries. A pair is a hit at k if fewer than k distractors are at least as close as the mate.
     """
     pairs_M2 = _ordered_pairs(labels_P)
     if not len(pairs_M2):
-        raise DataError("No identity has two probe images: MegaFace's protocol needs a probe and a mate of each.")
+        raise DataError("No identity has two probe images: MegaFace's protocol needs a probe and a mate per identity.")
     mates_M = np.einsum("md,md->m", probes_PD[pairs_M2[:, 0]], probes_PD[pairs_M2[:, 1]], dtype=np.float64)
     sizes = [10**power for power in range(1, 20) if 10**power < num_distractors] + [num_distractors]
     rank_k = {}

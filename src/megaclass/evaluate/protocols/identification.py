@@ -44,16 +44,16 @@ class Identification:
 
     num_gallery: int
     num_mated: int
-    """Probes whose identity is in the gallery."""
+    """Number of probes whose identity is in the gallery."""
     num_unmated: int
     num_in_gallery: int = 0
-    """Probes that are themselves in the gallery; each was compared with the other entries only."""
+    """Number of probes that are in the gallery themselves; each was compared with the other entries only."""
     rank_k: dict[int, float | None]
-    """Share of the mated probes with a mate above all but k - 1 entries of others; None without mated probes."""
+    """Share of the mated probes whose best mate is above all but k - 1 others; None without mated probes."""
     rank_intervals: dict[int, Interval | None]
     tpir_at_fpir: dict[float, float | None]
-    """Share of the mated probes found first and above the threshold that lets this share of unmated probes pass; None
-    where there are fewer than 1 / FPIR unmated probes."""
+    """Share of the mated probes whose mate comes first and above the threshold that this share of unmated probes passes;
+    None with fewer than 1 / FPIR unmated probes."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -154,9 +154,9 @@ def identify(
     max_block_bytes: int | None = None,
     with_faiss: bool = False,
 ) -> Identification:
-    """Collective: every rank holds all probes and its shard of the gallery, and gets the same numbers.
+    """Collective. Every rank holds all probes and its shard of the gallery, and gets the same numbers.
 
-    probe_keys_P: where probes may be in the gallery themselves; see `GalleryShard.keys_N`.
+    probe_keys_P: content digests of the probes, if they may be in the gallery themselves; see `GalleryShard.keys_N`.
     """
     found = search(
         probes_PD,
@@ -180,10 +180,11 @@ def identify(
 def numbers_of_scores(
     mate_scores_P: NDArray[np.float64], other_scores_Pk: NDArray[np.float64], *, num_gallery: int
 ) -> Identification:
-    """From each probe's best mate (-inf: none) and its best others, highest first."""
+    """Computes the numbers from the score of each probe's best mate (-inf for none) and its best others, highest first."""
     is_mated_P = np.isfinite(mate_scores_P)
     mates, others = mate_scores_P[is_mated_P], other_scores_Pk[is_mated_P]
     num_mated = len(mates)
+    # >= and not >: a tie counts against the model.
     num_above = (others >= mates[:, None]).sum(axis=1)
     hits = {k: int((num_above < k).sum()) for k in RANKS}
     is_first = num_above == 0
@@ -201,10 +202,10 @@ def numbers_of_scores(
 def _tpir(
     first_mates: NDArray[np.float64], impostors: NDArray[np.float64], fpir: float, num_mated: int
 ) -> float | None:
-    """impostors: best score of each unmated probe, highest first."""
+    """Returns the TPIR at one FPIR. impostors: the best score of each unmated probe, highest first."""
     if num_mated == 0 or len(impostors) == 0 or 1 / len(impostors) > fpir:
         return None
-    # As many unmated probes may pass as the rate allows; the next one's score must not.
+    # The rate allows this many unmated probes to pass; the score of the next one is the threshold.
     num_allowed = int(np.floor(fpir * len(impostors) + 1e-9))
     if num_allowed >= len(impostors):
         return len(first_mates) / num_mated
@@ -214,9 +215,9 @@ def _tpir(
 def published_ijb_tpir(
     mate_scores_P: NDArray[np.float64], best_impostors: NDArray[np.float64], fpir: float
 ) -> float | None:
-    """As InsightFace's script has it: the threshold is the ceil(FPIR x P)-th highest of all scores of other entries.
+    """Returns the TPIR of InsightFace's script, whose threshold is the ceil(FPIR x P)-th highest score of all others.
 
-    best_impostors: at least that many of them, highest first.
+    best_impostors: at least that many of these scores, highest first.
     """
     place = int(np.ceil(fpir * len(mate_scores_P)))
     if len(best_impostors) < place:
@@ -225,7 +226,7 @@ def published_ijb_tpir(
 
 
 def labels_of(identities: Sequence[str], known: Mapping[str, int]) -> NDArray[np.int64]:
-    """Numbers of the identities; one that is not known gets a number beyond all known ones."""
+    """Returns the number of each identity; an unknown one gets a number above all known ones."""
     unknown: dict[str, int] = {}
     for name in identities:
         if name not in known:

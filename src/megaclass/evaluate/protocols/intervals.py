@@ -1,8 +1,8 @@
-"""How sure a share is: 95 % confidence intervals without drawing random numbers.
+"""95 % confidence intervals of shares, computed without random numbers.
 
-A true accept rate at a false accept rate is uncertain twice: the same pairs are a sample, and so are the different
-pairs that set the threshold. Each gets an interval of 97.5 %, and together they hold with 95 % (Bonferroni): the
-threshold's between two of the sorted different pairs, by the binomial distribution; the rate's at either end, by Wilson.
+A true accept rate at a false accept rate is uncertain in two ways: the same pairs are a sample, and so are the different
+pairs that set the threshold. Each gets an interval of 97.5 %; together they hold with 95 % (Bonferroni). The interval of
+the threshold lies between two of the sorted different pairs (binomial distribution), that of the rate is Wilson's.
 """
 
 import math
@@ -17,7 +17,7 @@ _Z_95, _Z_97_5 = 1.959963984540054, 2.241402727604947
 
 
 def wilson_interval(num_hits: int, num_trials: int, *, z: float = _Z_95) -> Interval:
-    """Of a share of independent trials; sensible at 0 and 1, where the usual ± is not."""
+    """Returns the interval of a share of independent trials; it is sensible at 0 and 1, where the usual ± is not."""
     share = num_hits / num_trials
     widened = num_trials + z * z
     middle = (num_hits + z * z / 2) / widened
@@ -26,29 +26,29 @@ def wilson_interval(num_hits: int, num_trials: int, *, z: float = _Z_95) -> Inte
 
 
 def rank_interval(num_trials: int, share: float, *, confidence: float = 0.975) -> tuple[int, int]:
-    """(low, high): a binomial count lies in between with at least this confidence."""
+    """Returns (low, high) between which a binomial count lies with at least this confidence."""
     tail = (1 - confidence) / 2
-    # Up to ten deviations above the mean; what lies beyond is far smaller than any tail asked for.
+    # Counts up to ten standard deviations above the mean: what lies beyond is far smaller than any tail.
     mean, deviation = num_trials * share, math.sqrt(num_trials * share * (1 - share))
     last = min(num_trials, math.ceil(mean + 10 * deviation + 10))
     counts = np.arange(1, last + 1, dtype=np.float64)
     steps = np.log((num_trials - counts + 1) / counts) + math.log(share) - math.log1p(-share)
     log_chances = np.concatenate([[0.0], np.cumsum(steps)]) + num_trials * math.log1p(-share)
     below = np.cumsum(np.exp(log_chances))
-    # Chance of fewer than low is at most the tail, and of more than high as well.
+    # The probability of a count below low is at most the tail, and that of one above high too.
     low = int(np.searchsorted(below, tail, side="right"))
     high = int(np.searchsorted(below, 1 - tail, side="left"))
     return low, min(high, num_trials)
 
 
 def tar_interval(same_N: NDArray[np.float64], different_N: NDArray[np.float64], far: float) -> Interval:
-    """95 % interval of the TAR at a FAR; both sorted by distance.
+    """Returns the 95 % interval of the TAR at a FAR, from distances in rising order.
 
-    Where fewer than about five different pairs are expected below the threshold, the sample does not bound the
-    threshold from below; the closest different pair stands in for it.
+    If fewer than about five different pairs are expected below the threshold, the sample does not bound the threshold
+    from below; the closest different pair stands in for it.
     """
     low_rank, high_rank = rank_interval(len(different_N), far)
-    # Strictly closer than the pair of that rank, and no farther than the one after the highest.
+    # At least the same pairs strictly closer than the lowest threshold count, at most those up to the highest.
     closer = int(np.searchsorted(same_N, different_N[max(low_rank, 1) - 1], side="left"))
     farther = len(same_N)
     if high_rank < len(different_N):

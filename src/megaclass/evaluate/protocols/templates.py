@@ -1,7 +1,7 @@
-"""IJB-B and IJB-C: sets of photos and video frames per person -> one template each -> 1:1 and 1:N numbers.
+"""The protocol of IJB-B and IJB-C: photos and video frames of a person become one template -> 1:1 and 1:N numbers.
 
-A feature is f(x) + f(mirrored x) of the aligned photo times the detector's score. A template is the sum over its media
-of the mean over each medium's frames, normalised. Files and landmarks are as in docs/evaluation.md.
+A feature is f(x) + f(mirrored x) of the aligned photo, times the score of the face detector. A template is the sum over its
+media of the mean over each medium's frames, normalised. docs/evaluation.md describes the files and landmarks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,7 +54,7 @@ _NUM_POINTS = 5
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IjbSet:
-    """What the files of the `meta` folder say. Row i of names, points and scores is one photo or frame."""
+    """Content of the `meta` folder. Row i of photos, points and scores is one photo or frame."""
 
     path: Path
     name: str
@@ -62,18 +62,20 @@ class IjbSet:
     photos: list[Path]
     points_N52: NDArray[np.float64]
     scores_N: NDArray[np.float64]
-    """The detector's."""
+    """Scores of the face detector."""
     templates_N: Integers
     media_N: Integers
     pairs_M3: Integers
-    """Two templates and 1 for the same person."""
+    """Two templates, and 1 if they show the same person."""
     galleries: dict[str, Integers]
-    """(T, 2) template and subject, by the gallery's name; empty where the 1:N files are not there."""
+    """(T, 2) template and subject, keyed by the name of the gallery; empty without the 1:N files."""
     probes_T2: Integers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateVerification:
+    """The 1:1 numbers."""
+
     num_pairs: int
     num_same: int
     auc: float
@@ -94,13 +96,15 @@ class TemplateVerification:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TemplateResult:
+    """All numbers of one model on one IJB set."""
+
     verification: TemplateVerification
     distances_M: NDArray[np.float64]
     is_same_M: NDArray[np.bool_]
     identification: dict[str, Identification]
-    """By gallery: each as its own open-set test, and `joined`, all galleries as one, as InsightFace's script has it."""
+    """Keyed by gallery: each as an open-set test of its own, and `joined`, all galleries as one as in InsightFace's script."""
     published_tpir: dict[float, float | None]
-    """TPIR on the joined galleries with that script's threshold."""
+    """TPIR on the joined galleries with the threshold of InsightFace's script."""
 
     def to_json(self) -> dict[str, Any]:
         galleries = {name: numbers.to_json() for name, numbers in self.identification.items()}
@@ -110,7 +114,7 @@ class TemplateResult:
 
 
 def find_ijb(path: Path) -> str | None:
-    """ijbb or ijbc when the folder holds such a set."""
+    """Returns ijbb or ijbc if the folder holds such a set."""
     for name in ("ijbb", "ijbc"):
         if (path / "meta" / f"{name}_face_tid_mid.txt").is_file():
             return name
@@ -221,7 +225,8 @@ def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> TemplateResult:
 def template_features(
     features_ND: NDArray[Any], templates_N: Integers, media_N: Integers
 ) -> tuple[NDArray[np.float64], Integers]:
-    """(T, D) normalised sums over media of the mean over frames, and the templates' numbers in rising order."""
+    """Returns (T, D) normalised sums over media of the mean over frames, and the numbers of the templates in rising order."""
+    # Sorted by template and then by medium, both means and sums are segments of consecutive rows.
     order = np.lexsort((media_N, templates_N))
     starts = np.flatnonzero(np.diff(templates_N[order], prepend=-1) | np.diff(media_N[order], prepend=-1))
     counts = np.diff(np.append(starts, len(order)))
@@ -232,7 +237,7 @@ def template_features(
     norms_T1 = np.linalg.norm(sums_TD, axis=1, keepdims=True)
     ids_T = owners_M[first_of_template]
     if not (norms_T1 > 0).all():
-        raise DataError(f"Template {ids_T[int(np.argmin(norms_T1))]} adds up to zero: it has no direction.")
+        raise DataError(f"Template {ids_T[int(np.argmin(norms_T1))]} adds up to zero and cannot be normalised.")
     return sums_TD / norms_T1, ids_T
 
 
@@ -247,7 +252,10 @@ def score_templates(
     rows_M2 = np.searchsorted(ids_T, ijb.pairs_M3[:, :2])
     is_same_M = ijb.pairs_M3[:, 2] == 1
     if is_same_M.all() or not is_same_M.any():
-        raise DataError(f"All {len(is_same_M)} template pairs of {ijb.path} have one label: both kinds are needed.")
+        raise DataError(
+            f"All {len(is_same_M)} template pairs of {ijb.path} have the same label: both kinds are needed."
+        )
+    # IJB-C has 15.7 million pairs: their rows are gathered in blocks, never all at once.
     distances_M = np.empty(len(rows_M2))
     for start in range(0, len(rows_M2), _PAIRS_AT_ONCE):
         here = slice(start, start + _PAIRS_AT_ONCE)
@@ -288,7 +296,7 @@ def _identify(
     joined = np.concatenate(list(ijb.galleries.values()))
     for name, members_G2 in {**ijb.galleries, "joined": joined}.items():
         gallery = shard_of_rank(templates_TD[np.searchsorted(ids_T, members_G2[:, 0])], members_G2[:, 1], group)
-        # The published threshold is among the best scores of all probes together: no probe adds more than these.
+        # The published threshold is the k-th best score of all probes together: no probe contributes more than k of them.
         k = min(len(members_G2), max(10, int(np.ceil(max(_PUBLISHED_FPIR) * len(probes_PD)))))
         found = search(probes_PD, gallery, k=k, device=device, probe_labels_P=ijb.probes_T2[:, 1], group=group)
         mates_P = found.mate_scores_P.double().cpu().numpy()
@@ -311,7 +319,7 @@ def _read_galleries(meta: Path, name: str, known: set[int]) -> tuple[dict[str, I
 
 
 def _template_list(path: Path, known: set[int]) -> Integers:
-    """(T, 2) template and subject; a template is listed once a frame in some files and counts once."""
+    """Reads (T, 2) template and subject. Some files list a template once per frame; it counts once."""
     rows = [row.split(",")[:2] for row in _text(path).splitlines()[1:] if row.strip()]
     listed = _numbers(rows, path, first_line=2).astype(np.int64)
     _require_templates(set(listed[:, 0].tolist()), known, path)

@@ -1,12 +1,11 @@
-"""Distances of pairs -> the numbers people publish: 10-fold accuracy, ROC, TAR at FAR, EER, AUC.
+"""Computes the published numbers from distances of pairs: 10-fold accuracy, ROC, TAR at FAR, EER, AUC.
 
-A pair is called "same" when its distance lies strictly below a threshold. Letters: N pairs, 2N images (pairs are
-consecutive), T thresholds, F folds. All arithmetic is float64.
+A pair is called "same" if its distance is strictly below a threshold. Letters: N pairs, 2N images (the images of a pair
+are consecutive), T thresholds, F folds. All arithmetic is float64.
 
-Accuracy follows the published protocol to the letter (thresholds 0, 0.01 .. 3.99, folds without shuffling). The ROC and
-what is read from it (TAR at FAR, EER, AUC) is exact: every distance that occurs is a threshold, so no grid and no
-interpolation between grid points enters. Published scripts interpolate TAR on a grid of 0.001; the two agree within
-that grid.
+Accuracy follows the published protocol exactly (thresholds 0, 0.01 .. 3.99, folds without shuffling). The ROC and the
+numbers read from it (TAR at FAR, EER, AUC) are exact: every distance that occurs is a threshold, so there is no grid and
+no interpolation. Published scripts interpolate TAR on a grid of 0.001; both agree within that grid.
 """
 
 from collections.abc import Sequence
@@ -27,12 +26,12 @@ FAR_TARGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roc:
-    """Shares of pairs called same, from (0, 0) to (1, 1): one point for every distance that occurs."""
+    """Shares of pairs called "same", from (0, 0) to (1, 1): one point for every distance that occurs."""
 
     far: Floats
-    """False accept rate: share of the different pairs called same. Never falls."""
+    """False accept rate: share of the different pairs called "same", never decreasing."""
     tar: Floats
-    """True accept rate: share of the same pairs called same. Never falls."""
+    """True accept rate: share of the same pairs called "same", never decreasing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,23 +45,23 @@ class Verification:
     accuracy_std: float
     """Population standard deviation of the folds' accuracies."""
     threshold: float
-    """Squared distance that separates all pairs best (first maximum): the one to deploy."""
+    """Squared distance that separates all pairs best (the first of several): the one to deploy."""
     fold_accuracies: tuple[float, ...]
     fold_thresholds: tuple[float, ...]
     auc: float
     eer: float
     """Error rate where false accepts and false rejects are equally frequent."""
     tar_at_far: dict[float, float | None]
-    """Largest TAR whose FAR does not exceed the target; None where there are fewer than 1 / target different pairs."""
+    """Largest TAR whose FAR does not exceed the target; None with fewer than 1 / target different pairs."""
     tar_intervals: dict[float, Interval | None]
-    """Where each TAR lies with 95 % confidence."""
+    """95 % confidence interval of each TAR."""
     published_tar: float
-    """TAR at FAR 1e-3 as InsightFace prints it, mean over the folds: see `published_tar_at_far`."""
+    """TAR at FAR 1e-3 as InsightFace prints it: see `published_tar_at_far`."""
     xnorm: float | None = None
-    """Mean norm of the embeddings before normalisation, over both flips; None for scores without embeddings."""
+    """Mean norm of the embeddings before normalisation, over both flips; None for distances without embeddings."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for json.dump; TAR at FAR under keys such as "1e-3"."""
+        """Returns plain values for json.dump; TAR at FAR has keys such as "1e-3"."""
         return {
             "num_pairs": self.num_pairs,
             "num_same": self.num_same,
@@ -82,7 +81,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredPairs:
-    """One model's distances on a set of pairs and what they amount to: what a report draws."""
+    """The distances of one model on a set of pairs, and the numbers computed from them."""
 
     name: str
     distances_N: Floats
@@ -96,7 +95,7 @@ class ScoredPairs:
 
 
 def published_thresholds() -> Floats:
-    """The published grid, made by the published call: its rounding decides ties."""
+    """Returns the published grid, made by the published call because its rounding decides ties."""
     return np.arange(0, 4, 0.01, dtype=np.float64)
 
 
@@ -108,7 +107,7 @@ def score_embeddings(
     xnorm: float | None = None,
     num_folds: int = 10,
 ) -> ScoredPairs:
-    """The published protocol on embeddings of 2N images; `name` is what a report calls the model."""
+    """Runs the published protocol on embeddings of 2N images. name: name of the model in a report."""
     distances_N = squared_distances(embeddings_2ND)
     verification = verify_distances(distances_N, is_same_N, num_folds=num_folds, xnorm=xnorm)
     return ScoredPairs(
@@ -119,12 +118,12 @@ def score_embeddings(
 def verify_embeddings(
     embeddings_2ND: NDArray[Any], is_same_N: NDArray[Any], *, xnorm: float | None = None, num_folds: int = 10
 ) -> Verification:
-    """The numbers of `score_embeddings` alone."""
+    """Returns only the numbers of `score_embeddings`."""
     return score_embeddings("model", embeddings_2ND, is_same_N, xnorm=xnorm, num_folds=num_folds).verification
 
 
 def squared_distances(embeddings_2ND: NDArray[Any]) -> Floats:
-    """Squared distance of each pair of consecutive rows after L2 normalisation: 0 (same direction) to 4 (opposite)."""
+    """Returns the squared distance of consecutive rows after L2 normalisation: 0 (same direction) to 4 (opposite)."""
     embeddings_2ND = np.asarray(embeddings_2ND, dtype=np.float64)
     if embeddings_2ND.ndim != 2 or len(embeddings_2ND) % 2:
         raise DataError(
@@ -132,7 +131,7 @@ def squared_distances(embeddings_2ND: NDArray[Any]) -> Floats:
             f"consecutive rows."
         )
     norms_2N = np.linalg.norm(embeddings_2ND, axis=1)
-    # The norm of a row is infinite or NaN exactly when the row cannot be normalised.
+    # The norm of a row is infinite or NaN exactly if the row cannot be normalised.
     usable_2N = np.isfinite(norms_2N) & (norms_2N > 0)
     if not usable_2N.all():
         unusable = np.flatnonzero(~usable_2N)
@@ -154,12 +153,12 @@ def verify_distances(
     num_folds: int = 10,
     xnorm: float | None = None,
 ) -> Verification:
-    """All numbers from distances, smaller meaning more alike. Without thresholds_T, the published grid for [0, 4)."""
+    """Computes all numbers from distances; smaller means more alike. The default thresholds are the published grid."""
     distances_N, is_same_N = _checked(distances_N, is_same_N, num_folds)
     thresholds_T = published_thresholds() if thresholds_T is None else np.asarray(thresholds_T, dtype=np.float64)
     correct_FT = _correct_by_fold(distances_N, is_same_N, thresholds_T, num_folds)
     correct_T = correct_FT.sum(axis=0)
-    # Counts are integers and the other folds have one size, so argmax finds the first maximum without rounding.
+    # Counts are integers, and all candidates refer to the same pairs: argmax finds the first maximum without rounding.
     chosen_F = np.argmax(correct_T - correct_FT, axis=1)
     fold_sizes_F = [len(fold) for fold in np.array_split(distances_N, num_folds)]
     accuracies_F = correct_FT[np.arange(num_folds), chosen_F] / fold_sizes_F
@@ -183,7 +182,7 @@ def verify_distances(
 
 
 def roc_curve(distances_N: NDArray[Any], is_same_N: NDArray[Any]) -> Roc:
-    """Exact: one point per distinct distance, ties moving both rates at once."""
+    """Returns the exact ROC: one point per distinct distance; ties move both rates at once."""
     distances_N, is_same_N = np.asarray(distances_N, dtype=np.float64), np.asarray(is_same_N, dtype=bool)
     distinct = np.unique(distances_N)
     tar = np.searchsorted(np.sort(distances_N[is_same_N]), distinct, side="right") / is_same_N.sum()
@@ -192,13 +191,13 @@ def roc_curve(distances_N: NDArray[Any], is_same_N: NDArray[Any]) -> Roc:
 
 
 def area_under(roc: Roc) -> float:
-    """Chance that a same pair is closer than a different pair, ties counting half."""
+    """Returns the probability that a same pair is closer than a different pair, ties counting half."""
     return float(np.sum(np.diff(roc.far) * (roc.tar[1:] + roc.tar[:-1])) / 2)
 
 
 def equal_error_rate(roc: Roc) -> float:
-    """Where the ROC, its points joined by straight lines, meets FAR = 1 - TAR."""
-    # False accepts minus false rejects: rises from -1 to 1, so it crosses zero once.
+    """Returns the FAR at which the ROC, its points joined by straight lines, meets FAR = 1 - TAR."""
+    # False accepts minus false rejects rises from -1 to 1, so it crosses zero once.
     gap = roc.far - (1 - roc.tar)
     after = int(np.argmax(gap >= 0))
     before = after - 1
@@ -207,7 +206,7 @@ def equal_error_rate(roc: Roc) -> float:
 
 
 def tar_at_far(roc: Roc, targets: Sequence[float], *, num_different: int) -> dict[float, float | None]:
-    """Largest TAR among the thresholds whose FAR does not exceed the target."""
+    """Returns the largest TAR among the thresholds whose FAR does not exceed each target."""
     # One false accept among num_different pairs is the smallest FAR that can be observed. Compared as rates: 29 / 100 is
     # the same float as 0.29, whereas 0.29 * 100 is less than 29.
     return {
@@ -216,9 +215,10 @@ def tar_at_far(roc: Roc, targets: Sequence[float], *, num_different: int) -> dic
 
 
 def published_tar_at_far(distances_N: Floats, is_same_N: Booleans, *, far: float = 1e-3, num_folds: int = 10) -> float:
-    """The published way: a fold's threshold gives the FAR on the other folds, on a grid of 0.001 with straight lines between.
+    """Returns the TAR of the published script: the mean over folds, each at the threshold that gives the FAR on the others.
 
-    A grid that never reaches the FAR gives threshold 0, and so a TAR of 0.
+    The threshold is interpolated linearly on a grid of 0.001. If the grid never reaches the FAR, the threshold is 0, and
+    so is the TAR.
     """
     thresholds_T = np.arange(0, 4, 0.001)
     tars = []
@@ -233,7 +233,7 @@ def published_tar_at_far(distances_N: Floats, is_same_N: Booleans, *, far: float
             share = (far - far_T[after - 1]) / (far_T[after] - far_T[after - 1])
             threshold = thresholds_T[after - 1] + share * (thresholds_T[after] - thresholds_T[after - 1])
         same = distances_N[inside][is_same_N[inside]]
-        # A fold without same pairs has no rate.
+        # A fold without same pairs has no TAR.
         if len(same):
             tars.append(float((same < threshold).mean()))
     return float(np.mean(tars))
@@ -242,7 +242,7 @@ def published_tar_at_far(distances_N: Floats, is_same_N: Booleans, *, far: float
 def tar_intervals(
     distances_N: NDArray[Any], is_same_N: NDArray[Any], targets: Sequence[float]
 ) -> dict[float, Interval | None]:
-    """95 % intervals of `tar_at_far`; None where the FAR is not measurable."""
+    """Returns the 95 % intervals of `tar_at_far`; None if the FAR is not measurable."""
     same, different = np.sort(distances_N[is_same_N]), np.sort(distances_N[~is_same_N])
     return {
         target: tar_interval(same, different, target) if 1 / len(different) <= target else None for target in targets
@@ -250,7 +250,7 @@ def tar_intervals(
 
 
 def far_name(far: float) -> str:
-    """1e-3 rather than Python's 0.001 or 1e-03."""
+    """Returns 1e-3 instead of Python's 0.001 or 1e-03."""
     mantissa, exponent = f"{far:e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
@@ -264,7 +264,7 @@ def _checked(distances_N: NDArray[Any], is_same_N: NDArray[Any], num_folds: int)
         )
     if len(distances_N) < num_folds:
         raise DataError(
-            f"{len(distances_N)} pairs cannot be cut into {num_folds} folds: each fold needs at least one pair."
+            f"{len(distances_N)} pairs cannot be split into {num_folds} folds: each fold needs at least one pair."
         )
     if not np.isfinite(distances_N).all():
         first = int(np.flatnonzero(~np.isfinite(distances_N))[0])
@@ -280,9 +280,9 @@ def _checked(distances_N: NDArray[Any], is_same_N: NDArray[Any], num_folds: int)
 def _correct_by_fold(
     distances_N: Floats, is_same_N: Booleans, thresholds_T: Floats, num_folds: int
 ) -> NDArray[np.int64]:
-    """Correctly judged pairs of each fold at each threshold, by sorting: no N x T comparison is ever held."""
+    """Counts the correctly judged pairs of each fold at each threshold, by sorting instead of N x T comparisons."""
     correct_FT = np.empty((num_folds, len(thresholds_T)), dtype=np.int64)
-    # array_split cuts as scikit-learn's unshuffled KFold does: the first N mod F folds are one pair longer.
+    # array_split splits like scikit-learn's unshuffled KFold: the first N mod F folds are one pair longer.
     for fold, indices in enumerate(np.array_split(np.arange(len(distances_N)), num_folds)):
         same = np.sort(distances_N[indices[is_same_N[indices]]])
         different = np.sort(distances_N[indices[~is_same_N[indices]]])

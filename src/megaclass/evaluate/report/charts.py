@@ -41,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line: points in the order they are joined. A value that is not finite leaves a gap."""
+    """A line through points in the given order. A value that is not finite leaves a gap."""
 
     name: str
     xs: Sequence[float]
@@ -51,7 +51,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """A range of values laid along a side of the drawing."""
+    """A range of values along one side of the drawing."""
 
     label: str
     low: float
@@ -61,7 +61,7 @@ class Axis:
     tick_text: Callable[[float], str] = lambda value: f"{value:g}"
 
     def share(self, value: float) -> float:
-        """0 at the low end, 1 at the high end."""
+        """Returns the position of a value: 0 at the low end, 1 at the high end."""
         if self.is_log:
             value = max(value, self.low)
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -69,13 +69,13 @@ class Axis:
 
 
 def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False, is_tight: bool = False) -> Axis:
-    """An axis that holds all finite values and ends on round ticks, or with `is_tight` on the outermost values."""
+    """Returns an axis over all finite values. It ends at round ticks, or with `is_tight` at the outermost values."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        # One value only: it gets room around it, so that the axis has a length.
+        # There is only one value: room around it gives the axis a length.
         margin = abs(high) / 2 or 0.5
         low, high = (low if from_zero else low - margin), high + margin
     step = _round_step((high - low) / 5)
@@ -88,7 +88,7 @@ def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False,
 
 
 def fixed_axis(label: str, ticks: Sequence[float], *, tick_text: Callable[[float], str] | None = None) -> Axis:
-    """An axis whose ends are its first and last tick."""
+    """Returns an axis that ends at its first and last tick."""
     return Axis(
         label=label,
         low=ticks[0],
@@ -99,7 +99,7 @@ def fixed_axis(label: str, ticks: Sequence[float], *, tick_text: Callable[[float
 
 
 def log_axis(label: str, low: float, high: float) -> Axis:
-    """From one positive value to another, with a tick at each power of ten between them."""
+    """Returns a logarithmic axis between two positive values, with a tick at each power of ten."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     ticks = tuple(10.0**exponent for exponent in range(first, last + 1))
     return Axis(label=label, low=low, high=high, ticks=ticks, is_log=True, tick_text=_power_of_ten)
@@ -137,7 +137,7 @@ def histogram_chart(
 
 
 def smoothed(values: Sequence[float], *, span: int) -> list[float]:
-    """Mean over the `span` values before and after each; values that are not finite stay and enter no mean."""
+    """Returns the mean over `span` values before and after each; values that are not finite stay and enter no mean."""
     given = np.asarray(values, dtype=np.float64)
     is_finite = np.isfinite(given)
     totals = np.concatenate([[0.0], np.cumsum(np.where(is_finite, given, 0.0))])
@@ -150,7 +150,7 @@ def smoothed(values: Sequence[float], *, span: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plot:
-    """Two axes on a drawing: where a value lies, and the frame around what is drawn."""
+    """The coordinates of a drawing with two axes, and the frame around its content."""
 
     x_axis: Axis
     y_axis: Axis
@@ -218,7 +218,7 @@ def _line_path(series: Series, plot: _Plot) -> str:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of each column one unit wide the first, lowest, highest and last point: the same picture, a lighter file."""
+    """Keeps the first, lowest, highest and last point per column of one unit: the same picture in a smaller file."""
     kept: list[tuple[float, float]] = []
     for _, column in itertools.groupby(range(len(points)), key=lambda index: round(points[index][0])):
         indices = list(column)
@@ -228,19 +228,19 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _round_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 x 10^n that is not below `rough`."""
+    """Returns the smallest of 1, 2, 2.5, 5 x 10^n that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def _text_for_step(step: float, ticks: Sequence[float]) -> Callable[[float], str]:
-    """One number of decimals for the whole axis; thousands grouped; very small or large values as powers."""
+    """Returns a formatter with the same decimals for the whole axis; very small or large values become powers."""
     largest = max(abs(tick) for tick in ticks)
     decimals = next((count for count in range(12) if abs(round(step, count) - step) < 1e-6 * step), 12)
     is_extreme = largest >= 1e6 or largest < 1e-2
 
     def text(value: float) -> str:
-        if abs(value) < step / 1e6:  # index * step leaves no exact zero behind for every step
+        if abs(value) < step / 1e6:  # index * step is not exactly zero for every step
             return "0" if is_extreme else f"{0:.{decimals}f}"
         if is_extreme:
             mantissa, exponent = f"{value:.3e}".split("e")

@@ -1,4 +1,4 @@
-"""Run folders -> the report: everything it shows was left in the folder by training and evaluation."""
+"""Collects the content of a report from run folders; training and evaluation wrote everything it shows."""
 
 import json
 import logging
@@ -24,11 +24,11 @@ _FACES_FILE = "faces.npz"
 
 
 def report_of_runs(runs: Sequence[Path], *, device: torch.device) -> ReportData:
-    """One page over several runs (or folders that `megaclass evaluate --out` wrote), in the order given."""
+    """Reads the runs (or folders that `megaclass evaluate --out` wrote) in the given order."""
     models: list[ModelReport] = []
     for run in runs:
         models.append(_read_run(run, _name_of(run, runs), device))
-        # What no training reaches is the same for every run on the same data: once is enough.
+        # Baselines are the same for every run on the same data; a comparison of runs goes without them.
         if len(runs) == 1:
             models += [
                 ModelReport(name=folder.name, results=read_results(folder), is_baseline=True)
@@ -39,6 +39,7 @@ def report_of_runs(runs: Sequence[Path], *, device: torch.device) -> ReportData:
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions that may explain a difference between two runs."""
     return {
         "megaclass": megaclass.__version__,
         "torch": str(torch.__version__),
@@ -48,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def write_faces(run: Path, rows: Sequence[Sequence[bytes]]) -> None:
-    """Keeps a few training images with the run, so that a report needs no data."""
+    """Stores a few training images in the run folder, so that a report does not need the data."""
     arrays = {
         f"{row:03d}_{column:03d}": np.frombuffer(encoded, dtype=np.uint8)
         for row, images in enumerate(rows)
@@ -59,6 +60,7 @@ def write_faces(run: Path, rows: Sequence[Sequence[bytes]]) -> None:
 
 
 def read_faces(run: Path) -> list[list[bytes]]:
+    """Returns the training images that `write_faces` stored, one row per identity."""
     path = run / _FACES_FILE
     if not path.is_file():
         return []
@@ -71,7 +73,7 @@ def read_faces(run: Path) -> list[list[bytes]]:
 def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
     known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
     if not any((run / one).is_file() for one in known):
-        raise DataError(f"{run} is no run folder: looked for {', '.join(known)}.")
+        raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
     summary = _read_summary(run / "summary.json")
     config = run / "config.toml"
     return ModelReport(
@@ -86,7 +88,7 @@ def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
 
 
 def _name_of(run: Path, runs: Sequence[Path]) -> str:
-    """The folder's name, with its parent's where two runs share it."""
+    """Returns the name of the folder, with its parent's name if two runs share it."""
     name = run.resolve().name
     return name if [one.resolve().name for one in runs].count(name) == 1 else f"{run.resolve().parent.name}/{name}"
 
@@ -121,7 +123,7 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "num_images": ("Training images", "{:,}"),
         "image_size": ("Image size", "{}"),
         "backbone": ("Backbone", "{}"),
-        "embedding_dim": ("Numbers an embedding", "{}"),
+        "embedding_dim": ("Numbers per embedding", "{}"),
         "world_size": ("Ranks", "{}"),
         "steps": ("Steps", "{:,}"),
         "final_loss": ("Final loss", "{:.4f}"),
@@ -143,11 +145,11 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _centres(run: Path, device: torch.device) -> CentreHealth | None:
-    """None where no checkpoint is left; the page then says nothing about centres."""
+    """Returns None if there is no checkpoint; the page then has no section on centres."""
     if not (run / "checkpoints").is_dir():
         return None
     try:
         return centre_health(read_run_centres(run), device=device)
     except UserError as error:
-        _log.warning("The report says nothing about class centres: %s", error)
+        _log.warning("The report has no section on class centres: %s", error)
         return None

@@ -40,16 +40,16 @@ _NUM_BINS = 40
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelReport:
-    """One run, or something to compare it with. What is empty is left out."""
+    """One run, or a baseline to compare it with. Empty fields are left out of the page."""
 
     name: str
     results: Sequence[SetResult] = ()
     is_baseline: bool = False
-    """Shown beside the others in numbers and ROC, without pictures of its own."""
+    """Shown in numbers and ROC, without histogram and images of its own."""
     metrics: Sequence[Mapping[str, Any]] = ()
     """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What to know about the run, in the order shown: data and its fingerprint, ranks, classes, steps ..."""
+    """Facts about the run in the order shown: data and its fingerprint, ranks, classes, steps."""
     config_text: str = ""
     centres: CentreHealth | None = None
     sample_faces: Sequence[Sequence[bytes]] = ()
@@ -58,13 +58,15 @@ class ModelReport:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReportData:
+    """The content of a page."""
+
     title: str
     models: Sequence[ModelReport]
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_report(path: Path, report: ReportData) -> None:
-    """Writes the page; a reader never sees half of one."""
+    """Writes the page, which appears whole or not at all."""
     # The page may show faces.
     write_text(path, render_report(report), is_private=True)
 

@@ -24,7 +24,7 @@ def pack_block(
     LANES: tl.constexpr,
     MULTIPLIER: tl.constexpr,
 ):
-    """A rank's block of the gathered buffer (exchange.py): control words, labels, embeddings; padding behind."""
+    """A rank's block of the gathered buffer (gather_batch.py): control words, labels, embeddings; padding behind."""
     image = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     if image == 0:
@@ -69,7 +69,7 @@ def prepare_images(
     M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Unpacks one image, normalises it and meets it with its own class."""
+    """Unpacks one image, normalises it and compares it with its own class."""
     g = tl.program_id(0)
     rank = (g // max_batch).to(tl.int64)
     place = g % max_batch
@@ -127,7 +127,7 @@ def find_slots(slots, classes, num_entries, num_images, STEPS: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=["step"])
 def note_faults(
-    sticky,  # (6,) int64, in and out
+    first_fault,  # (6,) int64, in and out
     words,
     norms,
     labels,
@@ -175,41 +175,41 @@ def note_faults(
         first_step = tl.minimum(first_step, tl.min(tl.where(is_out, ranks, num_ranks), 0))
         num_steps += tl.sum(is_out.to(tl.int32), 0)
     overflowed = tl.load(num_overflowed).to(tl.int64)
-    if tl.load(sticky) == 0:
+    if tl.load(first_fault) == 0:
         if (num_changed > 0) & ((num_changed < num_ranks) | (num_twins > 0)):
-            _store_fault(sticky, 5, first_changed, 0, 0, num_changed, step)
+            _store_fault(first_fault, 5, first_changed, 0, 0, num_changed, step)
         elif num_steps > 0:
             first_word = tl.load(words + first_step.to(tl.int64) * words_stride + 1)
-            _store_fault(sticky, 3, first_step, first_word, step_0, num_steps, step_0)
+            _store_fault(first_fault, 3, first_step, first_word, step_0, num_steps, step_0)
         elif num_labels > 0:
             label = tl.load(labels + first_label)
-            _store_fault(sticky, 1, first_label // max_batch, first_label % max_batch, label, num_labels, step)
+            _store_fault(first_fault, 1, first_label // max_batch, first_label % max_batch, label, num_labels, step)
         elif num_infinite > 0:
             label = tl.load(labels + first_infinite)
             place = first_infinite % max_batch
-            _store_fault(sticky, 2, first_infinite // max_batch, place, label, num_infinite, step)
+            _store_fault(first_fault, 2, first_infinite // max_batch, place, label, num_infinite, step)
         elif overflowed > 0:
-            _store_fault(sticky, 4, 0, 0, 0, overflowed, step)
+            _store_fault(first_fault, 4, 0, 0, 0, overflowed, step)
 
 
 @triton.jit
-def _store_fault(sticky, kind, rank, position, value, count, step):
-    tl.store(sticky, kind)
-    tl.store(sticky + 1, rank)
-    tl.store(sticky + 2, position)
-    tl.store(sticky + 3, value)
-    tl.store(sticky + 4, count)
-    tl.store(sticky + 5, step)
+def _store_fault(first_fault, kind, rank, position, value, count, step):
+    tl.store(first_fault, kind)
+    tl.store(first_fault + 1, rank)
+    tl.store(first_fault + 2, position)
+    tl.store(first_fault + 3, value)
+    tl.store(first_fault + 4, count)
+    tl.store(first_fault + 5, step)
 
 
 @triton.jit
-def settle_margin(
+def finish_losses(
     masses,  # (G,) float64, over all ranks
     cosines,  # (G,) float64, over all ranks
     is_image,
     numbers,  # (4,) float64: scale, margin, cos(margin), sin(margin)
     num_total,  # () float64: images of the whole step
-    sticky,
+    first_fault,
     log_totals,  # (G,) float64, out
     slopes,  # (G,) float64, out
     loss,  # () float32, out
@@ -217,7 +217,7 @@ def settle_margin(
     KIND: tl.constexpr,  # "cosine": scale * (cos - margin); "angle": ArcFace; "straight-through"
     BLOCK: tl.constexpr,
 ):
-    """cross_entropy.settle with the derivative written out. One program: the losses add up in the same order always."""
+    """cross_entropy.finish_losses with the derivative written out. One program: the losses add up in the same order always."""
     lanes = tl.arange(0, BLOCK)
     scale = tl.load(numbers)
     margin = tl.load(numbers + 1)
@@ -257,7 +257,7 @@ def settle_margin(
         tl.store(log_totals + images, tl.where(counts & (mass > 0), log_total, float("inf")), mask=inside)
         tl.store(slopes + images, tl.where(counts, slope, 0.0), mask=inside)
     mean = tl.sum(totals, 0) / tl.maximum(tl.load(num_total), 1.0)
-    tl.store(loss, tl.where(tl.load(sticky) != 0, float("nan"), mean).to(tl.float32))
+    tl.store(loss, tl.where(tl.load(first_fault) != 0, float("nan"), mean).to(tl.float32))
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""What a GPU does to the images of the global batch beside the products: a launch where plain PyTorch needs dozens.
+"""Host side of the programs over the images of the global batch: one launch each where plain PyTorch needs dozens.
 
-On a fast GPU the products of a sampled step take a millisecond, in which the host can start some fifty launches.
+On a fast GPU the products of a sampled step take a millisecond, in which the host can start about fifty launches.
 """
 
 import math
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, scatter_sum
 from megaclass.head.centres import Centres
-from megaclass.head.cross_entropy import LossPart, Settled, TargetRows
-from megaclass.head.fused import image_programs as triton_images
+from megaclass.head.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, TargetRows
+from megaclass.head.fused import image_programs
 from megaclass.head.gather_batch import BlockLayout
-from megaclass.head.kernels.fused import operand_width, weight_factor
+from megaclass.head.kernels.fused import operand_width, stored_products, weight_factor
 from megaclass.head.margins import ArcFace, CosFace, Margin, NormalisedSoftmax
 from megaclass.head.seal import MULTIPLIER, NUM_WATCHED, Seal
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Every rank's block, as it came."""
+    """The blocks of all ranks, still packed."""
 
     blocks_W: Tensor
     layout: BlockLayout
@@ -42,31 +42,16 @@ class Gathered:
         return len(self.blocks_W) * self.layout.max_batch
 
 
-@dataclass(frozen=True, slots=True)
-class Images:
-    """The global batch, unpacked and met with its own classes; G-vectors of numbers are float64."""
-
-    unit_GD: Tensor
-    operand_GD: Tensor
-    """unit_GD in the dtype of the products, filled up with zeros to whole tiles."""
-    norms_G: Tensor
-    cosines_G: Tensor
-    labels_G: Tensor
-    is_image_G: Tensor
-    own: TargetRows
-    slots_G: Tensor
-
-
 def gather(
     embeddings_BD: Tensor, labels_B: Tensor, *, seal: Seal, step: int, max_batch: int, group: dist.ProcessGroup | None
 ) -> Gathered:
-    """Seal.control_word and exchange.gather_batch, left packed."""
+    """Collective: Seal.control_word, Seal.renew and gather_batch in one launch and one all-gather; the result stays packed."""
     count, width = embeddings_BD.shape
     layout = BlockLayout(max_batch, width, embeddings_BD.element_size())
     block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
     if embeddings_BD.stride(1) != 1:
         embeddings_BD = embeddings_BD.contiguous()
-    triton_images.pack_block[(max(1, max_batch),)](
+    image_programs.pack_block[(max(1, max_batch),)](
         block.view(torch.int64),
         block[layout.rows_at :].view(embeddings_BD.dtype),
         embeddings_BD,
@@ -87,16 +72,17 @@ def gather(
     return Gathered(gather_blocks(block, group), layout, embeddings_BD.dtype)
 
 
-def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> Images:
+def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> GatheredImages:
+    """Unpacks the gathered blocks, normalises the images and looks up their own centres, in one launch."""
     layout, device, num_rows, dim = gathered.layout, gathered.blocks_W.device, gathered.num_rows, gathered.layout.width
     width = operand_width(dim, product_dtype)
     unit_GD, target_GD = torch.empty((2, num_rows, dim), device=device)
     operand_GD = torch.empty((num_rows, width), dtype=product_dtype, device=device)
     norms_G, cosines_G = torch.empty((2, num_rows), dtype=torch.float64, device=device)
-    labels_G, rows_G, slots_G = torch.empty((3, num_rows), dtype=torch.int64, device=device)
+    labels_G, rows_G, local_ids_G = torch.empty((3, num_rows), dtype=torch.int64, device=device)
     is_image_G = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows:
-        triton_images.prepare_images[(num_rows,)](
+        image_programs.prepare_images[(num_rows,)](
             gathered.words_W,
             gathered.blocks_W.view(-1)[layout.rows_at :].view(gathered.dtype),
             store.weight_RD,
@@ -108,7 +94,7 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> I
             labels_G,
             is_image_G,
             rows_G,
-            slots_G,
+            local_ids_G,
             layout.num_bytes // 8,
             layout.num_bytes // gathered.dtype.itemsize,
             layout.max_batch,
@@ -119,25 +105,35 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> I
             M=store.num_subcentres,
             BLOCK_D=triton.next_power_of_2(width),
         )
-    own = TargetRows(rows_G, target_GD)
-    return Images(unit_GD, operand_GD, norms_G, cosines_G, labels_G, is_image_G, own, slots_G)
+    return GatheredImages(
+        unit_GD=unit_GD,
+        operand_GD=operand_GD,
+        norms_G=norms_G,
+        cosines_G=cosines_G,
+        labels_G=labels_G,
+        is_image_G=is_image_G,
+        own=TargetRows(rows_G, target_GD),
+        local_ids_G=local_ids_G,
+        counts_W=gathered.counts_W,
+        max_batch=layout.max_batch,
+    )
 
 
 def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
-    """Local class ids -> places among classes_S, in place."""
+    """Replaces local class ids by their places among classes_S, in place."""
     if len(slots_G):
         steps = len(classes_S).bit_length() + 1
-        triton_images.find_slots[(-(-len(slots_G) // 128),)](
+        image_programs.find_slots[(-(-len(slots_G) // 128),)](
             slots_G, classes_S, len(classes_S), len(slots_G), STEPS=steps, BLOCK=128
         )
 
 
 def note_faults(
-    sticky: Tensor, gathered: Gathered, images: Images, num_overflowed: Tensor, num_classes: int, step: int
+    first_fault: Tensor, gathered: Gathered, images: GatheredImages, num_overflowed: Tensor, num_classes: int, step: int
 ) -> None:
-    """faults.find_fault, overflow_fault and FaultWatch.note, on the device."""
-    triton_images.note_faults[(1,)](
-        sticky,
+    """Does what faults.find_fault, overflow_fault and FaultWatch.note do, in one launch."""
+    image_programs.note_faults[(1,)](
+        first_fault,
         gathered.words_W,
         images.norms_G,
         images.labels_G,
@@ -155,34 +151,34 @@ def note_faults(
 
 
 def margin_numbers(margin: Margin, device: torch.device) -> Tensor | None:
-    """What `settle` needs of a margin whose derivative is written out in its program; None for the others."""
+    """Returns the constants of a margin whose derivative the program `finish_losses` contains; None for other margins."""
     if type(margin) not in (ArcFace, CosFace, NormalisedSoftmax):
         return None
     angle = getattr(margin, "margin", 0.0)
     return torch.tensor([margin.scale, angle, math.cos(angle), math.sin(angle)], dtype=torch.float64, device=device)
 
 
-def settle(
+def finish_losses(
     margin: Margin,
     numbers: Tensor,
     mass_G: Tensor,
     cosines_G: Tensor,
     is_image_G: Tensor,
     num_images: Tensor,
-    sticky: Tensor,
-) -> Settled:
-    """cross_entropy.settle for the plain margins, and the mean loss at once."""
+    first_fault: Tensor,
+) -> LossesAndSlopes:
+    """cross_entropy.finish_losses for the margins with constants, and the mean loss, in one launch."""
     num_rows, device = len(mass_G), mass_G.device
     log_total_G, slope_G = torch.empty((2, num_rows), dtype=torch.float64, device=device)
     loss = torch.empty((), device=device)
     kind = getattr(margin, "gradient", "exact")
-    triton_images.settle_margin[(1,)](
+    image_programs.finish_losses[(1,)](
         mass_G,
         cosines_G,
         is_image_G,
         numbers,
         num_images,
-        sticky,
+        first_fault,
         log_total_G,
         slope_G,
         loss,
@@ -191,7 +187,7 @@ def settle(
         BLOCK=512,
         num_warps=8,
     )
-    return Settled(log_total_G, slope_G, None, mean_loss=loss)
+    return LossesAndSlopes(log_total_G, slope_G, None, mean_loss=loss)
 
 
 def grad_embeddings(
@@ -206,20 +202,20 @@ def grad_embeddings(
     dtype: torch.dtype,
 ) -> Tensor | None:
     """cross_entropy.LossPart.weigh, grad_embeddings and grad_norms: a launch before the reduce-scatter, one after."""
-    problem, device = part.problem, part.unit_GD.device
-    num_rows, dim = part.unit_GD.shape
+    problem, images, stored = part.problem, part.images, stored_products(part.problem)
+    device, (num_rows, dim) = images.unit_GD.device, images.unit_GD.shape
     part.negative_coefficients_G, weights_G = torch.empty((2, num_rows), dtype=torch.float64, device=device)
     part.target_coefficients_G = torch.empty(num_rows, device=device)
     weighted_GD = torch.empty(problem.unit_GD.shape, dtype=problem.exp_dtype, device=device)
     grad_GD = torch.empty((num_rows, dim), device=device) if wants_images else None
     if num_rows:
-        triton_images.weigh_images[(num_rows,)](
-            part.unit_GD,
-            part.own.unit_GD,
-            problem.stored.get("sums"),
-            part.settled.log_total_G,
-            part.settled.slope_cosine_G,
-            part.is_image_G,
+        image_programs.weigh_images[(num_rows,)](
+            images.unit_GD,
+            images.own.unit_GD,
+            stored.sums_GD,
+            part.losses.log_total_G,
+            part.losses.slope_cosine_G,
+            images.is_image_G,
             upstream,
             num_images,
             part.negative_coefficients_G,
@@ -233,17 +229,17 @@ def grad_embeddings(
             WANTS_GRAD=wants_images,
             BLOCK_D=triton.next_power_of_2(problem.unit_GD.shape[1]),
         )
-    problem.stored["weighted"] = weighted_GD
+    stored.weighted_GD = weighted_GD
     if grad_GD is None:
         return None
-    grad_BD = scatter_sum(grad_GD.unflatten(0, (-1, part.max_batch)), group)
-    first, norm_slopes_G = rank * part.max_batch, part.settled.slope_norm_G
-    out_BD = torch.empty((part.max_batch, dim), dtype=dtype, device=device)
-    if part.max_batch:
-        triton_images.embedding_gradients[(part.max_batch,)](
+    grad_BD = scatter_sum(grad_GD.unflatten(0, (-1, images.max_batch)), group)
+    first, norm_slopes_G = images.of_rank(rank).start, part.losses.slope_norm_G
+    out_BD = torch.empty((images.max_batch, dim), dtype=dtype, device=device)
+    if images.max_batch:
+        image_programs.embedding_gradients[(images.max_batch,)](
             grad_BD,
-            part.unit_GD[first:],
-            part.norms_G[first:],
+            images.unit_GD[first:],
+            images.norms_G[first:],
             weights_G[first:],
             None if norm_slopes_G is None else norm_slopes_G[first:],
             out_BD,

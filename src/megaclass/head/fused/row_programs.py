@@ -19,7 +19,7 @@ def update_rows(
     pull_images,  # (P, D) float32
     pull_weights,  # (P,) float32
     grad_squares,  # (programs,) float32 zeros, out: sum of squares of the rows' gradient, or None
-    sticky,  # a fault masks the update
+    first_fault,  # a fault masks the update
     skip,  # a flag that does too, or None
     lr,  # a number, or a 0-d tensor
     loss_scale,  # likewise
@@ -46,7 +46,7 @@ def update_rows(
     BLOCK_D: tl.constexpr,
 ):
     """Target pulls, normalisation, clipping, optimizer, stochastic rounding. A row is read and written once."""
-    is_skipped = tl.load(sticky) != 0
+    is_skipped = tl.load(first_fault) != 0
     if skip is not None:
         is_skipped = is_skipped | (tl.load(skip) != 0)
     if is_skipped:

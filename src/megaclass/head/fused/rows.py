@@ -1,4 +1,4 @@
-"""What a GPU does to rows beside the products: the update of the centres and the draw of classes, a launch each."""
+"""Host side of the programs over rows: the update of the centres and the draw of classes, one launch each."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megaclass.head.centres import Centres
 from megaclass.head.counter_random import stream_keys, stream_state
-from megaclass.head.fused import image_programs as triton_images
-from megaclass.head.fused import row_programs as triton_rows
+from megaclass.head.fused import image_programs, row_programs
 from megaclass.head.kernels.problem import CentreGradient
 from megaclass.head.row_optimizers import Move, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.head.shards import ClassRange
+from megaclass.head.step_plan import DrawnClasses
 from megaclass.keyed_random import Stream
 
 _DRAW_BLOCK = 4096
@@ -38,28 +38,21 @@ def link_pulls(
     heads_R = torch.zeros(num_rows, dtype=torch.int32, device=slots_P.device)
     links_P = torch.empty(len(slots_P), dtype=torch.int32, device=slots_P.device)
     if len(slots_P):
-        triton_images.link_pulls[(-(-len(slots_P) // _LINK_BLOCK),)](
+        image_programs.link_pulls[(-(-len(slots_P) // _LINK_BLOCK),)](
             slots_P, rows_P, heads_R, links_P, len(slots_P), M=num_subcentres, BLOCK=_LINK_BLOCK
         )
     return Pulls(heads_R, links_P, images_PD, weights_P)
 
 
 def can_update(optimizer: RowOptimizer) -> bool:
-    """A user's own optimizer runs in plain PyTorch."""
+    """Returns True for the built-in optimizers; a user's own optimizer runs in plain PyTorch."""
     return type(optimizer) in (RowSGD, RowAdamW, RowAdagrad)
 
 
-def update_(
-    store: Centres,
-    classes_S: Tensor | None,
-    chunk: CentreGradient,
-    pulls: Pulls,
-    move: Move,
-    squares: list[Tensor] | None,
-) -> None:
+def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pulls: Pulls, move: Move) -> None:
     """Adds the pulls to the chunk's gradient and moves its rows: one launch, every row read and written once.
 
-    squares: as for Centres.update_; without it another program runs, which does not form them.
+    Where move.squares is None another program runs, which does not form them.
     """
     rows, optimizer = store.rows(), store.optimizer
     state = stream_state(Stream.ROUND_WEIGHTS, store.seed, move.step)
@@ -70,8 +63,8 @@ def update_(
     block_r = max(1, 1024 // block_d)
     assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
     num_programs = -(-num_rows // block_r)
-    squares_P = None if squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
-    triton_rows.update_rows[(num_programs,)](
+    squares_P = None if move.squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
+    row_programs.update_rows[(num_programs,)](
         rows["weight"],
         rows.get("momentum", rows.get("mean", rows.get("square"))),
         rows.get("square"),
@@ -84,7 +77,7 @@ def update_(
         pulls.images_PD,
         pulls.weights_P,
         squares_P,
-        move.sticky,
+        move.first_fault,
         move.skip,
         move.lr if isinstance(move.lr, Tensor) else float(move.lr),
         move.loss_scale if isinstance(move.loss_scale, Tensor) else float(move.loss_scale),
@@ -111,8 +104,8 @@ def update_(
         BLOCK_D=block_d,
         num_warps=4,
     )
-    if squares is not None and squares_P is not None:
-        squares.append(squares_P.sum(dtype=torch.float64))
+    if move.squares is not None and squares_P is not None:
+        move.squares.append(squares_P.sum(dtype=torch.float64))
 
 
 def _kind(optimizer: RowOptimizer) -> str:
@@ -123,16 +116,12 @@ def _kind(optimizer: RowOptimizer) -> str:
 
 def draw(
     labels_G: Tensor, local_classes: ClassRange, rate: float, seed: int, step: int, capacity: int, drawn_weight: float
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """As sampling.sample_classes with a capacity: classes_S, their weights (None for all 1; 0 for padding), how many are
-    no padding, 1 where it overflowed.
-
-    Reads num_local bytes twice; five launches, nothing waits.
-    """
+) -> DrawnClasses:
+    """sampling.sample_classes with a capacity. Reads num_local bytes twice in five launches; nothing waits."""
     device, start, num_local = labels_G.device, local_classes.start, len(local_classes)
     is_positive = torch.zeros(num_local, dtype=torch.uint8, device=device)
     if len(labels_G):
-        triton_rows.mark_positives[(-(-len(labels_G) // 256),)](
+        row_programs.mark_positives[(-(-len(labels_G) // 256),)](
             labels_G, is_positive, start, num_local, len(labels_G), BLOCK=256
         )
     classes_S = torch.empty(capacity, dtype=torch.int64, device=device)
@@ -141,7 +130,7 @@ def draw(
     num_blocks = -(-num_local // _DRAW_BLOCK)
     counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
     for counts_only in (True, False):
-        triton_rows.draw_classes[(num_blocks,)](
+        row_programs.draw_classes[(num_blocks,)](
             is_positive,
             counts,
             classes_S,
@@ -159,4 +148,4 @@ def draw(
         )
         if counts_only:
             counts = counts.cumsum(0, dtype=torch.int32)
-    return classes_S, weights_S, counts[-1], overflowed
+    return DrawnClasses(classes_S, weights_S, counts[-1], overflowed)

@@ -1,101 +1,107 @@
-"""A head's step on a GPU: the Triton programs around the products, bound to one head's centres and margin."""
+"""The step on a GPU: Triton programs around the products, each in place of a dozen PyTorch operations.
 
-from collections.abc import Iterable
+Every method does what its namesake in plain_step.py does, in one or two launches. The host waits for nothing within a
+step: the list of drawn classes has a fixed, padded length, and faults and skips are read on the device by the program that
+moves the rows. The check of the centres (seal.py) is part of the program that packs the batch and costs no launch.
+"""
+
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megaclass.head.centres import Centres
-from megaclass.head.cross_entropy import LossPart, Settled, settle
+from megaclass.head.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, finish_losses
 from megaclass.head.fused import images as fused_images
 from megaclass.head.fused import rows as fused_rows
-from megaclass.head.fused.images import Gathered, Images
 from megaclass.head.gather_batch import largest_batch
-from megaclass.head.kernels.problem import CentreGradient
-from megaclass.head.margins import Margin, Targets
+from megaclass.head.margins import Targets
+from megaclass.head.plain_step import move_rows
 from megaclass.head.row_optimizers import Move
+from megaclass.head.sampling import sample_capacity
+from megaclass.head.step_engine import NoteFaults, StepEngine
+from megaclass.head.step_plan import DrawnClasses, StepPlan
 
 
-class FusedStep:
-    """Each method does what its namesake in plain PyTorch does, in one or two launches, and waits for nothing."""
+class FusedStep(StepEngine):
+    """A step in Triton programs around the fused kernel."""
 
-    def __init__(
-        self, store: Centres, margin: Margin, num_classes: int, rank: int, group: dist.ProcessGroup | None
-    ) -> None:
-        self._store, self._margin, self._num_classes = store, margin, num_classes
-        self._rank, self._group = rank, group
-        self._margin_numbers = fused_images.margin_numbers(margin, store.weight_RD.device)
-        self.can_update = fused_rows.can_update(store.optimizer)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # None where the margin's derivative is not written out in a program: autograd forms it then.
+        self._margin_numbers = fused_images.margin_numbers(self.margin, self.device)
+        self._can_update = fused_rows.can_update(self.store.optimizer)
 
-    def gather(self, embeddings_BD: Tensor, labels_B: Tensor, *, step: int, max_batch: int | None) -> Gathered:
+    def _draw_classes(self, labels_G: Tensor, rate: float, step: int) -> DrawnClasses:
+        capacity = sample_capacity(len(self.store.classes), rate, len(labels_G))
+        drawn_weight = 1 / rate if self.settings.correct_sampling else 1.0
+        return fused_rows.draw(labels_G, self.store.classes, rate, self.settings.seed, step, capacity, drawn_weight)
+
+    def _gather_images(
+        self, embeddings_BD: Tensor, labels_B: Tensor, step: int, product_dtype: torch.dtype
+    ) -> tuple[GatheredImages, NoteFaults]:
+        max_batch, num_classes = self.settings.max_batch, self.settings.num_classes
         if max_batch is None:
-            max_batch = largest_batch(len(labels_B), labels_B.device, self._group)
-        return fused_images.gather(
-            embeddings_BD, labels_B, seal=self._store.seal, step=step, max_batch=max_batch, group=self._group
+            max_batch = largest_batch(len(labels_B), labels_B.device, self.group)
+        gathered = fused_images.gather(
+            embeddings_BD, labels_B, seal=self.store.seal, step=step, max_batch=max_batch, group=self.group
         )
+        images = fused_images.prepare(gathered, self.store, product_dtype)
 
-    def prepare(self, gathered: Gathered, product_dtype: torch.dtype) -> Images:
-        return fused_images.prepare(gathered, self._store, product_dtype)
+        def note_faults(num_overflowed: Tensor) -> None:
+            first_fault = self.faults.first_fault
+            fused_images.note_faults(first_fault, gathered, images, num_overflowed, num_classes, step)
+            self.faults.look(num_classes)
 
-    def draw(
-        self, labels_G: Tensor, rate: float, seed: int, step: int, capacity: int, drawn_weight: float
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        return fused_rows.draw(labels_G, self._store.classes, rate, seed, step, capacity, drawn_weight)
+        return images, note_faults
 
-    def find_slots_(self, images: Images, classes_S: Tensor | None) -> None:
-        if classes_S is not None:
-            fused_images.find_slots_(images.slots_G, classes_S)
+    def _find_slots(self, local_ids_G: Tensor, classes_S: Tensor) -> Tensor:
+        fused_images.find_slots_(local_ids_G, classes_S)
+        return local_ids_G
 
-    def note_faults(
-        self, sticky: Tensor, gathered: Gathered, images: Images, num_overflowed: Tensor, step: int
-    ) -> None:
-        fused_images.note_faults(sticky, gathered, images, num_overflowed, self._num_classes, step)
-
-    def settle(
-        self, targets: Targets, mass_G: Tensor, cosines_G: Tensor, num_images: Tensor, sticky: Tensor
-    ) -> Settled:
+    def _finish_losses(
+        self, targets: Targets, mass_G: Tensor, cosines_G: Tensor, num_images: Tensor
+    ) -> LossesAndSlopes:
         if self._margin_numbers is None:
-            return settle(self._margin, targets, mass_G, cosines_G)
-        return fused_images.settle(
-            self._margin, self._margin_numbers, mass_G, cosines_G, targets.is_image_G, num_images, sticky
+            return finish_losses(self.margin, targets, mass_G, cosines_G)
+        return fused_images.finish_losses(
+            self.margin,
+            self._margin_numbers,
+            mass_G,
+            cosines_G,
+            targets.is_image_G,
+            num_images,
+            self.faults.first_fault,
         )
 
-    def grad_embeddings(
-        self,
-        part: LossPart,
-        upstream: Tensor,
-        num_images: Tensor,
-        wants_images: bool,
-        factor: float,
-        dtype: torch.dtype,
+    def backward(
+        self, plan: StepPlan, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
     ) -> Tensor | None:
         return fused_images.grad_embeddings(
             part,
             upstream,
-            num_images,
+            plan.num_images,
             wants_images=wants_images,
-            rank=self._rank,
-            group=self._group,
-            factor=factor,
+            rank=self.rank,
+            group=self.group,
+            factor=self.gradient_factor,
             dtype=dtype,
         )
 
-    def update_(
-        self, parts: list[LossPart], chunks: Iterable[CentreGradient], move: Move, squares: list[Tensor] | None
-    ) -> None:
-        """Consumes the centres' gradient chunk by chunk, the images' pulls on their own centres added."""
-        problem, num_subcentres = parts[0].problem, self._store.num_subcentres
+    def _move_rows(self, plan: StepPlan, parts: list[LossPart], move: Move) -> None:
+        if not self._can_update:
+            move_rows(self.store, plan, parts, self._centre_gradient(parts), move, self._is_skipped(move))
+            return
+        problem, num_subcentres = parts[0].problem, self.store.num_subcentres
         slots, rows, images, weights = (
             values[0] if len(parts) == 1 else torch.cat(values)
             for values in (
                 [part.problem.target_slot_G for part in parts],
-                [part.own.rows_G for part in parts],
-                [part.unit_GD for part in parts],
+                [part.images.own.rows_G for part in parts],
+                [part.images.unit_GD for part in parts],
                 [part.target_coefficients_G for part in parts],
             )
         )
         num_rows = problem.num_classes * num_subcentres
         pulls = fused_rows.link_pulls(slots, rows, images, weights, num_rows, num_subcentres)
-        for chunk in chunks:
-            fused_rows.update_(self._store, problem.classes_S, chunk, pulls, move, squares)
+        for chunk in self._centre_gradient(parts):
+            fused_rows.update_(self.store, problem.classes_S, chunk, pulls, move)

@@ -4,15 +4,24 @@ Chunks run over classes, not over the batch: there are far more of them, and a c
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megaclass.head.kernels.problem import SAFE_LOGIT, CentreGradient, Problem, take_rows, unit_rows
+from megaclass.head.kernels.problem import SAFE_LOGIT, CentreGradient, Problem, Stored, take_rows, unit_rows
 
 # Exponentials of one chunk: on a CPU a matrix that stays near its cores, on a GPU one large enough to fill it.
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
 _MIN_CHUNK = 256
+
+
+@dataclass(slots=True)
+class _StoredChunks(Stored):
+    """Chunks without their centres, which are cheap to form again, by (start, stop)."""
+
+    chunks: dict[tuple[int, int], tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=dict)
+    """Exponentials, the shift of their logits, and the winning sub-centres."""
 
 
 class _Chunk:
@@ -32,13 +41,13 @@ class _Chunk:
 def mass(problem: Problem) -> Tensor:
     mass_G = torch.zeros(len(problem.unit_GD), dtype=torch.float64, device=problem.unit_GD.device)
     left = problem.stored_bytes
+    problem.stored = stored = _StoredChunks()
     for start, stop in _chunks(problem):
         chunk, sums_G = _exponentials(problem, start, stop)
         mass_G += sums_G.double() if chunk.shift_G is None else sums_G.double() * chunk.shift_G.double().exp()
         left -= chunk.exp_GS.nbytes + (0 if chunk.winners_GS is None else chunk.winners_GS.nbytes)
         if left >= 0:
-            # Centres are cheap to form again; what costs a product is kept.
-            problem.stored[start, stop] = (chunk.exp_GS, chunk.shift_G, chunk.winners_GS)
+            stored.chunks[start, stop] = (chunk.exp_GS, chunk.shift_G, chunk.winners_GS)
     return mass_G
 
 
@@ -77,10 +86,12 @@ def _chunks(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def _recall(problem: Problem, start: int, stop: int) -> _Chunk:
-    if (start, stop) not in problem.stored:  # or stored in chunks of another size: a part with fewer images
+    assert isinstance(problem.stored, _StoredChunks), "mass() comes before the gradients"
+    stored = problem.stored.chunks.get((start, stop))
+    if stored is None:  # too large to keep, or stored in chunks of another size: a part with fewer images
         return _exponentials(problem, start, stop)[0]
     chunk = _Chunk(problem, start, stop)
-    chunk.exp_GS, chunk.shift_G, chunk.winners_GS = problem.stored[start, stop]
+    chunk.exp_GS, chunk.shift_G, chunk.winners_GS = stored
     return chunk
 
 

@@ -8,7 +8,7 @@ three products of 2 * G * S * D operations, four for what is not stored.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megaclass.head.kernels import fused_programs as triton_programs
-from megaclass.head.kernels.problem import CentreGradient, Problem
+from megaclass.head.kernels import fused_programs as programs
+from megaclass.head.kernels.problem import CentreGradient, Problem, Stored
 
 # Logits up to 64 give exponentials whose sum over 1e9 classes fits float32; larger ones are shifted down to that.
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.
@@ -77,6 +77,7 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype, num_subcentres: i
 
 def mass(problem: Problem) -> Tensor:
     run = _Run(problem)
+    problem.stored = stored = StoredProducts()
     masses_NG = torch.empty((run.num_chunks * run.splits, run.num_images), device=run.device)
     left = problem.stored_bytes
     sums_GD = torch.empty((run.num_images, run.width), device=run.device) if problem.wants_grad_images else None
@@ -88,16 +89,16 @@ def mass(problem: Problem) -> Tensor:
         left -= chunk.exps_GR.nbytes
         if left >= 0:
             chunk.forget_centres()
-            problem.stored[start, stop] = chunk
+            stored.chunks[start, stop] = chunk
         del chunk  # before the next one is formed
-    if sums_GD is not None:
-        problem.stored["sums"] = sums_GD
+    stored.sums_GD = sums_GD
     mass_G = masses_NG.sum(0, dtype=torch.float64)
     return mass_G * math.exp(_shift(problem)) if _shift(problem) else mass_G
 
 
 def grad_images(problem: Problem, coefficients_G: Tensor) -> Tensor:
-    sums_GD: Tensor = problem.stored["sums"]
+    sums_GD = stored_products(problem).sums_GD
+    assert sums_GD is not None, "grad_images was not announced by wants_grad_images"
     grad_GD = sums_GD * (coefficients_G * weight_factor(problem))[:, None]
     return grad_GD[:, : problem.weight_RD.shape[1]].to(problem.work_dtype)
 
@@ -140,6 +141,23 @@ class _Chunk:
         self.centres_RD = None
 
 
+@dataclass(slots=True)
+class StoredProducts(Stored):
+    """Kept between forward and backward."""
+
+    chunks: dict[tuple[int, int], _Chunk] = field(default_factory=dict)
+    """Exponentials by (start, stop), as far as stored_bytes allows."""
+    sums_GD: Tensor | None = None
+    """Exponentials times unit centres, written by mass(): the embeddings' gradient but for each image's factor."""
+    weighted_GD: Tensor | None = None
+    """Images times d loss / d mass, where fused/images.py has formed it for the centres' gradient."""
+
+
+def stored_products(problem: Problem) -> StoredProducts:
+    assert isinstance(problem.stored, StoredProducts), "mass() comes before the gradients"
+    return problem.stored
+
+
 class _Run:
     """One problem, cut into chunks and tiles for its device."""
 
@@ -176,9 +194,8 @@ class _Run:
             yield start, min(start + self.plane, self.problem.num_classes)
 
     def recall(self, start: int, stop: int) -> _Chunk:
-        stored = self.problem.stored.get((start, stop))
+        stored = stored_products(self.problem).chunks.get((start, stop))
         if stored is not None:
-            assert isinstance(stored, _Chunk)
             return stored
         return self.exponentials(start, stop, torch.empty((self.splits, self.num_images), device=self.device))
 
@@ -193,7 +210,7 @@ class _Run:
         borders_G, hardness = (None, None) if problem.curriculum is None else (p.float() for p in problem.curriculum)
         if self.num_images:
             grid = (-(-self.num_images // tiles.images) * self.splits,)
-            triton_programs.exponentials[grid](
+            programs.exponentials[grid](
                 self._operand(self.images_GD, tiles.images, tiles.width),
                 self._operand(centres_RD, tiles.classes, tiles.width),
                 self._operand(exps_GR, tiles.images, tiles.classes // tiles.parts),
@@ -237,7 +254,7 @@ class _Run:
         unit_RD = torch.empty((num_rows, self.width), dtype=problem.unit_GD.dtype, device=self.device)
         block_d = triton.next_power_of_2(self.width)
         block_r = max(1, 4096 // block_d)
-        triton_programs.unit_centres[(-(-num_rows // block_r),)](
+        programs.unit_centres[(-(-num_rows // block_r),)](
             problem.weight_RD,
             problem.classes_S,
             unit_RD,
@@ -269,20 +286,20 @@ def _shift(problem: Problem) -> float:
 
 
 def operand_width(dim: int, dtype: torch.dtype) -> int:
-    """Columns of the products' operands: the embedding's, filled up with zeros to whole tiles."""
+    """Returns the columns of the products' operands: those of the embedding, filled up with zeros to whole tiles."""
     return _round_up(dim, FLOAT32_TILES.width if dtype == torch.float32 else SUBCENTRE_TILES.width)
 
 
 def weight_factor(problem: Problem) -> float:
-    """What the stored exponentials leave out of d mass / d cosine: the scale, and the shift of the logits."""
+    """Returns the factor that the stored exponentials lack of d mass / d cosine: the scale and the shift of the logits."""
     return problem.scale * math.exp(_shift(problem))
 
 
 def _weighted_images(run: _Run, coefficients_G: Tensor) -> Tensor:
     """Images times d loss / d mass: the softmax denominator meets the small matrix instead of the large one."""
-    stored = run.problem.stored.get("weighted")
-    if isinstance(stored, Tensor):
-        return stored
+    weighted_GD = stored_products(run.problem).weighted_GD
+    if weighted_GD is not None:
+        return weighted_GD
     factors_G = coefficients_G * weight_factor(run.problem)
     return (run.images_GD * factors_G[:, None]).to(run.exp_dtype)
 

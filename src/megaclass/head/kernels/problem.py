@@ -1,4 +1,4 @@
-"""What every kernel is given: one global batch against the classes of this rank that take part.
+"""The problem that every kernel solves: one global batch against the classes of this rank that take part.
 
 A kernel works on the negatives alone. With cos_gs the cosine of image g and class s, z_gs its logit and e_gs = exp(z_gs):
 
@@ -6,19 +6,23 @@ A kernel works on the negatives alone. With cos_gs the cosine of image g and cla
     grad_unit_GD  = sum over s of c_g * weight_s * e_gs * dz/dcos * unit centre s
     grad_unit_SD  = sum over g of c_g * weight_s * e_gs * dz/dcos * unit image g
 
-where c_g = upstream gradient / softmax denominator comes from outside, after the ranks have added up their masses.
-The target's own logit, margin and gradient are a correction of one row an image, made outside in full precision.
+where c_g = upstream gradient / softmax denominator is an argument: it is known after the ranks have summed their masses.
+The logit, margin and gradient of the target are one row per image, computed outside in full precision.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 # exp(z) of logits up to this size fits float32, and so does a sum of 1e9 of them; beyond, kernels shift by a row maximum.
 SAFE_LOGIT = 66.0
+
+
+class Stored:
+    """Base class of what a kernel keeps between forward and backward; each kernel that keeps something has its own."""
 
 
 @dataclass(slots=True)
@@ -28,7 +32,7 @@ class Problem:
     unit_GD: Tensor
     """Normalised embeddings in the dtype of the products; padding rows are zero."""
     weight_RD: Tensor
-    """All centres of this rank, as stored; R = K * M, the sub-centres of a class beside each other."""
+    """All centres of this rank, as stored; R = K * M, the sub-centres of a class are adjacent."""
     classes_S: Tensor | None
     """Local ids of the classes that take part, ascending; None: all of them. Ids of K and above are padding."""
     target_slot_G: Tensor
@@ -42,16 +46,16 @@ class Problem:
     logit_bound: float
     filter_above: float | None
     """Negatives with a larger cosine count as cosine 0, without gradient: probably the same identity twice."""
-    negative_logits: Callable[[Tensor], Tensor] | None
-    """cosines -> logits where they are more than scale * cosine."""
-    curriculum: tuple[Tensor, Tensor] | None
-    """What negative_logits does, where that is CurricularFace's rule: borders (G,) and t ()."""
     wants_grad_images: bool
-    """Whether grad_images will be called; a kernel may form it ahead."""
+    """True where grad_images will be called; a kernel may form it ahead."""
     stored_bytes: int
-    """Exponentials kept between forward and backward; what does not fit is computed again."""
-    stored: dict[Any, Any] = field(default_factory=dict)
-    """The kernel's own: what forward keeps for backward."""
+    """Most bytes of exponentials kept between forward and backward; the rest is computed again."""
+    negative_logits: Callable[[Tensor], Tensor] | None = None
+    """Cosines -> logits where a margin changes the negatives; None: scale * cosine."""
+    curriculum: tuple[Tensor, Tensor] | None = None
+    """CurricularFace's borders (G,) and t (), where negative_logits is its rule: fused kernels know it."""
+    stored: "Stored | None" = None
+    """The kernel's own: tensors that forward keeps for backward. The update drops them."""
 
     @property
     def num_classes(self) -> int:
@@ -73,14 +77,14 @@ class Problem:
         return self.unit_GD.ne(0).any(1)
 
     def rows_of(self, start: int, stop: int) -> slice | Tensor:
-        """Rows in weight_RD of the classes in slots [start, stop); padding points at the last class."""
+        """Returns the rows in weight_RD of the classes in slots [start, stop); padding points at the last class."""
         if self.classes_S is None:
             return slice(start * self.num_subcentres, stop * self.num_subcentres)
         return rows_of_classes(self.classes_S[start:stop], self.weight_RD, self.num_subcentres)
 
 
 def rows_of_classes(classes: Tensor, weight_RD: Tensor, num_subcentres: int) -> Tensor:
-    """(N * M,) rows of these local classes, clamped into range."""
+    """Returns the (N * M,) rows of these local classes, clamped into range."""
     if num_subcentres > 1:
         offsets_M = torch.arange(num_subcentres, device=classes.device)
         classes = (classes[:, None] * num_subcentres + offsets_M).flatten()
@@ -88,12 +92,12 @@ def rows_of_classes(classes: Tensor, weight_RD: Tensor, num_subcentres: int) -> 
 
 
 def take_rows(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    """A view for a slice, a copy for a list of rows."""
+    """Returns a view for a slice, a copy for a list of rows."""
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def unit_rows(weight_RD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows divided by their length, and 1 / length; a zero row stays zero and gets 0."""
+    """Returns the rows divided by their length, and 1 / length; for a zero row both are zero."""
     weight_RD = weight_RD.to(dtype)
     norms_R = torch.linalg.vector_norm(weight_RD, dim=1)
     inverse_R = torch.where(norms_R > 0, 1 / norms_R, 0)
@@ -113,7 +117,7 @@ class CentreGradient:
 
 
 class Kernel(Protocol):
-    """One signature for all: see the module's text for what the three return."""
+    """Interface of all kernels; the module docstring defines the three results."""
 
     def mass(self, problem: Problem) -> Tensor:
         """(G,) float64."""

@@ -60,6 +60,7 @@ class ControlConnection:
             connection.setsockopt(socket.SOL_SOCKET, buffer, _SOCKET_BYTES)
         connection.setblocking(True)
         self._socket = connection
+        # Bytes of messages that are not complete yet.
         self._received = bytearray()
         self.is_open = True
 
@@ -86,6 +87,7 @@ class ControlConnection:
             length, payload_length, kind = _HEADER.unpack_from(self._received)
             middle = _HEADER.size + length
             end = middle + payload_length
+            # No rank sends so much: the stream is damaged, and what follows cannot be trusted.
             if end > _MAX_MESSAGE_BYTES:
                 self.is_open = False
                 return
@@ -104,7 +106,7 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank listens, and the token from which callers derive the key of their proof."""
+    """The address of a listening rank, and the token from which callers derive the key of their proof."""
 
     address: str
     port: int
@@ -147,6 +149,7 @@ class AuthenticatedListener:
                 f"A rank on {socket.gethostname()} cannot listen at {address}: {error.strerror}. Set "
                 f"HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
             ) from error
+        # All ranks of a large job may call at the same moment.
         self._listener.listen(1024)
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
@@ -196,6 +199,7 @@ class AuthenticatedListener:
             if len(self._callers) >= _MAX_UNPROVEN:
                 self._drop(next(iter(self._callers.values())), selector)
             self._callers[connection] = caller
+            # A stranger who does not read must not stop the thread that serves all callers.
             connection.setblocking(False)
             selector.register(connection, selectors.EVENT_READ)
             connection.send(caller.number)
@@ -236,6 +240,7 @@ class AuthenticatedListener:
     def _drop_expired(self, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
         for caller in list(self._callers.values()):
+            # In the order of their arrival: the deadlines of all that follow are later.
             if caller.deadline > now:
                 return
             self._drop(caller, selector)

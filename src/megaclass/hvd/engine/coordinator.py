@@ -1,8 +1,15 @@
-"""Who waits for whom: rank 0's table of announced operations. No torch, no sockets, no clock of its own.
+"""Rank 0's table of announced operations. No torch, no sockets; the caller passes the time.
 
-Ranks announce operations in any order. An operation is ready when every member of its process set has announced it
-or has joined; the ranks' requests are then compared, and either a response is made of them or an error that names both
+Ranks announce operations in any order. An operation is ready when every member of its process set has announced it or has
+joined. The coordinator then compares the requests of the ranks, and makes a response of them, or an error that names both
 sides. Small allreduces that are ready together become one response.
+
+A cycle (the requests of one message) takes one of two ways:
+
+    held     while nothing else is open, as its hash: once all ranks have sent the same hash, the previous answer is reused
+    opened   otherwise, into the table: each operation waits for its other members
+
+Only rank 0's driver calls the coordinator, so that it needs no lock.
 """
 
 import itertools
@@ -13,11 +20,11 @@ from dataclasses import dataclass, field
 from megaclass.hvd.engine.messages import Answer, Key, Request, Response
 from megaclass.hvd.settings import Settings
 
-# Two ranks that wait for each other under one name, one in an allreduce, one in an allgather, are given this long to
-# submit the other operation too, as threads may; then it is a mistake.
+# Two ranks that use one name for different operations, one for an allreduce and one for an allgather, have this long to submit
+# the other operation as well, as different threads may do. After that it is an error.
 CROSSED_S = 0.5
 
-# A larger tensor gains nothing by travelling with others: copying it in and out costs more than a latency.
+# A larger tensor gains nothing by fusion: copying it into and out of the buffer takes longer than one latency.
 FUSED_TENSOR_BYTES = 1024 * 1024
 
 _REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
@@ -29,37 +36,38 @@ class _Pending:
     """An operation that some ranks have announced."""
 
     since: float
+    """Time of the first announcement."""
     requests: dict[int, Request] = field(default_factory=dict)
     changed: float = 0.0
-    """When the last rank announced it."""
+    """Time of the latest announcement."""
     was_compared: bool = False
-    """Whether it was looked at together with others of its name since then."""
+    """True once it was compared with other operations of its name, since the latest announcement."""
     num_warnings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """What a rank announced in one message."""
+    """The requests that a rank announced in one message."""
 
     digest: bytes
     requests: list[Request]
     since: float
     payload: bytes
-    """The tensors themselves, if they are small."""
+    """The tensors themselves, if they are small; else empty."""
 
 
 class Coordinator:
-    """Fed with announcements, asked for responses."""
+    """Receives announcements and returns responses."""
 
     def __init__(self, hosts: list[str], settings: Settings, process_sets: Mapping[int, tuple[int, ...]]) -> None:
         self._hosts = hosts
         self._settings = settings
-        # The live table: sets come and go while the job runs.
+        # Shared with the executor, which adds and removes sets while the job runs.
         self.process_sets = process_sets
         self._table: dict[Key, _Pending] = {}
         self._ready: list[Response] = []
         self._joined: list[int] = []
-        # Whole cycles that came in as one hash, by rank, and what was answered when all ranks sent it the last time.
+        # Held cycles by rank, and the answer to each hash that all ranks have sent before.
         self._held: list[deque[_Cycle]] = [deque() for _ in hosts]
         self._answers: dict[bytes, Answer] = {}
 
@@ -70,10 +78,10 @@ class Coordinator:
     def announce(
         self, rank: int, digest: bytes, requests: list[Request], now: float, payload: bytes = b""
     ) -> Answer | None:
-        """One cycle of one rank, perhaps with its tensors; what became ready by it.
+        """Receives one cycle of one rank, possibly with its tensors; returns the responses that became ready.
 
-        While nothing else is open, a cycle is kept as its hash until all ranks have sent theirs: if the hashes are
-        equal and were answered before, the same answer is given without a look at the single operations.
+        While nothing else is open, a cycle is held until all ranks have sent theirs. If the hashes are equal and were answered
+        before, the same answer is returned without a look at the single operations.
         """
         if self._table or self._joined or any(request.terms.process_set for request in requests):
             self.open_held()
@@ -82,14 +90,14 @@ class Coordinator:
         self._held[rank].append(_Cycle(digest, requests, now, payload))
         if not all(self._held):
             return None
-        # A rank may be several cycles ahead; the first ones of all ranks belong together.
+        # A rank may be several cycles ahead; the first held cycles of all ranks belong together.
         if any(cycles[0].digest != digest for cycles in self._held):
             self.open_held()
             return self._take()
         firsts = [cycles.popleft() for cycles in self._held]
         answer = self._answers.get(digest)
         if answer is None:
-            # All ranks want the same in the same order: nothing to wait for, nothing to compare.
+            # All ranks announced the same operations in the same order: there is nothing to wait for and nothing to compare.
             self._ready += [self._respond(dict.fromkeys(self._members(0), request)) for request in requests]
             answer = self._take()
             if answer is not None and answer.repeats:
@@ -107,7 +115,7 @@ class Coordinator:
             self._answers[digest] = answer
 
     def join(self, rank: int) -> Answer | None:
-        """The rank has no more data."""
+        """Receives the message that a rank has no more data; returns the responses that became ready."""
         self.open_held()
         self._joined.append(rank)
         for key in list(self._table):
@@ -118,7 +126,7 @@ class Coordinator:
         return self._take()
 
     def open_held(self) -> None:
-        """Looks at the operations of the cycles that came as hashes, one by one."""
+        """Moves the operations of all held cycles into the table."""
         for rank, cycles in enumerate(self._held):
             while cycles:
                 cycle = cycles.popleft()
@@ -134,6 +142,7 @@ class Coordinator:
             self._settle(request.key)
 
     def _settle(self, key: Key) -> None:
+        """Takes the operation out of the table if it is ready."""
         pending = self._table[key]
         members = self._members(key[0])
         if self._joined:
@@ -149,6 +158,7 @@ class Coordinator:
         return self.process_sets.get(process_set, ())
 
     def _take(self) -> Answer | None:
+        """Returns and forgets the responses that are ready."""
         ready, self._ready = self._ready, []
         return Answer(fuse(ready, self._settings)) if ready else None
 
@@ -169,7 +179,7 @@ class Coordinator:
         return Response((first,), sizes=sizes)
 
     def _disagreement(self, ranks: list[int], requests: list[Request]) -> str:
-        """What differs between the first rank and another, both named; empty when nothing does."""
+        """Describes a difference between the first rank and another one; empty if there is none."""
         first = requests[0]
         for rank, other in zip(ranks[1:], requests[1:], strict=True):
             if other is first or other == first:
@@ -182,6 +192,7 @@ class Coordinator:
         return ""
 
     def _impossible(self, first: Request) -> str:
+        """Explains why the operation cannot run although all ranks agree; empty if it can."""
         if first.kind == "allreduce":
             return ""
         if first.kind in _NOT_WITH_JOIN and any(rank in self._joined for rank in self._members(first.process_set)):
@@ -197,7 +208,7 @@ class Coordinator:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def next_check(self) -> float | None:
-        """When to call `check`; None while nothing waits."""
+        """Returns the time at which check() must be called next; None while no operation is open."""
         times = [self._next_look(pending) for pending in self._table.values()]
         times += [cycles[0].since + CROSSED_S for cycles in self._held if cycles]
         return min(times, default=None)
@@ -212,7 +223,7 @@ class Coordinator:
         return min(warning, pending.since + end_s) if end_s >= warn_s else warning
 
     def check(self, now: float) -> tuple[Answer | None, str, str]:
-        """Errors for operations that cannot come together, a warning, and a reason to end the job; mostly empty."""
+        """Returns errors of operations that can never become ready, a warning, and a reason to end the job; mostly empty."""
         self.open_held()
         for keys in self._crossed(now):
             error = self._crossed_text(keys)
@@ -233,7 +244,7 @@ class Coordinator:
         return self._take(), warning, reason
 
     def _crossed(self, now: float) -> list[list[Key]]:
-        """Operations of one name whose ranks wait for each other: they differ in kind or in process set."""
+        """Returns groups of operations of one name that block each other: they differ in kind or in process set."""
         by_name: dict[str, list[Key]] = {}
         for key, pending in self._table.items():
             pending.was_compared |= now - pending.changed >= CROSSED_S
@@ -242,7 +253,7 @@ class Coordinator:
         return [keys for keys in by_name.values() if len(keys) > 1 and self._is_crossed(keys)]
 
     def _is_crossed(self, keys: list[Key]) -> bool:
-        # A rank that has not come yet may still make one of them whole.
+        # A rank that has announced none of them yet may still complete one.
         present = set(self._joined).union(*(self._table[key].requests for key in keys))
         if any(rank not in present for key in keys for rank in self._members(key[0])):
             return False
@@ -282,7 +293,7 @@ class Coordinator:
 
 
 def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
-    """(what, of one, of two) for everything in which members must agree, the most telling first."""
+    """Yields (what, value of one, value of two) for every term in which members must agree, the most telling first."""
     kind = one.kind
     if one.dtypes != two.dtypes:
         yield "data types", _plain(one.dtypes), _plain(two.dtypes)
@@ -315,7 +326,7 @@ def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
 
 
 def _plain(values: tuple[object, ...]) -> str:
-    """Without brackets around the one tensor of an operation that is not grouped."""
+    """Formats the values, without brackets if there is a single tensor."""
     listed = [list(value) if isinstance(value, tuple) else value for value in values]
     return str(listed[0] if len(listed) == 1 else listed)
 
@@ -324,7 +335,7 @@ def _plain(values: tuple[object, ...]) -> str:
 
 
 def fuse(responses: list[Response], settings: Settings) -> list[Response]:
-    """Allreduces of the same kind made one, up to the threshold; the order of first members is kept."""
+    """Joins allreduces with equal labels into one response each, up to the fusion threshold, in the order of their firsts."""
     if len(responses) < 2 or not settings.fusion_threshold:
         return responses
     fused: list[list[Response]] = []
@@ -348,7 +359,7 @@ def fuse(responses: list[Response], settings: Settings) -> list[Response]:
 
 
 def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] | None:
-    """Responses with equal labels may travel together; None: this one travels by itself."""
+    """Returns a label; responses with equal labels may be fused. None: this one is not fused."""
     if response.error or not response.requests or response.requests[0].kind != "allreduce":
         return None
     first = response.requests[0].terms
@@ -356,16 +367,7 @@ def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] 
         return None
     if first.is_grouped and not settings.fuse_groups:
         return None
-    # Compressed tensors are copied to be encoded anyway.
+    # Compressed tensors are copied anyway, in order to be encoded.
     if first.num_bytes > FUSED_TENSOR_BYTES and not first.wire:
         return None
-    return (
-        first.process_set,
-        first.dtypes[0],
-        first.op,
-        first.prescale,
-        first.postscale,
-        first.device,
-        first.wire,
-        first.keeps_error,
-    )
+    return (first.dtypes[0], first.reduction)

@@ -1,12 +1,12 @@
 """How the ranks of a job find each other: process groups for tensors, connections to rank 0 for control messages.
 
-hvd has groups of its own and never touches torch.distributed's default group, which belongs to the script. The ranks meet
-in a store of their own; only where torch.distributed was initialised without a starter that hvd knows, the default group's
-store and ranks are used. Each generation of init() has a prefix of its own in the store: a rank that comes back first waits
-for the others instead of meeting their past.
+hvd has its own process groups and never touches torch.distributed's default group, which belongs to the script. The ranks meet
+in their own store. Only where torch.distributed was initialised and hvd does not know the starter, it uses the ranks and the
+store of the default group. Each call of init() after a shutdown() has its own prefix in the store, so that a rank that is early
+waits for the others instead of reading their old entries.
 
-Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the
-job's secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (control_connection.py).
+Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the job's
+secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (control_connection.py).
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from megaclass.distributed.network.connection_watch import ConnectionWatch, netw
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
 from megaclass.distributed.network.store import SignedStore, allow_many_connections, make_store
+from megaclass.distributed.process_group import explained
 from megaclass.errors import LaunchError
 from megaclass.hvd.engine.control_connection import AuthenticatedListener, ControlConnection, Endpoint, connect
 from megaclass.hvd.settings import Settings
@@ -34,61 +35,62 @@ from megaclass.world import World, is_horovods, world_from_environment
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks, after they have met."""
+    """All ranks of a job after they have met, as this rank sees them."""
 
     rank: int
     hosts: list[str]
     local_ranks: list[int]
     store: "dist.Store"  # type: ignore[name-defined]
-    """Of this generation."""
+    """Holds the entries of this init() only."""
     secret: bytes
-    """Known to all ranks of the job and to nobody else; empty where the starter gave none."""
+    """Known to the ranks of the job only; empty where the starter gave none."""
     is_one_machine: bool
     connections: dict[int, ControlConnection]
+    """By rank: on rank 0 to all other ranks, elsewhere to rank 0 only."""
     address: str
-    """Where the other ranks reach this one."""
+    """The address at which the other ranks reach this one."""
     uses_nccl: bool
-    """Whether every rank has a GPU of its own."""
+    """True if every rank has a GPU of its own."""
 
     @property
     def size(self) -> int:
         return len(self.hosts)
 
     def signed_store(self, name: str) -> SignedStore:
-        """Entries of one purpose; `name` is the same on all ranks that take part."""
+        """Returns the part of the store for one purpose; `name` is the same on all ranks that take part."""
         return SignedStore(dist.PrefixStore(name, self.store), self.secret)  # type: ignore[attr-defined]
 
 
 class Rendezvous:
-    """Remembers the store between generations."""
+    """Brings the ranks together at every init(), and keeps the store in between."""
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None  # type: ignore[name-defined]
 
     def meet(self, ranks: list[int] | None, settings: Settings) -> Meeting:
-        """Collective over the listed ranks, or all. A rank that is not listed must not call it."""
+        """Meets the listed ranks, or all. Every one of them calls it; a rank that is not listed must not."""
         world = _world()
-        # With a port of our own known to all ranks, what the script did with torch.distributed does not matter.
-        is_guest = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
-        if not is_guest:
+        # Where the starter gave all ranks a port for the store, it does not matter what the script did with torch.distributed.
+        uses_default_group = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
+        if not uses_default_group:
             world = meeting_point(world)
             os.environ.update(interface_names(world))
-        here, size = (dist.get_rank(), dist.get_world_size()) if is_guest else (world.rank, world.size)
+        here, size = (dist.get_rank(), dist.get_world_size()) if uses_default_group else (world.rank, world.size)
         members = tuple(sorted(set(ranks))) if ranks else tuple(range(size))
         if here not in members:
             raise ValueError(f"hvd.init(comm={ranks}) was called on rank {here}, which is not among them.")
-        if is_guest:
+        if uses_default_group:
             allow_many_connections()
             base = dist.distributed_c10d._get_default_store()
         else:
             base = self._own_store(world, settings)
-        # Each rank counts in the store how often it has met these members: whom it met in between does not matter.
+        # Each rank counts in the store how often it has met these members. Meetings with other members do not count.
         base = dist.PrefixStore(f"megaclass.hvd/{members}", base)  # type: ignore[attr-defined]
         generation = base.add(f"generations of {here}", 1)
         store = dist.PrefixStore(str(generation), base)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=settings.start_timeout_s))
         try:
-            return _meeting(store, members.index(here), len(members), world, settings)
+            return _meet(store, members.index(here), len(members), world, settings)
         except RuntimeError as error:
             raise LaunchError(
                 f"{world.name()} cannot join the others at {world.address}:{world.port} within "
@@ -107,7 +109,7 @@ class Rendezvous:
 
 
 def watch_connections() -> ConnectionWatch:
-    """Watches the connections that this process makes to other hosts; nothing where all ranks are on one machine."""
+    """Watches the connections of this process to other hosts; there are none if all ranks are on one machine."""
     world = _world()
     limit_s = network_timeout() if world.local_size < world.size else 0.0
     return ConnectionWatch(world.name(), limit_s).start()
@@ -116,10 +118,10 @@ def watch_connections() -> ConnectionWatch:
 def new_group(
     meeting: Meeting, name: str, ranks: tuple[int, ...], settings: Settings, *, backend: str = "gloo"
 ) -> dist.ProcessGroup:
-    """A process group of these ranks, known to nobody but its holder; only its members call it.
+    """Creates a process group of these ranks that torch.distributed does not list; only its members call it.
 
-    torch.distributed's functions work with it as long as ranks are given as `group_src` and `group_dst`. No device_id:
-    which GPU a rank uses is the script's choice, made after init().
+    torch.distributed's functions work with it as long as ranks are passed as `group_src` and `group_dst`. It has no device_id,
+    because the script chooses the GPU of a rank after init().
     """
     place, size = ranks.index(meeting.rank), len(ranks)
     timeout = timedelta(seconds=settings.gloo_timeout_s)
@@ -127,14 +129,20 @@ def new_group(
     made: Any
     devices: tuple[str, ...]
     if backend == "gloo":
-        # gloo looks for its peers there: signed, so that nobody can send this rank to another address.
+        # gloo looks up the addresses of its peers there. The signature keeps strangers from changing them.
         store: Any = meeting.signed_store(f"{name}/gloo")
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = _gloo_devices(meeting)
-        made, kind, devices = dist.ProcessGroupGloo(store, place, size, options), kinds.GLOO, ("cpu", "cuda")
+        kind, devices = kinds.GLOO, ("cpu", "cuda")
+        try:
+            made = dist.ProcessGroupGloo(store, place, size, options)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"Rank {meeting.rank} on {socket.gethostname()} cannot join the others: {explained(error)}"
+            ) from error
     else:
-        # NCCL's threads use the store as long as the group lives, and must not need Python for it: not signed.
+        # NCCL's threads use the store as long as the group lives, and must not need Python for it: it is not signed.
         store = dist.PrefixStore(f"{name}/nccl", meeting.store)  # type: ignore[attr-defined]
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -148,7 +156,7 @@ def new_group(
 
 
 def _gloo_devices(meeting: Meeting) -> list[Any]:
-    """Loopback on one machine; otherwise the interfaces that the environment names, or that of the host's name."""
+    """Returns loopback on one machine; otherwise the interfaces in GLOO_SOCKET_IFNAME, or that of the host's name."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if names:
@@ -156,7 +164,7 @@ def _gloo_devices(meeting: Meeting) -> list[Any]:
     return [gloo.create_device(hostname="127.0.0.1") if meeting.is_one_machine else gloo.create_default_device()]
 
 
-def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings) -> Meeting:
+def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) -> Meeting:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
     network = machine_and_network()
     secret = job_secret() or _shared_secret(store, rank, size, network, settings)
@@ -165,12 +173,12 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
         "local_rank": world.local_rank if world.starter != "none" else -1,
         "gpus": num_gpus,
-        # A machine may be several hosts by name, and containers on one machine have names of their own.
+        # One machine may have several host names, and containers on one machine have different ones.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
         "cpu_operations": settings.cpu_operations,
     }
-    everybody = [_checked_entry(entry) for entry in _exchanged(signed, "who", mine, rank, size)]
+    everybody = [_checked_entry(entry) for entry in _exchange(signed, "who", mine, rank, size)]
     hosts = [str(entry["host"]) for entry in everybody]
     for other, entry in enumerate(everybody):
         if entry["cpu_operations"] != everybody[0]["cpu_operations"]:
@@ -179,7 +187,8 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
                 f"{entry['cpu_operations']} on rank {other} ({hosts[other]}): it must be the same on all ranks."
             )
     local_ranks = [int(entry["local_rank"]) for entry in everybody]
-    # A starter that says nothing about local ranks, two ranks that claim one, or some ranks of a host only: count them.
+    # Local ranks are counted here if the starter does not set them, if two ranks have the same one, or if only some ranks of
+    # a host take part.
     places = set(zip(hosts, local_ranks, strict=True))
     if places != {(host, place) for host in hosts for place in range(hosts.count(host))}:
         local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
@@ -202,8 +211,8 @@ def _meeting(store: Any, rank: int, size: int, world: World, settings: Settings)
     return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, address, uses_nccl)
 
 
-def _exchanged(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
-    """What every rank gave, by rank, as JSON: rank 0 collects it and the others read it there."""
+def _exchange(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
+    """Returns the values of all ranks by rank. Rank 0 collects them as JSON, and the others read its list."""
     if rank:
         store.set(f"{name}/{rank}", json.dumps(mine))
         found = _parsed(store.get(name), name)
@@ -219,7 +228,9 @@ def _parsed(content: bytes, name: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise LaunchError(f"The entry {name!r} in the job's store was not written by a rank: it is no JSON.") from error
+        raise LaunchError(
+            f"The entry {name!r} in the job's store was not written by a rank: it is not JSON."
+        ) from error
 
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
@@ -230,12 +241,12 @@ def _checked_entry(entry: Any) -> dict[str, Any]:
 
 
 def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Settings) -> bytes:
-    """A secret for ranks whose starter gave none, if they are all on one machine and of one user; else empty bytes.
+    """Returns a secret for ranks whose starter gave none, if all are on one machine and of one user; else empty bytes.
 
-    The entries are not signed. Forged ones lead to an error or to a job without a secret, in which no object of a class
-    is ever unpickled: never to a secret that the forger knows.
+    The entries are not signed. A forged entry leads to an error, or to a job without a secret, in which no object of a class is
+    ever unpickled. It never leads to a secret that the forger knows.
     """
-    if size == 1 or _exchanged(store, "networks", network, rank, size) != size * [network]:
+    if size == 1 or _exchange(store, "networks", network, rank, size) != size * [network]:
         return b""
     if rank == 0:
         offered = LocalSecret(size - 1, settings.start_timeout_s)
@@ -245,7 +256,7 @@ def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Set
 
 
 def _world() -> World:
-    """From the starter's variables, or from Horovod's own where only those are set."""
+    """Reads the starter's variables, or Horovod's where only those are set."""
     if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ or is_horovods():
         return world_from_environment()
     env = dict(os.environ)
@@ -263,7 +274,7 @@ def _world() -> World:
 
 
 def _own_address(world: World) -> str:
-    """The address at which other hosts reach this one."""
+    """Returns the address at which other hosts reach this one."""
     interface = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interface:
         found = interfaces()

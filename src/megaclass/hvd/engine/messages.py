@@ -1,10 +1,13 @@
-"""What ranks tell each other about operations before any tensor travels. No torch, no sockets.
+"""The messages of the negotiation: requests from the ranks, responses from rank 0. No torch, no sockets.
 
-A rank announces requests; the coordinator answers with responses, the same and in the same order for all ranks they
-concern. Both travel as JSON the first time and as a hash of that JSON from then on: a step that repeats costs each rank
-nine bytes to the coordinator and nine bytes back. A request is its terms and its name: terms, which many requests share,
-travel once and are a number from then on, so that a list that is new, as that of unnamed operations always is, costs little
-more than its names. Tensors of a few kilobytes come along: rank 0 adds them up, and the answer carries the sum.
+A rank announces requests. The coordinator answers with responses, the same ones in the same order for all ranks that they
+concern. Lists travel as JSON the first time and as an 8-byte hash of it from then on: a step that repeats costs each rank nine
+bytes to the coordinator and nine bytes back.
+
+A request consists of a name and terms. Many requests share their terms, which travel once and are replaced by a number from
+then on. A list that is new, which is always so for unnamed operations, therefore costs little more than its names.
+
+Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and the answer carries the sum (transport/small.py).
 """
 
 import functools
@@ -19,7 +22,7 @@ from typing import Any
 
 Shape = tuple[int, ...]
 Key = tuple[int, str, str]
-"""Process set, kind, name: what ranks must have in common to meet."""
+"""Process set, kind and name. Requests of different ranks belong together if their keys are equal."""
 
 HASH_BYTES = 8
 
@@ -44,35 +47,36 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """All of a request but its name; what depends on nothing else is computed once."""
+    """All of a request except its name. Equal terms are shared, so that derived values are computed once."""
 
     kind: str
     """allreduce, allgather, broadcast, alltoall, reducescatter, barrier, add_process_set or remove_process_set."""
     process_set: int = 0
     dtypes: tuple[str, ...] = ()
-    """One a tensor: more than one only in grouped operations."""
+    """One entry per tensor; grouped operations have several."""
     shapes: tuple[Shape, ...] = ()
     op: int = -1
-    """Reduction, as Horovod numbers them; -1 where nothing is reduced."""
+    """Horovod's number of the reduction; -1 where nothing is reduced."""
     root: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
     splits: tuple[int, ...] = ()
-    """Rows for each rank in alltoall; the ranks of the set in add_process_set."""
+    """alltoall: rows for each member. add_process_set: the ranks. remove_process_set: the number of the set."""
     device: str = "cpu"
     wire: str = ""
-    """Width in which an allreduce travels; empty: that of the tensor."""
+    """Wire format of an allreduce; empty: the dtype of the tensor."""
     keeps_error: bool = False
-    """Whether what rounding loses is added to the next operation of this name."""
+    """True if the rounding error is added to the next operation of this name."""
     is_grouped: bool = False
     repeats: bool = True
-    """False under automatic names, which do not come again."""
+    """False for automatic names, which do not repeat."""
     digest: bytes = field(default=b"", init=False, compare=False)
     """Hash of all of the above."""
     num_bytes: int = field(default=0, init=False, compare=False)
-    """Of all tensors together."""
+    """Size of all tensors together."""
 
     def __post_init__(self) -> None:
+        # The class is frozen for all others: its objects are shared between threads and used as keys.
         object.__setattr__(self, "digest", short_hash(_to_json(self.to_list())))
         total = 0
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
@@ -80,15 +84,22 @@ class Terms:
         object.__setattr__(self, "num_bytes", total)
 
     def __hash__(self) -> int:
+        # Faster than a hash of all fields, which Terms as keys of dicts would compute again and again.
         return hash(self.digest)
+
+    @property
+    def reduction(self) -> tuple[object, ...]:
+        """How tensors are combined and scaled, and where: allreduces with equal values may be computed as one."""
+        return _reduction(self)
 
     def to_list(self) -> list[Any]:
         return [getattr(self, name) for name in _TERMS_FIELDS]
 
 
+_reduction = attrgetter("process_set", "op", "prescale", "postscale", "device", "wire", "keeps_error")
 _TERMS_FIELDS = [each.name for each in fields(Terms) if each.init]
 
-# Equal terms are one object while they are in use, so that a comparison is one of addresses.
+# Equal terms are one object while they are in use, so that comparing them compares addresses.
 terms_of = functools.lru_cache(maxsize=8192)(Terms)
 
 
@@ -105,8 +116,9 @@ def _of_terms(name: str) -> Any:
 
 
 class Request:
-    """One rank's wish to take part in the operation `kind` under `name`; equal wishes are equal objects."""
+    """One rank's announcement of an operation: its terms under a name."""
 
+    # A step makes thousands of requests: the fields of the terms are read through, not copied.
     __slots__ = ("key", "name", "terms")
     kind: str = _of_terms("kind")
     process_set: int = _of_terms("process_set")
@@ -124,11 +136,12 @@ class Request:
     repeats: bool = _of_terms("repeats")
 
     def __init__(self, kind: str, name: str, *rest: Any, **more: Any) -> None:
-        """`rest` and `more` are the other terms."""
+        """`rest` and `more`: the other fields of Terms."""
         self._fill(terms_of(kind, *rest, **more), name)
 
     @classmethod
     def under(cls, name: str, terms: Terms) -> "Request":
+        """Returns a request with terms that exist already."""
         request = cls.__new__(cls)
         request._fill(terms, name)
         return request
@@ -154,15 +167,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What all members of a process set do next: run these operations as one, or fail them with this error."""
+    """An instruction to all members of a process set: run these operations as one, or fail them with this error."""
 
     requests: tuple[Request, ...]
-    """As the first rank made them: what a rank that has joined must know to contribute zeros."""
+    """The requests of the first rank: a rank that has joined needs them to contribute zeros."""
     error: str = ""
     sizes: tuple[tuple[int, ...], ...] = ()
-    """allgather: for each tensor, rows of every member; alltoall: splits of every member."""
+    """allgather: the rows of every member, per tensor. alltoall: the splits of every member."""
     last_joined: int = -1
-    """Set when all ranks have joined: the rank that came last."""
+    """The rank that joined last, once all ranks have joined; else -1."""
 
     @property
     def process_set(self) -> int:
@@ -170,7 +183,7 @@ class Response:
 
     @property
     def rest(self) -> list[Any]:
-        """Everything but the requests."""
+        """Everything except the requests, for JSON."""
         return [self.error, self.sizes, self.last_joined]
 
     @staticmethod
@@ -184,7 +197,7 @@ class Response:
 
 
 class Answer:
-    """Responses that are sent together, with what the sending needs to know about them, computed once."""
+    """Responses that are sent together, and what their sender needs to know about them."""
 
     def __init__(self, responses: list[Response]) -> None:
         self.responses = responses
@@ -193,28 +206,30 @@ class Answer:
         self.repeats = all(request.terms.repeats for request in requests)
         self.is_global = not any(request.terms.process_set for request in requests)
         self.payloads: list[bytes] = []
-        """The tensors themselves, by rank, where they are small enough to have come along."""
+        """The tensors of every rank, where they were small enough to travel with the requests; else empty."""
 
 
+# The first byte of a message; the hash follows. After _NEW the JSON follows as well.
 _NEW, _KNOWN = b"N", b"K"
 
 
 class Sender:
-    """Turns lists of requests or of responses into messages: JSON at first, a hash once the other side has seen them.
+    """Turns lists of requests or of responses into messages: JSON the first time, a hash once the receiver knows the list.
 
-    Terms that the other side has seen are numbers in that JSON.
+    Terms that the receiver knows are numbers in that JSON.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: how many lists are remembered; 0: none, and no terms."""
+        """`capacity`: number of lists that are remembered; 0: neither lists nor terms are."""
         self._capacity = capacity
         self._known: set[bytes] = set()
         self._numbers: dict[Terms, int] = {}
 
     def pack(self, items: Sequence[Request] | Sequence[Response], digest: bytes, *, repeats: bool) -> bytes:
-        """`digest` identifies the items; `repeats` says that they may come again, so are worth remembering."""
+        """Returns the message. `digest`: hash of the items. `repeats`: they may come again, so they are worth remembering."""
         if digest in self._known:
             return _KNOWN + digest
+        # Sender and receiver forget at the same message, so that both always know the same lists and numbers.
         forgets = len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity
         if forgets:
             self._known.clear()
@@ -222,6 +237,7 @@ class Sender:
         remembers = repeats and self._capacity > 0
         if remembers:
             self._known.add(digest)
+        # Responses travel as the requests of all of them in a row, and where to cut that row.
         responses = [item for item in items if isinstance(item, Response)]
         requests = [item for item in items if isinstance(item, Request)]
         requests += [request for response in responses for request in response.requests]
@@ -231,7 +247,7 @@ class Sender:
         return _NEW + digest + _to_json([forgets, remembers, new, numbers, names, cuts])
 
     def _number(self, requests: list[Request]) -> tuple[list[Any], list[int]]:
-        """Terms that the other side does not know yet, and the number of each request's."""
+        """Returns the terms that the receiver does not know yet, and the number of each request's terms."""
         new: list[Any] = []
         numbers = []
         known = self._numbers
@@ -252,7 +268,7 @@ class Receiver:
         self._terms: list[Terms] = []
 
     def unpack(self, message: bytes) -> tuple[bytes, list[Any]]:
-        """The hash, and the items it stands for."""
+        """Returns the hash of the message, and its items."""
         tag, digest = message[:1], message[1 : 1 + HASH_BYTES]
         if tag == _KNOWN:
             return digest, self._known[digest]
@@ -271,7 +287,7 @@ class Receiver:
 
 
 def _cut(requests: list[Request], cuts: list[Any]) -> list[Any]:
-    """Responses of so many requests each, with the rest of each."""
+    """Divides the requests into responses; a cut is the number of requests and the rest of one response."""
     ends = accumulate([count for count, _ in cuts], initial=0)
     return [
         Response.of(tuple(requests[begin:end]), rest)
@@ -280,7 +296,8 @@ def _cut(requests: list[Request], cuts: list[Any]) -> list[Any]:
 
 
 def digest_of_all(requests: Sequence[Request]) -> bytes:
-    # The lengths of names keep two lists apart whose names run together alike.
+    """Returns a hash of the requests in their order."""
+    # With the lengths of the names, ["ab", "c"] and ["a", "bc"] have different hashes.
     names = [request.name for request in requests]
     lengths = ",".join([str(len(name)) for name in names])
     terms = b"".join([request.terms.digest for request in requests])

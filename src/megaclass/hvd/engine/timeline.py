@@ -1,7 +1,7 @@
-"""Chrome trace of what rank 0 negotiates and runs: open it in chrome://tracing or Perfetto.
+"""Chrome trace of the operations that rank 0 negotiates and runs; chrome://tracing and Perfetto show it.
 
-Each tensor is shown as a process; a slice a phase. The file is valid JSON at any moment: every event overwrites the
-closing bracket.
+Each tensor is shown as a process, and each phase of its operations as a slice. The file is valid JSON at any moment: every
+event overwrites the closing bracket.
 """
 
 import contextlib
@@ -16,16 +16,18 @@ from megaclass.files import open_private
 
 
 class Timeline:
-    """Silent until started."""
+    """Writes the trace. It is inactive until start(); any thread may start or stop it, the driver writes events."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._path = ""
+        # The process number of each tensor in the trace, and the phase of the tensors whose negotiation is open.
         self._numbers: dict[str, int] = {}
         self._open: dict[str, str] = {}
         self._begun = 0.0
         self._marks_cycles = False
+        # Read without the lock, as a fast way out: an event more or less at start() or stop() does not matter.
         self.is_active = False
 
     def start(self, path: str, mark_cycles: bool) -> None:
@@ -55,7 +57,7 @@ class Timeline:
                 self._write({"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"})
 
     def rank_ready(self, tensor: str, kind: str, rank: int) -> None:
-        """A rank announced the tensor; the first one opens its negotiation."""
+        """Records that a rank announced the tensor; the first announcement opens its negotiation."""
         if not self.is_active:
             return
         with self._lock:
@@ -65,6 +67,7 @@ class Timeline:
             self._write({"ph": "X", "name": str(rank), "ts": self._now(), "pid": self._number(tensor), "dur": 0})
 
     def negotiated(self, tensors: list[str]) -> None:
+        """Closes the negotiation of the tensors."""
         if not self.is_active:
             return
         with self._lock:
@@ -74,7 +77,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def phase(self, tensors: list[str], name: str) -> Iterator[None]:
-        """A slice on each tensor around the block."""
+        """Records a slice of each tensor around the block."""
         if not self.is_active:
             yield
             return
@@ -110,6 +113,7 @@ class Timeline:
     def _write(self, event: dict[str, Any]) -> None:
         if self._file is None:
             return
+        # Over the closing bracket of the list.
         self._file.seek(-1, 2)
         separator = b"\n" if self._file.tell() == 1 else b",\n"
         self._file.write(separator + json.dumps(event).encode() + b"]")

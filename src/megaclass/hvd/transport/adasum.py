@@ -1,9 +1,9 @@
-"""Adasum: a sum that does not grow where gradients point the same way.
+"""Adasum: a sum of gradients that does not grow where they point in the same direction.
 
     adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-Orthogonal gradients are added, equal ones averaged. More than two are combined in a tree of neighbours: by recursive
-doubling over any backend and any number of ranks. Each rank sends its vector log2(W) times.
+Orthogonal gradients are added, equal ones are averaged. More than two gradients are combined in a tree, by recursive doubling,
+over any backend and any number of ranks. Each rank sends its vector log2(W) times.
 """
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def adasum_(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """In place; the same on every rank of the group, bit by bit."""
+    """Combines the tensors of all ranks of the group in place; the result has the same bits on every rank."""
     rank, size = group.rank(), group.size()
     vector = tensor.view(-1).float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.view(-1)
     paired = 1 << (size.bit_length() - 1)
-    # Beyond a power of two, the first ranks combine with their neighbour, who waits for the result.
+    # If W is not a power of two, the first ranks combine with a neighbour first, which then receives the result.
     num_folded = size - paired
     if rank < 2 * num_folded and rank % 2:
         group.send([vector], rank - 1, 0).wait()
@@ -40,7 +40,7 @@ def _doubling(vector: Tensor, place: int, paired: int, num_folded: int, group: d
         receiving = group.recv([theirs], partner_rank, 0)
         group.send([vector], partner_rank, 0).wait()
         receiving.wait()
-        # Both sides take the lower place first, so that both get the same bits.
+        # Both ranks take the lower place first, so that both get the same bits.
         vector = _combined(vector, theirs) if place < partner else _combined(theirs, vector)
         distance *= 2
     return vector
@@ -55,7 +55,7 @@ def _received_from(like: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
 def _combined(one: Tensor, two: Tensor) -> Tensor:
     a, b = one.double(), two.double()
     product, length_a, length_b = torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)
-    # A vector of zeros, as a rank that has joined sends, leaves the other as it is.
+    # A vector of zeros, which a rank that has joined sends, leaves the other one unchanged.
     weight_a = torch.where(length_a > 0, 1 - product / (2 * length_a), 1.0)
     weight_b = torch.where(length_b > 0, 1 - product / (2 * length_b), 1.0)
     return (weight_a * a + weight_b * b).to(one.dtype)

@@ -44,9 +44,12 @@ class Executor:
         self._timeline = timeline
         self._uses_nccl = uses_nccl
         self._sets = sets
+        # Fusion buffers and the like, by dtype, device and use.
         self._buffers: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
+        # Rounding errors of compressed allreduces, by process set, name of the operation and number of the tensor.
         self._remainders: dict[tuple[int, str, int], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # The GPU of the latest operation.
         self._gpu: torch.device | None = None
         self._runners: dict[str, Callable[[Response, list[Operation | None]], None]] = {
             "allreduce": self._allreduce,
@@ -93,6 +96,7 @@ class Executor:
             done.record(stream)
         for operation in present:
             operation.ready = done
+            # The allocator must not reuse their memory before this stream has finished with it.
             for tensor in (*operation.inputs, *operation.outputs):
                 tensor.record_stream(stream)
 
@@ -116,6 +120,7 @@ class Executor:
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         for request, operation in zip(response.requests, operations, strict=True):
+            # A rank that has joined contributes zeros, and its results are not read.
             if operation is not None:
                 inputs += operation.inputs
                 outputs += operation.outputs
@@ -139,6 +144,7 @@ class Executor:
             with self._timeline.phase(shown, f"{self._transport(first)}_ALLREDUCE"):
                 self._reduce(inputs[0], outputs[0], first)
         else:
+            # The tensors of a grouped operation may have several dtypes: one buffer per dtype, in the order of their firsts.
             for kind in dict.fromkeys(tensor.dtype for tensor in inputs):
                 chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is kind]
                 self._reduce_together(
@@ -157,6 +163,7 @@ class Executor:
             out.copy_(staged)
             return
         ring = self._ring(request)
+        # The ring reads and writes different tensors without a copy; all other ways reduce in place.
         if out is not given and (ring is None or request.prescale != 1.0):
             out.copy_(given)
             given = out
@@ -217,6 +224,7 @@ class Executor:
             kept = [self._remainder(name, count, buffer.device) for name, count in zip(names, counts, strict=True)]
             remainder = kept[0]
         if len(kept) > 1:
+            # One vector of all remainders, which the reduction reads and overwrites, like the buffer.
             remainder = torch.cat(kept, out=self._buffer(sum(counts), torch.float32, buffer.device, "remainders"))
         divisor = float(len(groups.ranks)) if request.op == Average else 1.0
         group = self._group(request)
@@ -249,6 +257,8 @@ class Executor:
         ranks = self._sets.connections[request.process_set].ranks
         place = ranks.index(self._rank)
         for given in operation.inputs:
+            # Every rank receives all versions of its own rows and adds them up itself: gloo has no reduce-scatter for every
+            # dtype, and the sum of half-precision numbers is formed in float32.
             rows = even_sizes(given.shape[0], len(ranks))
             block = given.new_empty((len(ranks), rows[place], *given.shape[1:]))
             scaled = scale_(given.clone(), request.prescale) if request.prescale != 1.0 else given

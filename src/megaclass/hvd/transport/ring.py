@@ -1,9 +1,11 @@
-"""Allreduce in main memory: each rank sends to the next and receives from the one before, on the thread that asks.
+"""Allreduce in main memory over a ring: each rank sends to the next rank and receives from the previous one.
 
-A tensor is cut into one block a rank. Every block goes round once, each rank adding its own part, and once more as the
-result. A rank passes on what it has received as it comes, without waiting for the rest of the block, so that all of it
-is one stream of bytes in and one out. No thread but the caller's takes part, and nothing is copied that need not be:
-gloo hands every piece from thread to thread, which takes longer than sending it.
+A tensor is cut into one block per rank. Every block goes round the ring once, while each rank adds its own part, and once more
+as the result: each rank sends 2 (W - 1) / W times the tensor. A rank passes on what it has received immediately, without
+waiting for the rest of the block, so that there is one stream of bytes in and one out.
+
+Everything happens on the calling thread, and nothing is copied without need. gloo hands every piece to another thread, which
+takes longer than sending it.
 """
 
 import contextlib
@@ -20,22 +22,22 @@ from megaclass.hvd.engine.control_connection import AuthenticatedListener, Endpo
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.settings import Settings
 
-# What is received at a time to be added, and what is sent at a time: more falls out of the caches on the way, less costs
+# Bytes that are received before they are added, and bytes per call of send: more would not stay in the caches, less would cost
 # more calls.
 _SCRATCH_BYTES = 1024 * 1024
 _SENT_BYTES = 512 * 1024
 
 
 class Ring:
-    """This rank's place among the members of a process set."""
+    """The connections of this rank to its two neighbours among the members of a process set."""
 
     def __init__(
-        self, place: int, names: Sequence[str], to_next: socket.socket, from_last: socket.socket, timeout_s: float
+        self, place: int, names: Sequence[str], to_next: socket.socket, from_previous: socket.socket, timeout_s: float
     ) -> None:
-        """`names` of the members, in their order, for errors; `timeout_s`: how long a neighbour may be silent."""
+        """`names`: of the members, in their order, for errors. `timeout_s`: how long a neighbour may be silent."""
         self._place, self._names, self._timeout_s = place, names, timeout_s
-        self._to_next, self._from_last = to_next, from_last
-        for connection in (to_next, from_last):
+        self._to_next, self._from_previous = to_next, from_previous
+        for connection in (to_next, from_previous):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
         self._scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
@@ -43,15 +45,15 @@ class Ring:
     def reduce(
         self, given_N: Tensor, out_N: Tensor, combine: Callable[..., Tensor], finish: Callable[[Tensor], object]
     ) -> None:
-        """Puts the `given_N` of all members, combined, into `out_N`, which may be the same tensor. All members call it.
+        """Combines the `given_N` of all members into `out_N`, which may be the same tensor. All members call it.
 
-        `combine` is torch.add or its like. `finish` is applied to every part of the result once, by one member, in
-        place, before the others receive it: all end with the same bits.
+        combine: torch.add or a similar function. finish: is applied in place to every part of the result once, by one member,
+        before the others receive it, so that the result has the same bits on all members.
         """
         try:
             self._reduce(given_N, out_N, combine, finish)
         except BaseException:
-            # Whoever waits for the rest learns by this that it will not come, and then those behind them.
+            # The neighbours learn from the closed connections that the rest will not come, and close theirs in turn.
             self.close()
             raise
 
@@ -61,18 +63,21 @@ class Ring:
         size, item_bytes = len(self._names), given_N.element_size()
         starts = [given_N.numel() * place // size for place in range(size + 1)]
         given, out = _bytes_of(given_N), _bytes_of(out_N)
-        # In the order of their arrival; each is passed on, but for the last.
+        # Blocks in the order of their arrival; each is passed on, except the last one.
         arriving = [(self._place - 1 - step) % size for step in range(2 * (size - 1))]
         blocks = [slice(starts[place] * item_bytes, starts[place + 1] * item_bytes) for place in range(size)]
         outgoing = _Outgoing([given[blocks[self._place]], *(out[blocks[place]] for place in arriving[:-1])])
         for step, place in enumerate(arriving):
             begin, end = starts[place], starts[place + 1]
+            # The first W - 1 blocks are partial sums, to which this rank adds its part; the others are results.
             if step < size - 1:
                 for part_N in self._parts(given_N.dtype, end - begin, outgoing):
                     place_N = slice(begin, begin + part_N.numel())
                     combine(given_N[place_N], part_N, out=out_N[place_N])
+                    # This rank is the last one to add to this block, so that it is complete.
                     if step == size - 2:
                         finish(out_N[place_N])
+                    # From now on these bytes may be passed on.
                     outgoing.num_ready += part_N.numel() * item_bytes
                     begin = place_N.stop
             else:
@@ -86,13 +91,14 @@ class Ring:
                 self._wait(sends=True, receives=False)
 
     def _parts(self, dtype: torch.dtype, count: int, outgoing: "_Outgoing") -> Iterator[Tensor]:
-        """The next `count` elements as they come, in pieces; each is valid until the next."""
+        """Yields the next `count` elements in pieces, as they arrive; a piece is valid until the next one."""
         scratch = _bytes_of(self._scratch)
         typed = self._scratch.view(dtype)
         filled = 0
         while count:
             wanted = min(len(scratch), count * dtype.itemsize)
             filled += self._receive(scratch[filled:wanted], outgoing)
+            # A piece may end within an element: its bytes wait for the rest at the start of the scratch memory.
             whole = filled // dtype.itemsize
             if whole:
                 yield typed[:whole]
@@ -102,11 +108,11 @@ class Ring:
                 filled = rest
 
     def _receive(self, into: memoryview, outgoing: "_Outgoing") -> int:
-        """Number of bytes that came, at least one; sends while it waits."""
+        """Receives at least one byte and returns the number of bytes; sends while it waits."""
         while True:
             has_sent = self._send(outgoing)
             try:
-                count = self._from_last.recv_into(into)
+                count = self._from_previous.recv_into(into)
             except BlockingIOError:
                 if not has_sent:
                     self._wait(sends=outgoing.can_go, receives=True)
@@ -118,7 +124,7 @@ class Ring:
             return count
 
     def _send(self, outgoing: "_Outgoing") -> bool:
-        """Whether anything went out."""
+        """Sends what is possible without waiting; returns whether anything was sent."""
         if not outgoing.can_go:
             return False
         try:
@@ -130,16 +136,16 @@ class Ring:
         return True
 
     def _wait(self, *, sends: bool, receives: bool) -> None:
-        """Until one of them is possible."""
+        """Waits until the connections can send or receive."""
         events = select.poll()
         if sends:
             events.register(self._to_next, select.POLLOUT)
         if receives:
-            events.register(self._from_last, select.POLLIN)
+            events.register(self._from_previous, select.POLLIN)
         if not events.poll(self._timeout_s * 1000):
             neighbour = self._name(self._place - 1 if receives else self._place + 1)
             raise HorovodInternalError(
-                f"{self._name(self._place)} waited {self._timeout_s:g} s for {neighbour}. If that can be, set "
+                f"{self._name(self._place)} waited {self._timeout_s:g} s for {neighbour}. If that is expected, raise "
                 f"HOROVOD_GLOO_TIMEOUT_SECONDS"
             )
 
@@ -150,14 +156,14 @@ class Ring:
         return self._names[place % len(self._names)]
 
     def close(self) -> None:
-        for connection in (self._to_next, self._from_last):
+        for connection in (self._to_next, self._from_previous):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
 
 class _Outgoing:
-    """Bytes to be sent, in order, the first `num_ready` of which may be."""
+    """Bytes to send, in order; the first `num_ready` of them may be sent now."""
 
     def __init__(self, blocks: list[memoryview]) -> None:
         self._blocks = [block for block in blocks if len(block)]
@@ -189,20 +195,20 @@ def _bytes_of(tensor_N: Tensor) -> memoryview:
 def connect_ring(
     store: SignedStore, secret: bytes, place: int, names: Sequence[str], address: str, settings: Settings
 ) -> Ring | None:
-    """The ring of the members called `names`, of which this rank is number `place`. None for one that is alone.
+    """Connects the ring of the members called `names`, of which this rank is number `place`; None for a single member.
 
-    All members call it, each with its own `place`. They tell each other through the store, which must be theirs alone,
-    where they listen. address: where the others reach this rank.
+    All members call it, each with its own `place`. They exchange their endpoints through `store`, which only they use.
+    address: the address at which the others reach this rank.
     """
     size = len(names)
     if size == 1:
         return None
     listener = AuthenticatedListener(address, secret)
     store.set(f"ring/{place}", listener.endpoint.to_json())
-    last, following = (place - 1) % size, (place + 1) % size
-    # Each waits to be let in by the next one while it lets in the one before.
+    previous, following = (place - 1) % size, (place + 1) % size
+    # Each rank connects to the next one and, at the same time, accepts the connection of the previous one.
     with ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(listener.accept_ranks, [last], settings.start_timeout_s)
+        accepting = pool.submit(listener.accept_ranks, [previous], settings.start_timeout_s)
         try:
             endpoint = Endpoint.from_json(store.get(f"ring/{following}"))
             to_next = connect(endpoint, secret, rank=place, to=names[following], timeout_s=settings.start_timeout_s)
@@ -210,8 +216,8 @@ def connect_ring(
             listener.close()
             raise
         try:
-            from_last = accepting.result()[last]
+            from_previous = accepting.result()[previous]
         except BaseException:
             to_next.close()
             raise
-    return Ring(place, names, to_next, from_last, settings.gloo_timeout_s)
+    return Ring(place, names, to_next, from_previous, settings.gloo_timeout_s)

@@ -29,8 +29,12 @@ def small_payload(operations: list[Operation], num_ranks: int) -> bytes:
         return b""
     if sum([operation.request.terms.num_bytes for operation in operations]) > _SMALL_BYTES // max(1, num_ranks - 1):
         return b""
-    if len(operations) > 1 and any(not _is_alike(first, operation.request) for operation in operations[1:]):
-        return b""
+    # All operations must be combined and scaled in the same way, and all tensors have one dtype. Requests of one shape share
+    # their terms, so that the comparison is rarely needed.
+    for operation in operations[1:]:
+        terms = operation.request.terms
+        if terms is not first.terms and (terms.kind, terms.reduction) != (first.kind, first.terms.reduction):
+            return b""
     tensors = [tensor for operation in operations for tensor in operation.inputs]
     dtype = tensors[0].dtype
     if len(tensors) > 1 and any(tensor.dtype is not dtype for tensor in tensors):
@@ -44,6 +48,7 @@ def small_payload(operations: list[Operation], num_ranks: int) -> bytes:
 def add_payloads(request: Request, payloads: list[bytes]) -> bytes:
     """Combines the payloads in the order of ranks, half precision in float32."""
     dtype = DTYPE_BY_NAME[request.dtypes[0]]
+    # frombuffer() needs memory that may be written to: the first part becomes the total.
     parts = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in payloads]
     total = parts[0].float() if dtype in HALF_PRECISION else parts[0]
     for part in parts[1:]:
@@ -60,16 +65,3 @@ def deliver_payload(operations: list[Operation | None], payload: bytes) -> None:
         outputs[0].copy_(flat.view(outputs[0].shape))
     else:
         torch._foreach_copy_(outputs, views_like(flat, outputs))
-
-
-def _is_alike(one: Request, two: Request) -> bool:
-    """Whether two allreduces are combined and scaled in the same way."""
-    return (one.kind, one.process_set, one.op, one.prescale, one.postscale, one.device, one.wire) == (
-        two.kind,
-        two.process_set,
-        two.op,
-        two.prescale,
-        two.postscale,
-        two.device,
-        two.wire,
-    )

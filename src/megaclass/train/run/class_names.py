@@ -1,4 +1,4 @@
-"""What the classes of the data are called, so that their centres are found again when the list has changed."""
+"""Names of the classes of the data, by which their centres are found again when the list of classes has changed."""
 
 from megaclass.checkpoint.class_names import ClassList
 from megaclass.data.sources.open_source import format_of
@@ -7,14 +7,14 @@ from megaclass.errors import DataError
 
 
 def class_list(path: str, source: ImageSource) -> ClassList:
-    """Names from a classes.txt beside the data, or from its folders where each is an identity.
+    """Reads names from a classes.txt beside the data, or takes those of its folders if each is an identity.
 
-    Where there are none (a train.rec and its property file know numbers only), a class is called by its number.
+    Without names (train.rec and its property file have numbers only), classes are identified by their numbers.
     """
     names = format_of(path).class_names()
     if names is None:
         return ClassList(source.num_classes)
     classes = ClassList.of(names, path)
     if classes.num_classes != source.num_classes:
-        raise DataError(f"{path} names {classes.num_classes:,} classes, but its labels are of {source.num_classes:,}.")
+        raise DataError(f"{path} names {classes.num_classes:,} classes, but has labels for {source.num_classes:,}.")
     return classes

@@ -48,6 +48,7 @@ def finish_run(run: Run, model: Model, outcome: Outcome, results: list[SetResult
         "fit": config.data.fit,
         "mirror": str(config.data.mirror).lower(),
     }
+    # The model first: it is the result that took the longest.
     save_model(folder / "model.safetensors", model.backbone, metadata=metadata)
     summary: dict[str, Any] = {
         "data": config.data.path,
@@ -78,6 +79,7 @@ def finish_run(run: Run, model: Model, outcome: Outcome, results: list[SetResult
         write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
         write_faces(folder, _sample_faces(source))
         write_report(folder / "report.html", report_of_runs([folder], device=torch.device("cpu")))
+    # Last, because it is the step most likely to fail.
     if config.export.onnx:
         export_onnx(folder / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
     _print_results(folder, summary, results)
@@ -115,6 +117,7 @@ def _sample_faces(source: ImageSource) -> list[list[bytes]]:
         for index in np.flatnonzero(source.labels == label)[:_SAMPLE_COLUMNS]:
             try:
                 encoded = source.read(int(index))
+                # Decoded only to find out whether it can be: the report embeds the encoded bytes.
                 decode_image(encoded, source.name_of(int(index)))
             except DataError:
                 continue

@@ -140,6 +140,7 @@ class RunFolder:
         begun, is_logged = time.monotonic(), False
         while True:
             try:
+                # Non-blocking in a loop, because a blocking flock has no timeout.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
@@ -169,6 +170,7 @@ class RunFolder:
         """
         name_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=device)
         token = self.path / f".seen-{int(gather_blocks(name_bits, group)[0]):014x}"
+        # Random, because a name used before could still be in the cache of a network file system.
         on_main_rank(lambda: token.touch(0o600), device, group)
         try:
             on_every_rank(lambda: self._look_for(token, group_rank(group)), device, group)
@@ -200,6 +202,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         path = self.path / "metrics.jsonl"
         try:
+            # Remember the size, to remove a partial row if the disk is full.
             size = path.stat().st_size if path.exists() else 0
             try:
                 with open_private(path, "a", follows_links=False, encoding="utf-8") as file:

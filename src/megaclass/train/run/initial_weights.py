@@ -39,6 +39,7 @@ def load_initial_weights(run: Run, model: Model, mode: StartMode) -> None:
     A run folder stands for its newest whole checkpoint in both. Each byte of a checkpoint is checked by one of the ranks.
     """
     config, device, classes = run.config.train, run.device, run.classes
+    # One path for both is resolved once, so that backbone and centres come from the same checkpoint.
     is_one_path = config.init_backbone == config.init_centres
     backbone = Path()
     if config.init_backbone is not None:
@@ -54,6 +55,7 @@ def load_initial_weights(run: Run, model: Model, mode: StartMode) -> None:
         saved_K = np.arange(model.head.classes.start, model.head.classes.stop)
         if saved != classes:
             saved_K = match_on_all_ranks(run, model, saved, str(path)).saved_K
+        # Only the centres themselves: the state of their optimizer belongs to the other run.
         target, num_subcentres = {"weight": model.head.rows()["weight"]}, model.head.store.num_subcentres
         on_every_rank_for_long(lambda: copy_matched_rows(shards, target, saved_K, num_subcentres, str(path)), device)
         model.head.accept_rows()
@@ -87,13 +89,14 @@ def _checkpoints_of(path: Path) -> list[Path]:
 def _load_backbone(model: Model, path: Path) -> None:
     load_backbone_(model.backbone, _read_backbone(path), path)
     if model.ema is not None:
+        # The moving average starts at the loaded weights, not at the random ones.
         model.ema.load({name: parameter.detach() for name, parameter in model.backbone.named_parameters()})
 
 
 def _read_backbone(path: Path) -> dict[str, Tensor]:
     if (path / NAME).is_file():
         shared = load_shared(path)
-        # Where a running mean was kept, it is what the run stands for.
+        # If training kept a moving average of the weights, it evaluated and exported that.
         return tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
     if path.is_dir():
         raise CheckpointError(

@@ -15,7 +15,7 @@ from megaclass.launch.launchers.local import run_local
 from megaclass.train.build import build_margin
 from megaclass.train.run.rank_main import train_as_rank
 from megaclass.train.run.restart import StartMode, check_start
-from megaclass.world import World, starters_variables, world_from_environment
+from megaclass.world import NO_STARTER, World, starters_variables, world_from_environment
 
 _logger = logging.getLogger("megaclass.train")
 # Every backbone takes images of this size: the real size is checked when the data is open.
@@ -26,7 +26,7 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     """Returns the exit code of the run. `arguments`: the command line after `megaclass train`, to start ranks with."""
     _check_settings(config)
     world = world_from_environment()
-    if world.starter != "none":
+    if world.starter != NO_STARTER:
         if world.size == 1 and config.train.nproc > 1:
             _logger.warning(_unused_nproc(config, world), extra={"sender": world.name()})
         return train_as_rank(config, world, mode)

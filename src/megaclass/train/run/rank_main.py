@@ -78,16 +78,23 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done."""
     folder = RunFolder(Path(config.train.run_dir))
     mode = prepare_run(config, folder, world, device, mode, held)
+    # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
     run = open_run(config, world, device, folder)
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
     model = build_model(config, run.source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
+    num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
+    _logger.debug(
+        f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
+        f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
+    )
     first_step = 0
     if mode.resume is None:
         load_initial_weights(run, model, mode)
     else:
         first_step = resume_run(run, model, mode)
+    # From here on a restart continues this run (see restart.py).
     on_main_rank(lambda: take_over(config, folder, mode), device)
     if world.is_main:
         _logger.info(run.source.describe())
@@ -114,6 +121,7 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
             data=run.data_marks,
             is_asynchronous=config.train.async_checkpoints,
         ) as writer:
+            # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())
             outcome = train(run, model, first_step, writer, signals)
         # A signal may have come while the last checkpoint was written.

@@ -18,6 +18,7 @@ In the state "taken", or if the folder had to be free at first, a restart (`_mod
 """
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,8 +36,9 @@ from megaclass.distributed.agreement import on_main_rank_for_long, text_of_main_
 from megaclass.errors import CheckpointError, ConfigError
 from megaclass.train.run.data import make_data
 from megaclass.train.run.folder import RunFolder
-from megaclass.world import World
+from megaclass.world import NO_STARTER, World
 
+_logger = logging.getLogger("megaclass.train")
 # How long rank 0 of the previous start may take to end: the grace periods of the launchers, and a write to a slow disk.
 _PREVIOUS_START_ENDS_S = 120.0
 
@@ -84,7 +86,7 @@ def prepare_run(
     decided = mode
     # Under torchrun, srun or megaclass run no parent has called check_start. The ranks that our own parent starts cannot
     # be told from those, so rank 0 repeats the checks there, which takes milliseconds: the data exists by then.
-    is_first_check = world.starter != "none"
+    is_first_check = world.starter != NO_STARTER
 
     def prepare() -> None:
         nonlocal decided
@@ -93,8 +95,10 @@ def prepare_run(
             require_packages(config)
             if mode.needs_free_folder and not is_restart:
                 folder.check_free()
+        # A restart may come before the previous rank 0 has ended.
         held.enter_context(folder.locked(_PREVIOUS_START_ENDS_S if is_restart else 0.0))
         if is_restart:
+            # Only the holder of the lock may read what the previous start left.
             decided = _mode_after_restart(config, folder, mode)
             if decided.needs_free_folder:
                 folder.check_free()
@@ -104,6 +108,7 @@ def prepare_run(
             make_data(config)
 
     on_main_rank_for_long(prepare, device)
+    _logger.debug(f"rank {world.rank}: starting with {decided}")
     # The other ranks may see an older state of a network file system: they start as rank 0 decided.
     return StartMode(**json.loads(text_of_main_rank(lambda: json.dumps(asdict(decided)), device)))
 

@@ -24,7 +24,7 @@ from megaclass.checkpoint.load import (
 from megaclass.checkpoint.manifest import Manifest, read_manifest
 from megaclass.checkpoint.retention import best_folder, published, set_aside_after
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
-from megaclass.config.read import load_config_values, settings_with_changes
+from megaclass.config.read import changes_refused_on_resume, load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, foreign_class
 from megaclass.data.sources.source import ImageSource
@@ -58,13 +58,16 @@ def resume_run(run: Run, model: Model, mode: StartMode) -> int:
             check_same_people(manifest.data, run.data_marks, run.source, saved, run.classes, folder)
         if saved == run.classes and manifest.data.fingerprint not in ("", run.data_marks.fingerprint):
             changed = _describe_fingerprints(manifest.data, run.data_marks, folder)
-            _logger.info(f"the data has changed, going on with it: {changed}")
+            _logger.info(f"the data has changed, continuing with it: {changed}")
         _logger.info(f"resuming from {folder}, step {manifest.step}")
 
+    # Rank 0 alone checks the data: only it knows the fingerprint, and it may have to read hundreds of images.
     on_main_rank_for_long(check, run.device)
     saved = on_every_rank(lambda: saved_classes(folder, read_manifest(folder)), run.device)
+    # Equal lists need no matching, which is the usual case: every rank then reads its own range of rows.
     match = match_on_all_ranks(run, model, saved, str(folder)) if saved != run.classes else None
     step = on_every_rank_for_long(lambda: _load(run, model, folder, match), run.device)
+    # Only now, when the checkpoint is loaded everywhere, is anything in the folder changed.
     on_main_rank(lambda: _set_aside_later_steps(run.folder, step), run.device)
     return step
 
@@ -118,9 +121,11 @@ def _set_aside_later_steps(folder: RunFolder, step: int) -> None:
 def _load(run: Run, model: Model, folder: Path, match: ClassMatch | None) -> int:
     manifest = read_manifest(folder)
     shared = load_shared(folder)
+    # Compare names and shapes first: the error then names the checkpoint, and nothing is half loaded.
     check_fits(model.backbone, tensors_with_prefix(shared, "backbone."), folder)
     model.load_shared_state(shared)
     own = model.head.classes
+    # The number of ranks may have changed: rows are read by class number from whichever shards hold them.
     if match is None:
         for first_class, rows in saved_rows(folder, manifest, own.start, own.stop):
             model.head.load_rows(first_class, rows)
@@ -128,7 +133,9 @@ def _load(run: Run, model: Model, folder: Path, match: ClassMatch | None) -> int
         shards = saved_rows(folder, manifest, 0, manifest.num_classes)
         copy_matched_rows(shards, model.head.rows(), match.saved_K, model.head.store.num_subcentres, str(folder))
         model.head.accept_rows()
+    # The head draws its samples by step number.
     model.head.step_count = manifest.step
+    # The state of random generators is per rank, and has no meaning on another number of ranks.
     if manifest.world_size == run.world.size:
         restore_generators(load_rank_state(folder, manifest, run.world.rank), run.device)
     return manifest.step
@@ -190,7 +197,7 @@ def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
     differences = sorted(
         f"{name} was {_shown(before)}, is {_shown(now)}"
-        for name, before, now in settings_with_changes(saved_config, config)
+        for name, before, now in changes_refused_on_resume(saved_config, config)
     )
     if differences:
         raise CheckpointError(f"{folder} belongs to another run: {'; '.join(differences)}.")

@@ -18,7 +18,7 @@ from megaclass.launch.signals import is_heeded, leave_closed_terminal
 
 
 class Stop(enum.IntEnum):
-    """Whether, and why, a run ends before its last step."""
+    """Reason to end a run before its last step."""
 
     NO = 0
     ASKED = 1
@@ -41,6 +41,7 @@ class StopSignals:
         def remember(signum: int, frame: FrameType | None) -> None:
             if self._stop is Stop.BY_HAND and signum == signal.SIGTERM:
                 raise KeyboardInterrupt
+            # Ctrl-C is stronger: a later SIGTERM must not turn exit code 130 into 75.
             self._stop = max(self._stop, Stop.ASKED)
             leave_closed_terminal()
 
@@ -53,6 +54,7 @@ class StopSignals:
                 text = "\nmegaclass: Ctrl-C: saving at the next report; press it again to leave at once."
                 print(text, file=sys.stderr, flush=True)
 
+        # SIGHUP and SIGINT that are ignored stay ignored: nohup and background jobs of a shell rely on that.
         numbers = [signal.SIGTERM, signal.SIGUSR1] + ([signal.SIGHUP] if is_heeded(signal.SIGHUP) else [])
         previous = {number: signal.signal(number, remember) for number in numbers}
         if is_heeded(signal.SIGINT):

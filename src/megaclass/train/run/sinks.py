@@ -22,6 +22,7 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
     is_new: nothing was trained yet. If a sink cannot be opened, the run folder is then cleared for the next attempt.
     """
     with ExitStack() as opened:
+        # The first sink is the authoritative one.
         sinks: list[Sink] = [opened.enter_context(_metrics_file(run))]
         try:
             if config.train.tensorboard:
@@ -56,6 +57,7 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
     def send(row: Mapping[str, float]) -> None:
         waiting.append(dict(row))
         try:
+            # Oldest first: rows stay in the order of their steps.
             while waiting:
                 run.append_metrics(waiting[0])
                 waiting.popleft()
@@ -70,6 +72,7 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
     try:
         yield send
     finally:
+        # One more attempt at the end: the disk may have room by now.
         if waiting:
             last = waiting.pop()
             send(last)
@@ -83,12 +86,13 @@ def no_sinks() -> Iterator[Sink]:
     yield lambda row: None
 
 
+# The two packages below are installed: restart.require_packages has checked that before the first step.
+
+
 @contextmanager
 def _tensorboard(run: RunFolder) -> Iterator[Sink]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("train.tensorboard needs its package: pip install 'megaclass[tensorboard]'") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     # TensorBoard's files follow the umask; the private folder keeps other users out.
     make_private_folder(run.path / "tensorboard")
     writer = SummaryWriter(str(run.path / "tensorboard"))
@@ -106,10 +110,8 @@ def _tensorboard(run: RunFolder) -> Iterator[Sink]:
 
 @contextmanager
 def _wandb(config: Config, run: RunFolder) -> Iterator[Sink]:
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError("train.wandb_project needs its package: pip install 'megaclass[wandb]'") from None
+    import wandb
+
     try:
         make_private_folder(run.path / "wandb")
         session = wandb.init(
