@@ -166,7 +166,9 @@ def test_a_bad_record_is_named_by_its_key(tmp_path, changed, message):
 def test_a_missing_key_is_named(tmp_path):
     records = insightface_records()
     del records[3]
-    with pytest.raises(DataError, match=r"announces 6 images, keys 1 to 6, but the index has 5 .*; the first missing key is 3"):
+    with pytest.raises(
+        DataError, match=r"announces 6 images, keys 1 to 6, but the index has 5 .*; the first missing key is 3"
+    ):
         open_source(write_folder(tmp_path, records))
 
 

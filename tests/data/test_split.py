@@ -84,7 +84,7 @@ def test_the_same_seed_gives_the_same_split_and_another_one_another(data):
 @pytest.mark.parametrize("share", ["0", "1", "1.5", "-0.1", "nan"])
 def test_a_share_that_is_none_is_refused(data, tmp_path, share, capsys):
     assert main(["data", "split", str(data), "--identities", share, "--out", str(tmp_path / "out")]) == 2
-    assert "expected one between 0 and 1" in capsys.readouterr().err
+    assert "expected a number between 0 and 1" in capsys.readouterr().err
 
 
 def test_images_that_are_in_the_training_data_are_found(data, tmp_path):
