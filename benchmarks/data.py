@@ -298,7 +298,7 @@ def render(speeds, held_s, first, again, num_equal, options) -> str:
         "|---|---|---|",
         *(f"| {what} | {must} | {value} |" for what, must, value in rows),
         "",
-        "| images a second of CPU | |",
+        "| images per second of CPU | |",
         "|---|---|",
         *(
             f"| {text} | {per_second(name):,.0f} |"

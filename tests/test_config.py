@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megaclass
-from megaclass.config.read import load_config, settings_with_changes, to_toml
+from megaclass.config.read import changes_refused_on_resume, load_config, to_toml
 from megaclass.config.schema import Config, DataConfig, HeadConfig, OptimizerConfig, SynthConfig, TrainConfig
 from megaclass.errors import ConfigError
 
@@ -272,7 +272,7 @@ def test_a_resumed_run_may_change_where_and_how_fast_it_runs_but_not_what_it_com
     new = load_config(
         recipe(), ["train.nproc=2", "train.epochs=3", "data.path=x", "head.scale=30", "data.size=[96,80]"]
     )
-    assert list(settings_with_changes(old, new)) == [("data.size", 0, (96, 80)), ("head.scale", 64.0, 30.0)]
+    assert list(changes_refused_on_resume(old, new)) == [("data.size", 0, (96, 80)), ("head.scale", 64.0, 30.0)]
 
 
 @pytest.mark.parametrize(("section", "key"), list(settings()), ids=map(".".join, settings()))

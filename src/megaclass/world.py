@@ -20,19 +20,9 @@ _DERIVED_PORTS = range(20_000, 32_000)
 OWN_ADDRESS, OWN_PORT = "MEGACLASS_ADDRESS", "MEGACLASS_PORT"
 STORE_PORT = "MEGACLASS_STORE_PORT"
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_HOROVOD_NAMES = {
-    "RANK": "HOROVOD_RANK",
-    "WORLD_SIZE": "HOROVOD_SIZE",
-    "LOCAL_RANK": "HOROVOD_LOCAL_RANK",
-    "LOCAL_WORLD_SIZE": "HOROVOD_LOCAL_SIZE",
-    "GROUP_RANK": "HOROVOD_CROSS_RANK",
-    "GROUP_WORLD_SIZE": "HOROVOD_CROSS_SIZE",
-    "MASTER_ADDR": OWN_ADDRESS,
-    "MASTER_PORT": OWN_PORT,
-}
 TORCHRUN_VARIABLES = (
-    *_HOROVOD_NAMES,
-    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+    *_TORCHRUN_NAMES,
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
 )
@@ -98,7 +88,7 @@ class Starter:
     """Fields of World, computed from the environment and from the fields read before them (in the order of `_FIELDS`)."""
     derived_address: Callable[[Environment], str] = lambda _: "127.0.0.1"
     address_advice: str
-    """What to do if the address of rank 0 is wrong; {own} is an address of the host of rank 0."""
+    """Advice for a wrong address of rank 0; {own} stands for an address of the host of rank 0."""
 
 
 _FIELDS = ("size", "rank", "local_size", "local_rank", "cross_size", "cross_rank", "port")
@@ -211,18 +201,10 @@ def environment_of(world: World, *, is_horovod: bool = False) -> dict[str, str]:
 
     is_horovod: Horovod's names, and two of our own, in place of torchrun's.
     """
-    values = {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        "GROUP_RANK": str(world.cross_rank),
-        "GROUP_WORLD_SIZE": str(world.cross_size),
-        "MASTER_ADDR": world.address,
-        "MASTER_PORT": str(world.port),
-    }
-    named = {_HOROVOD_NAMES[name]: value for name, value in values.items()} if is_horovod else values
-    return {**named, "MEGACLASS_STARTER": world.starter}
+    starter = next(starter for starter in STARTERS if starter.name == ("megaclass run" if is_horovod else "torchrun"))
+    fields = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "address", "port")
+    placed = {getattr(starter, field)[-1]: str(getattr(world, field)) for field in fields}
+    return {**placed, "MEGACLASS_STARTER": world.starter}
 
 
 def _world(starter: Starter, env: Environment) -> World:

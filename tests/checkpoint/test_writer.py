@@ -87,9 +87,11 @@ class Gate:
     """Holds every write of the background thread until it is opened."""
 
     def __init__(self, monkeypatch):
+        self.reached = threading.Event()
         self.opened = threading.Event()
 
         def held(*args):
+            self.reached.set()
             assert self.opened.wait(30)
             return write_tensors(*args)
 
@@ -315,6 +317,8 @@ def test_a_process_that_outlived_its_job_cannot_write_into_the_saves_of_the_next
     gate = Gate(monkeypatch)
     old = writer_for(tmp_path)
     old.save(snapshot_at(1))
+    # Its thread must be held by the gate before the gate is removed for the next job.
+    assert gate.reached.wait(30)
     monkeypatch.setattr(save_module, "write_tensors", write_tensors)
     with writer_for(tmp_path) as new:
         new.save(snapshot_at(1))

@@ -105,8 +105,7 @@ def test_where_no_cache_has_room_the_data_is_read_and_the_reason_told(folder, tm
     labels, described = said.splitlines()
     assert labels == "[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2] True"
     assert (
-        f"not cached, so that every process collects index and labels itself ({tmp_path / 'packed'}: File too"
-        in described
+        f"not cached, so every process collects index and labels itself ({tmp_path / 'packed'}: File too" in described
     )
     assert f"; {tmp_path / 'home'}" in described
     left = [path.name for place in ("packed", "home") for path in (tmp_path / place).rglob("*") if path.is_file()]

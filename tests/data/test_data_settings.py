@@ -123,7 +123,7 @@ def test_a_run_on_rectangles_is_trained_resumed_evaluated_and_embedded_alike(mix
         "the model takes images of 48 × 32 pixels, from data.size; 24 of all 32 images have another size and are fitted"
     )
     assert f"{line} (data.fit=pad), 24 of these get black borders." in said
-    assert "48 of 64 images read had another size and were fitted to 48 × 32 (data.fit = pad)" in said
+    assert "48 of 64 images had another size and were fitted to 48 × 32 (data.fit = pad)" in said
     evaluated = json.loads((run / "evaluation.json").read_text())["sets"]["a"]
     assert evaluated.get("error") is None
 

@@ -85,8 +85,8 @@ def huge_jpeg() -> bytes:
 
 
 BAD = {
-    "no image": (b"hello, world", "that are no image"),
-    "empty": (b"", "0 bytes that are no image"),
+    "no image": (b"hello, world", "that are not an image"),
+    "empty": (b"", "0 bytes that are not an image"),
     "cut JPEG": (encoded(picture(), "JPEG")[:-200], "Cannot decode train.rec, key 7"),
     "JPEG of nothing": (b"\xff\xd8\xff\xe0", "Cannot decode train.rec, key 7"),
     "cut PNG": (encoded(picture(), "PNG")[:60], "damaged image"),

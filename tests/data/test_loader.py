@@ -114,7 +114,7 @@ def test_images_of_another_size_are_fitted_as_asked_and_counted(tmp_path):
         batch = loader.load(0, 0)
         assert int(batch.images[:, :, 0].max()) == top, fit
         assert loader.num_resized == 6
-        assert "6 of 6 images read had another size and were fitted to 16 × 16" in loader.describe_resized()
+        assert "6 of 6 images had another size and were fitted to 16 × 16" in loader.describe_resized()
     exact = BatchLoader(source, global_batch=6, image_size=(8, 16))
     exact.load(0, 0)
     assert exact.num_resized == 3
@@ -154,7 +154,7 @@ class BrokenSource:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_bad_image_is_replaced_by_the_same_one_on_any_number_of_ranks(source, world_size, capfd):
+def test_a_bad_image_is_replaced_by_the_same_one_on_any_number_of_ranks(source, world_size, caplog):
     broken = BrokenSource(source)
     alone = BatchLoader(broken, global_batch=30, max_bad_fraction=1)
     ranks = [
@@ -168,9 +168,8 @@ def test_a_bad_image_is_replaced_by_the_same_one_on_any_number_of_ranks(source, 
     assert np.array_equal(whole.labels.numpy(), source.labels[whole.indices])
     assert not np.any(whole.indices % 10 == 3)
     assert alone.bad_images.num_bad >= len(alone.bad_images.indices) > 0
-    said = capfd.readouterr().err
     for index in alone.bad_images.indices:
-        assert f"key {index + 1}: 7 bytes that are no image" in said
+        assert f"key {index + 1}: 7 bytes that are not an image" in caplog.text
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
@@ -199,7 +198,7 @@ def test_an_image_that_a_disk_refuses_for_a_moment_is_read_again_and_not_replace
 
 
 def test_too_many_bad_images_stop_the_run_and_name_the_last(source):
-    message = r"more than data\.max_bad_fraction = 0\.05 allows.*train\.rec, key \d*4: 7 bytes that are no image"
+    message = r"more than data\.max_bad_fraction = 0\.05 allows.*train\.rec, key \d*4: 7 bytes that are not an image"
     with pytest.raises(DataError, match=message):
         list(BatchLoader(BrokenSource(source), global_batch=32, num_workers=2, max_bad_fraction=0.05).batches())
 

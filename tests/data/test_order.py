@@ -120,5 +120,5 @@ def test_a_batch_of_k_images_a_class_holds_k_different_images_of_each():
         batch = order.batch(3, step)
         assert len(np.unique(batch)) == 24
         assert sorted(np.unique(labels[batch], return_counts=True)[1]) == [4] * 6
-    with pytest.raises(DataError, match="cannot be made of 5 images a class: use a multiple of 5"):
+    with pytest.raises(DataError, match="cannot be divided into groups of 5 images of a class: use a multiple of 5"):
         ClassOrder(labels, global_batch=24, images_per_class=5)

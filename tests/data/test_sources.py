@@ -64,7 +64,7 @@ def test_folders_are_identities_in_the_order_of_their_names(tmp_path):
     assert [grey_of(source.read(index)) for index in range(6)] == [30, 10, 20, 40, 50, 60]
     assert source.describe() == (
         f"one folder per identity at {tmp_path / 'faces'}: 6 images of 4 classes, 20 × 24; 1 classes without images; "
-        f"1 file that is no image is left out: bob/notes.txt"
+        f"1 file that is not an image is left out: bob/notes.txt"
     )
 
 
@@ -80,14 +80,16 @@ def test_folders_hold_images_of_every_suffix_and_name_what_is_none(tmp_path):
     assert source.num_images == len(IMAGE_SUFFIXES)
     batch = BatchLoader(source, global_batch=source.num_images, max_bad_fraction=0).load(0, 0)
     assert len(batch.images) == source.num_images
-    left_out = "5 files that are no images are left out: lost.jpg (in no identity's folder), anna/a.jp2, anna/b.json, …"
+    left_out = (
+        "5 files that are not images are left out: lost.jpg (in no identity's folder), anna/a.jp2, anna/b.json, …"
+    )
     assert source.describe().endswith(left_out)
 
 
 def test_folders_without_any_image_say_what_they_hold(tmp_path):
     (tmp_path / "anna").mkdir()
     (tmp_path / "anna" / "a.heic").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"no image in it \(1 file that is no image is left out: anna/a\.heic\)"):
+    with pytest.raises(DataError, match=r"no image in it \(1 file that is not an image is left out: anna/a\.heic\)"):
         open_source(tmp_path)
 
 
@@ -121,7 +123,7 @@ def test_a_label_that_asks_for_absurdly_many_classes_is_refused_and_named(tmp_pa
     write_tar(tmp_path / "a.tar", samples(3, 900_000_000_000))
     (tmp_path / "a.txt").write_text("x.jpg\t3\ny.jpg\t900000000000\n")
     named = r"a\.tar, byte \d+" if kind == "tar" else r"y\.jpg"
-    message = named + r" has label 900000000000, which makes 900,000,000,001 classes of 2 images: at most 67,108,864"
+    message = named + r" has label 900000000000, which implies 900,000,000,001 classes for 2 images: at most 67,108,864"
     with pytest.raises(DataError, match=message):
         open_source(tmp_path / ("a.tar" if kind == "tar" else "a.txt"))
 
@@ -250,7 +252,7 @@ def test_a_file_that_vanishes_or_hangs_is_an_error_with_its_name(tmp_path):
     os.mkfifo(root / "bob" / "pipe.jpg")
     with pytest.raises(DataError, match=r"bob/10\.jpg: No such file"):
         source.read(1)
-    with pytest.raises(DataError, match=r"bob/pipe\.jpg: it is no file"):
+    with pytest.raises(DataError, match=r"bob/pipe\.jpg: it is not a regular file"):
         source.read(3)
 
 

@@ -69,7 +69,7 @@ STRUCTURE = {
         lambda folder: (folder / "train.rec").write_bytes(
             (folder / "train.rec").read_bytes()[: offset_of(folder, 9) + 50]
         ),
-        r"bytes are passed over",
+        r"bytes are skipped",
         8,
     ),
     "a record without a mark": (
@@ -90,7 +90,7 @@ STRUCTURE = {
     ),
     "past the end": (
         lambda folder: edit_index(folder, lambda lines: [*lines, "99\t10000000"]),
-        "key 99 begins at byte 10000000: no whole record begins there",
+        "key 99 starts at byte 10000000: no whole record starts there",
         15,
     ),
     "no index at all": (lambda folder: (folder / "train.idx").write_bytes(b"\xff" * 50), r"train\.idx, line 1", 15),

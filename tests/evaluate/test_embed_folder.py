@@ -150,7 +150,7 @@ def test_files_that_are_no_images_are_counted_and_named(tmp_path, folder, model,
     (folder / "person-0" / "a.tif").write_bytes(picture(5, image_format="TIFF"))
     (folder / "person-0" / "._a.jpg").write_bytes(b"a Macintosh was here")
     assert embed_folder(model, folder, tmp_path / "e.npy").num_embedded == _NUM_IMAGES + 2
-    assert f"{folder}: 1 file that is no image is left out: person-0/notes.txt" in capsys.readouterr().err
+    assert f"{folder}: 1 file that is not an image is left out: person-0/notes.txt" in capsys.readouterr().err
 
 
 def test_images_of_another_size_are_fitted_and_counted(tmp_path, folder, model, picture, capsys):

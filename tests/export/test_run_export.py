@@ -72,7 +72,7 @@ def test_a_model_of_rectangles_carries_its_size_and_how_images_are_treated(make_
 
 def test_weights_of_rectangles_without_their_size_are_not_exported(make_run, tmp_path):
     run = make_run("iresnet18", size=(32, 48), settings="[data]\nsize = [32, 48]\n")
-    with pytest.raises(ExportError, match="the size of its images cannot be told"):
+    with pytest.raises(ExportError, match="they do not tell the size of its images"):
         export_model(run, "insightface", tmp_path / "out")
 
 

@@ -346,7 +346,7 @@ def test_what_is_not_there_says_so():
 
 
 def _sets_that_cannot_be(rank: int, size: int) -> None:
-    for ranks, text in (([0, size], "ranks must lie in"), ([0, 0], "each rank may stand there once")):
+    for ranks, text in (([0, size], "ranks must lie in"), ([0, 0], "each rank may appear only once")):
         name, said = error_of(lambda ranks=ranks: hvd.add_process_set(ranks))
         assert (name, text in said) == ("ValueError", True), said
         # The job goes on.

@@ -92,7 +92,7 @@ def test_what_is_no_size_is_shown(text):
     ("change", "message"),
     [
         ({"min_bytes": 16, "max_bytes": 8}, "go from 16 to 8 bytes"),
-        ({"factor": 1}, "-f is 1"),
+        ({"factor": 1}, "-f is 1, the factor"),
         ({"iterations": 0}, "at least one repetition"),
         ({"operations": ("all_reduce", "allgather")}, "Unknown operation 'allgather': expected all_reduce, all_gather"),
         ({"backend": "mpi"}, "Unknown backend 'mpi': expected auto, gloo, nccl"),
@@ -105,7 +105,7 @@ def test_options_out_of_range_are_refused(change, message):
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LaunchError, match=r"asked for nccl, but torch .* sees no GPU: take --backend gloo"):
+    with pytest.raises(LaunchError, match=r"asked for nccl, but torch .* sees no GPU: use --backend gloo"):
         bench.run_bench(BenchSettings(backend="nccl"), World(), is_json=False)
 
 
@@ -114,7 +114,7 @@ def test_two_ranks_on_one_gpu_are_refused_under_nccl_and_talk_through_gloo_other
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     world = World(rank=0, size=2, local_size=2, port=1)
     with pytest.raises(
-        LaunchError, match=r"asked for nccl, but torch .* sees 1 GPU\(s\) for 2 ranks: take --backend gloo"
+        LaunchError, match=r"asked for nccl, but torch .* sees 1 GPU\(s\) for 2 ranks: use --backend gloo"
     ):
         bench.run_bench(BenchSettings(backend="nccl"), world, is_json=False)
     chosen = []

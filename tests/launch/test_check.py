@@ -66,7 +66,7 @@ def finding(what, slots=2, **change):
 def test_a_host_with_two_gpus_and_two_slots_has_nothing_to_mend():
     found = host_findings(FACTS, 2)
     assert {f.what for f in found if f.state is not State.GOOD} == {"MPI"}
-    assert finding("GPU 1").found == "NVIDIA H200, a product in 25 µs, 130.0 of 140.0 GiB free"
+    assert finding("GPU 1").found == "NVIDIA H200, matrix product in 25 µs, 130.0 of 140.0 GiB free"
 
 
 def test_a_driver_that_runs_a_newer_cuda_all_the_same_is_not_doubted():
@@ -103,7 +103,7 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
         ("GPUs", {"torch": ON_CPU, "visible_devices": "0"}, "2 present, none usable", "is a CPU build"),
         ("GPUs", {"torch": UNUSABLE}, "none usable: driver too old", "compare nvidia-smi"),
         ("GPUs", {"torch": UNUSABLE, "visible_devices": ""}, "none usable", "unset CUDA_VISIBLE_DEVICES"),
-        ("GPUs", {"torch": {"fault": "ImportError"}}, "none usable", "Mend torch first"),
+        ("GPUs", {"torch": {"fault": "ImportError"}}, "none usable", "Fix torch first"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "ECC"}]}}, "A: ECC", "nvidia-smi --gpu-reset"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "CUDA out of memory"}]}}, "A", "shows who"),
         ("GPU 0", {"torch": {**TORCH, "gpus": [{"name": "A", "fault": "no kernel image"}]}}, "A", "get_arch_list"),
@@ -112,7 +112,7 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
         ("gloo", {"torch": {**TORCH, "gloo": False}}, "not in this torch", "--force-reinstall torch"),
         ("slots", {"torch": {**TORCH, "gpus": [GPU]}}, "2 for 1 GPU(s)", "at most 1 slots in -H"),
         ("free disk", {"free_disk_bytes": 1 << 20}, "0.0 GiB at /work", "du -xsh /work"),
-        ("free disk", {"workdir": None}, "not there", "--workdir"),
+        ("free disk", {"workdir": None}, "does not exist", "--workdir"),
         ("shared memory", {"free_shared_bytes": 60 << 20}, "0.06 GiB free in /dev/shm", "docker run --shm-size=8g"),
     ],
 )
@@ -125,7 +125,7 @@ def test_what_keeps_training_from_starting_is_named_with_what_to_do(what, change
     ("what", "change", "advice"),
     [
         ("GPUs", {"num_gpus_present": 4, "visible_devices": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1 hides the others"),
-        ("slots", {"slots": 1}, "1 of them will sit idle: give 2 slots"),
+        ("slots", {"slots": 1}, "1 of them will stay idle: use 2 slots"),
         ("free disk", {"free_disk_bytes": 5 << 30}, "Enough to start"),
         ("shared memory", {"free_shared_bytes": 500 << 20}, "--shm-size"),
         ("shared memory", {"free_shared_bytes": None}, "mount -t tmpfs"),
@@ -159,7 +159,7 @@ def test_the_versions_to_install_are_those_of_a_host_that_has_them():
     versions = {**FACTS["versions"], "Python": "3.11", "torch": "not installed"}
     hosts = {"h1": {**FACTS, "versions": versions}, "h2": FACTS, "h3": FACTS}
     python, torch = (f.advice for f in difference_findings(hosts, None, "/job", "python") if f.state is State.BAD)
-    assert python == "Install Python 3.11 with torch and megaclass on h2, h3, and name it with --python."
+    assert python == "Install Python 3.11 with torch and megaclass on h2, h3, and set --python to it."
     assert torch == "Type on h1: python -m pip install torch==2.13.0"
 
 
@@ -400,7 +400,7 @@ def test_numbers_that_make_no_sense_are_refused(capsys, option):
 def test_without_ssh_here_no_host_is_asked(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["check", "-H", "h77:1"]) == 2
-    assert "There is no ssh here to reach h77 with: sudo apt install openssh-client" in capsys.readouterr().err
+    assert "ssh is not installed here, but is needed to reach h77: sudo apt install openssh-client" in capsys.readouterr().err
 
 
 def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp_path):
@@ -421,7 +421,7 @@ def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp
     assert "[!] ports" in one and "cannot connect to h2 (10.123.0.2) port " in one and ": no answer" in one
     assert "Type on h2: sudo ufw allow from 10.123.0.1" in one
     assert "[X] ports" in two and "[X] route" in two
-    assert "[!] interface      there is no eth9 with an address" in one and "one of: eth0, lo" in one
+    assert "[!] interface      no interface eth9 with an address" in one and "one of: eth0, lo" in one
     assert "[!] same code" in together
 
 
@@ -502,7 +502,7 @@ def test_other_answers_of_a_hostile_host_are_refused_or_harmless(odd):
         try:
             assert plain_lines(str(check(reply))) == str(check(reply))
         except ProtocolError as error:
-            assert "makes no sense" in str(error)
+            assert "is invalid" in str(error)
     assert rows_in(odd) == [] and rows_in([{"backend": odd}]) == []
     assert connection_in({"ssh": f"{odd} 1 {odd} 22"}) == []
 
@@ -519,5 +519,5 @@ def test_a_host_whose_answers_make_no_sense_is_named_and_training_would_not_star
     python.chmod(0o755)
     assert main(["check", "--python", str(python)]) == 1
     out = capsys.readouterr().out
-    assert "[!] answers" in out and "its answer about facts makes no sense: python: expected a text" in out
+    assert "[!] answers" in out and "its answer about facts is invalid: python: expected a string" in out
     assert plain_lines(out) == out

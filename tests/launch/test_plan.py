@@ -23,13 +23,13 @@ h1 (this machine): ranks 0-1
   rank 1: {1}
 
 h2: rank 2
-  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 \
+  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h2 \
 'nice -n 5 /env/bin/python -X utf8 -P -m megaclass.launch.agent.agent'
   rank 2: {2}
 
 h3: rank 3
-  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 \
+  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h3 \
 'nice -n 5 /env/bin/python -X utf8 -P -m megaclass.launch.agent.agent'
   rank 3: {3}"""
@@ -74,7 +74,7 @@ def test_a_rank_reads_its_place_back(given):
 
 
 def test_more_processes_than_slots_are_refused():
-    with pytest.raises(LaunchError, match="-np 6 asks for more processes than there are slots: 5 on h1:2, h2:1, h3:2"):
+    with pytest.raises(LaunchError, match="-np 6 needs more slots than there are: 5 on h1:2, h2:1, h3:2"):
         place_ranks(THREE, 6)
 
 

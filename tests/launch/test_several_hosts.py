@@ -274,7 +274,7 @@ time.sleep(600)
             run = bed(*HOSTS, "--master-port", "34567", *script(SLEEP))
             assert run.code == 2
             assert (
-                "megaclass: h1: Port 34567 is taken on h1 (Address already in use): leave --master-port out" in run.err
+                "megaclass: h1: Port 34567 is in use on h1 (Address already in use): leave --master-port out" in run.err
             )
             assert bed(*HOSTS, *script("print(rank)")).code == 0
         finally:
@@ -342,9 +342,9 @@ time.sleep(600)
     assert re.search(
         r"megaclass: rank 3 on h3 \(pid \d+\) ended with exit code 1; the other 3 are being stopped\.", run.err
     )
-    epitaph = run.err[run.err.index("megaclass: the first to fail was rank 3 on h3 (pid ") :]
-    assert "    Traceback (most recent call last):" in epitaph and "    ValueError: no images in /data" in epitaph
-    assert len(epitaph.splitlines()) < 24
+    report = run.err[run.err.index("megaclass: the first to fail was rank 3 on h3 (pid ") :]
+    assert "    Traceback (most recent call last):" in report and "    ValueError: no images in /data" in report
+    assert len(report.splitlines()) < 24
 
 
 def test_a_rank_that_leaves_with_0_while_the_others_wait_for_it(bed, tmp_path):
@@ -400,7 +400,7 @@ def test_an_agent_that_is_killed(bed, record_property, host):
 
 
 @pytest.mark.parametrize("host", ["h1", "h2"], ids=["the driver's own", "another"])
-def test_an_agent_that_is_killed_together_with_both_its_sweepers(bed, record_property, host):
+def test_an_agent_that_is_killed_together_with_both_its_orphan_killers(bed, record_property, host):
     run = bed.start(*HOSTS, *BEHIND_A_SHELL)
     run.says("up", times=4)
     killed = [*agents(bed, host), *bed.pids_of(host, " -I -S - ")]
@@ -408,7 +408,7 @@ def test_an_agent_that_is_killed_together_with_both_its_sweepers(bed, record_pro
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in killed:
             os.kill(pid, number)
-    gone_in_time(bed, record_property, f"kill -9 of an agent and its sweepers ({host})")
+    gone_in_time(bed, record_property, f"kill -9 of an agent and its orphan killers ({host})")
     assert run.wait() == 255
 
 

@@ -186,7 +186,7 @@ def test_what_must_be_mended_first_is_not_started_again(cluster):
 def test_more_processes_than_the_cluster_has_room_for_are_refused(cluster):
     done = cluster.run("-np", "9", "true")
     assert done.returncode == 2
-    assert "-np 9 asks for 9 CPUs, but the Ray cluster has 4: lower -np, or add a host with ray start" in done.stderr
+    assert "-np 9 requires 9 CPUs, but the Ray cluster has 4: lower -np, or add a host with ray start" in done.stderr
 
 
 def test_a_command_that_is_not_there_is_named(cluster):
@@ -194,6 +194,8 @@ def test_a_command_that_is_not_there_is_named(cluster):
     assert done.returncode == 2 and "There is no command 'no-such-command'" in done.stderr
 
 
+# The cluster of this module is taken down during its teardown.
+@pytest.mark.ranks
 def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch, capsys):
     if importlib.util.find_spec("ray") is None:
         pytest.skip('there is no Ray: pip install "megaclass[ray]"')

@@ -1,4 +1,7 @@
-"""Images -> embeddings. A backbone takes (B, 3, H, W) in [-1, 1] and gives (B, D), not normalised."""
+"""Backbones: networks from images (B, 3, H, W) in [-1, 1] to embeddings (B, D), which are not normalised.
+
+A new one is a file and a line in `BACKBONES`; with a static method `arguments_of` its state dicts are recognised, too.
+"""
 
 import difflib
 import importlib
@@ -33,7 +36,7 @@ BACKBONES: dict[str, Callable[[int, ImageSize], nn.Module]] = {
 
 
 def check_backbone(name: str, image_size: ImageSize) -> None:
-    """Refuses what `build_backbone` could not build, before any process starts."""
+    """Raises a ConfigError, before any process starts, for what `build_backbone` could not build."""
     if ":" in name:
         _own_backbone(name)
         return
@@ -49,7 +52,7 @@ def check_backbone(name: str, image_size: ImageSize) -> None:
 
 
 def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> nn.Module:
-    """A new backbone for images of this size; its weights come from torch's global generator.
+    """Builds a backbone for images of this size; its weights come from torch's global generator.
 
     name: one of BACKBONES, or `package.module:Class` of your own, called with the same two arguments: the size
     is one number for squares and (height, width) for rectangles.
@@ -59,7 +62,7 @@ def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> n
         return BACKBONES[name](embedding_dim, image_size)
     backbone = _own_backbone(name)(embedding_dim, image_size)
     if not isinstance(backbone, nn.Module):
-        raise ConfigError(f"backbone.name {name!r} made a {type(backbone).__name__}, not an nn.Module.")
+        raise ConfigError(f"backbone.name {name!r} returned a {type(backbone).__name__}, not an nn.Module.")
     return backbone
 
 

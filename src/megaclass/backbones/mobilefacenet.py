@@ -11,7 +11,7 @@ _END_WIDTH = 512
 
 
 class _Layers(nn.Module):
-    """A chain under the name `layers`, which is how the published files call every chain."""
+    """A sequence under the name `layers`, as in the published files."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class _Layers(nn.Module):
 
 
 class _Shortcut(_Layers):
-    """The chain, plus what went into it."""
+    """A sequence plus its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.layers(x)
@@ -41,7 +41,7 @@ class MobileFaceNet(nn.Module):
         super().__init__()
         narrow, wide = 64 * scale, 128 * scale
         height, width = height_and_width(image_size)
-        # One block at the full map would be a whole bottleneck: the small network has a single grouped convolution there.
+        # In place of a single block the small network has one grouped convolution.
         first = _conv(narrow, narrow, 3, groups=64) if blocks[0] == 1 else _residual(narrow, blocks[0], inner=128)
         self.layers = nn.ModuleList(
             [

@@ -1,4 +1,4 @@
-"""A slim residual network that two CPU cores train in a minute or two."""
+"""A small residual network that two CPU cores train in a minute or two."""
 
 import itertools
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class _Block(nn.Module):
 
 
 class SlimNet(nn.Module):
-    """Four halvings, then a linear layer over the whole map, because where a feature lies matters."""
+    """Four halvings, then a linear layer over the whole map, because the place of a feature matters."""
 
     def __init__(self, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config_values(values, where=str(path))
 
 
-def settings_with_changes(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
+def changes_refused_on_resume(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yields (section.key, old value, new value) of every setting that differs and may not change on resume."""
     for section in dataclasses.fields(Config):
         before, now = getattr(old, section.name), getattr(new, section.name)

@@ -1,7 +1,8 @@
-"""Augmentations of whole batches on the training device. What happens to an image depends on (seed, step, index) alone.
+"""Augmentations of whole batches on the training device. They depend on (seed, step, image) alone, never on the batch or rank.
 
-Random numbers are hashed on the host, a few per image, and sent along; the pixels never leave the device. Images are
-floats in [-1, 1]; the images that an augmentation chose are taken out, changed together and put back.
+The random numbers, a few per image, are hashed on the host and copied to the device; the pixels never leave it. Images are
+floats in [-1, 1]. Each augmentation gathers the images that it changes, changes them together and puts them back.
+A new one is a function and a line in `AUGMENTATIONS`.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from megaclass.keyed_random import combine64, name_key
 
 _SALT = 0x6175676D656E74
 _DEFAULT_SHARE = 0.2
-# Random numbers an augmentation may use, the first of which decides whether it takes place.
+# Random numbers per image and augmentation; the first decides whether the image is changed.
 _NUM_DRAWS = 8
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Names of augmentations in the order they take place, each with the share of the images it changes."""
+    """Names of augmentations in the order of their application, each with the share of images that it changes."""
 
     shares: tuple[tuple[str, float], ...]
 
 
 def parse_augment(text: str) -> Augment | None:
-    """`crop:0.2,blur,jpeg:0.1`; a name without a share takes 0.2. Empty: None."""
+    """Parses a setting such as `crop:0.2,blur,jpeg:0.1`; the default share is 0.2. Returns None for an empty text."""
     shares = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, colon, given = part.partition(":")
         share = _number(given) if colon else _DEFAULT_SHARE
         if name not in AUGMENTATIONS or share is None or not 0 < share <= 1:
             raise ConfigError(
-                f"data.augment is {text!r}: cannot read {part!r}; expected names with or without a share in (0, 1], such as "
+                f"data.augment is {text!r}: cannot read {part!r}; expected names with an optional share in (0, 1], such as "
                 f"crop:0.2,blur,jpeg:0.1. Known: {', '.join(AUGMENTATIONS)}."
             )
         shares.append((name, share))
@@ -50,7 +51,7 @@ def parse_augment(text: str) -> Augment | None:
 
 
 def augment_(images: Tensor, augment: Augment, seed: int, step: int, indices: NDArray[np.int64]) -> None:
-    """Changes floats (B, 3, H, W) in [-1, 1]."""
+    """Changes images (B, 3, H, W), floats in [-1, 1], in place."""
     for name, share in augment.shares:
         draws_BP = _draws(seed, step, indices, name)
         rows = np.flatnonzero(draws_BP[:, 0] < share)
@@ -61,13 +62,13 @@ def augment_(images: Tensor, augment: Augment, seed: int, step: int, indices: ND
 
 
 def mirror_(images: Tensor, is_mirrored: NDArray[np.bool_]) -> None:
-    """Mirrors the images chosen, left to right."""
+    """Mirrors the chosen images horizontally, in place."""
     rows_R = torch.from_numpy(np.flatnonzero(is_mirrored)).to(images.device)
     images[rows_R] = images[rows_R].flip(-1)
 
 
 def crop(images: Tensor, draws: Tensor) -> Tensor:
-    """A part of 40 to 100 % of the area, of nearly the same shape, enlarged to the whole."""
+    """Enlarges a part of 40 to 100 % of the area, of nearly the same shape, to the whole image."""
     draws = draws.to(images.device, non_blocking=True)
     area, shape = _between(draws[:, 0], 0.4, 1.0), _between(draws[:, 1], -0.2, 0.2).exp()
     width, height = (area * shape).sqrt().clamp(max=1), (area / shape).sqrt().clamp(max=1)
@@ -79,8 +80,9 @@ def crop(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def low_resolution(images: Tensor, draws: Tensor) -> Tensor:
-    """Shrunk by a factor from 1.5 to 6 and enlarged again, as a face far from the camera."""
-    # A few sizes, not one an image: those of equal size go together. Chosen on the host, which then need not wait.
+    """Shrinks by a factor from 1.5 to 6 and enlarges again, like a face far from the camera."""
+    # A few sizes instead of one per image, so that images of equal size are resized together. The choice is made on the host,
+    # which otherwise would wait for the device.
     factors = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
     choice = (draws[:, 0] * len(factors)).long().clamp(max=len(factors) - 1)
     height, width = images.shape[-2:]
@@ -94,7 +96,7 @@ def low_resolution(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def blur(images: Tensor, draws: Tensor) -> Tensor:
-    """Gaussian, its width from 0.3 to 2 pixels at 112."""
+    """Blurs by a Gaussian with a standard deviation of 0.3 to 2 pixels at a width of 112."""
     draws = draws.to(images.device, non_blocking=True)
     radius = 4
     sigma = _between(draws[:, 0], 0.3, 2.0) * (images.shape[-1] / 112)
@@ -111,7 +113,7 @@ def blur(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def colour(images: Tensor, draws: Tensor) -> Tensor:
-    """Brightness, contrast, saturation and hue, each a little."""
+    """Changes brightness, contrast, saturation and hue slightly."""
     draws = draws.to(images.device, non_blocking=True)
     brightness, contrast, saturation = (
         _between(draws[:, number], low, high)[:, None, None, None]
@@ -120,7 +122,7 @@ def colour(images: Tensor, draws: Tensor) -> Tensor:
     images = images * contrast + brightness
     luma = _luma(images)
     images = luma + (images - luma) * saturation
-    # Hue is a turn of the colour plane about the grey axis.
+    # Changing the hue rotates colours about the grey axis.
     angle = _between(draws[:, 3], -0.15, 0.15)
     cos, sin = angle.cos()[:, None, None], (angle.sin() / math.sqrt(3))[:, None, None]
     third = torch.full((3, 3), 1 / 3, device=images.device)
@@ -130,12 +132,12 @@ def colour(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def grey(images: Tensor, draws: Tensor) -> Tensor:
-    """Without colour."""
+    """Removes the colour."""
     return _luma(images).expand_as(images).clone()
 
 
 def occlusion(images: Tensor, draws: Tensor) -> Tensor:
-    """A rectangle of one colour over 2 to 25 % of the image."""
+    """Covers 2 to 25 % of the image with a rectangle of one colour."""
     draws = draws.to(images.device, non_blocking=True)
     area, shape = _between(draws[:, 0], 0.02, 0.25), _between(draws[:, 1], -0.7, 0.7).exp()
     height, width = images.shape[-2:]
@@ -149,7 +151,7 @@ def occlusion(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def jpeg(images: Tensor, draws: Tensor) -> Tensor:
-    """What saving with quality 20 to 90 does: cosines of 8 x 8 blocks, rounded by the standard's tables."""
+    """Adds the loss of a JPEG of quality 20 to 90: 8 x 8 cosine transforms, rounded by the standard's tables."""
     draws = draws.to(images.device, non_blocking=True)
     quality = 20 + (draws[:, 0] * 70).floor()
     scale = torch.where(quality < 50, 5000 / quality, 200 - 2 * quality) / 100
@@ -205,13 +207,13 @@ def _number(text: str) -> float | None:
 
 
 def _cosines() -> NDArray[np.float32]:
-    """Row k is the k-th cosine over eight samples; the matrix is orthonormal."""
+    """Returns the orthonormal cosine basis: row k is the k-th cosine over eight samples."""
     k, n = np.arange(8)[:, None], np.arange(8)[None]
     basis = np.cos((2 * n + 1) * k * np.pi / 16) * np.where(k == 0, np.sqrt(1 / 8), np.sqrt(2 / 8))
     return np.asarray(basis, dtype=np.float32)
 
 
-# Annex K of the JPEG standard: steps for brightness, and for colour.
+# Annex K of the JPEG standard: quantisation steps for brightness and for colour.
 _LUMA_STEPS = """
 16 11 10 16 24 40 51 61 12 12 14 19 26 58 60 55 14 13 16 24 40 57 69 56 14 17 22 29 51 87 80 62
 18 22 37 56 68 109 103 77 24 35 55 64 81 104 113 92 49 64 78 87 103 121 120 101 72 92 95 98 112 100 103 99"""

@@ -1,10 +1,10 @@
 """Encoded images to pixels: whole batches into one uint8 tensor. JPEG by simplejpeg, everything else by Pillow.
 
-Images are turned upright as their EXIF orientation says, as OpenCV does. One of another size than wanted is fitted to it:
+Images are turned upright by their EXIF orientation, as OpenCV does. Images of another size are fitted to the wanted one:
 
-squash   stretched to the size, whatever its shape
+squash   stretched to the size without keeping the aspect ratio
 pad      scaled until it fits, the rest black
-crop     scaled until it covers the size, what sticks out cut off evenly
+crop     scaled until it covers the size, and the rest cut off evenly
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megaclass.errors import DataError
 
 # Checked before decoding: a few kilobytes can announce gigabytes of pixels.
 MAX_PIXELS = 2**25
-# The same for what is read before it can be looked at.
+# Largest encoded image: it is read before its header can be checked.
 MAX_ENCODED_BYTES = 2**28
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm"),
 )
-"""Names of image files end in one of these, in upper or lower case; the content decides how a file is decoded."""
+"""Suffixes of image files, in upper or lower case. The content decides how a file is decoded."""
 
 Fit = Literal["pad", "crop", "squash"]
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _JPEG_MARK = b"\xff\xd8\xff"
-# First bytes of each format, and the suffix that such a file gets.
+# First bytes of each format, and the suffix of such a file.
 _MARKS = {
     _JPEG_MARK: ".jpg",
     b"\x89PNG": ".png",
@@ -61,9 +61,9 @@ class ReadsImages(Protocol):
 
 
 def decode_image(encoded: bytes, where: str) -> NDArray[np.uint8]:
-    """RGB pixels (H, W, 3), upright. `where` names the image in errors, for example `train.rec, key 17`.
+    """Returns RGB pixels (H, W, 3), upright. `where` names the image in errors, for example `train.rec, key 17`.
 
-    Whatever a decoder raises becomes a DataError: one odd image must not end a run.
+    Any exception of a decoder becomes a DataError, so that one odd image does not end a run.
     """
     if encoded.startswith(_JPEG_MARK):
         return _decode_jpeg(encoded, where)
@@ -73,7 +73,7 @@ def decode_image(encoded: bytes, where: str) -> NDArray[np.uint8]:
 def decode_batch(
     encoded: Sequence[bytes], image_size: tuple[int, int], names: Sequence[str], fit: Fit = "squash"
 ) -> NDArray[np.uint8]:
-    """RGB pixels (B, H, W, 3); images of another size are fitted to `image_size` = (height, width)."""
+    """Returns RGB pixels (B, H, W, 3); images of another size are fitted to `image_size` = (height, width)."""
     height, width = image_size
     images_BHW3 = np.empty((len(encoded), height, width, 3), dtype=np.uint8)
     for row, (item, name) in enumerate(zip(encoded, names, strict=True)):
@@ -82,16 +82,16 @@ def decode_batch(
 
 
 def decode_into(out_HW3: NDArray[np.uint8], encoded: bytes, where: str, fit: Fit = "squash") -> bool:
-    """Fills `out_HW3` with the image, fitted where it has another size; returns whether it had."""
+    """Decodes the image into `out_HW3`. Returns whether it had another size and was fitted."""
     import simplejpeg
 
-    # A JPEG of the right size, which nearly all are, goes straight to its place. One that is larger does not fit there and
-    # is refused before a pixel is decoded, so its dimensions need not be asked first.
+    # Nearly every image is a JPEG of the right size and is decoded in place. simplejpeg refuses a larger one before it decodes
+    # a pixel, so the dimensions need not be read first.
     if encoded.startswith(_JPEG_MARK) and _jpeg_orientation(encoded) == 1:
         try:
             if simplejpeg.decode_jpeg(encoded, "RGB", buffer=out_HW3).shape == out_HW3.shape:
                 return False
-        except Exception:  # whatever it is, decode_image below says it or copes with it
+        except Exception:  # decode_image below copes with it or raises a DataError
             pass
     image_HW3 = decode_image(encoded, where)
     size = (out_HW3.shape[0], out_HW3.shape[1])
@@ -100,7 +100,7 @@ def decode_into(out_HW3: NDArray[np.uint8], encoded: bytes, where: str, fit: Fit
 
 
 def fit_image(image_HW3: NDArray[np.uint8], image_size: tuple[int, int], fit: Fit) -> NDArray[np.uint8]:
-    """The image in `image_size` = (height, width); one that has it already is returned as it is."""
+    """Returns the image in `image_size` = (height, width), or the same array if it has that size."""
     from PIL import Image
 
     height, width = image_size
@@ -128,17 +128,17 @@ def fit_image(image_HW3: NDArray[np.uint8], image_size: tuple[int, int], fit: Fi
 
 
 def to_tensor(images_BHW3: NDArray[np.uint8]) -> torch.Tensor:
-    """(B, 3, H, W), contiguous, still uint8: a quarter of the traffic to the device."""
+    """Returns (B, 3, H, W), contiguous and still uint8, which is a quarter of the traffic to the device."""
     return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2).contiguous()
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
-    """uint8 in [0, 255] to float32 in [-1, 1], as every InsightFace model expects."""
+    """Converts uint8 in [0, 255] to float32 in [-1, 1], as every InsightFace model expects."""
     return images.to(torch.float32).div_(255).sub_(0.5).div_(0.5)
 
 
 def image_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
-    """(height, width) of the upright image, read from the header alone."""
+    """Returns (height, width) of the upright image, read from the header alone."""
     if encoded.startswith(_JPEG_MARK):
         height, width = _jpeg_dimensions(encoded, where)
         orientation = _jpeg_orientation(encoded)
@@ -148,7 +148,7 @@ def image_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
 
 
 def image_suffix(encoded: bytes, where: str) -> str:
-    """The suffix of a file with this content, such as `.jpg`."""
+    """Returns the suffix of a file with this content, such as `.jpg`."""
     for mark, suffix in _MARKS.items():
         if encoded.startswith(mark):
             return suffix
@@ -156,7 +156,7 @@ def image_suffix(encoded: bytes, where: str) -> str:
 
 
 def first_image_size(source: ReadsImages) -> tuple[int, int]:
-    """(height, width) of the first image that can be decoded: it speaks for all where nothing else says it."""
+    """Returns (height, width) of the first image that can be decoded, for sources that do not state a size."""
     num_tried = min(source.num_images, _NUM_TRIED_FOR_SIZE)
     for index in range(num_tried):
         try:
@@ -168,7 +168,7 @@ def first_image_size(source: ReadsImages) -> tuple[int, int]:
 
 
 def _jpeg_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
-    """As stored, not yet turned upright."""
+    """Returns (height, width) as stored, not yet turned upright."""
     import simplejpeg
 
     try:
@@ -178,7 +178,7 @@ def _jpeg_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
             height, width, _ = _pillow_dimensions(encoded, where)
         except DataError:
             raise DataError(
-                f"Cannot decode {where}: {len(encoded)} bytes that begin as a JPEG but are none ({_said(error)})."
+                f"Cannot decode {where}: {len(encoded)} bytes that start like a JPEG but are not one ({_said(error)})."
             ) from error
     _require_reasonable(height, width, where)
     return height, width
@@ -200,7 +200,7 @@ def _decode_jpeg(encoded: bytes, where: str) -> NDArray[np.uint8]:
 
 
 def _pillow_dimensions(encoded: bytes, where: str) -> tuple[int, int, int]:
-    """(height, width, orientation) by the header."""
+    """Returns (height, width, orientation) from the header."""
     from PIL import Image
 
     try:
@@ -221,7 +221,7 @@ def _decode_with_pillow(encoded: bytes, where: str) -> NDArray[np.uint8]:
                 image_HW3 = _from_wide(np.asarray(image), image, where)
             else:
                 image_HW3 = np.asarray(image.convert("RGB"))
-            # Pillow turns a TIFF itself; what a PNG says may stand behind its pixels, so it is asked last.
+            # Pillow turns a TIFF itself. The orientation of a PNG may come after its pixels, so it is read last.
             orientation = 1 if image.format == "TIFF" else _orientation(image.info.get("exif", b""))
     except Exception as error:
         raise _pillow_failed(encoded, where, error) from error
@@ -239,7 +239,7 @@ def _pillow_failed(encoded: bytes, where: str, error: Exception) -> DataError:
 
 
 def _no_image(encoded: bytes) -> str:
-    return f"{len(encoded)} bytes that are no image (they begin with {encoded[:8]!r})"
+    return f"{len(encoded)} bytes that are not an image (they start with {encoded[:8]!r})"
 
 
 def _said(error: Exception) -> str:
@@ -247,15 +247,15 @@ def _said(error: Exception) -> str:
 
 
 def _from_wide(grey_HW: NDArray[np.generic], image: object, where: str) -> NDArray[np.uint8]:
-    """Grey of 16 bits as RGB, by the upper byte of each value, as Pillow narrows colours of 16 bits.
+    """Converts 16-bit grey to RGB by the upper byte of each value, as Pillow narrows 16-bit colours.
 
-    Its own conversion would cut at 255, which makes nearly every pixel white.
+    Pillow's own conversion would cut values at 255, which makes nearly every pixel white.
     """
     kind = getattr(image, "format", None)
     bits = getattr(image, "tag_v2", {}).get(258, (16,))[0] if kind == "TIFF" else 16
     if bits != 16 or grey_HW.dtype.kind not in "iu":
         raise DataError(
-            f"Cannot decode {where}: grey values of {bits} bits ({grey_HW.dtype}), whose range the file does not say; "
+            f"Cannot decode {where}: grey values of {bits} bits ({grey_HW.dtype}), whose range the file does not state; "
             f"save it with 8 or 16 bits per channel."
         )
     grey_8_HW = (grey_HW.astype(np.int64) >> 8).astype(np.uint8)
@@ -270,7 +270,7 @@ def _require_reasonable(height: int, width: int, where: str) -> None:
 
 
 def _jpeg_orientation(encoded: bytes) -> int:
-    """Walks over the segments before the tables, of which EXIF data is one: a microsecond, where searching took 50."""
+    """Returns the EXIF orientation by walking over the segments before the tables: 1 µs, where a search took 50."""
     position = 2
     while encoded[position : position + 1] == b"\xff" and position + 4 <= len(encoded):
         kind, length = encoded[position + 1], int.from_bytes(encoded[position + 2 : position + 4], "big")
@@ -283,7 +283,7 @@ def _jpeg_orientation(encoded: bytes) -> int:
 
 
 def _orientation(exif: bytes) -> int:
-    """1 to 8 as EXIF numbers them; 1, upright, where there is none or it cannot be read: the pixels may still be sound."""
+    """Returns EXIF's number from 1 to 8; 1, upright, if there is none or it cannot be read: the pixels may still be fine."""
     exif = exif.removeprefix(_EXIF_MARK)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
@@ -301,7 +301,7 @@ def _orientation(exif: bytes) -> int:
 
 
 def _upright(image_HW3: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Undoes what EXIF says was done to the image: 5 to 8 lie on their side, 2, 4, 5 and 7 are mirrored."""
+    """Turns the image upright: orientations 5 to 8 lie on their side; 2, 4, 5 and 7 are mirrored."""
     if orientation >= 5:
         image_HW3 = image_HW3.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):

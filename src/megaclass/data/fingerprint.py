@@ -1,4 +1,4 @@
-"""What data is known by when a run goes on with it: roughly as a whole, and by a few images of some of its classes."""
+"""Fingerprints of data, by which a resumed run notices that its data or the numbering of its classes has changed."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,24 +12,24 @@ from megaclass.errors import DataError
 
 _NUM_IMAGES = 64
 _NUM_CLASSES = 64
-_IMAGES_A_CLASS = 3
+_IMAGES_PER_CLASS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataMarks:
-    """The same for a copy elsewhere or in another format, as long as the images' bytes are."""
+    """Fingerprint of a source. Copies elsewhere or in another format have the same, as long as the images' bytes are equal."""
 
     fingerprint: str = ""
-    """Of all labels in order and some images; empty: not known."""
+    """Hash of all labels in order and of some images; empty: not known."""
     class_images: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Digests of the first, a middle and the last image of some classes, by the class's number."""
+    """Digests of the first, a middle and the last image of some classes, keyed by the number of the class."""
 
 
 def marks_of(source: ImageSource) -> DataMarks:
-    """Reads 256 images at most, and all labels twice (42 million images: about 1 s beside the reading)."""
+    """Returns the marks of a source. Reads at most 256 images and all labels twice (about 1 s for 42 million labels)."""
     class_images: dict[str, list[str]] = {}
     for label, images in _images_of(source, _spread(source.num_classes, _NUM_CLASSES)).items():
-        chosen = images[_spread(len(images), _IMAGES_A_CLASS)]
+        chosen = images[_spread(len(images), _IMAGES_PER_CLASS)]
         digests = [digest for index in chosen if (digest := _digest(source, int(index)))]
         if digests:
             class_images[str(label)] = digests
@@ -37,7 +37,7 @@ def marks_of(source: ImageSource) -> DataMarks:
 
 
 def fingerprint(source: ImageSource) -> str:
-    """Changes with the number of classes, any label, and (all but surely) the images: 64 spread over all are read."""
+    """Returns a hash of the labels and of 64 images spread over the source. Other images almost certainly change it."""
     digest = hashlib.sha256(f"{source.num_classes} {source.num_images} {source.image_size}".encode())
     digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
     for index in _spread(source.num_images, _NUM_IMAGES):
@@ -49,7 +49,7 @@ def fingerprint(source: ImageSource) -> str:
 
 
 def foreign_class(marks: DataMarks, source: ImageSource) -> int | None:
-    """The first marked class that holds none of its marked images, wherever among its others; None where all do."""
+    """Returns the first marked class that no longer holds any of its marked images; None if all do."""
     labels = np.array([int(label) for label in marks.class_images], dtype=np.int64)
     images = _images_of(source, labels)
     for label, digests in marks.class_images.items():
@@ -59,8 +59,8 @@ def foreign_class(marks: DataMarks, source: ImageSource) -> int | None:
 
 
 def _images_of(source: ImageSource, labels: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
-    """Numbers of the images of these classes, in order; classes without images are left out."""
-    # NumPy takes a table of all classes only where there are images enough for them: a file may say any number of classes.
+    """Returns the indices of the images of these classes, in order; classes without images are left out."""
+    # np.isin builds a table of all classes only where there are enough images for them: a file may claim any number.
     found = np.flatnonzero(np.isin(source.labels, labels))
     found_labels = source.labels[found]
     images = {int(label): found[found_labels == label] for label in labels}
@@ -72,7 +72,7 @@ def _spread(count: int, wanted: int) -> NDArray[np.int64]:
 
 
 def _digest(source: ImageSource, index: int) -> str:
-    """Empty where the image cannot be read."""
+    """Returns the digest of an image; empty if it cannot be read."""
     try:
         return hashlib.sha256(source.read(index)).hexdigest()[:16]
     except (DataError, OSError):

@@ -1,9 +1,9 @@
-"""Batches of decoded images for one rank, ready before they are asked for."""
+"""Batches of decoded images for one rank, prepared ahead of time by threads."""
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import threading
 import time
 from collections import deque
@@ -24,32 +24,34 @@ from megaclass.errors import DataError, is_transient
 from megaclass.keyed_random import combine64
 from megaclass.reused_memory import ReusedMemory
 
+_log = logging.getLogger("megaclass.data")
+
 _MIRROR_SALT = 0x6D6972726F72
 _REPLACE_SALT = 0x7265706C616365
 _MAX_REPLACEMENTS = 100
 _READ_AGAIN_S = (0.05, 0.5, 2.0)
-# Before this many images a share says little; sets smaller than that are judged by their own size.
+# With fewer images the share of bad ones says little; smaller sets are judged by their own size.
 _IMAGES_BEFORE_JUDGING = 10_000
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's images of one step. Training goes on after it at (epoch, step + 1)."""
+    """This rank's images of one step."""
 
     images: torch.Tensor
-    """uint8 (B, 3, H, W), RGB, channels last: as they were decoded, in the layout the backbones take."""
+    """uint8 (B, 3, H, W), RGB, in the channels-last layout that decoders write and backbones read."""
     labels: torch.Tensor
     """int64 (B,)."""
     indices: NDArray[np.int64]
-    """Which images of the source these are (B,)."""
+    """Indices of these images in the source (B,)."""
     epoch: int
     step: int
     """Counts from 0 within the epoch."""
     treatment: Treatment = field(default_factory=lambda: Treatment())
-    """What is done to the pixels on the training device."""
+    """Changes to the pixels that are left to the training device."""
 
     def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
-        """What the backbone takes: mirrored, augmented, normalised on the device, float32 (B, 3, H, W), channels last."""
+        """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
         images, indices_B = normalise(self.images[rows].to(device, non_blocking=True)), self.indices[rows]
         if self.treatment.mirror:
             mirror_(images, mirrored(self.treatment.seed, self.epoch, indices_B))
@@ -60,7 +62,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Treatment:
-    """Chosen by (seed, step, image), never by the place of an image in a batch or on a rank."""
+    """Mirroring and augmentation, chosen by (seed, step, image) and never by the place of an image in a batch or on a rank."""
 
     seed: int = 0
     global_step: int = 0
@@ -69,10 +71,11 @@ class Treatment:
 
 
 class BatchLoader:
-    """Reads and decodes ahead of time; the same global batches whatever the number of ranks and workers.
+    """Reads and decodes batches ahead of time. The global batches do not depend on the number of ranks or workers.
 
-    Workers are threads: decoding releases the interpreter, each decodes whole batches, nothing is copied between processes,
-    and none can outlive its process. An image that cannot be read is replaced by another, chosen by hashing.
+    Workers are threads: decoding releases the interpreter lock, nothing is copied between processes, and no worker can
+    outlive its process. Each decodes whole batches. An image that cannot be read is replaced by another one, chosen by a
+    hash.
     """
 
     def __init__(
@@ -96,9 +99,10 @@ class BatchLoader:
         num_parts: int = 1,
         fewest_in_part: int = 2,
     ) -> None:
-        """image_size: (height, width); None: that of the source. Images of another size are fitted to it as `fit` says.
+        """Checks that every rank gets enough images in every step.
 
-        num_parts: that a rank's images of a step are cut into, each of at least fewest_in_part; checked here.
+        image_size: (height, width), by default that of the source; `fit` tells how images of another size are fitted to it.
+        num_parts: parts into which a step splits a rank's images, each of at least fewest_in_part.
         """
         self.source = source
         self.order = _build_order(source, global_batch, seed, keep_last, order, images_per_class)
@@ -110,7 +114,7 @@ class BatchLoader:
         self.image_size = image_size or source.image_size
         self.fit: Fit = fit
         self.num_resized = 0
-        """Images of another size that this rank has fitted so far."""
+        """Images of another size that this rank has fitted so far; workers add to it under _counting."""
         self._counting = threading.Lock()
         self.num_workers = max(1, num_workers)
         self.num_prefetched = max(self.num_workers + 1, num_prefetched)
@@ -125,9 +129,9 @@ class BatchLoader:
         return self.order.steps_per_epoch
 
     def batches(self, epoch: int = 0, step: int = 0, *, num_steps: int | None = None) -> Iterator[Batch]:
-        """From (epoch, step) on, across epochs, `num_steps` batches; without a number, to the end of the epoch.
+        """Yields `num_steps` batches from (epoch, step) on, across epochs; by default up to the end of the epoch.
 
-        Closing the iterator (or leaving it to the garbage collector) ends its threads; an error in one is raised here.
+        Closing the iterator, or dropping it, ends its threads. An error in a thread is raised here.
         """
         first = epoch * self.steps_per_epoch + step
         stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
@@ -144,7 +148,7 @@ class BatchLoader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def load(self, epoch: int, step: int) -> Batch:
-        """One batch, at once, in the calling thread."""
+        """Returns one batch, decoded in the calling thread."""
         indices_B = rank_batch(self.order, epoch, step, self.rank, self.world_size)
         if isinstance(self.source, PixelSource):
             images_BHW3 = self.source.pixels(indices_B, self.image_size)
@@ -163,19 +167,19 @@ class BatchLoader:
         return Batch(torch.from_numpy(images_BHW3).permute(0, 3, 1, 2), labels_B, indices_B, epoch, step, treatment)
 
     def describe_resized(self) -> str:
-        """Empty where every image had the size."""
+        """Returns a sentence about images of another size; empty if there were none."""
         if not self.num_resized:
             return ""
         height, width = self.image_size
         return (
-            f"{self.num_resized:,} of {self.bad_images.num_read:,} images read had another size and were fitted to "
+            f"{self.num_resized:,} of {self.bad_images.num_read:,} images had another size and were fitted to "
             f"{width} × {height} (data.fit = {self.fit})."
         )
 
     def _fill(self, out_HW3: NDArray[np.uint8], index: int) -> tuple[int, bool]:
-        """Decodes the image, or the first sound one of a chain that depends on the seed and the image alone.
+        """Decodes the image, or else the first readable one of a chain that depends on the seed and the image alone.
 
-        Returns which one, and whether it had another size.
+        Returns the index of the decoded image, and whether it had another size.
         """
         wanted = index
         for attempt in range(_MAX_REPLACEMENTS):
@@ -188,7 +192,7 @@ class BatchLoader:
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
 
     def _read(self, index: int) -> bytes:
-        """Reads the image; what a disk refuses now it may give in a moment (an I/O error, too many open files)."""
+        """Reads the image, and retries after errors that may pass (an I/O error, too many open files)."""
         for pause_s in _READ_AGAIN_S:
             try:
                 return self.source.read(index)
@@ -200,18 +204,21 @@ class BatchLoader:
 
 
 class BadImages:
-    """Counts the images of a run that could not be read, says which, and stops the run when there are too many."""
+    """Counts the images of a run that could not be read, reports each once, and stops the run when there are too many.
+
+    Workers update all fields under _lock.
+    """
 
     def __init__(self, source: ImageSource, max_fraction: float) -> None:
         self._source = source
         self._max_fraction = max_fraction
         self._lock = threading.Lock()
         self.num_read = 0
-        """Images asked for on this rank."""
+        """Images requested on this rank."""
         self.num_bad = 0
-        """Attempts that failed; an image that fails in every epoch counts every time."""
+        """Failed attempts; an image that fails in every epoch counts every time."""
         self.indices: set[int] = set()
-        """Which images failed."""
+        """Indices of the images that failed."""
 
     def describe(self) -> str:
         return (
@@ -229,16 +236,16 @@ class BadImages:
             is_new = index not in self.indices
             self.indices.add(index)
             judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
-            # Each image once: one that fails in every epoch is still one.
+            # An image that fails in every epoch counts once here.
             num_different = len(self.indices)
             fraction = num_different / judged
         if is_new:
-            print(f"megaclass: skipped a bad image: {error}", file=sys.stderr, flush=True)
+            _log.warning("skipped a bad image: %s", error)
         if fraction > self._max_fraction:
             raise DataError(
                 f"{num_different} of {judged} images could not be read, more than data.max_bad_fraction = "
                 f"{self._max_fraction} allows. The last one: {error} "
-                f"List them with megaclass data verify, which writes a clean copy with --repair, or allow more."
+                f"megaclass data verify lists them, and writes a clean copy with --repair."
             )
 
 
@@ -262,7 +269,7 @@ def _require_fillable(
     if global_batch < world_size:
         raise DataError(
             f"A global batch of {global_batch} images leaves some of the {world_size} ranks without any: "
-            f"use at least two a rank."
+            f"use at least two images per rank."
         )
     if global_batch > source.num_images:
         raise DataError(
@@ -273,11 +280,11 @@ def _require_fillable(
     if smallest // world_size < 2:
         raise DataError(
             f"A batch of {smallest} images leaves one of the {world_size} ranks with a single image, which batch norm "
-            f"refuses: use a global batch of at least two images a rank, four where the last batch is kept."
+            f"refuses: use a global batch of at least two images per rank, or four with data.keep_last."
         )
     if smallest // world_size // num_parts < fewest_in_part:
         raise DataError(
             f"The smallest batch, of {smallest} images, gives one of the {world_size} ranks {smallest // world_size}: too few "
-            f"for train.accumulate = {num_parts} parts of at least {fewest_in_part}, with fewer of which batch norm has no "
-            f"statistics. Use fewer parts or a larger global batch; without data.keep_last no batch is smaller."
+            f"for train.accumulate = {num_parts} parts of at least {fewest_in_part}, below which batch norm has no "
+            f"statistics. Use fewer parts or a larger global batch, or switch off data.keep_last."
         )

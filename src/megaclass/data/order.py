@@ -1,7 +1,7 @@
-"""Which images make up a step: a pure function of (seed, epoch, position), so a run can stop and go on at any step.
+"""The images of each step, as a pure function of (seed, epoch, position): a run can stop and resume at any step.
 
-The shuffle is a keyed permutation evaluated where it is needed, not a list: 40 million images cost no memory and no
-start-up time, and every rank sees the same global batches, however many ranks there are.
+The shuffle is a keyed permutation that is evaluated where it is needed instead of a list. 40 million images cost no memory
+and no start-up time, and every rank computes the same global batches for any number of ranks.
 """
 
 from dataclasses import dataclass
@@ -20,33 +20,33 @@ _CLASS_SALT, _WITHIN_SALT = 0x636C617373, 0x77697468696E
 
 
 class Order(Protocol):
-    """Global batches of an epoch; each rank takes a contiguous part."""
+    """Global batches of an epoch, of which each rank takes a contiguous part."""
 
     @property
     def seed(self) -> int: ...
     @property
     def steps_per_epoch(self) -> int: ...
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Indices of the images in this step, over all ranks (G,), or of some rows of them."""
+        """Returns the indices of the images in this step over all ranks (G,), or of some rows of them."""
         ...
 
     def batch_size(self, step: int) -> int:
-        """Images in this step, over all ranks."""
+        """Returns the number of images in this step over all ranks."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOrder:
-    """Uniform over images: in an epoch each comes once."""
+    """Order in which every image occurs once per epoch."""
 
     num_images: int
     """Images in the source."""
     global_batch: int
     """Images in one step, over all ranks."""
     seed: int = 0
-    """Another seed, another order."""
+    """Key of the shuffle."""
     keep_last: bool = False
-    """Whether what is left after the last whole batch is shown too, or left out."""
+    """Keep the incomplete last batch of an epoch instead of leaving it out."""
 
     def __post_init__(self) -> None:
         assert self.num_images >= 0 and self.global_batch >= 1
@@ -65,10 +65,10 @@ class ImageOrder:
         return self._start(step + 1) - self._start(step)
 
     def _start(self, step: int) -> int:
-        """First position of a step. The last two share what is left, so neither is smaller than half a batch.
+        """Returns the first position of a step. The last two steps share the rest, so neither is smaller than half a batch.
 
-        A rest of its own could be as small as one image, and batch norm refuses a rank with one. The split must not look
-        at the number of ranks, or the global batches would depend on it.
+        A step with the rest alone could have a single image, which batch norm refuses. The split must not depend on the
+        number of ranks, or the global batches would.
         """
         last = self.steps_per_epoch - 1
         if not self.keep_last or step < last or last < 1:
@@ -80,11 +80,10 @@ class ImageOrder:
 
 
 class ClassOrder:
-    """Uniform over classes, in groups of k images of one class; k = 1 draws every image anew.
+    """Order in which every class occurs equally often, in groups of k images of one class.
 
-    Classes are gone through in permutations, one after another across epochs, so each comes equally often. The images of
-    a class are gone through in the same way, none twice before the permutation is used up. An epoch has as many steps as
-    one over images.
+    One permutation of all classes follows another, across epochs. The images of a class follow permutations, too, so none
+    occurs twice before all have occurred. An epoch has as many steps as with `ImageOrder`.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class ClassOrder:
     ) -> None:
         if global_batch % images_per_class:
             raise DataError(
-                f"A global batch of {global_batch} images cannot be made of {images_per_class} images a class: "
-                f"use a multiple of {images_per_class}."
+                f"A global batch of {global_batch} images cannot be divided into groups of {images_per_class} "
+                f"images of a class: use a multiple of {images_per_class}."
             )
         self.seed = seed
         self.global_batch = global_batch
@@ -111,9 +110,9 @@ class ClassOrder:
         position = (epoch * self.steps_per_epoch + step) * self.global_batch + np.arange(self.global_batch)[rows]
         visit, which = np.divmod(position // k, len(first))
         row = permute(which, np.array(len(first)), combine64(self.seed, _CLASS_SALT, visit.astype(np.uint64)))
-        # A visit takes k images that follow each other in one permutation, so they differ wherever the class has k.
-        visits_a_pass = np.maximum(count[row] // k, 1)
-        passes, visit_in_pass = np.divmod(visit, visits_a_pass)
+        # A visit takes k successive images of one permutation, so they differ if the class has k.
+        visits_per_pass = np.maximum(count[row] // k, 1)
+        passes, visit_in_pass = np.divmod(visit, visits_per_pass)
         within = (visit_in_pass * k + position % k) % count[row]
         key = combine64(self.seed, _WITHIN_SALT, row.astype(np.uint64), passes.astype(np.uint64))
         index = first[row] + permute(within, count[row], key)
@@ -124,7 +123,7 @@ class ClassOrder:
 
     @cached_property
     def _classes(self) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], NDArray[np.int64]]:
-        """Images by class (None where they lie so already), first image of each class that has any, and how many."""
+        """Images sorted by class (None if they are already), the first image of each non-empty class, and their numbers."""
         order = None if bool((self._labels[1:] >= self._labels[:-1]).all()) else np.argsort(self._labels, kind="stable")
         by_class = self._labels if order is None else self._labels[order]
         first = np.flatnonzero(np.diff(by_class, prepend=-1))
@@ -132,18 +131,18 @@ class ClassOrder:
 
 
 def rank_batch(order: Order, epoch: int, step: int, rank: int, world_size: int) -> NDArray[np.int64]:
-    """This rank's contiguous part of the step's images (B,)."""
+    """Returns this rank's contiguous part of the step's images (B,)."""
     part = even_part(order.batch_size(step), rank, world_size)
     return order.batch(epoch, step, slice(part.start, part.stop))
 
 
 def shuffled(positions: NDArray[np.int64], num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Image at each position of the epoch: a permutation of [0, num_images)."""
+    """Returns the image at each position of the epoch: a permutation of [0, num_images)."""
     return permute(positions, np.array(num_images), combine64(seed, epoch))
 
 
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Where a permutation of [0, size) sends each value; entries of equal size and key share one permutation.
+    """Returns the image of each value under a permutation of [0, size); entries of equal size and key share one.
 
     A Feistel network permutes a rectangle of about sqrt(size) by sqrt(size) that is hardly larger than the size. A value
     that falls outside is sent through it again until it lands inside, which keeps the map one to one.
@@ -172,7 +171,7 @@ def _feistel(
     num_columns: NDArray[np.uint64],
     round_keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Row and column in turn are moved round by a hash of the other: each such move can be undone, so all of them can."""
+    """Rotates row and column in turn by a hash of the other. Every rotation can be undone, so this is a permutation."""
     row, column = np.divmod(values, num_columns)
     for number, keys in enumerate(round_keys):
         if number % 2 == 0:

@@ -1,4 +1,4 @@
-"""Verification pairs in InsightFace's `.bin` form (lfw.bin, …): a pickle, read without running what is in it."""
+"""Verification pairs in InsightFace's `.bin` format (lfw.bin, …): a pickle, read without executing anything in it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from megaclass.errors import DataError
 from megaclass.files import published_file
 
-# Bytes objects as such since 3, long ones since 4; InsightFace reads it with any Python 3.
+# The first protocol with long bytes objects; InsightFace reads it with any Python 3.
 _PICKLE_PROTOCOL = 4
 
 
 @dataclass(frozen=True)
 class PairSet:
-    """Pair i is images 2i and 2i + 1; `is_same[i]` says whether they show one identity."""
+    """Pair i is images 2i and 2i + 1; `is_same[i]` tells whether they show one identity."""
 
     images: list[bytes]
     is_same: NDArray[np.bool_]
@@ -33,8 +33,8 @@ class PairSet:
 
 
 def write_pairs(path: Path, pair_set: PairSet) -> None:
-    """Replaces `path` at once: a reader sees the old file or the new one."""
-    _require_two_images_a_pair(path, len(pair_set.images), len(pair_set.is_same))
+    """Writes the pairs; a reader sees the old file or the new one, never a part."""
+    _require_two_images_per_pair(path, len(pair_set.images), len(pair_set.is_same))
     content = (list(pair_set.images), [bool(same) for same in pair_set.is_same])
     try:
         # Exclusively: a link that another user put under this name is not followed.
@@ -59,18 +59,18 @@ def read_pairs(path: Path) -> PairSet:
         raise DataError(f"Cannot read the pairs {path}: expected (images, is_same), found {_describe(found)}.")
     images = _as_images(_as_list(found[0], "images", path), path)
     is_same = [_as_bool(item, number, path) for number, item in enumerate(_as_list(found[1], "is_same", path))]
-    _require_two_images_a_pair(path, len(images), len(is_same))
+    _require_two_images_per_pair(path, len(images), len(is_same))
     return PairSet(images, np.array(is_same, dtype=bool))
 
 
-def _require_two_images_a_pair(path: Path, num_images: int, num_pairs: int) -> None:
+def _require_two_images_per_pair(path: Path, num_images: int, num_pairs: int) -> None:
     if num_images != 2 * num_pairs:
         raise DataError(
-            f"The pairs {path} hold {num_images} images and {num_pairs} labels: expected two images a label."
+            f"The pairs {path} hold {num_images} images and {num_pairs} labels: expected two images per label."
         )
 
 
-# Everything that Python's own unpickler raises on bytes that are no pickle.
+# Everything that Python's unpickler raises on bytes that are not a pickle.
 _BAD_PICKLE = (
     pickle.UnpicklingError,
     EOFError,
@@ -86,7 +86,7 @@ _BAD_PICKLE = (
 )
 
 
-# What pairs are written with, by any tool and any version of Python: numbers, bytes, text, lists, tuples and arrays. No
+# Opcodes for numbers, bytes, text, lists, tuples and arrays, with which every tool and version of Python writes pairs. No
 # dictionaries or sets (hashing a deeply nested key overflows the stack) and no instances of classes.
 _ADMITTED_OPCODES = (
     pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.POP + pickle.POP_MARK
@@ -105,9 +105,12 @@ _ADMITTED_OPCODES = (
 class _PairUnpickler(pickle._Unpickler):
     """Admits arrays of numbers and bytes, and refuses every other name.
 
-    The Python version of the unpickler, because the one in C reserves whatever memory a damaged file asks for. No class
-    or function of NumPy is handed out: stand-ins take the pickled state and check it, so the file can call nothing. What
-    it makes is at most a few times as large as the file.
+    Why the private base class: the public `pickle.Unpickler` is written in C. It offers no way to refuse opcodes or to bound
+    the memory that a damaged length asks for (15 bytes make it reserve 2 GiB); this one, in Python, has a table of
+    opcodes. It has been there under this name since Python 3.4, and the tests would notice its removal.
+
+    The file never gets a class or function of NumPy: stand-ins take the pickled state and check it, so the file can call
+    nothing. The result is at most a few times as large as the file.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -115,14 +118,14 @@ class _PairUnpickler(pickle._Unpickler):
     }
 
     def __init__(self, content: bytes, path: Path) -> None:
-        # Files made by Python 2 keep their images in what Python 3 would read as text.
+        # Python 2 wrote images as its `str`, which Python 3 would decode as text.
         super().__init__(io.BytesIO(content), encoding="bytes")
         self._path = path
-        # Old protocols make one object out of another: twice the file at most, and some room.
+        # Old protocols make one object out of another: at most twice the file, and some room.
         self._left = _Allowance(4 * len(content))
 
     def load_bytearray8(self) -> None:
-        """Python's own reserves what the length says before it reads."""
+        """Reads a bytearray. Python's version reserves the stated length before it reads."""
         (length,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]
         self._left.take(length)
         self.append(bytearray(self.read(length)))  # type: ignore[attr-defined]
@@ -130,7 +133,7 @@ class _PairUnpickler(pickle._Unpickler):
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
     def load_build(self) -> None:
-        """Python's own sets any attribute of any object."""
+        """Sets the state of an array. Python's version sets any attribute of any object."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state = stack.pop()
         if not isinstance(stack[-1], _Array | _Dtype):
@@ -150,7 +153,7 @@ class _PairUnpickler(pickle._Unpickler):
 
 
 class _Allowance:
-    """How many bytes may still be made out of a file: copying its content over and over would fill any memory."""
+    """Counts how many bytes may still be made out of a file: copying its content again and again would fill any memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -162,7 +165,7 @@ class _Allowance:
 
 
 class _Array:
-    """Stands in for a NumPy array that is being rebuilt."""
+    """Stand-in for a NumPy array that is being rebuilt."""
 
     __slots__ = ("flat", "shape")
 
@@ -198,7 +201,7 @@ class _Dtype:
         self.numpy_name = text
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and alignment, which the name already says for the types admitted."""
+        """Ignores byte order and alignment, which the name implies for the admitted types."""
 
 
 class _ArrayType:
@@ -284,7 +287,7 @@ def _as_list(found: Any, what: str, path: Path) -> list[Any]:
 
 
 def _as_images(items: list[Any], path: Path) -> list[bytes]:
-    """One that occurs several times is converted once: a small file may name it a million times."""
+    """Converts each object once, since a small file may refer to one a million times."""
     converted: dict[int, bytes] = {}
     for number, item in enumerate(items):
         if id(item) not in converted:

@@ -1,4 +1,4 @@
-"""Work of many small pieces on a few threads: decoding and encoding release the interpreter."""
+"""A map over many small items on a few threads; decoding and encoding release the interpreter lock."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def ordered_map(function: Callable[[Given], Result], items: Iterable[Given], num_threads: int) -> Iterator[Result]:
-    """Results in the order of the items, a bounded number of them ahead of the reader."""
+    """Yields the results in the order of the items; at most 4 per thread are computed ahead of the reader."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megaclass-data")
     waiting: deque[Future[Result]] = deque()
     try:

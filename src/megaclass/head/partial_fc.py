@@ -146,15 +146,8 @@ class PartialFC(HeadModule):
         After `begin_step` it is this part's share of the step's mean. embeddings_BD: (B, D) floating, not normalised.
         labels_B: (B,) integers in [0, num_classes).
         """
-        check_batch(
-            self.settings,
-            embeddings_BD,
-            labels_B,
-            rank=self.rank,
-            world_size=self.world_size,
-            group=self.group,
-            device=self.device,
-        )
+        built_as = self.rank, self.world_size
+        check_batch(self.settings, embeddings_BD, labels_B, built_as, self.group, self.device)
         product_dtype = self._engine.product_dtype(embeddings_BD)
         is_training = torch.is_grad_enabled() and self.training
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):

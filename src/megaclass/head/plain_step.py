@@ -97,15 +97,8 @@ class PlainStep(StepEngine):
         grad_BD += grad_norms(part, image_weight_G, self.rank)
         return (grad_BD * self.gradient_factor).to(dtype)
 
-    def _move_rows(
-        self,
-        plan: StepPlan,
-        parts: list[LossPart],
-        chunks: Iterator[CentreGradient],
-        move: Move,
-        squares: list[Tensor] | None,
-    ) -> None:
-        move_rows(self.store, plan, parts, chunks, move, self._is_skipped(move), squares)
+    def _move_rows(self, plan: StepPlan, parts: list[LossPart], move: Move) -> None:
+        move_rows(self.store, plan, parts, self._centre_gradient(parts), move, self._is_skipped(move))
 
 
 def move_rows(
@@ -115,7 +108,6 @@ def move_rows(
     chunks: Iterator[CentreGradient],
     move: Move,
     is_skipped: Tensor | None,
-    squares: list[Tensor] | None,
 ) -> None:
     """StepEngine._move_rows for any optimizer. is_skipped: a mask on the device; None: the step counts."""
     is_scaled = isinstance(move.loss_scale, Tensor) or move.loss_scale != 1
@@ -124,7 +116,7 @@ def move_rows(
         mask_R = _mask(store, plan, chunk, won_R, is_skipped)
         grad_RD = chunk.grad_RD / move.loss_scale if is_scaled else chunk.grad_RD
         rows = parts[0].problem.rows_of(chunk.start, chunk.stop)
-        store.update_(rows, grad_RD, mask_R, move.lr, move.step, squares)
+        store.update_(rows, grad_RD, mask_R, move.lr, move.step, move.squares)
 
 
 def _target_rows(store: Centres, batch: GlobalBatch, unit_GD: Tensor) -> tuple[TargetRows, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megaclass.errors import HeadError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Move:
     """Factors and flags of an update; tensors stay on the device, where the host does not read them."""
 
@@ -23,6 +23,8 @@ class Move:
     skip: Tensor | None
     """A flag on the device: nothing moves."""
     step: int
+    squares: list[Tensor] | None
+    """For a measured step: receives the sum of squares of each chunk's gradient, 0-d float64."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,15 +97,16 @@ def check_batch(
     settings: HeadSettings,
     embeddings_BD: Tensor,
     labels_B: Tensor,
-    *,
-    rank: int,
-    world_size: int,
+    built_as: tuple[int, int],
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Raises for a batch whose shapes, dtypes or device do not fit the head. Looks at no values, so no device waits."""
-    now = group_rank(group), group_size(group)
-    if now != (rank, world_size):
+    """Raises for a batch whose shapes, dtypes or device do not fit the head. Reads no values, so the host never waits.
+
+    built_as: rank and number of ranks when the head was built.
+    """
+    now, (rank, world_size) = (group_rank(group), group_size(group)), built_as
+    if now != built_as:
         raise HeadError(
             f"The head was built as rank {rank} of {world_size}, but this process is now rank {now[0]} of {now[1]}. "
             f"Build it after torch.distributed is initialised: under Lightning in configure_model(), under Accelerate "

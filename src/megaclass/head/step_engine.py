@@ -91,15 +91,8 @@ class StepEngine(ABC):
         """Collective where wants_images. Weighs the part's images and returns their (max_batch, D) gradient."""
 
     @abstractmethod
-    def _move_rows(
-        self,
-        plan: StepPlan,
-        parts: list[LossPart],
-        chunks: Iterator[CentreGradient],
-        move: Move,
-        squares: list[Tensor] | None,
-    ) -> None:
-        """Consumes the centres' gradient chunk by chunk, the images' pulls on their own centres added."""
+    def _move_rows(self, plan: StepPlan, parts: list[LossPart], move: Move) -> None:
+        """Consumes _centre_gradient chunk by chunk, with the images' pulls on their own centres added."""
 
     # ---- the same for both -------------------------------------------------------------------------------------
 
@@ -187,13 +180,9 @@ class StepEngine(ABC):
             device_skip, skip = skip.to(self.device), False
         measures = None
         if not skip:
-            first_fault = self.faults.first_fault
-            move = Move(lr=lr, loss_scale=loss_scale, first_fault=first_fault, skip=device_skip, step=step)
             squares: list[Tensor] | None = [] if is_measured else None
-            chunks = self.kernel.grad_centres(
-                [part.problem for part in parts], [part.negative_coefficients_G for part in parts]
-            )
-            self._move_rows(plan, parts, chunks, move, squares)
+            move = Move(lr, loss_scale, self.faults.first_fault, device_skip, step, squares)
+            self._move_rows(plan, parts, move)
             self._move_margin_state(parts, move)
             if squares is not None:
                 measures = self._measure(plan, parts, squares)
@@ -210,6 +199,12 @@ class StepEngine(ABC):
         if torch.is_autocast_enabled(self.device.type):
             return torch.get_autocast_dtype(self.device.type)
         return embeddings_BD.dtype
+
+    def _centre_gradient(self, parts: list[LossPart]) -> Iterator[CentreGradient]:
+        """Forms the gradient of the unit centres from the negatives, chunk by chunk: the whole of it never exists."""
+        return self.kernel.grad_centres(
+            [part.problem for part in parts], [part.negative_coefficients_G for part in parts]
+        )
 
     def _is_skipped(self, move: Move) -> Tensor | None:
         """Returns a flag on the device that masks the update; None where the host has already decided."""

@@ -76,6 +76,7 @@ class _ScaledCompressor(Compressor):
         if not tensor.dtype.is_floating_point:
             return tensor, None
         flat = tensor.detach().reshape(-1).float()
+        # Fill up whole blocks; the longest have 128 numbers.
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 128))
         return WIRE_FORMATS[cls.wire_name].encode(padded[None])[0], (tensor.shape, tensor.dtype, padded.numel())
 
@@ -109,6 +110,7 @@ class Compression:
     int8 = Int8Compressor
 
 
+# Compared by identity: a subclass may change compress() and is then called like any user's compressor.
 _WIRES: dict[Any, str] = {
     FP16Compressor: "fp16",
     BF16Compressor: "bf16",

@@ -40,6 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
+    # All broadcasts are submitted before the first is waited for, so that they are negotiated together.
     pending = []
     for name, tensor in named:
         if not torch.is_tensor(tensor):
@@ -50,6 +51,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         pending.append((broadcast_async_(whole, root_rank, name), whole, tensor))
     for handle, whole, tensor in pending:
         synchronize(handle)
+        # A copy was broadcast for a tensor whose memory is not contiguous.
         if whole is not tensor:
             tensor.data.copy_(whole)
 
@@ -83,6 +85,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
                     places[key] = (state["state"][number], name)
     broadcast_parameters(tensors, root_rank)
     for key, value in broadcast_object(scalars, root_rank).items():
+        # The root may have more, for example the state of a parameter that is frozen here.
         if key in places:
             holder, name = places[key]
             holder[name] = value
@@ -162,6 +165,7 @@ class _Envelope:
         job = _basics.job()
         self._secret = job.meeting.secret
         self._is_trusted = bool(self._secret) or job.meeting.size == 1
+        # Counted on every rank alike: ranks exchange the objects of one name in the same order.
         number = job.next_object(process_set.process_set_id, name)
         self._identity = f"{process_set.process_set_id} {number} {name}"
 

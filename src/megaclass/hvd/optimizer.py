@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,13 +47,14 @@ _ZERO_GRAD_TOO_EARLY = (
 )
 
 
+@dataclass(slots=True)
 class _Reduction:
-    """The allreduce of a gradient or of a group of them; `handle` is None while it is not submitted yet."""
+    """The allreduce of a gradient or of a group of them."""
 
-    def __init__(self, handle: Any = None, contexts: Any = None, sent: Any = None) -> None:
-        self.handle = handle
-        self.contexts = contexts
-        self.sent = sent
+    handle: Any = None
+    """For synchronize(), or the function that sparse_allreduce_async() returned; None while it is not submitted yet."""
+    contexts: Any = None
+    """For decompress(): one context, or one for each member of a group."""
 
 
 class _Distributed:
@@ -112,6 +114,7 @@ class _Distributed:
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         reduction = self._handles.get(parameter)
         is_sent = reduction is not None and reduction.handle is not None
+        # Its gradient is being reduced in place: adding to it now would corrupt the result.
         if (is_sent or self._is_in_sent_group(parameter)) and self._allreduce_delay[parameter] <= 0:
             raise AssertionError(_TOO_MANY_PASSES)
         assert parameter.grad is not None and not parameter.grad.requires_grad
@@ -128,9 +131,14 @@ class _Distributed:
     def _submit(self, parameter: Tensor) -> None:
         raise NotImplementedError
 
-    def _check_zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         if self._handles:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def step_without_reduction(self) -> Any:
+        """Makes the wrapped optimizer's step on this rank alone."""
+        return super().step()  # type: ignore[misc]
 
 
 class _DistributedOptimizer(_Distributed):
@@ -204,6 +212,7 @@ class _DistributedOptimizer(_Distributed):
             is_planned = parameter in self._batches
             ready = self._batches.arrive(parameter)
             if is_planned:
+                # Empty until the batch is complete.
                 self._submit_together(ready, is_awaited=False)
             else:
                 # In the first step the order is unknown; the controller waits a cycle for further gradients to fuse.
@@ -215,6 +224,7 @@ class _DistributedOptimizer(_Distributed):
             self._handles[parameter] = _Reduction()
             return
         self._num_ready[group] = 0
+        # One entry for the group replaces those that only counted its members.
         for member in group:
             self._handles.pop(member, None)
         self._handles[group] = self._reduce_group(group)
@@ -243,7 +253,7 @@ class _DistributedOptimizer(_Distributed):
         wire = wire_of(self._compression, gradient) if self.op in (Average, Sum) else ""
         if wire:
             handle = compressed_allreduce_async_(gradient, name, self.op, before, after, self.process_set, wire)
-            return _Reduction(handle, None, gradient)
+            return _Reduction(handle)
         packed, context = self._compression.compress(gradient)
         handle = allreduce_async_(
             packed,
@@ -253,7 +263,7 @@ class _DistributedOptimizer(_Distributed):
             postscale_factor=after,
             process_set=self.process_set,
         )
-        return _Reduction(handle, context, packed)
+        return _Reduction(handle, context)
 
     def _reduce_group(self, group: tuple[Tensor, ...]) -> _Reduction:
         gradients = [_gradient(parameter).contiguous() for parameter in group]
@@ -261,7 +271,7 @@ class _DistributedOptimizer(_Distributed):
         handle = grouped_allreduce_async_(
             list(packed), name=self._parameter_names[group[0]], op=self.op, process_set=self.process_set
         )
-        return _Reduction(handle, contexts, packed)
+        return _Reduction(handle, contexts)
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Call it before clipping, with skip_synchronize() around step()."""
@@ -280,6 +290,7 @@ class _DistributedOptimizer(_Distributed):
                 self._store(key, reduction.handle())
             else:
                 output = synchronize(reduction.handle)
+                # A gradient that was compressed on the wire arrives decompressed.
                 plain = reduction.contexts is None and wire_of(self._compression, output)
                 self._store(key, output if plain else self._compression.decompress(output, reduction.contexts))
         for group in self._num_ready:
@@ -306,6 +317,7 @@ class _DistributedOptimizer(_Distributed):
         assert gradient is not None
         if gradient.is_sparse:
             parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse()
+        # Most gradients are reduced in place and need no copy.
         elif reduced.data_ptr() != gradient.data_ptr() or reduced.dtype is not gradient.dtype:
             gradient.copy_(reduced)
 
@@ -331,13 +343,6 @@ class _DistributedOptimizer(_Distributed):
         self._synchronized = False
         return super().step(closure)  # type: ignore[misc]
 
-    def step_without_reduction(self) -> Any:
-        return super().step()  # type: ignore[misc]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._check_zero_grad()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
-
 
 class _DistributedAdasumOptimizer(_Distributed):
     """Lets every rank make its own step and combines the changes of the weights by Adasum."""
@@ -361,19 +366,20 @@ class _DistributedAdasumOptimizer(_Distributed):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         groups = [group["params"] for group in self.param_groups]
+        # Every other parameter is hidden from the wrapped optimizer for the duration of this step.
         for group in self.param_groups:
             group["params"] = [parameter] if any(parameter is other for other in group["params"]) else []
         start = self._starts[parameter]
         start.copy_(parameter)
         try:
-            super().step()  # type: ignore[misc]
+            self.step_without_reduction()
         finally:
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 group["params"] = parameters
         parameter.sub_(start)
         packed, context = self._compression.compress(parameter.detach().contiguous())
         handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
-        return _Reduction(handle, context, packed)
+        return _Reduction(handle, context)
 
     def synchronize(self) -> None:
         """Does nothing: step() waits for the changes itself."""
@@ -399,13 +405,6 @@ class _DistributedAdasumOptimizer(_Distributed):
                 self._allreduce_delay[parameter] = self.backward_passes_per_step
         self._handles.clear()
         return loss
-
-    def step_without_reduction(self) -> Any:
-        return super().step()  # type: ignore[misc]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._check_zero_grad()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
 
 def DistributedOptimizer(
@@ -451,6 +450,8 @@ def DistributedOptimizer(
     if is_adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     base = _DistributedAdasumOptimizer if is_adasum else _DistributedOptimizer
+    # As in Horovod, the result is a new subclass of the optimizer's class under the same name: isinstance() holds, and
+    # hooks, schedulers and checkpoints see the optimizer they know.
     kind = type(optimizer.__class__.__name__, (base, optimizer.__class__), {"__module__": __name__})
     wrapped: Any = object.__new__(kind)
     # A scheduler replaces `step` on the instance it was created for; that must not hide the step of this class.

@@ -191,6 +191,7 @@ class _Job:
                     launcher.kill()
                     launcher.wait()
             self._listener.close()
+        # In the order of the answers: the first failure is the likely cause of the others.
         failures = [(rank, self._answers[rank][1]) for rank in self._order if not self._answers[rank][0]]
         if failures or code or len(self._answers) < self._size:
             raise RuntimeError(_failed(failures, code))
@@ -213,6 +214,7 @@ class _Job:
 
     def _is_rank(self, connection: Connection) -> bool:
         try:
+            # Connection has no timeouts; the socket below it does.
             _set_read_timeout(connection, _PROOF_S)
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
@@ -234,6 +236,7 @@ class _Job:
                 return
             self._answers[rank] = (succeeded, value)
             self._order.append(rank)
+            # The rank waits for this before it ends.
             connection.send_bytes(b"taken")
 
 

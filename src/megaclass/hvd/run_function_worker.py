@@ -23,6 +23,7 @@ def main() -> int:
     """Returns the exit code: 0 if the function returned, 1 if it raised."""
     connection = _connected()
     place, call = pickle.loads(connection.recv_bytes())
+    # Before the function is unpickled: its module may be on the caller's path only.
     _take_over(place)
     threading.Thread(target=_end_with, args=(connection,), name="lifeline", daemon=True).start()
     succeeded, value = False, ""
@@ -35,6 +36,7 @@ def main() -> int:
         traceback.print_exc()
         answer = pickle.dumps((int(os.environ["HOROVOD_RANK"]), False, traceback.format_exc()))
     connection.send_bytes(answer)
+    # Leave only when the caller has the result: a process that ends closes the connection under it.
     _is_received.wait()
     return 0 if succeeded else 1
 

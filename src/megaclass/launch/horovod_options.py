@@ -1,6 +1,6 @@
-"""horovodrun's options for the training program: flag, variable in the ranks' environment, place in its YAML file.
+"""horovodrun's options for the training program: flag, environment variable of the ranks, place in its YAML file.
 
-Standard library only, but for the YAML file.
+Standard library only, except for the YAML file.
 """
 
 import argparse
@@ -17,14 +17,14 @@ LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 @dataclass(frozen=True, slots=True)
 class Tunable:
     name: str
-    """As Horovod's parsed arguments call it; the flag has dashes."""
+    """Name in Horovod's parsed arguments; the flag has dashes."""
     kind: type
     suffix: str
-    """Of its variable, HOROVOD_…"""
+    """The variable is HOROVOD_ and this suffix."""
     place: str = ""
     """Section and key in the file."""
-    no_meaning: str = ""
-    """Why it is accepted and does nothing."""
+    no_effect: str = ""
+    """Why the option is accepted but does nothing; empty if it has an effect."""
 
     @property
     def variable(self) -> str:
@@ -40,7 +40,7 @@ class Tunable:
 
     @property
     def off_flags(self) -> tuple[str, ...]:
-        """Of a switch."""
+        """Returns the flags that turn a switch off."""
         return _OFF_FLAGS.get(self.name, (f"--no-{self.flag[2:]}",))
 
 
@@ -89,7 +89,7 @@ def shims_folder() -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What is not given is None afterwards. Not shown by --help."""
+    """Adds the flags, hidden from --help; an option that is not given is None."""
     for tunable in TUNABLES:
         if tunable.kind is not bool:
             choices = LOG_LEVELS if tunable.name == "log_level" else None
@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The YAML file of --config-file, parsed; LaunchError when it cannot be."""
+    """Parses the YAML file of --config-file. Raises LaunchError if that fails."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as error:
@@ -121,7 +121,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by name, of the options that the file has."""
+    """Returns the values of the options that the file has, keyed by name."""
     found = {}
     for tunable in TUNABLES:
         section, _, key = tunable.place.partition(".")
@@ -132,7 +132,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def what_is_wrong(values: Mapping[str, Any]) -> str:
-    """The text of an error; empty if all numbers lie where they may."""
+    """Returns an error message, or an empty text if all numbers are in their ranges."""
     for tunable in TUNABLES:
         value = values.get(tunable.name)
         if tunable.kind not in (int, float) or value is None:
@@ -148,7 +148,7 @@ def what_is_wrong(values: Mapping[str, Any]) -> str:
 
 
 def environment_for(values: Mapping[str, Any]) -> dict[str, str]:
-    """The variables in which ranks find what was given."""
+    """Returns the environment variables for the given options."""
     env = {}
     for tunable in TUNABLES:
         value = values.get(tunable.name)
@@ -160,7 +160,7 @@ def environment_for(values: Mapping[str, Any]) -> dict[str, str]:
         if tunable.name == "fusion_threshold_mb":
             value = int(value) << 20
         elif tunable.kind is bool:
-            # The variable hides what the option shows.
+            # LOG_HIDE_TIME is the opposite of its option.
             value = int(bool(value) != (tunable.name == "log_with_timestamp"))
         env[tunable.variable] = str(value)
     return env

@@ -8,13 +8,13 @@ from megaclass.errors import LaunchError
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface over which packets for the address leave; None when there is no route. Nothing is sent."""
+    """Returns the interface over which packets for the address leave, or None without a route. Nothing is sent."""
     own = source_towards(address)
     return interface_holding(own) if own is not None else None
 
 
 def present(wanted: Sequence[str]) -> list[str]:
-    """Those of the interfaces that this host has; LaunchError when it has none of them."""
+    """Returns those of the interfaces that this host has. Raises LaunchError if it has none of them."""
     found = interfaces()
     if not any(name in found for name in wanted):
         raise LaunchError(
@@ -25,22 +25,22 @@ def present(wanted: Sequence[str]) -> list[str]:
 
 
 def reserve_port(port: int) -> socket.socket:
-    """A port of every interface, held for the run; 0 takes a free one. LaunchError when it is taken.
+    """Holds a port of every interface for the run; 0 takes a free one. Raises LaunchError if it is in use.
 
-    The socket is bound but never listens: the kernel then gives the port to nobody who asks for any free one, while rank 0,
-    which asks for this very port with SO_REUSEADDR as torch's store does, gets it.
+    The socket is bound but never listens. The kernel therefore gives the port to no process that asks for any free one,
+    while rank 0, which asks for this port with SO_REUSEADDR as torch's store does, gets it.
     """
     try:
         return bound_socket(port)
     except OSError as error:
         raise LaunchError(
-            f"Port {port} is taken on {socket.gethostname()} ({error.strerror}): "
+            f"Port {port} is in use on {socket.gethostname()} ({error.strerror}): "
             f"leave --master-port out, and a free one is chosen."
         ) from error
 
 
 def bound_socket(port: int) -> socket.socket:
-    """Bound to the port of every interface, IPv4 and IPv6; 0 takes a free one. OSError when it is taken."""
+    """Returns a socket bound to the port of every interface, IPv4 and IPv6; 0 takes a free one. OSError if it is in use."""
     bound = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,10 +54,10 @@ def bound_socket(port: int) -> socket.socket:
 
 
 def hold_store_port(address: str = "") -> socket.socket:
-    """A free port of the address, or of every interface, that only processes of this user can listen on while it is held.
+    """Holds a free port of the address, or of every interface, on which only processes of this user can listen meanwhile.
 
-    It is bound with SO_REUSEPORT and never listens: the kernel lets another socket have the port only if it has the same
-    option and the same user, as rank 0's store has (distributed/network/store.py).
+    The socket is bound with SO_REUSEPORT and never listens: the kernel gives the port to another socket only if that has
+    the same option and belongs to the same user, as rank 0's store does (distributed/network/store.py).
     """
     is_any = not address and socket.has_dualstack_ipv6()
     held = socket.socket(socket.AF_INET6 if is_any or ":" in address else socket.AF_INET)

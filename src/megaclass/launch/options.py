@@ -1,4 +1,4 @@
-"""The command line of `megaclass run`: horovodrun's spellings. Standard library only."""
+"""The command line of `megaclass run`, with horovodrun's option names. Standard library only."""
 
 import argparse
 import os
@@ -23,18 +23,18 @@ from megaclass.launch.launchers import LAUNCHERS
 from megaclass.launch.plan import HOROVOD_MARK
 from megaclass.launch.versions import megaclass_version
 
-_NO_MEANING = {
-    "--gloo": "there is one controller, and it is neither gloo nor MPI",
+_NO_EFFECT = {
+    "--gloo": "the controller is neither gloo nor MPI",
     "--mpi": "no MPI is needed",
-    "--jsrun": "hosts are started by ssh",
+    "--jsrun": "ranks are started over ssh",
     "--mpi-args": "no MPI is needed",
     "--binding-args": "no MPI is needed",
     "--disable-cache": "nothing is cached",
-    "--max-np": "hosts do not come and go",
-    "--max-num-proc": "hosts do not come and go",
-    "--slots-per-host": "hosts do not come and go",
-    "--elastic-timeout": "hosts do not come and go",
-    "--blacklist-cooldown-range": "hosts do not come and go",
+    "--max-np": "elastic hosts are not supported",
+    "--max-num-proc": "elastic hosts are not supported",
+    "--slots-per-host": "elastic hosts are not supported",
+    "--elastic-timeout": "elastic hosts are not supported",
+    "--blacklist-cooldown-range": "elastic hosts are not supported",
 }
 _NUM_VALUES = {
     **dict.fromkeys(("--mpi-args", "--binding-args", "--max-np", "--max-num-proc", "--slots-per-host"), 1),
@@ -46,13 +46,13 @@ HOROVOD_VERSION = "0.28.1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What `megaclass run` was asked for."""
+    """The parsed command line of `megaclass run`."""
 
     command: tuple[str, ...]
     launcher: str
     """A name in LAUNCHERS."""
     checks_build: bool
-    """Print the table of what is available, and nothing else."""
+    """Print the table of available features and end."""
     num_processes: int | None
     min_processes: int | None
     hosts: str | None
@@ -65,7 +65,7 @@ class RunOptions:
     remote_prefix: str
     given_env: Mapping[str, str]
     program_folder: Path | None
-    """To stand first on the PATH: that of the command horovodrun, with --horovod."""
+    """Folder to put first on the PATH: that of the command horovodrun, with --horovod."""
     interfaces: tuple[str, ...]
     master_port: int
     start_timeout_s: float
@@ -80,7 +80,7 @@ class RunOptions:
     is_dry_run: bool
     is_verbose: bool
     remarks: tuple[str, ...]
-    """One line for each option that is accepted but has no meaning now."""
+    """One line per option that is accepted but has no effect."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,7 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> RunOptions:
-    """LaunchError for what cannot be meant."""
+    """Parses the command line. Raises LaunchError for options that are wrong or contradict each other."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
@@ -97,8 +97,8 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         parser.error("there is no command to run: megaclass run -np 2 python train.py")
     if given.host_discovery_script is not None:
         parser.error(
-            "--host-discovery-script: hosts that come and go are not supported; give the hosts with -H, and what is to "
-            "happen when one is lost with --restarts and --exclude-failed-hosts"
+            "--host-discovery-script: elastic hosts are not supported; give the hosts with -H, and choose what happens "
+            "if one is lost with --restarts and --exclude-failed-hosts"
         )
     given_env, handed_over = _environment(given, env)
     interfaces = ",".join(given.network_interfaces)
@@ -139,77 +139,95 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megaclass run",
         usage="megaclass run -np N [-H host:slots,host:slots] [options] command …",
-        description="Starts a command N times, on this machine or many, and never leaves a process behind.",
-        epilog="Other options of horovodrun are accepted; those without a meaning now say so in one line.",
+        description="Start a command N times, on this machine or on several, and never leave a process behind.",
+        epilog="Other options of horovodrun are accepted; a message names those that have no effect.",
     )
-    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and end")
-    parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="processes in all")
+    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="total number of processes")
     parser.add_argument(
         "--launcher", type=_launcher, default="ssh", metavar="NAME",
         help=f"what starts the processes: {', '.join(LAUNCHERS)} (default ssh, which is not needed on one machine)",
     )  # fmt: skip
     parser.add_argument(
-        "-cb", "--check-build", action="store_true", help="print which frameworks, controllers and operations are there"
+        "-cb", "--check-build", action="store_true", help="print the available frameworks, controllers and operations"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command that each process runs")
 
-    hosts = parser.add_argument_group("hosts (default: those of Slurm, PBS or LSF, else this machine)")
+    hosts = parser.add_argument_group("hosts (default: those of the Slurm, PBS or LSF job, otherwise this machine)")
     one_of = hosts.add_mutually_exclusive_group()
     one_of.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots")
-    one_of.add_argument(
-        "-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts with their slots, lines `h1 slots=8`"
-    )
+    one_of.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="file with lines `h1 slots=8`")
     hosts.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
     hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
     hosts.add_argument(
-        "--ssh-arg", action="append", default=[], metavar="ARG", help="one more argument for ssh; repeatable"
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh; repeatable"
     )
-    hosts.add_argument("--python", metavar="PATH", help="Python with megaclass on the hosts (this one)")
-    hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (this one)")
-    hosts.add_argument("--remote-prefix", default="", metavar="TEXT", help="shell text before the agent on other hosts")
+    hosts.add_argument(
+        "--python", metavar="PATH", help="Python interpreter with megaclass on the hosts (default: the path of this one)",
+    )  # fmt: skip
+    hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
+    hosts.add_argument(
+        "--remote-prefix", default="", metavar="TEXT", help="shell text in front of the agent's command on other hosts"
+    )
     hosts.add_argument(
         "--network-interface", "--network-interfaces", dest="network_interfaces", metavar="NAMES", action="append",
-        default=[], help="interfaces to talk over, with commas between (the one towards host 0)",
+        default=[], help="network interfaces to use, comma-separated (default: the one towards host 0)",
     )  # fmt: skip
-    hosts.add_argument("--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (a free one)")
-    hosts.add_argument("--allow-mixed-versions", action="store_true", help="other Python, torch or megaclass on a host")
+    hosts.add_argument(
+        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
+    )
+    hosts.add_argument(
+        "--allow-mixed-versions", action="store_true", help="allow different versions of Python, torch or megaclass"
+    )
 
     env = parser.add_argument_group("environment")
     env.add_argument(
-        "-x", dest="env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all ranks"
+        "-x", dest="env", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for all ranks"
     )
-    env.add_argument("--env-file", type=Path, metavar="FILE", help="variables for all ranks, lines NAME=VALUE")
     env.add_argument(
-        "--horovod", action="store_true", help="`import horovod.torch` and horovodrun mean megaclass in this job"
+        "--env-file", type=Path, metavar="FILE", help="file with variables for all ranks, lines NAME=VALUE"
+    )
+    env.add_argument(
+        "--horovod", action="store_true", help="`import horovod.torch` and horovodrun use megaclass in this job"
     )
 
     times = parser.add_argument_group("times in seconds, and restarts")
-    times.add_argument("--start-timeout", type=seconds, default=30.0, metavar="S", help="for all hosts to answer (30)")
-    times.add_argument("--heartbeat", type=seconds, default=40.0, metavar="S", help="a silent host is lost within (40)")
-    times.add_argument("--grace", type=seconds, default=3.0, metavar="S", help="from SIGTERM to SIGKILL (3)")
     times.add_argument(
-        "--hang-timeout",
-        type=seconds,
-        default=0.0,
-        metavar="S",
-        help="end a run in which no rank prints for so long (off)",
+        "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default 30)"
     )
     times.add_argument(
-        "--restarts", "--reset-limit", type=at_least(0), default=0, metavar="N", help="starts after failures (0)"
+        "--heartbeat", type=seconds, default=40.0, metavar="S",
+        help="a silent host counts as lost within this time (default 40)",
+    )  # fmt: skip
+    times.add_argument(
+        "--grace", type=seconds, default=3.0, metavar="S", help="time from SIGTERM to SIGKILL (default 3)"
     )
+    times.add_argument(
+        "--hang-timeout", type=seconds, default=0.0, metavar="S",
+        help="end the job if no rank prints anything for this long (default: off)",
+    )  # fmt: skip
+    times.add_argument(
+        "--restarts", "--reset-limit", type=at_least(0), default=0, metavar="N",
+        help="number of restarts after failures (default 0)",
+    )  # fmt: skip
     times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
-    times.add_argument("--min-np", "--min-num-proc", type=at_least(1), metavar="N", help="go on with no fewer (all)")
+    times.add_argument(
+        "--min-np", "--min-num-proc", type=at_least(1), metavar="N",
+        help="minimum number of processes after excluding hosts (default: all)",
+    )  # fmt: skip
 
     output = parser.add_argument_group("output")
-    output.add_argument("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.<n>/{stdout,stderr}")
     output.add_argument(
-        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", help="the time before each line"
+        "--output-filename", type=Path, metavar="DIR", help="also write the output to DIR/rank.<n>/{stdout,stderr}"
     )
-    output.add_argument("--verbose", action="store_true", help="say what is done")
-    output.add_argument("--dry-run", action="store_true", help="print the whole plan and end")
+    output.add_argument(
+        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", help="print the time before each line",
+    )  # fmt: skip
+    output.add_argument("--verbose", action="store_true", help="print what the driver does")
+    output.add_argument("--dry-run", action="store_true", help="print the whole plan and exit")
 
     parser.set_defaults(remarks=[])
-    for flag in _NO_MEANING:
+    for flag in _NO_EFFECT:
         parser.add_argument(flag, action=_Remark, nargs=_NUM_VALUES.get(flag, 0), help=argparse.SUPPRESS)
     parser.add_argument("--host-discovery-script", help=argparse.SUPPRESS)
     parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
@@ -218,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """After --horovod, as the command horovodrun gives it, that of the Horovod whose API this is: scripts compare it."""
+    """Prints the version; after --horovod, which horovodrun gives, the one of Horovod's API, which scripts compare."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
         print(HOROVOD_VERSION if namespace.horovod else f"megaclass {megaclass_version()}")
@@ -229,12 +247,12 @@ class _Remark(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
         namespace.remarks = [
             *namespace.remarks,
-            f"{self.option_strings[0]} has no meaning now: {_NO_MEANING[self.option_strings[0]]}.",
+            f"{self.option_strings[0]} has no effect: {_NO_EFFECT[self.option_strings[0]]}.",
         ]
 
 
 def _horovods(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Variables for horovodrun's options, from its file and then the command line; and the remarks about the latter."""
+    """Returns the variables for horovodrun's options, from its file and the command line, and remarks about the latter."""
     typed = {tunable.name: getattr(given, tunable.name) for tunable in TUNABLES}
     typed = {name: value for name, value in typed.items() if value is not None}
     values = (from_config(read_config(given.config_file)) if given.config_file is not None else {}) | typed
@@ -245,15 +263,15 @@ def _horovods(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
         if tunable.name not in typed:
             continue
         flag = tunable.flag if typed[tunable.name] is not False else tunable.off_flags[0]
-        if tunable.no_meaning:
-            remarks.append(f"{flag} has no meaning now: {tunable.no_meaning}.")
+        if tunable.no_effect:
+            remarks.append(f"{flag} has no effect: {tunable.no_effect}.")
         else:
-            remarks.append(f"{flag} has no meaning for the launcher; the ranks find it as {tunable.variable}.")
+            remarks.append(f"{flag} is for the ranks, which find it as {tunable.variable}.")
     return environment_for(values), remarks
 
 
 def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Variables for the ranks: horovodrun's options, then the file, then -x; and the remarks about the former."""
+    """Returns the variables for the ranks (horovodrun's options, then the file, then -x) and remarks about the former."""
     found, remarks = _horovods(given)
     if given.env_file is not None:
         found |= _read_env_file(given.env_file)
@@ -267,11 +285,11 @@ def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dic
             found[name] = env[name]
         else:
             raise LaunchError(
-                f"-x {name}: there is no such variable here. Set it, or give its value with -x {name}=VALUE."
+                f"-x {name}: the variable is not set here. Set it, or give its value with -x {name}=VALUE."
             )
     if given.horovod:
         found[HOROVOD_MARK] = "1"
-        # First on the path of this job's processes only: a real Horovod is shadowed nowhere else.
+        # First on the path of this job's processes only: an installed Horovod is hidden nowhere else.
         others = found.get("PYTHONPATH", env.get("PYTHONPATH", ""))
         found["PYTHONPATH"] = os.pathsep.join(part for part in (shims_folder(), others) if part)
     return found, remarks
@@ -287,7 +305,7 @@ def _read_env_file(path: Path) -> dict[str, str]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, equals, value = line.partition("=")
-        # The line itself is not shown: it may hold a secret.
+        # The line itself is not shown, because it may hold a secret.
         if not equals or not name.strip() or "\0" in line:
             raise LaunchError(f"Cannot read line {number} of --env-file {path}: expected NAME=VALUE.")
         found[name.strip()] = value
@@ -301,7 +319,7 @@ def _launcher(text: str) -> str:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Reads an option's value: a whole number of the minimum or more."""
+    """Returns a parser of whole numbers that are not below the minimum."""
 
     def number(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < minimum:
@@ -312,7 +330,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """An option's value: a number above 0."""
+    """Parses a number of seconds above 0."""
     try:
         value = float(text)
     except ValueError:

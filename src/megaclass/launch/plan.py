@@ -1,4 +1,4 @@
-"""Ranks onto hosts, and what every rank finds in its environment. Standard library only."""
+"""Places ranks on hosts and builds their environments. Standard library only."""
 
 import os
 import shlex
@@ -13,22 +13,22 @@ from megaclass.world import OWN_ADDRESS, OWN_PORT, TORCHRUN_VARIABLES, World, en
 STARTER = "megaclass run"
 
 HOROVOD_MARK = "MEGACLASS_HOROVOD"
-"""Variable among those given to all ranks: they get horovodrun's environment in place of torchrun's."""
+"""If this variable is given to the ranks, they get horovodrun's environment in place of torchrun's."""
 
-# What a rank on another host gets from the driver's environment; the rest is that host's own.
+# Variables of the driver that ranks on other hosts get; the rest of their environment is that host's own.
 PASSED_ON_PREFIXES = (
     *("MEGACLASS_", "HOROVOD_", "TORCH", "PYTORCH_", "TRITON_", "NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "UCX_", "FI_"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "LC_", "HF_", "WANDB_", "MLFLOW_"),
 )
 PASSED_ON_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LANGUAGE", "TZ")
-# Which GPUs a host offers is its own affair, and which of them a rank takes that of its local rank. Where the driver is
-# itself a rank of another job, that job's secret and port are not this one's.
+# Every host decides which GPUs it offers, and a rank takes the GPU of its local rank. If the driver is itself a rank of
+# another job, that job's secret and store port must not reach this one.
 _NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, "MEGACLASS_STORE_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A host and its ranks."""
+    """A host and the worlds of its ranks, which are contiguous."""
 
     host: Host
     worlds: tuple[World, ...]
@@ -39,12 +39,12 @@ class Placement:
 
 
 def place_ranks(hosts: Sequence[Host], num_processes: int) -> list[Placement]:
-    """Fills one host after the other, as Horovod does; LaunchError when there are too few slots."""
+    """Fills one host after the other, as Horovod does. Raises LaunchError if there are too few slots."""
     num_slots = sum(host.slots for host in hosts)
     if num_processes > num_slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise LaunchError(
-            f"-np {num_processes} asks for more processes than there are slots: {num_slots} on {listed}. "
+            f"-np {num_processes} needs more slots than there are: {num_slots} on {listed}. "
             f"Lower -np, or raise the slots of a host."
         )
     counts: list[int] = []
@@ -75,10 +75,10 @@ def _world(local_rank: int, host_index: int, counts: Sequence[int]) -> World:
 def rank_environment(
     world: World, *, host: str, address: str, port: int | str, given: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Variables that tell a rank its place: torchrun's names and Horovod's.
+    """Returns the variables that tell a rank its place: torchrun's names and Horovod's.
 
-    Where HOROVOD_MARK is among the variables `given` to the ranks, Horovod's alone and two of our own: libraries that look
-    for torchrun's (webdataset, Lightning, Accelerate) then behave as they do under horovodrun.
+    With HOROVOD_MARK among the variables `given` to the ranks, torchrun's names are left out, and two of our own tell where
+    rank 0 is: libraries that look for torchrun's (webdataset, Lightning, Accelerate) then behave as under horovodrun.
     """
     is_horovod = HOROVOD_MARK in (given or {})
     placed = environment_of(replace(world, address=address), is_horovod=is_horovod)
@@ -100,19 +100,19 @@ def rank_environment(
 
 
 def job_environment(secret: str, store_port: int) -> dict[str, str]:
-    """What all ranks of a job share and no line of output shows: its secret, and the port of its store.
+    """Returns the job's secret and the port of its store, which all ranks share and no output shows.
 
-    store_port: 0 to let the store use MASTER_PORT.
+    store_port: 0 lets the store use MASTER_PORT.
     """
-    # Empty rather than absent: the driver may have inherited that of another job.
+    # Empty rather than absent: the driver may have inherited the port of another job.
     return {JOB_SECRET: secret, "MEGACLASS_STORE_PORT": str(store_port) if store_port else ""}
 
 
 def without_other_starters(env: Mapping[str, str], given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`env` without what another starter, around this one, told about a place; what the user has `given` stays.
+    """Returns `env` without the variables of another starter inside which this job is started; `given` ones stay.
 
-    torchrun's names are overwritten in a job that has them, but would stay in one that has Horovod's alone, and the other
-    way round.
+    rank_environment overwrites torchrun's names where the job uses them, but in a job with Horovod's names they would stay,
+    and vice versa.
     """
     given = given or {}
     others = TORCHRUN_VARIABLES if HOROVOD_MARK in given else (OWN_ADDRESS, OWN_PORT, HOROVOD_MARK)
@@ -120,18 +120,18 @@ def without_other_starters(env: Mapping[str, str], given: Mapping[str, str] | No
 
 
 def interface_environment(interface: str, env: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make gloo and NCCL use this interface, or these with commas between; what `env` has stays."""
+    """Returns the variables that make gloo and NCCL use an interface, or several with commas; those in `env` stay."""
     chosen = env.get("GLOO_SOCKET_IFNAME", interface)
-    # Horovod's names one interface.
+    # Horovod's variable holds one interface only.
     found = {"GLOO_SOCKET_IFNAME": interface, "HOROVOD_GLOO_IFACE": chosen.partition(",")[0]}
-    # Without it NCCL would choose by itself, among ranks of one host without a network as well; horovodrun names lo, too.
+    # NCCL chooses by itself among ranks of one host, which works without a network, too; horovodrun does name lo.
     if interface != "lo" or HOROVOD_MARK in given:
         found["NCCL_SOCKET_IFNAME"] = interface
     return {name: value for name, value in found.items() if name not in env}
 
 
 def passed_on(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The part of the driver's environment that ranks on other hosts get."""
+    """Returns the part of the driver's environment that ranks on other hosts get."""
     return {
         name: value
         for name, value in env.items()
@@ -141,16 +141,16 @@ def passed_on(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def describe_plan(
     placements: Sequence[Placement],
-    starts: Sequence[Sequence[str]],
+    agents: Sequence[Sequence[str]],
     *,
     command: Sequence[str],
     workdir: str,
     given: Mapping[str, str],
     passed: Mapping[str, str],
 ) -> str:
-    """Everything `run` would do, without doing it. Values that the user passes on may be secrets: names only.
+    """Describes everything that `megaclass run` would do. Variables are named without their values, which may be secrets.
 
-    starts: the command that starts each host's agent.
+    agents: the command that starts each host's agent.
     """
     size = placements[0].worlds[0].size
     first = placements[0].host.name
@@ -160,9 +160,9 @@ def describe_plan(
     lines.append(f"given with -x or --env-file (values not shown): {_names(given)}")
     if not all(placement.host.is_local for placement in placements):
         lines.append(f"passed on to other hosts (values not shown): {_names(passed)}")
-    for placement, start in zip(placements, starts, strict=True):
+    for placement, agent in zip(placements, agents, strict=True):
         here = " (this machine)" if placement.host.is_local else ""
-        lines += ["", f"{placement.host.name}{here}: {placement.ranks()}", f"  agent: {shlex.join(start)}"]
+        lines += ["", f"{placement.host.name}{here}: {placement.ranks()}", f"  agent: {shlex.join(agent)}"]
         for world in placement.worlds:
             env = rank_environment(
                 world,

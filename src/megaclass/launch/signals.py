@@ -56,7 +56,7 @@ ENDING_SIGNALS = DRIVER_SIGNALS[:3]
 
 
 class InterruptLadder:
-    """What each Ctrl-C sends to the ranks: the first asks (SIGINT), the second insists (SIGTERM), the third kills."""
+    """Chooses the signal that each Ctrl-C sends to the ranks: SIGINT asks, SIGTERM insists, SIGKILL ends them."""
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 

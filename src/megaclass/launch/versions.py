@@ -1,4 +1,4 @@
-"""What is installed on this host, found without importing it. Standard library only."""
+"""Versions of the packages on this host, found without importing them. Standard library only."""
 
 import importlib.util
 import re
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what all ranks of a run must share."""
+    """Returns the versions that all ranks of a run must share."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"Python": python, "megaclass": megaclass_version(), "torch": _torch_version()}
 
 
 def differences(versions_by_host: dict[str, dict[str, str]]) -> dict[str, str]:
-    """A sentence for each name that the hosts do not agree on, by the name."""
+    """Returns one sentence per package whose version differs between hosts, keyed by package."""
     found = {}
     for name in next(iter(versions_by_host.values())):
         hosts_by_version: dict[str, list[str]] = {}
@@ -37,6 +37,6 @@ def _torch_version() -> str:
 
 
 def _written_in(file: Path) -> str:
-    # torch takes seconds to import; its version stands in a file of a few lines.
+    # torch takes seconds to import; its version is also in a file of a few lines.
     match = re.search(r"""^__version__ = ['"]([^'"]+)['"]""", file.read_text() if file.exists() else "", re.MULTILINE)
     return match[1] if match else "unknown"

@@ -156,6 +156,19 @@ def test_after_a_lease_the_own_thread_listens_again(bench, monkeypatch):
     assert turns == [True]
 
 
+def test_an_own_thread_that_slept_through_a_whole_wait_listens_again(bench, monkeypatch):
+    """The thread goes to sleep before the wait begins, and nothing wakes it when the wait is over."""
+    monkeypatch.setattr(driver_seat, "_TICK_S", 0.2)
+    with bench.own_thread_sleeps() as turns:
+        time.sleep(0.05)
+        assert bench.take()
+        bench.release(may_lease=True)
+    assert turns == [True]
+    with bench.own_thread_sleeps() as turns:
+        bench.theirs.send(b"x")
+    assert turns == [True]
+
+
 def test_a_forgotten_connection_wakes_nobody(bench):
     bench.theirs.send(b"x")
     bench.seat.forget(bench.ours.fileno())

@@ -1,4 +1,4 @@
-"""Batch norm with what stands beside it in a residual network (PReLU, the sum with the shortcut), in few passes on a GPU."""
+"""Batch norm fused with PReLU and the sum with the shortcut, in few passes over the images on a GPU."""
 
 from functools import cache
 from typing import Any
@@ -13,11 +13,11 @@ from megaclass.backbones.layers.norm_launch import current_stream, start
 from megaclass.distributed.collectives import sum_over_ranks_
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, moments_over_ranks
 
-# Numbers of a tile: a program maps one, and sums several, of which it has some under way at a time.
+# Elements per tile: a program maps one tile, and sums several, of which it loads some ahead.
 _MAP_TILE = 4096
 _SUM_TILE = 1024
 _STAGES = 6
-_PROGRAMS_A_MULTIPROCESSOR = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 4
 _SUM_OPTIONS = {"num_warps": 2, "maxnreg": 255}
 _MAP_OPTIONS = {"num_warps": 4}
 _WIDEST = 512
@@ -25,10 +25,10 @@ _MAX_PROGRAMS = norm_programs.GROUP.value * norm_programs.MAX_GROUPS.value
 
 
 class FusedNorm(torch.autograd.Function):
-    """(B, C, H, W) channels last, C a power of two up to 512. Statistics of the batch; for a SyncBatchNorm of all ranks'.
+    """Batch norm of (B, C, H, W), channels last, C a power of two up to 512, over the batch or (SyncBatchNorm) all ranks.
 
-    Returns prelu(norm(x)) + skip, and x itself if `gives_input`: who uses x in a second place takes that one, so that its
-    gradient is added where the norm's is formed. Over ranks, forward all-reduces 2C + 1 float64 and backward 2C.
+    Returns prelu(norm(x)) + skip, and x itself if `gives_input`: a second use of x takes that one, so that its gradient is
+    added where that of the norm is computed. Over ranks, forward all-reduces 2C + 1 float64 and backward 2C.
     """
 
     @staticmethod
@@ -42,13 +42,13 @@ class FusedNorm(torch.autograd.Function):
         norm: torch.nn.BatchNorm2d | SyncBatchNorm,
         gives_input: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """weight and bias are those of the norm: a Function must see what it gives a gradient for."""
+        """Takes weight and bias of the norm as arguments, because autograd needs them to return their gradients."""
         assert norm.momentum is not None
         C = x.shape[1]
         num_rows = x.numel() // C
         map_rows, num_tiles, sum_rows, num_programs = _tiling(num_rows, C, x.device)
         moments = torch.empty(3, C, device=x.device)
-        # A batch without images says nothing: nn.BatchNorm2d, too, leaves its running statistics as they are.
+        # Like nn.BatchNorm2d, an empty batch leaves the running statistics unchanged.
         follows = num_rows > 0 and not isinstance(norm, SyncBatchNorm)
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked) if follows else (None,) * 3
         start(
@@ -87,7 +87,7 @@ class FusedNorm(torch.autograd.Function):
         num_rows = x.numel() // C
         map_rows, num_tiles, sum_rows, num_programs = _tiling(num_rows, C, x.device)
         K = 2 if slope is None else 3
-        # Parameters get the sums over this rank's images, as from any layer; DDP averages them.
+        # Parameters get the sums over this rank's images, as in any layer; DDP averages them.
         sums = torch.empty(K + 2, C, device=x.device)
         start(
             norm_programs.sum_gradients,
@@ -109,9 +109,9 @@ class FusedNorm(torch.autograd.Function):
 
 @cache
 def _tiling(num_rows: int, C: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Rows of a tile and tiles, where images are mapped; where they are summed, rows of a tile and programs."""
+    """Returns rows per tile and number of tiles for mapping, then rows per tile and number of programs for summing."""
     map_rows, sum_rows = max(1, _MAP_TILE // C), max(1, _SUM_TILE // C)
-    at_most = min(_PROGRAMS_A_MULTIPROCESSOR * _multiprocessors(device), _MAX_PROGRAMS)
+    at_most = min(_PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device), _MAX_PROGRAMS)
     return map_rows, triton.cdiv(num_rows, map_rows), sum_rows, max(1, min(triton.cdiv(num_rows, sum_rows), at_most))
 
 
@@ -120,7 +120,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial sums and counters of the current stream, where one program follows the other; each leaves zeros in these."""
+    """Returns partial sums and counters of the current stream. Its programs run one after another; each resets the counters."""
     return _scratch_of(device, current_stream(device))
 
 

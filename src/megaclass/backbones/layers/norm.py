@@ -1,4 +1,4 @@
-"""Batch norm and its neighbours as one operation: plain PyTorch, or on a GPU in training the fused programs."""
+"""Batch norm with its neighbours as one operation, in plain PyTorch or, in training on a GPU, by fused programs."""
 
 import importlib.util
 
@@ -9,12 +9,12 @@ from torch.nn.functional import prelu
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Channels that the programs are made for.
+# Numbers of channels for which the programs are written.
 _WIDTHS = (16, 32, 64, 128, 256, 512)
 
 
 def norm_act(norm: nn.Module, x: Tensor, *, slope: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-    """prelu(norm(x)) + skip; slope (C,) is PReLU's weight. All images (B, C, H, W), the same back."""
+    """Returns prelu(norm(x)) + skip for images (B, C, H, W); slope (C,) is the weight of PReLU."""
     if _is_fused(norm, x):
         return _fused(norm, x, slope, skip, gives_input=False)[0]
     y: Tensor = norm(x)
@@ -23,7 +23,7 @@ def norm_act(norm: nn.Module, x: Tensor, *, slope: Tensor | None = None, skip: T
 
 
 def norm_and_input(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x), and x for its second use: the shortcut's gradient is then added where the norm's is formed."""
+    """Returns norm(x), and x for the shortcut, whose gradient is then added where that of the norm is computed."""
     return _fused(norm, x, None, None, gives_input=True) if _is_fused(norm, x) else (norm(x), x)
 
 

@@ -1,7 +1,7 @@
-"""Starts of Triton programs that cost the host little.
+"""Launches of Triton programs with little work on the host.
 
-Triton looks at every argument of every call to find the compiled program that fits; on a network of small layers this takes
-longer than the GPU needs for them. Here the kinds of the tensors alone are looked at, after a first call that compiled.
+Triton examines every argument of every call to find the compiled program. In networks of small layers this takes longer than
+the GPU's work. After the first call, which compiles, this module looks only at the dtypes of the tensors.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ def start(
     constants: Mapping[str, int],
     options: Mapping[str, int],
 ) -> None:
-    """On the current stream. The program takes tensors, then numbers (a count that is not specialised, floats), then constants.
+    """Launches a program on the current stream; all tensors are on the device of the first.
 
-    All tensors lie on the device of the first.
+    The program takes tensors, then numbers (a count that is not specialised, then floats), then constants.
     """
     first = tensors[0]
     assert first is not None
@@ -37,7 +37,7 @@ def start(
         else:
             addresses |= tensor.data_ptr()
             kinds.append(tensor.dtype)
-    # A program is compiled for tensors that begin at multiples of 16 bytes, as nearly all do, and for a count of 32 bits.
+    # Programs are compiled for tensors at multiples of 16 bytes, as nearly all are, and for a 32-bit count.
     is_usual = addresses % 16 == 0 and numbers[0] <= _MAX_INT32
     key = (program.__name__, first.get_device(), *options.values(), *constants.values(), *kinds)
     compiled = _compiled.get(key) if is_usual else None
@@ -51,7 +51,7 @@ def start(
 
 
 def current_stream(device: torch.device) -> int:
-    """Its address; 0 on a CPU. As torch.cuda.current_stream() gives it, without making objects."""
+    """Returns the address of the current stream, 0 on a CPU. Unlike torch.cuda.current_stream() it creates no objects."""
     if device.type == "cpu":
         return 0
     stream: int = triton.runtime.driver.active.get_current_stream(device.index)

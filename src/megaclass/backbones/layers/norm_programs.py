@@ -1,15 +1,14 @@
-"""Triton programs of batch norm over channels-last images, seen as (rows, C): one row a pixel.
+"""Triton programs for batch norm over channels-last images, seen as (rows, C) with one row per pixel.
 
-Every program that reads images goes over them once: they are bound by memory, and a convolution stands between any two.
-Those that sum go over them from the end, which the convolution wrote last and the cache may still hold; those that follow
-begin at the start, which was then read last.
+Every program reads the images once: it is bound by memory. Programs that sum start at the end, which the convolution wrote
+last and the cache may still hold. The programs after them start at the beginning, which was then read last.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
 
-# Programs whose sums are added up together, and how many such groups there may be.
+# Number of programs whose sums are added together, and the largest number of such groups.
 GROUP = tl.constexpr(32)
 MAX_GROUPS = tl.constexpr(16)
 
@@ -20,7 +19,7 @@ def image_moments(
     partial,  # (programs + groups, 2, C) float32, scratch
     arrivals,  # (1 + groups,) int32 zeros, and zeros again afterwards
     moments,  # (3, C) float32, out: mean, biased variance, 1 / sqrt(variance + eps)
-    running_mean,  # (C,), follows; or None with the two below
+    running_mean,  # (C,), updated; or None with the two below
     running_variance,  # (C,)
     num_batches,  # () int64
     num_rows,
@@ -30,7 +29,7 @@ def image_moments(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Taken from x - x[0]: a large mean costs no digits."""
+    """Computes the moments of x - x[0], so that a large mean costs no precision."""
     columns = tl.arange(0, C)
     shift = tl.load(x + columns, mask=columns < C * tl.minimum(num_rows, 1), other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, C), tl.float32)
@@ -57,7 +56,7 @@ def image_moments(
         tl.store(moments + C + columns, spread)
         tl.store(moments + 2 * C + columns, 1 / tl.sqrt(spread + eps))
         if running_mean is not None:
-            # Like nn.BatchNorm: normalised by the biased variance, remembered as the unbiased one.
+            # Like nn.BatchNorm: the biased variance normalises, the unbiased one enters the running statistics.
             unbiased = spread * (count / tl.maximum(count - 1, 1))
             old_mean = tl.load(running_mean + columns)
             old_variance = tl.load(running_variance + columns)
@@ -68,9 +67,9 @@ def image_moments(
 
 @triton.jit
 def _has_summed_last(partial, arrivals, C: tl.constexpr, K: tl.constexpr):
-    """The last program of a group adds up its sums, behind those of the programs; True in the last group to do so.
+    """The last program of each group adds up the sums of the group. Returns True in the last group that does so.
 
-    Not from the first cache, which does not see what other programs wrote.
+    Loads bypass the L1 cache (.cg), which does not see the writes of other programs.
     """
     group = tl.program_id(0) // GROUP
     size = tl.minimum(GROUP, tl.num_programs(0) - group * GROUP)
@@ -90,7 +89,7 @@ def _has_summed_last(partial, arrivals, C: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _arrives_last(counter, size):
-    """Whether the `size` - 1 others have written their sums. Sets the counter back."""
+    """Returns True if the `size` - 1 other programs have written their sums, and then resets the counter."""
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == size - 1
     if is_last:
@@ -100,7 +99,7 @@ def _arrives_last(counter, size):
 
 @triton.jit
 def _sum_of_groups(partial, k, C: tl.constexpr, K: tl.constexpr):
-    """(C,) float64: the k-th sum over all programs."""
+    """Returns the k-th sum over all programs, (C,) float64."""
     groups = tl.arange(0, MAX_GROUPS)
     columns = tl.arange(0, C)
     inside = (groups < tl.cdiv(tl.num_programs(0), GROUP))[:, None]
@@ -193,7 +192,7 @@ def sum_gradients(
 def spread_gradients(
     grad_y,  # (num_rows, C)
     x,  # (num_rows, C)
-    through,  # (num_rows, C): gradient of x by another way, added; or None
+    through,  # (num_rows, C): gradient of x from its second use, added; or None
     grad_x,  # (num_rows, C), out
     moments,
     weight,

@@ -1,9 +1,8 @@
-"""Columns of integers collected once and mapped ever after: every process of a host then shares one copy of them.
+"""Columns of integers that are collected once and then mapped, so that all processes of a host share one copy.
 
-A cache file is one line of JSON, padded to a page, then the columns, int64, one after another. It lies beside the data;
-where that folder is read-only or full, in the user's cache folder. It is written under another name and published by
-rename, and used only as long as the files it was made of keep their size and time of change. Where neither folder takes
-it, the columns live in the memory of each process, and who asked for them is told why.
+A cache file is one line of JSON, padded to a page, followed by the int64 columns. It lies beside the data, or in the user's
+cache folder if that folder is read-only or full. It is valid as long as the files that it was made of keep their sizes and
+modification times. Where neither folder takes it, every process keeps the columns in memory, and the caller learns why.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from megaclass.errors import DataError
 from megaclass.files import locked, published_file
 
 _HEADER_BYTES = 4096
-# Raised whenever the meaning of a column changes, so that older files are made anew.
+# Raised whenever the meaning of a column changes, so that older files are written again.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Columns:
-    """`facts` is what the builder returned; `arrays` are read-only and mapped from the file."""
+    """Mapped, read-only columns, and the facts that the builder returned."""
 
     facts: dict[str, Any]
     arrays: tuple[NDArray[np.int64], ...]
     why_uncached: str = ""
-    """What stood in the way of a file; empty: they lie in one."""
+    """Reason why there is no cache file; empty: there is one."""
 
 
 def describe_uncached(why: str) -> str:
-    """What a source says of itself, behind the rest; empty where there is a cache."""
-    return f"; not cached, so that every process collects index and labels itself ({why})" if why else ""
+    """Returns the end of a source's description; empty if there is a cache."""
+    return f"; not cached, so every process collects index and labels itself ({why})" if why else ""
 
 
 class ColumnWriter:
-    """Takes rows block by block, so that building a file never holds all of them in memory."""
+    """Appends rows block by block, so that a build never holds all of them in memory."""
 
     def __init__(self, files: Sequence[IO[bytes]]) -> None:
         self._files = files
@@ -60,23 +59,23 @@ class ColumnWriter:
             try:
                 file.write(np.ascontiguousarray(column, dtype="<i8").data)
             except OSError as error:
-                # Builders read files, too: their own errors must not be taken for this one, nor this one for theirs.
+                # Builders read files, too: their errors must not be mistaken for a full disk here.
                 raise _NoRoomError(error) from error
         self.num_rows += len(columns[0])
 
 
 class _NoRoomError(Exception):
-    """The cache file, not the data, cannot be written."""
+    """The cache file cannot be written."""
 
 
 Build = Callable[[ColumnWriter], dict[str, Any]]
 
 
 def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: Build) -> Columns:
-    """The columns that `build` writes, from the cache when one belongs to `made_of` as those files are now.
+    """Returns the columns that `build` writes, from the cache if it is valid for the files `made_of`.
 
-    `name` is the cache's file name, beside the first of `made_of`. Of several processes that come at once, one builds and
-    the others wait for it.
+    `name` is the name of the cache file beside the first of `made_of`. If several processes ask at once, one builds and the
+    others wait for it.
     """
     stamp = {"format": _FORMAT, "columns": num_columns, "made_of": _stamp(made_of)}
     folders = _cache_folders(made_of[0].parent)
@@ -102,7 +101,7 @@ def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: 
 
 
 def _stamp(paths: Sequence[Path]) -> str:
-    """Names, sizes and times of change, as one hash: there may be thousands of files."""
+    """Returns one hash of names, sizes and modification times: there may be thousands of files."""
     stamps: list[list[object]] = []
     for path in paths:
         try:
@@ -116,10 +115,10 @@ def _stamp(paths: Sequence[Path]) -> str:
 
 
 def _cache_folders(data: Path) -> list[Path]:
-    """The data's own, then one in the user's cache folder, where the user has one."""
+    """Returns the folder of the data, then one in the user's cache folder, if the user has one."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and a user whom the system does not know, as in containers
+    except RuntimeError:  # no HOME and an unknown user, as in containers
         return [data]
     return [data, base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
 
@@ -142,9 +141,7 @@ def _build(folder: Path, name: str, stamp: dict[str, Any], build: Build) -> Colu
         first.write(header)
     found = _open(folder / name, stamp)
     if found is None:
-        raise DataError(
-            f"The cache {folder / name} was changed while it was written: is another program at work there?"
-        )
+        raise DataError(f"The cache {folder / name} changed while it was written: does another program write there?")
     return found
 
 
@@ -155,7 +152,7 @@ def _build_in_memory(num_columns: int, build: Build, why: str) -> Columns:
 
 
 def _open(path: Path, stamp: dict[str, Any]) -> Columns | None:
-    """None when the file is absent, damaged or made of other files."""
+    """Maps a cache file; None if it is absent, damaged or made of other files."""
     try:
         with path.open("rb") as file:
             header = json.loads(file.read(_HEADER_BYTES).split(b"\n", 1)[0])

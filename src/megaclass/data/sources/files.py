@@ -1,4 +1,4 @@
-"""Images as files: one folder an identity, or a list `label.txt` of paths and labels."""
+"""Images as files: one folder per identity, or a list `label.txt` of paths and labels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megaclass.data.sources.source import SourceFormat
 from megaclass.errors import DataError
 
 _NUM_NAMED = 3
-# A label decides how many classes there are, and memory is asked for that many: more than this for each image is a mistake.
+# The largest label decides how much memory the classes take; more classes per image than this are a mistake.
 _CLASSES_PER_IMAGE = 1000
 _MAX_SPARSE_CLASSES = 2**26
 
 
 class LeftOut:
-    """Counts files that are no images by their names, and keeps the first few names."""
+    """Counts files whose names are not those of images, and keeps the first few names."""
 
     def __init__(self) -> None:
         self.num_files = 0
@@ -36,10 +36,10 @@ class LeftOut:
             self._names.append(name)
 
     def describe(self) -> str:
-        """Empty where there are none."""
+        """Returns a phrase about the files left out; empty if there are none."""
         if not self.num_files:
             return ""
-        what = "file that is no image is" if self.num_files == 1 else "files that are no images are"
+        what = "file that is not an image is" if self.num_files == 1 else "files that are not images are"
         more = ", …" if self.num_files > len(self._names) else ""
         return f"{self.num_files:,} {what} left out: {', '.join(self._names)}{more}"
 
@@ -49,17 +49,17 @@ def has_image_name(name: str) -> bool:
 
 
 def require_plausible_labels(labels: NDArray[np.int64], name_of: Callable[[int], str]) -> None:
-    """Refuses a label that would make up more classes than any such data has; `name_of` names the image."""
+    """Raises a DataError for a label that implies far more classes than there are images; `name_of` names the image."""
     largest, allowed = int(labels.max()), max(_MAX_SPARSE_CLASSES, _CLASSES_PER_IMAGE * len(labels))
     if largest >= allowed:
         raise DataError(
-            f"{name_of(int(labels.argmax()))} has label {largest}, which makes {largest + 1:,} classes of {len(labels):,} "
+            f"{name_of(int(labels.argmax()))} has label {largest}, which implies {largest + 1:,} classes for {len(labels):,} "
             f"images: at most {allowed:,} are accepted. Number the classes 0, 1, 2, …"
         )
 
 
 class FileSource:
-    """Images by name below a folder. The names are one run of bytes: millions of Python strings take gigabytes."""
+    """Image files below a folder. All names are kept in one bytes object: millions of Python strings take gigabytes."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class FileSource:
         num_classes: int | None,
         left_out: LeftOut | None = None,
     ) -> None:
-        """left_out: files that `names` passes over while it is read."""
+        """Reads all of `names`, pairs of (name, label). left_out: the iterator adds the files that it skips."""
         self.root = root
         self._kind = kind
         self.left_out = left_out or LeftOut()
@@ -82,7 +82,7 @@ class FileSource:
         if not labels:
             others = f" ({self.left_out.describe()})" if self.left_out.num_files else ""
             raise DataError(
-                f"Cannot open the data at {root}: {kind}, and no image in it{others}. "
+                f"Cannot open the data at {root}: {kind}, but there is no image in it{others}. "
                 f"Names of images end in {', '.join(IMAGE_SUFFIXES)}."
             )
         self._text = bytes(text)
@@ -182,13 +182,13 @@ def _all_files(folder: Path) -> Iterator[Path]:
 
 
 def read_image_file(path: Path) -> bytes:
-    """The file's bytes; never waits for a pipe, never takes more memory than an image may."""
+    """Returns the content of a file. Never waits for a pipe, and never reads more than an image may have."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise DataError(f"Cannot read {path}: it is no file.")
+                raise DataError(f"Cannot read {path}: it is not a regular file.")
             if found.st_size > MAX_ENCODED_BYTES:
                 raise DataError(
                     f"Cannot read {path}: {found.st_size:,} bytes, at most {MAX_ENCODED_BYTES:,} are accepted."
@@ -198,7 +198,7 @@ def read_image_file(path: Path) -> bytes:
         finally:
             os.close(handle)
     except (OSError, ValueError) as error:
-        # ValueError: a name with a zero byte.
+        # A name with a zero byte is a ValueError.
         raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from error
 
 
@@ -228,10 +228,10 @@ def _names_in_list(path: Path) -> Iterator[tuple[bytes, int]]:
 def _parse_line(line: bytes, where: str) -> tuple[bytes, int]:
     name, tab, label = line.rstrip(b"\r\n").rpartition(b"\t")
     if not (tab and name and label.isdigit() and len(label) <= 18):
-        raise DataError(f"Cannot read {where}: {line[:80]!r}; expected <path><TAB><label>, a whole number from 0.")
+        raise DataError(f"Cannot read {where}: {line[:80]!r}; expected <path><TAB><label> with a label of 0 or more.")
     pure = PurePosixPath(os.fsdecode(name))
     if pure.is_absolute() or ".." in pure.parts:
         raise DataError(
-            f"{where} names {os.fsdecode(name)!r}: paths are relative to the list and stay below its folder."
+            f"{where} names {os.fsdecode(name)!r}: paths must be relative to the list and stay below its folder."
         )
     return name, int(label)

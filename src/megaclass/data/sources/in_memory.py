@@ -1,4 +1,4 @@
-"""Images without IO: made in memory, or one real batch again and again. They tell whether reading is the brake."""
+"""Images without IO, made in memory or repeated from one real batch. They show whether reading is the bottleneck."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megaclass.keyed_random import combine64
 
 _DEFAULT_IMAGES = 2**20
 _DEFAULT_SIZE = 112
-# Enough that no batch is one image repeated, small enough to stay in memory.
+# Enough that a batch is not one image repeated, and few enough to stay in memory.
 _NUM_KEPT = 256
 
 
 class SyntheticSource:
-    """Noise images of any number of classes, labels spread evenly over all of them. Nothing is read or decoded."""
+    """Noise images of any number of classes, with labels spread evenly over all of them. Nothing is read or decoded."""
 
     def __init__(self, num_classes: int, num_images: int, size: int) -> None:
         self.num_classes = num_classes
@@ -46,7 +46,7 @@ class SyntheticSource:
 
 
 class DebugSource:
-    """The first images of a source, decoded once and repeated: as many images and classes as it has, and no IO."""
+    """A few images of a source, decoded once and repeated: as many images and classes as the source has, without IO."""
 
     def __init__(self, inner: ImageSource) -> None:
         self._inner = inner
@@ -74,7 +74,7 @@ class DebugSource:
 
 
 class DrawnSource:
-    """A few identities drawn in memory: what `debug` repeats when no data is named."""
+    """A few identities drawn in memory, which `debug` repeats if no data is named."""
 
     num_classes = 32
     num_images = 64
@@ -118,7 +118,7 @@ class SyntheticFormat(SourceFormat):
 
 
 def _fit(kept: NDArray[np.uint8], image_size: tuple[int, int]) -> NDArray[np.uint8]:
-    """As they are, or cut and repeated to the size: these pixels mean nothing, and must cost nothing."""
+    """Crops or repeats the pixels to the size. They mean nothing, so this only has to be fast."""
     if kept.shape[1:3] == image_size:
         return kept
     rows, columns = (np.arange(side) % had for side, had in zip(image_size, kept.shape[1:3], strict=True))

@@ -1,4 +1,4 @@
-"""Several sources as one: images in a row, and the classes of each after those of the one before."""
+"""Several sources as one: their images and their classes are numbered one source after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaclass.data.sources.source import ImageSource
 
 
 class JoinedSource:
-    """Two sources never share a class, whatever their labels: who appears in both counts twice."""
+    """Concatenation of sources, which never share a class: an identity in two sources counts twice."""
 
     def __init__(self, parts: Sequence[ImageSource]) -> None:
         self.parts = list(parts)

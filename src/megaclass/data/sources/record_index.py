@@ -1,4 +1,4 @@
-"""The text index of a `.rec` file: `key<TAB>byte offset` a line, parsed by whole arrays and kept as a mapped cache."""
+"""The text index of a `.rec` file: lines of `key<TAB>byte offset`, parsed by array operations and cached as mapped columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 2**19
 _MAX_DIGITS = 16
 _LINES_AT_ONCE = 2**16
 _NUM_THREADS = 2
-# Keeps the lower half of the last n of eight characters: a digit's value.
+# Masks that keep the lower half of the last n of eight characters, which is the value of a digit.
 _LAST_DIGITS = np.array([0x0F0F0F0F0F0F0F0F >> 8 * (8 - n) << 8 * (8 - n) for n in range(9)], dtype=np.uint64)
 _PAIRS_FOURS_EIGHT = [
     (np.uint64(10 << 8 | 1), np.uint64(8), np.uint64(0x00FF00FF00FF00FF)),
@@ -30,7 +30,7 @@ _PAIRS_FOURS_EIGHT = [
 
 @dataclass(frozen=True)
 class RecordIndex:
-    """Where records begin: `offsets[i]` is the byte of the record with key `keys[i]`; keys ascend."""
+    """Start of every record: the one with key `keys[i]` starts at byte `offsets[i]`. Keys ascend."""
 
     keys: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -39,7 +39,7 @@ class RecordIndex:
 
 
 def open_index(path: Path) -> RecordIndex:
-    """As `read_index`, from the cache `<name>.idx.cache` when it is fresh; otherwise that is written."""
+    """Returns the same as `read_index`, from the cache `<name>.idx.cache`, which is written if it is missing or old."""
 
     def build(writer: ColumnWriter) -> dict[str, Any]:
         return {"is_sorted": _parse(path, writer)}
@@ -53,21 +53,21 @@ def open_index(path: Path) -> RecordIndex:
 
     columns = cached_columns(f"{path.name}.cache", [path], 2, build)
     if not columns.facts.get("is_sorted"):
-        # Rare, and then kept too: sorted arrays in memory would be a copy a rank.
+        # Rare, but cached as well: sorted arrays in memory would be one copy per rank.
         columns = cached_columns(f"{path.name}.sorted.cache", [path], 2, build_sorted)
     keys, offsets = columns.arrays
     return RecordIndex(keys, offsets, columns.why_uncached)
 
 
 def read_index(path: Path) -> RecordIndex:
-    """Parses `key<TAB>offset` lines, whatever their order. Duplicate keys are refused."""
+    """Parses `key<TAB>offset` lines in any order. Raises a DataError for duplicate keys."""
     index = _sorted(read_index_lines(path))
     _require_unique(path, index.keys)
     return index
 
 
 def read_index_lines(path: Path) -> RecordIndex:
-    """The lines as they stand: any order, and keys as often as they occur."""
+    """Returns the lines in the order of the file, with duplicate keys."""
     blocks: list[tuple[NDArray[np.int64], ...]] = []
 
     class Collect(ColumnWriter):
@@ -87,7 +87,7 @@ def write_index(path: Path, index: RecordIndex) -> None:
 
 
 def _parse(path: Path, writer: ColumnWriter) -> bool:
-    """Appends keys and offsets block by block; whether the keys ascend without a repetition."""
+    """Appends keys and offsets block by block. Returns whether the keys ascend without repetition."""
     last, is_sorted, num_lines = -1, True, 0
     try:
         with path.open("rb") as file:
@@ -108,7 +108,7 @@ def _parse(path: Path, writer: ColumnWriter) -> bool:
 
 def _blocks_of_lines(file: IO[bytes]) -> Iterator[bytes]:
     while block := file.read(_BLOCK_BYTES):
-        # A block ends with a whole line; a line has two numbers, so a longer one is none.
+        # Completes the last line of the block. A line of two numbers is shorter than this.
         yield block + file.readline(64)
 
 
@@ -128,12 +128,12 @@ def _require_unique(path: Path, keys: NDArray[np.int64]) -> None:
 
 
 def _parse_block(block: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Keys and offsets, or None when the block is not all `digits TAB digits NEWLINE`."""
+    """Returns keys and offsets; None unless the block is all `digits TAB digits NEWLINE`."""
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
     if not block.endswith(b"\n"):
         block += b"\n"
-    # Sixteen zeros in front: the first number is then read like the others, with what stands before it.
+    # Sixteen zeros in front, so that the first number is read like the others, together with the bytes before it.
     padded = np.frombuffer(bytes(_MAX_DIGITS) + block, dtype=np.uint8)
     characters = padded[_MAX_DIGITS:]
     ends = np.flatnonzero((characters - np.uint8(ord("0"))) > 9)
@@ -142,7 +142,7 @@ def _parse_block(block: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]] | 
     num_digits = np.diff(ends, prepend=-1) - 1
     if num_digits.min() < 1 or num_digits.max() > _MAX_DIGITS:
         return None
-    # Eight bytes at every byte of the block, without a copy.
+    # An overlapping view: the eight bytes that start at every byte of the block, without a copy.
     words: NDArray[np.uint64] = np.ndarray(len(padded) - 7, dtype="<u8", buffer=padded, strides=(1,))
     return _numbers(words, ends[0::2], num_digits[0::2]), _numbers(words, ends[1::2], num_digits[1::2])
 
@@ -155,9 +155,9 @@ def _numbers(words: NDArray[np.uint64], ends: NDArray[np.int64], num_digits: NDA
 
 
 def _eight_digits(words: NDArray[np.uint64], num_digits: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The number written in the last `num_digits` (at most 8) of eight characters: pairs, fours, then all eight.
+    """Returns the number in the last `num_digits` (at most 8) of eight characters, by combining pairs, fours, then all eight.
 
-    Works in place on `words`, which is a copy: memory traffic is all this costs.
+    Works in place on `words`, which is a copy, because memory traffic is the only cost.
     """
     words &= _LAST_DIGITS[np.minimum(np.maximum(num_digits, 0), 8)]
     for factor, shift, mask in _PAIRS_FOURS_EIGHT:

@@ -1,6 +1,6 @@
-"""RecordIO: many encoded images in one `.rec` file, found through a text index `.idx`. Bytes as in docs/formats.md.
+"""RecordIO: many encoded images in one `.rec` file with a text index `.idx`. docs/formats.md describes the bytes.
 
-The reader maps the file into memory, so ranks and workers on one host share one copy, and opening costs nothing.
+The reader maps the file, so that all processes of a host share one copy and opening costs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaclass.errors import DataError
 
 MAGIC = 0xCED7230A
 MAX_PART_BYTES = 2**29 - 1
-# A label travels as float32: from here on neighbouring integers share one value.
+# Labels are float32, in which neighbouring integers share one value from here on.
 MAX_EXACT_LABEL = 2**24
 
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
@@ -33,7 +33,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 
 @dataclass(frozen=True)
 class Record:
-    """What one record holds. An empty payload marks the records that describe others."""
+    """Content of one record. Records that describe others have an empty payload."""
 
     labels: tuple[float, ...]
     payload: bytes
@@ -42,7 +42,7 @@ class Record:
 
 
 def image_record(label: int, payload: bytes, key: int, *, is_label_in_id2: bool) -> Record:
-    """A labelled image. With its class in id2, the float is -1: a reader that does not know then refuses it."""
+    """Returns the record of a labelled image. With the class in id2 the float is -1, which other readers refuse."""
     if is_label_in_id2:
         return Record((-1.0,), payload, id=key, id2=label)
     require_exact_label(label)
@@ -58,7 +58,7 @@ def require_exact_label(label: int) -> None:
 
 
 def pack_record(record: Record) -> bytes:
-    """The bytes of a record, before they are split into parts."""
+    """Returns the bytes of a record before they are split into parts."""
     if len(record.labels) == 1:
         return _RECORD_HEADER.pack(0, record.labels[0], record.id, record.id2) + record.payload
     labels = np.asarray(record.labels, dtype="<f4").tobytes()
@@ -66,7 +66,7 @@ def pack_record(record: Record) -> bytes:
 
 
 def unpack_record(packed: bytes, where: str) -> Record:
-    """`where` names the record in errors, for example `train.rec, byte 128`."""
+    """Parses the bytes of a record. `where` names it in errors, for example `train.rec, byte 128`."""
     if len(packed) < _RECORD_HEADER.size:
         raise DataError(
             f"Cannot read {where}: the record has {len(packed)} bytes, "
@@ -86,12 +86,12 @@ def unpack_record(packed: bytes, where: str) -> Record:
 
 
 class RecordReader:
-    """Random access to the records of one `.rec` file. Pickles as its path, so a worker opens its own map."""
+    """Random access to the records of one `.rec` file. Pickles as its path, so that another process maps the file itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Kept open: the size is asked before each record, since touching a page beyond the end kills the process.
+            # Kept open to check the size before each record: touching a page beyond the end of the file kills the process.
             self._file = path.open("rb")
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:
@@ -107,14 +107,14 @@ class RecordReader:
         return len(self._map)
 
     def words(self) -> NDArray[np.uint32]:
-        """The file as 32-bit words, without a copy: headers of many records are then gathered at once."""
+        """Returns the file as 32-bit words without a copy, to gather the headers of many records at once."""
         return np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
 
     def require_unchanged(self) -> None:
-        """Refuses a file that has become shorter than it was when it was opened."""
+        """Raises a DataError if the file has become shorter since it was opened."""
         if os.fstat(self._file.fileno()).st_size < len(self._map):
             raise DataError(
-                f"{self.path} changed while it was read: it had {len(self._map)} bytes and is shorter now. "
+                f"{self.path} became shorter than the {len(self._map)} bytes that it had when it was opened. "
                 f"Write a new file and rename it instead of rewriting one that is in use."
             )
 
@@ -123,19 +123,19 @@ class RecordReader:
         return unpack_record(packed, f"{self.path}, byte {offset}")
 
     def read_payload(self, offset: int) -> bytes:
-        """The encoded image alone; whole records, nearly all there are, take a short way."""
+        """Returns the encoded image alone, by a fast path for records of one part, which nearly all are."""
         if 0 <= offset <= len(self._map) - _WHOLE_HEADER.size:
             self.require_unchanged()
             magic, kind_and_length, num_labels = _WHOLE_HEADER.unpack_from(self._map, offset)
             end = offset + _PART_HEADER.size + kind_and_length
             start = offset + _PART_HEADER.size + _RECORD_HEADER.size + 4 * num_labels
-            # Of the kinds of parts, a whole one is 0: then the word is the length.
+            # A record of one part has kind 0, so the word is its length.
             if magic == MAGIC and kind_and_length <= MAX_PART_BYTES and start <= end <= len(self._map):
                 return self._map[start:end]
         return self.read(offset).payload
 
     def next_record(self, offset: int) -> int:
-        """Where the record after the one at `offset` begins; its own content is not copied."""
+        """Returns where the record after the one at `offset` starts, without copying content."""
         kind, _, end = self._part(offset)
         if kind in (_MIDDLE, _LAST):
             raise self._later_part(offset)
@@ -144,14 +144,14 @@ class RecordReader:
         return _padded(end)
 
     def find_mark(self, offset: int) -> int:
-        """The first byte from `offset` on that may begin a record: where reading goes on after damage."""
+        """Returns the first byte from `offset` on at which a record may start, to continue after damage."""
         found = self._map.find(_MAGIC_BYTES, _padded(offset))
         while found >= 0 and found % 4:
             found = self._map.find(_MAGIC_BYTES, found + 1)
         return found if found >= 0 else len(self._map)
 
     def _read_packed(self, offset: int) -> tuple[bytes, int]:
-        """The record's bytes and where the next record begins."""
+        """Returns the bytes of a record and where the next one starts."""
         self.require_unchanged()
         kind, start, end = self._part(offset)
         if kind == _WHOLE:
@@ -169,7 +169,7 @@ class RecordReader:
         if kind not in (_MIDDLE, _LAST):
             raise DataError(
                 f"Cannot read {self.path}, byte {at}: "
-                f"expected a further part of the record that begins at byte {offset}."
+                f"expected a further part of the record that starts at byte {offset}."
             )
         return kind, start, end
 
@@ -179,7 +179,7 @@ class RecordReader:
         )
 
     def _part(self, offset: int) -> tuple[int, int, int]:
-        """(kind, first byte, byte after the last) of the part whose header lies at `offset`."""
+        """Returns (kind, first byte, byte after the last) of the part whose header is at `offset`."""
         if not 0 <= offset <= len(self._map) - _PART_HEADER.size:
             raise DataError(
                 f"Cannot read {self.path}, byte {offset}: expected a record, but the file has {len(self._map)} bytes. "
@@ -205,9 +205,9 @@ class RecordReader:
 
 
 class RecordWriter:
-    """Appends records to a `.rec` file; on leaving without an error, writes the `.idx` beside it.
+    """Appends records to a `.rec` file, and writes the `.idx` beside it when the block ends without an error.
 
-    The file is a new one, unless `keys` and `offsets` say which whole records it holds already.
+    The file is new unless `keys` and `offsets` list the whole records that it holds already.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class RecordWriter:
     ) -> None:
         self.path = path
         self._file = path.open("wb" if offsets is None or len(offsets) == 0 else "ab")
-        # Eight bytes a number: lists of 40 million Python integers would take gigabytes.
+        # Arrays of 8 bytes per number: lists of 40 million Python integers would take gigabytes.
         self._keys = array("q", (() if keys is None else keys.tolist()))
         self._offsets = array("q", (() if offsets is None else offsets.tolist()))
 
@@ -228,7 +228,7 @@ class RecordWriter:
         self._file.close()
         if error is None:
             keys, offsets = np.array(self._keys, dtype=np.int64), np.array(self._offsets, dtype=np.int64)
-            # Sorted by key, whatever the order in the file: readers then need not sort.
+            # Sorted by key, so that readers need not sort.
             order = np.argsort(keys, kind="stable")
             write_index(self.path.with_suffix(".idx"), RecordIndex(keys[order], offsets[order]))
 
@@ -239,7 +239,7 @@ class RecordWriter:
 
 
 def _split(packed: bytes, what: str) -> bytes:
-    """Parts with headers and padding, cut where the bytes could be mistaken for the start of a record."""
+    """Returns parts with headers and padding, split where the bytes could be mistaken for the start of a record."""
     whole_words = np.frombuffer(packed, dtype="<u4", count=len(packed) // 4)
     cuts = (np.flatnonzero(whole_words == MAGIC) * 4).tolist()
     starts, ends = [0, *(cut + 4 for cut in cuts)], [*cuts, len(packed)]

@@ -1,6 +1,6 @@
-"""Images of one `.rec` file: InsightFace's with a header record, im2rec's without.
+"""Images of one `.rec` file, InsightFace's with a header record or im2rec's without.
 
-Which records are images and what their classes are is found once, by whole arrays, and cached beside the data.
+The images among the records, and their classes, are found once by array operations and cached beside the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaclass.data.sources.source import CLASSES_FILE, SourceFormat, list_names
 from megaclass.errors import DataError
 
 LABELS_IN_ID2 = "labels=id2"
-"""Second line of a property file whose images keep their class in id2, a 64-bit number."""
+"""Second line of a property file whose records have the class in id2, a 64-bit number."""
 
 _PART_HEADER_BYTES = 8
 _RECORD_HEADER_BYTES = 24
@@ -35,7 +35,7 @@ _NO_IMAGE = -1
 
 @dataclass(frozen=True)
 class Property:
-    """What the file `property` says; None where it is absent or silent."""
+    """Content of the file `property`; None where it says nothing."""
 
     num_classes: int | None = None
     image_size: tuple[int, int] | None = None
@@ -44,7 +44,7 @@ class Property:
 
 @dataclass(frozen=True, eq=False)
 class RecordSource:
-    """Images of one `.rec` file, ordered by key. Pickles without the file's content."""
+    """Images of one `.rec` file in the order of their keys. Pickles without the content of the file."""
 
     reader: RecordReader
     keys: NDArray[np.int64]
@@ -61,7 +61,7 @@ class RecordSource:
 
     @cached_property
     def image_size(self) -> tuple[int, int]:
-        # Without a property file, the first image speaks for all.
+        # Without a property file, the first image stands for all.
         return self.known_image_size or first_image_size(self)
 
     def read(self, index: int) -> bytes:
@@ -158,8 +158,8 @@ def _assemble(reader: RecordReader, index: RecordIndex, columns: Columns, proper
         raise DataError(f"{reader.path} changed while it was opened: its index and its labels no longer match.")
     num_classes = properties.num_classes or int(labels[rows].max()) + 1
     if int(labels[rows].max()) >= num_classes or int(labels[rows].min()) < 0:
-        # Labels fresh from the records were checked with their keys named: this is a damaged cache.
-        raise DataError(f"The cache {reader.path}.labels is damaged: remove it, and it is made anew.")
+        # `_collect_labels` checks labels when it reads the records, so this is a damaged cache.
+        raise DataError(f"The cache {reader.path}.labels is damaged: remove it, and it is written again.")
     return RecordSource(
         reader=reader,
         keys=index.keys[rows],
@@ -173,7 +173,7 @@ def _assemble(reader: RecordReader, index: RecordIndex, columns: Columns, proper
 
 
 def _rows_of_images(labels: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Images as a slice where they follow each other, as in every set of InsightFace: the maps then need no copy."""
+    """Returns the rows of images, as a slice if they are contiguous, as in all sets of InsightFace: a slice needs no copy."""
     rows = np.flatnonzero(labels != _NO_IMAGE)
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
@@ -181,7 +181,7 @@ def _rows_of_images(labels: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 
 
 def _collect_labels(reader: RecordReader, index: RecordIndex, properties: Property) -> tuple[NDArray[np.int64], bool]:
-    """Class of every record in the index, -1 where it is no image; and whether record 0 is a header."""
+    """Returns the class of every record in the index, -1 for records without image; and whether record 0 is a header."""
     scanned = _scan(reader, index)
     is_image, has_header = _find_images(scanned, reader, index)
     values = scanned.labels[is_image]
@@ -203,7 +203,7 @@ def _collect_labels(reader: RecordReader, index: RecordIndex, properties: Proper
 
 @dataclass(frozen=True)
 class _Scan:
-    """Header of every record in the index."""
+    """Headers of all records in the index."""
 
     has_several_labels: NDArray[np.bool_]
     labels: NDArray[np.float32]
@@ -212,7 +212,7 @@ class _Scan:
 
 
 def _scan(reader: RecordReader, index: RecordIndex) -> _Scan:
-    """Gathers headers by whole arrays, since a loop over 40 million records takes minutes."""
+    """Gathers headers by array operations, since a loop over 40 million records takes minutes."""
     _require_offsets_inside(reader, index)
     num_records = len(index.keys)
     scanned = _Scan(
@@ -235,14 +235,14 @@ def _blocks(num_records: int) -> Iterator[slice]:
 def _scan_block(reader: RecordReader, index: RecordIndex, block: slice, scanned: _Scan) -> None:
     words = reader.words()
     first = index.offsets[block] // 4
-    # The last record may be shorter than what is gathered; the words clipped there are never used.
+    # The last record may be shorter than the words gathered; those beyond the end are never used.
     gathered = words[np.minimum(first[:, None] + np.arange(_NUM_WORDS), len(words) - 1)]
     is_marked = gathered[:, 0] == MAGIC
     if not is_marked.all():
         wrong = block.start + int(np.argmin(is_marked))
         raise DataError(
-            f"The index of {reader.path} says that key {index.keys[wrong]} begins at byte {index.offsets[wrong]}, "
-            f"but no record begins there. "
+            f"The index of {reader.path} says that key {index.keys[wrong]} starts at byte {index.offsets[wrong]}, "
+            f"but no record starts there. "
             f"Does the index belong to another file?"
         )
     several = gathered[:, _NUM_LABELS_WORD].astype(np.int64)
@@ -255,7 +255,7 @@ def _scan_block(reader: RecordReader, index: RecordIndex, block: slice, scanned:
     scanned.is_empty[block] = (kind == 0) & (length == header_bytes)
     scanned.id2[block] = np.ascontiguousarray(gathered[:, _ID2_WORD : _ID2_WORD + 2]).view("<i8")[:, 0]
     beyond_end = index.offsets[block] + _PART_HEADER_BYTES + length > reader.num_bytes
-    # Split inside the header, or broken: the reader puts it together, or says what is wrong.
+    # Records that are split inside their header, or damaged: the reader joins the parts or raises.
     for row in np.flatnonzero((length < header_bytes) | beyond_end | (kind > 1)) + block.start:
         record = reader.read(int(index.offsets[row]))
         scanned.has_several_labels[row] = len(record.labels) > 1
@@ -269,14 +269,14 @@ def _require_offsets_inside(reader: RecordReader, index: RecordIndex) -> None:
     wrong = np.flatnonzero((index.offsets > last) | (index.offsets % 4 != 0) | (index.offsets < 0))
     if len(wrong):
         raise DataError(
-            f"The index of {reader.path} says that key {index.keys[wrong[0]]} begins at byte "
-            f"{index.offsets[wrong[0]]}: records begin at multiples of 4, and the file has {reader.num_bytes} bytes. "
+            f"The index of {reader.path} says that key {index.keys[wrong[0]]} starts at byte "
+            f"{index.offsets[wrong[0]]}: records start at multiples of 4, and the file has {reader.num_bytes} bytes. "
             f"{len(wrong)} keys are out of place; is the file truncated, or does the index belong to another one?"
         )
 
 
 def _find_images(scanned: _Scan, reader: RecordReader, index: RecordIndex) -> tuple[NDArray[np.bool_], bool]:
-    """Which records are images, and whether record 0 is a header that says so."""
+    """Returns which records are images, and whether record 0 is a header that tells."""
     has_header = bool(index.keys[0] == 0 and scanned.has_several_labels[0] and scanned.is_empty[0])
     if not has_header:
         is_image = np.ones(len(index.keys), dtype=bool)
@@ -298,7 +298,7 @@ def _find_images(scanned: _Scan, reader: RecordReader, index: RecordIndex) -> tu
 def _images_after_header(scanned: _Scan, reader: RecordReader, index: RecordIndex) -> NDArray[np.bool_]:
     end_of_images = float(scanned.labels[0])
     if end_of_images >= MAX_EXACT_LABEL:
-        # float32 no longer holds the range exactly; identity records have no payload, which tells them apart.
+        # float32 no longer holds the range exactly; identity records are told by their empty payload.
         return ~scanned.is_empty
     if not (end_of_images.is_integer() and end_of_images >= 1):
         raise DataError(
@@ -314,7 +314,7 @@ def _images_after_header(scanned: _Scan, reader: RecordReader, index: RecordInde
         first_missing = int(expected[gap[0]]) if len(gap) else len(present) + 1
         raise DataError(
             f"The header record of {reader.path} announces {num_expected} images, keys 1 to {num_expected}, "
-            f"but the index has {len(present)} of them; key {first_missing} is the first one missing."
+            f"but the index has {len(present)} of them; the first missing key is {first_missing}."
         )
     return is_image
 
@@ -326,10 +326,9 @@ def _integer_labels(labels: NDArray[np.float32], keys: NDArray[np.int64], path: 
     if len(wrong):
         raise DataError(
             f"The record with key {keys[wrong[0]]} in {path} has label {labels[wrong[0]]}: "
-            f"expected an integer in [0, {MAX_EXACT_LABEL:,}), the range that float32, the type of labels here, "
-            f"holds exactly; beyond it neighbouring classes share one value, so the class cannot be told. "
-            f"{len(wrong)} records have such labels. More classes are kept as 64-bit numbers in id2: "
-            f"pack the images again with megaclass data pack --labels id2."
+            f"expected an integer in [0, {MAX_EXACT_LABEL:,}), the range in which float32, the type of labels, "
+            f"is exact. {len(wrong)} records have such labels. For more classes, "
+            f"pack the images again with 64-bit labels: megaclass data pack --labels id2."
         )
     return labels.astype(np.int64)
 
@@ -342,7 +341,7 @@ def _labels_from_id2(
         raise DataError(
             f"The record with key {keys[wrong[0]]} in {path} has label {labels[wrong[0]]} and id2 {id2[wrong[0]]}, "
             f"but {path.parent / 'property'} says {LABELS_IN_ID2}: expected label -1 and the class in id2. "
-            f"{len(wrong)} records are unlike that; which of the two is the class cannot be told."
+            f"{len(wrong)} records differ, so their class is ambiguous."
         )
     return id2
 
@@ -360,11 +359,11 @@ def read_property(path: Path) -> Property:
     if fields is None:
         raise DataError(
             f"Cannot read {path}: {text[:60]!r}; expected num_classes,height,width, such as 93431,112,112, "
-            f"and a second line {LABELS_IN_ID2} where classes are kept in id2."
+            f"and a second line {LABELS_IN_ID2} if classes are in id2."
         )
     num_classes, height, width = map(int, fields.groups()[:3])
     if height * width > MAX_PIXELS:
-        # Whole batches of this size are reserved before the first image is decoded.
+        # Batches of this size are allocated before the first image is decoded.
         raise DataError(
             f"{path} says that images have {width} × {height} pixels: at most {MAX_PIXELS:,} in all are accepted."
         )

@@ -66,7 +66,7 @@ class SourceFormat(ABC):
     suffix: ClassVar[str] = ""
     """Suffix of a file that is data of this format by itself; empty: there is no such file."""
     contents: ClassVar[str] = ""
-    """What a folder of this format holds, for error messages; empty: the format is no folder."""
+    """Content of a folder of this format, for error messages; empty: the format is not a folder."""
     notation: ClassVar[str] = ""
     """How a path is written that names no file, for error messages."""
     caches: ClassVar[Sequence[str]] = ()

@@ -1,6 +1,6 @@
-"""Shards of (jpg, cls): `.tar` files in which a sample is an image and a text file with its class, of one name.
+"""Tar shards of (jpg, cls): a sample is an image and a text file with its class, which share a name.
 
-Nothing is ever unpacked: an index of where each image lies is made once and cached, and images are read in place.
+Nothing is unpacked: an index of all images is made once and cached, and images are read in place.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class TarSource:
                 f"Cannot read {self.name_of(index)}: {getattr(error, 'strerror', None) or error}."
             ) from error
         if len(content) != length:
-            raise DataError(
-                f"Cannot read {self.name_of(index)}: the shard ends too early; it changed while it was read."
-            )
+            raise DataError(f"Cannot read {self.name_of(index)}: the shard became shorter since it was opened.")
         return content
 
     def name_of(self, index: int) -> str:
@@ -118,7 +116,7 @@ class TarFormat(SourceFormat):
 
 
 def _samples(shard: Path) -> Iterator[tuple[int, int, int]]:
-    """(offset, length, label) of each sample; its members follow each other."""
+    """Yields (offset, length, label) of each sample, whose members follow each other."""
     key, image, label = "", None, None
     for name, offset, length, content in _members(shard):
         stem, _, suffix = name.rpartition("/")[2].partition(".")
@@ -147,7 +145,7 @@ def _whole(shard: Path, key: str, image: tuple[int, int] | None, label: int | No
 def _label(content: bytes, shard: Path, name: str) -> int:
     text = content.strip()
     if not (text.isdigit() and len(text) <= 18):
-        raise DataError(f"Cannot read {name!r} in {shard}: {text[:40]!r}; expected a class, a whole number from 0.")
+        raise DataError(f"Cannot read {name!r} in {shard}: {text[:40]!r}; expected a class, an integer of 0 or more.")
     return int(text)
 
 

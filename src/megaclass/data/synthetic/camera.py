@@ -1,4 +1,4 @@
-"""What a camera adds to a synthetic face: light, colour cast, blur and noise, in that order."""
+"""Adds the effects of a camera to a synthetic face: light, colour cast, blur and noise, in that order."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from megaclass.data.synthetic.layers import Map, Values
 def photograph(
     image_B3HW: Map, position: tuple[Map, Map, Map], scene: Values, noise_seed: NDArray[np.uint32]
 ) -> NDArray[np.uint8]:
-    """(B, H, W, 3). `position` is each pixel's place on the head: across, down and towards the viewer."""
+    """Returns (B, H, W, 3). `position` is the place of each pixel on the head: across, down and towards the viewer."""
     across, down, height = position
     light = across * scene["light_u"]
     light += down * scene["light_v"]
@@ -35,7 +35,7 @@ def photograph(
 
 
 def _blur(image_B3HW: Map, weight: Map) -> None:
-    """Each pixel takes `weight` from both its neighbours, down and then across; the outermost pixels stay."""
+    """Adds `weight` of both neighbours to each pixel, vertically, then horizontally; pixels at the edge stay."""
     for near, middle, far in (
         (np.s_[:, :, :-2], np.s_[:, :, 1:-1], np.s_[:, :, 2:]),
         (np.s_[..., :-2], np.s_[..., 1:-1], np.s_[..., 2:]),
@@ -48,7 +48,7 @@ def _blur(image_B3HW: Map, weight: Map) -> None:
 
 
 def _add_noise(image_B3HW: Map, strength: Map, noise_seed: NDArray[np.uint32]) -> None:
-    """Triangular noise, hashed from pixel and seed; each channel takes other bits of one hash."""
+    """Adds triangular noise, hashed from pixel and seed; each channel uses other bits of one hash."""
     num_images, _, height, width = image_B3HW.shape
     with np.errstate(over="ignore"):
         bits = np.arange(height * width, dtype=np.uint32)[None] * np.uint32(0x9E3779B1) + noise_seed[:, None]

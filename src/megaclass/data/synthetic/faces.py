@@ -4,8 +4,8 @@ An identity is a point in the space `IDENTITY` spans (head, eyes, brows, nose, m
 it adds a point of `IMAGE` (pose, expression, light, occlusion, blur, noise, background). Both points are hashed from
 (seed, identity, image), so that an image never depends on which others are drawn beside it.
 
-What must not give an identity away is drawn anew for each image: colour cast, exposure, background, clothes, place in
-the frame. What must is geometry: over thirty measures, each spread evenly over a range that still shows at 48 pixels.
+Features that must not reveal an identity differ in each image: colour cast, exposure, background, clothes, place in the
+frame. The identity is in the geometry: over thirty measures, each uniform in a range that is visible at 48 pixels.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ MIN_IMAGE_SIZE = 16
 MAX_IMAGE_SIZE = 1024
 
 # Lengths are in units of half the height of the head; v points down, u to the side, both from the middle of the head.
-# Every value is uniform in its range; what not everybody has is there when its `…_draw` is below a share.
+# Every value is uniform in its range. An optional feature is present if its `…_draw` is below a share.
 IDENTITY: dict[str, tuple[float, float]] = {
     "head_width": (0.66, 0.94),
     "jaw_taper": (0.0, 0.42),
@@ -136,14 +136,14 @@ IMAGE: dict[str, tuple[float, float]] = {
     "back_phase": (0.0, 6.2832),
 }
 
-# Keep the two spaces and the pixel noise from sharing random numbers.
+# Separate the random numbers of the two spaces and of the pixel noise.
 _IDENTITY_SALT, _IMAGE_SALT, _NOISE_SALT = 1, 2, 3
-# A few images at a time: the intermediate maps then stay in the processor's cache.
+# A few images at a time, so that the intermediate maps stay in the processor's cache.
 _CHUNK_PIXELS = 16 * 64 * 64
 
 
 def draw_faces(seed: int, identity: NDArray[np.int64], image: NDArray[np.int64], image_size: int) -> NDArray[np.uint8]:
-    """RGB images (B, H, W, 3); entry i is a pure function of (seed, identity[i], image[i], image_size)."""
+    """Returns RGB images (B, H, W, 3); entry i is a pure function of (seed, identity[i], image[i], image_size)."""
     if not MIN_IMAGE_SIZE <= image_size <= MAX_IMAGE_SIZE:
         raise DataError(
             f"Cannot draw faces of {image_size} pixels: the size must lie in [{MIN_IMAGE_SIZE}, {MAX_IMAGE_SIZE}]."
@@ -164,7 +164,7 @@ def draw_faces(seed: int, identity: NDArray[np.int64], image: NDArray[np.int64],
 
 
 def _spread(key_B: NDArray[np.uint64], space: dict[str, tuple[float, float]]) -> Values:
-    """One uniform value a name and image, each shaped (B, 1, 1) to broadcast over pixels."""
+    """Returns one uniform value per name and image, each of shape (B, 1, 1) to broadcast over pixels."""
     bits_PB = combine64(key_B[None], np.arange(len(space), dtype=np.uint64)[:, None])
     uniform_PB = (bits_PB >> np.uint64(11)).astype(np.float64) * 2.0**-53
     low, high = np.array(list(space.values())).T[..., None]

@@ -1,4 +1,4 @@
-"""What a synthetic face is made of, layer by layer from the front: glasses, hair, brows, eyes, nose, mouth, marks, skin."""
+"""Features of a synthetic face, layer by layer from the front: glasses, hair, brows, eyes, nose, mouth, marks, skin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SKIN_DARK = (0.45, 0.28, 0.19)
 _LIP = (0.72, 0.22, 0.25)
 _DARK = (0.07, 0.05, 0.06)
 _WHITE = (0.96, 0.96, 0.95)
-# Few tones shared by many identities: colour narrows the search, and never names anybody.
+# Few tones shared by many identities: a colour narrows the search but never identifies a person.
 _HAIR_TONES = np.array(
     [
         (0.08, 0.07, 0.08),
@@ -34,7 +34,7 @@ _GLASSES_TONES = np.array(
     [(0.08, 0.08, 0.09), (0.45, 0.10, 0.10), (0.75, 0.62, 0.30), (0.15, 0.22, 0.45)], dtype=np.float32
 )
 
-# Shares of the identities (the last one: of the images) that have it.
+# Shares of the identities that have a feature (the last one: of the images).
 SHARE_BALD = 0.10
 SHARE_CHEEKS = 0.30
 SHARE_BEARD = 0.25
@@ -47,9 +47,9 @@ SHARE_OCCLUDED = 0.25
 
 @dataclass
 class Head:
-    """Where each pixel lies: (x, y) in the plane of the head, (u, v) on its turned surface, z towards the viewer.
+    """Positions of all pixels: (x, y) in the plane of the head, (u, v) on its turned surface, z towards the viewer.
 
-    `side` is |u|: what comes in twos is drawn once. `inside` is the coverage of the head.
+    `side` is |u|, so that features in pairs are drawn once. `inside` is the coverage of the head.
     """
 
     x: Map
@@ -62,7 +62,7 @@ class Head:
 
 
 def paint(canvas: Canvas, person: Values, scene: Values, noise_seed: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """(B, H, W, 3) RGB of the given people in the given scenes."""
+    """Returns RGB (B, H, W, 3) of the given people in the given scenes."""
     layers = Layers(len(noise_seed), canvas.size, pixels_per_unit=scene["scale"] * np.float32(canvas.size / 2))
     head = _place(canvas, layers, person, scene)
     skin = mix(
@@ -99,7 +99,7 @@ def _place(canvas: Canvas, layers: Layers, person: Values, scene: Values) -> Hea
     across = x / width
     across_squared = across * across
     y_squared = y * y
-    # The head is an ellipsoid: turning it moves what lies towards the viewer, and leaves the outline.
+    # The head is an ellipsoid: turning it moves points near the viewer and keeps the outline.
     z = np.sqrt(np.maximum(1 - across_squared - 0.75 * y_squared, 0))
     u = (across * np.cos(scene["yaw"]) - z * np.sin(scene["yaw"])) * width
     v = y - z * np.sin(scene["pitch"])
@@ -114,7 +114,7 @@ def _place(canvas: Canvas, layers: Layers, person: Values, scene: Values) -> Hea
 
 
 def _occluder(layers: Layers, head: Head, scene: Values) -> None:
-    """A blob before the face's edge: a hand, a branch, someone's shoulder."""
+    """Draws a blob in front of the edge of the face, like a hand, a branch or a shoulder."""
     along = head.x - np.cos(scene["occluder_angle"]) * scene["occluder_distance"]
     down = (head.y - np.sin(scene["occluder_angle"]) * scene["occluder_distance"]) * scene["occluder_stretch"]
     cover = layers.coverage(np.sqrt(along * along + down * down) - scene["occluder_size"])
@@ -155,7 +155,7 @@ def _fringe(layers: Layers, head: Head, person: Values, hair: Colour) -> None:
         + person["hairline_slope"] * np.abs(offset)
         + wave
     )
-    # However it is cut, hair stays above the eyes: they carry most of the identity.
+    # Hair always stays above the eyes, which carry most of the identity.
     ceiling = person["eye_v"] - person["brow_gap"] - 0.12 + 0.9 * np.maximum(head.side - 0.5, 0)
     cover = layers.coverage(head.v - np.minimum(line, ceiling))
     cover *= layers.coverage(_hair_outline(head, person))
@@ -190,7 +190,7 @@ def _eyes(layers: Layers, head: Head, person: Values, scene: Values, skin: Colou
     lens = np.abs(down) - opening
     eye = layers.coverage(lens.copy())
     eye *= head.inside
-    # The gaze goes the same way in both eyes, so it is undone from the mirrored half.
+    # Both eyes look in the same direction, so the gaze is not mirrored.
     aside = along - scene["gaze_u"] * np.sign(head.u)
     down = down - scene["gaze_v"]
     from_centre = np.sqrt(aside * aside + down * down)
@@ -207,7 +207,7 @@ def _eyes(layers: Layers, head: Head, person: Values, scene: Values, skin: Colou
 
 
 def _nose(layers: Layers, head: Head, person: Values, skin: Colour) -> None:
-    # The nose stands before the face, so a turn of the head moves it further than the eyes.
+    # The nose is in front of the face, so turning the head moves it further than the eyes.
     side = np.abs(head.u - (head.u - head.x) * -0.25)
     top = person["eye_v"] - 0.02
     tip = top + person["nose_length"]
@@ -314,7 +314,7 @@ def _background(layers: Layers, canvas: Canvas, scene: Values) -> None:
 
 
 def _hair_colour(person: Values, skin: Colour) -> Colour:
-    """One of the tones; darker where it would vanish against the skin."""
+    """Returns one of the tones, darkened if it is close to the skin's."""
     hair = tone(_HAIR_TONES, person["hair_tone"])
     difference = np.maximum(np.abs(hair[0] - skin[0]), np.abs(hair[2] - skin[2]))
     return mix(hair, fixed(_DARK, hair[0]), (difference < np.float32(0.25)) * np.float32(0.7))

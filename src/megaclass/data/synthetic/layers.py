@@ -1,8 +1,8 @@
-"""The paper synthetic faces are drawn on: soft shapes, stacked front to back, nothing looped over pixels or images.
+"""Soft shapes, stacked front to back, of which synthetic faces are drawn without loops over pixels or images.
 
 A shape is a map of signed distances (negative inside, in units of half a head), turned into coverage with an edge one
 pixel wide. Each layer takes its share of what the layers before it let through; the shares times the layers' colours
-give the image. All maps are float32 of shape (B, H, W), or (B, 1, 1) for one value an image.
+give the image. All maps are float32 of shape (B, H, W), or (B, 1, 1) for one value per image.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Canvas:
 
 
 class Layers:
-    """Front to back: every layer takes its part of the light the former ones let through."""
+    """Layers from front to back; each takes its share of the light that the layers before it let through."""
 
     def __init__(self, num_images: int, size: int, pixels_per_unit: Map) -> None:
         self.image_B3HW: Map = np.zeros((num_images, 3, size, size), dtype=np.float32)
@@ -43,42 +43,42 @@ class Layers:
         self._pixels_per_unit = pixels_per_unit
 
     def coverage(self, distance: Map, softness: float = 1.0) -> Map:
-        """1 inside and 0 outside, over an edge `softness` pixels wide. Takes over the memory of `distance`."""
+        """Returns 1 inside and 0 outside, with an edge `softness` pixels wide. Overwrites `distance`."""
         distance *= self._pixels_per_unit * np.float32(-1.0 / softness)
         distance += 0.5
         np.clip(distance, 0, 1, out=distance)
         return distance
 
     def put(self, cover: Map, colour: Colour) -> None:
-        """Behind all layers so far. Takes over the memory of `cover`."""
+        """Puts a layer behind all layers so far. Overwrites `cover`."""
         cover *= self._left_BHW
         self._left_BHW -= cover
-        # Sums in a fixed order, not one matrix product in the end: BLAS may round differently with other threads.
+        # Sums in a fixed order instead of one matrix product: BLAS may round differently with another number of threads.
         for channel in range(3):
             np.multiply(cover, colour[channel], out=self._scratch_BHW)
             self.image_B3HW[:, channel] += self._scratch_BHW
 
 
 def fixed(colour: tuple[float, float, float], like: Map) -> Colour:
-    """The same colour in every image of the batch that `like` belongs to."""
+    """Returns one colour for every image of the batch to which `like` belongs."""
     red, green, blue = (np.full_like(like, value) for value in colour)
     return red, green, blue
 
 
 def tone(tones: Map, value: Map) -> Colour:
-    """One of a few tones, chosen by a value in [0, 1]."""
+    """Returns one of a few tones, chosen by a value in [0, 1]."""
     chosen = np.minimum((value * np.float32(len(tones))).astype(np.int64), len(tones) - 1)
     return tones[chosen, 0], tones[chosen, 1], tones[chosen, 2]
 
 
 def steps(value: Map, num_steps: int) -> Map:
-    """The value rounded down to one of `num_steps` levels in [0, 1]: many identities share one."""
+    """Rounds a value down to one of `num_steps` levels in [0, 1], so that many identities share one."""
     return np.asarray(
         np.minimum(np.floor(value * np.float32(num_steps)), np.float32(num_steps - 1)) / np.float32(num_steps - 1)
     )
 
 
 def mix(first: Colour, second: Colour, share: Map | float) -> Colour:
-    """`share` of the second colour in the first."""
+    """Returns the first colour with a share of the second mixed in."""
     red, green, blue = (a + (b - a) * np.asarray(share, dtype=np.float32) for a, b in zip(first, second, strict=True))
     return red, green, blue

@@ -28,10 +28,10 @@ from megaclass.files import published_folder
 JPEG_QUALITY = 92
 _ARGUMENTS_FILE = "synth.json"
 _FILES = ("train.rec", "train.idx", "property", "verification.bin", _ARGUMENTS_FILE)
-# Raised whenever the same arguments would draw other images, so that an old folder is not taken for the new set.
+# Raised whenever the same arguments would draw other images, so that an old folder is not mistaken for the new set.
 _DRAWING_VERSION = 1
 _BLOCK_IMAGES = 128
-# Drawn in about the time it takes to start one.
+# A process draws these in about the time that its start takes.
 _IMAGES_WORTH_A_PROCESS = 512
 
 Progress = Callable[[int, int], None]
@@ -72,10 +72,10 @@ def synthesize(
     num_processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> bool:
-    """True when the set was drawn, False when `out` already held it. `out` appears whole or not at all.
+    """Draws a set into the folder `out`, which appears whole or not at all. Returns False if `out` already held it.
 
-    Pairs show identities that do not occur in training. The bytes do not depend on `num_processes`; None takes one a
-    core as far as there is work for them.
+    Pairs show identities that do not occur in training. The bytes do not depend on `num_processes`, by default one per
+    core unless there is less work.
     """
     arguments = _SynthesisArguments(num_identities, images_per_identity, image_size, seed, num_pairs)
     if num_processes is None:
@@ -103,7 +103,9 @@ def _holds_same_set(out: Path, arguments: _SynthesisArguments) -> bool:
     if not out.exists():
         return False
     if not out.is_dir():
-        raise DataError(f"Cannot write the synthetic identities to {out}: it is a file, expected a folder or nothing.")
+        raise DataError(
+            f"Cannot write the synthetic identities to {out}: it is a file; name a folder, which need not exist."
+        )
     names = sorted(entry.name for entry in out.iterdir())
     if not names:
         return False
@@ -116,7 +118,7 @@ def _holds_same_set(out: Path, arguments: _SynthesisArguments) -> bool:
     holds = f"another synthetic set, {found}" if found else f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
     raise DataError(
         f"Cannot write the synthetic identities to {out}: it is not empty (it holds {holds}). If that is your own data, "
-        f"train on it with synth.identities=0; else choose another folder."
+        f"train on it with synth.identities=0; otherwise choose another folder."
     )
 
 
@@ -145,20 +147,20 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
 
 
 def _choose_pairs(arguments: _SynthesisArguments) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Identity and image number of 2N images, N truth values: same and different in turn, so each fold is balanced."""
+    """Returns identity and image number of 2N images, and N truth values, alternating so that each fold is balanced."""
     pair = np.arange(arguments.num_pairs)
     is_same = pair % 2 == 0
     num_held_out = max(2, (arguments.num_pairs + 1) // 2)
     first = pair // 2
     second = np.where(is_same, first, (first + 1) % num_held_out)
     identity = arguments.num_identities + np.stack([first, second], axis=1).reshape(-1)
-    # Each held-out identity appears in one same pair and two different ones, with another image every time.
+    # Each held-out identity appears in one same pair and two different ones, each time with another image.
     image = np.where(is_same[:, None], [[0, 1]], [[2, 3]]).reshape(-1)
     return identity, image, is_same
 
 
 def _write_records(path: Path, encoded: Iterator[bytes], arguments: _SynthesisArguments) -> None:
-    """InsightFace's layout: a header record, the images, then one record an identity with its range of keys."""
+    """Writes InsightFace's layout: a header record, the images, then one record per identity with its range of keys."""
     per_identity = arguments.images_per_identity
     end_of_images = 1 + arguments.num_identities * per_identity
     with RecordWriter(path) as writer:
@@ -192,7 +194,7 @@ def _draw_and_encode(job: _Job) -> list[bytes]:
 
 
 def _draw_all(jobs: Iterable[_Job], num_processes: int) -> Generator[bytes, None, None]:
-    """Encoded images in the order of the jobs, whoever draws them."""
+    """Yields encoded images in the order of the jobs."""
     if num_processes == 1:
         for job in jobs:
             yield from _draw_and_encode(job)
@@ -210,16 +212,16 @@ def _draw_all(jobs: Iterable[_Job], num_processes: int) -> Generator[bytes, None
             yield from waiting.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "A process that draws synthetic identities was killed, perhaps for want of memory: try fewer processes."
+            "A process that draws synthetic identities was killed, perhaps because memory ran out: try fewer processes."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _prepare_worker() -> None:
-    """Ties a worker's life to its parent's, which alone hears Ctrl-C.
+    """Ends a worker with its parent, and leaves Ctrl-C to the parent.
 
-    A worker waits for jobs in a pipe it holds both ends of, so without this it would outlive a parent that was killed.
+    A worker waits for jobs on a pipe of which it holds both ends, so it would otherwise outlive a killed parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

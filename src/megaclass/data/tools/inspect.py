@@ -1,4 +1,4 @@
-"""What is in a source: counts, sizes, images per class as text and as a picture, the first images as a grid."""
+"""`megaclass data inspect`: counts and sizes of a source, images per class as text and as a picture, a grid of images."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Inspection:
     first_label: int
     last_label: int
     images_per_class: dict[str, float]
-    """smallest, median, mean and largest, of the classes that have images."""
+    """Smallest, median, mean and largest, over the classes that have images."""
     histogram: list[tuple[str, int]]
-    """(images a class, how many classes)."""
+    """(images per class, number of classes)."""
     sizes: list[tuple[str, int]]
-    """(width × height, how many) of the images looked at, most frequent first."""
+    """(width × height, number) of the images examined, most frequent first."""
     num_sized: int
     num_unreadable: int
-    """Of those."""
+    """Number of those that cannot be read."""
     mean_bytes: float
 
     def to_json(self) -> dict[str, Any]:
@@ -60,9 +60,9 @@ class Inspection:
             f"classes           {self.num_classes:,}, {self.num_empty_classes:,} of them without images",
             f"labels            {self.first_label:,} to {self.last_label:,}",
             f"images per class  {counts}",
-            f"sizes             {sizes} (of {self.num_sized:,} looked at{unreadable}), {self.mean_bytes:,.0f} bytes each",
+            f"sizes             {sizes} (of {self.num_sized:,} examined{unreadable}), {self.mean_bytes:,.0f} bytes each",
             "",
-            "   images a class    classes",
+            " images per class    classes",
             *bars,
         ]
         return "\n".join(lines)
@@ -107,21 +107,21 @@ def inspect_source(source: ImageSource, on_progress: Callable[[int, int], None] 
 
 @dataclass(frozen=True)
 class SizeSurvey:
-    """How many of the images that could be looked at have another size than wanted."""
+    """Number of images, among those that can be read, whose size differs from the wanted one."""
 
     num_looked_at: int
     is_all: bool
-    """Whether these are all images of the source."""
+    """True if these are all images of the source."""
     num_other_size: int
     num_other_shape: int
-    """Of those: with another ratio of the sides, too."""
+    """Number of those whose aspect ratio differs, too."""
 
     def looked_at(self) -> str:
-        return f"all {self.num_looked_at:,} images" if self.is_all else f"{self.num_looked_at:,} images looked at"
+        return f"all {self.num_looked_at:,} images" if self.is_all else f"{self.num_looked_at:,} images examined"
 
 
 def survey_sizes(source: ImageSource, image_size: tuple[int, int]) -> SizeSurvey:
-    """Reads the headers of all images, or of 1,000 spread over them where there are more."""
+    """Reads the headers of all images, or of 1,000 spread over them if there are more."""
     looked_at = np.unique(np.linspace(0, source.num_images - 1, _NUM_SURVEYED).astype(np.int64))
     sizes: Counter[tuple[int, int]] = Counter()
     for index in looked_at.tolist():
@@ -129,7 +129,7 @@ def survey_sizes(source: ImageSource, image_size: tuple[int, int]) -> SizeSurvey
             sizes[image_dimensions(source.read(index), source.name_of(index))] += 1
     others = {size: count for size, count in sizes.items() if size != image_size}
     height, width = image_size
-    # Within a pixel: 113 x 112 has the shape of a square for anyone's eyes.
+    # Within a pixel: 113 x 112 counts as a square.
     shapes = [count for (h, w), count in others.items() if abs(h * width - w * height) > max(h, w, height, width)]
     return SizeSurvey(
         num_looked_at=sizes.total(),
@@ -140,13 +140,13 @@ def survey_sizes(source: ImageSource, image_size: tuple[int, int]) -> SizeSurvey
 
 
 def write_histogram(path: Path, inspection: Inspection) -> None:
-    """Images per class as a picture (.png)."""
+    """Draws the histogram of images per class (.png)."""
     from PIL import Image, ImageDraw
 
     row, left, width = 22, 120, 420
     picture = Image.new("RGB", (left + width + 100, row * len(inspection.histogram) + 40), _PAPER)
     draw = ImageDraw.Draw(picture)
-    draw.text((8, 8), "images a class", _INK)
+    draw.text((8, 8), "images per class", _INK)
     draw.text((left, 8), "classes", _INK)
     widest = max(count for _, count in inspection.histogram)
     for number, (name, count) in enumerate(inspection.histogram):
@@ -160,7 +160,7 @@ def write_histogram(path: Path, inspection: Inspection) -> None:
 
 
 def write_first_images(path: Path, source: ImageSource) -> None:
-    """The first images that can be decoded, as a grid (.png)."""
+    """Draws a grid of the first images that can be decoded (.png)."""
     from PIL import Image
 
     size = min(source.image_size[0], 112)
@@ -180,7 +180,7 @@ def write_first_images(path: Path, source: ImageSource) -> None:
 
 
 def _histogram(counts: NDArray[np.int64]) -> list[tuple[str, int]]:
-    """Classes by images, in ranges that double: 1, 2–3, 4–7, …"""
+    """Counts classes by their images, in ranges that double: 1, 2–3, 4–7, …"""
     bins = np.bincount(np.log2(counts).astype(np.int64))
     return [
         (str(2**power) if power == 0 else f"{2**power}–{2 ** (power + 1) - 1}", int(count))

@@ -1,8 +1,8 @@
-"""Verification pairs out of labelled images: same and different in turn, chosen by hashing."""
+"""Makes verification pairs out of labelled images, same and different in turn, chosen by hashes."""
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,6 +14,8 @@ from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
 
+_log = logging.getLogger("megaclass.data")
+
 _SALT = 0x7061697273
 _MAX_ATTEMPTS = 1000
 
@@ -21,9 +23,9 @@ _MAX_ATTEMPTS = 1000
 def make_pairs(
     source: ImageSource, num_pairs: int, seed: int = 0, on_progress: Callable[[int, int], None] | None = None
 ) -> PairSet:
-    """Half of the pairs show one class, half two, in turn, so that every fold is balanced. No pair comes twice.
+    """Returns pairs of one class and of two classes in turn, so that every fold is balanced. No pair occurs twice.
 
-    A pair with an image that cannot be decoded is drawn again, and the image is named on standard error.
+    A pair with an image that cannot be decoded is drawn again, and a warning names the image.
     """
     order = np.argsort(source.labels, kind="stable")
     by_class = np.split(order, np.flatnonzero(np.diff(source.labels[order])) + 1)
@@ -63,7 +65,7 @@ def _choose(images: NDArray[np.int64], draw: int) -> int:
 
 
 class _SoundImages:
-    """Encoded images that decode; says once of each other one why not."""
+    """Reads encoded images that decode, and warns once about each other one."""
 
     def __init__(self, source: ImageSource) -> None:
         self._source = source
@@ -77,7 +79,7 @@ class _SoundImages:
             decode_image(encoded, self._source.name_of(index))
         except DataError as error:
             self._bad.add(index)
-            print(f"megaclass: left out a bad image: {error}", file=sys.stderr, flush=True)
+            _log.warning("left out a bad image: %s", error)
             return None
         return encoded
 
@@ -85,7 +87,7 @@ class _SoundImages:
 def _distinct(
     draw: Callable[[list[int]], tuple[int, int]], sound: _SoundImages, num_pairs: int, seed: int, salt: int
 ) -> Iterator[list[bytes]]:
-    """Pairs that differ, encoded; a draw that repeats one, or names a bad image, is drawn again."""
+    """Yields different pairs of encoded images; a pair that occurred already or has a bad image is drawn again."""
     seen: set[tuple[int, int]] = set()
     for number in range(num_pairs):
         for attempt in range(_MAX_ATTEMPTS):
@@ -99,7 +101,7 @@ def _distinct(
                 break
         else:
             raise DataError(
-                f"Cannot find {num_pairs} different pairs of images that decode: {len(seen)} were found. Ask for fewer."
+                f"Cannot find {num_pairs} different pairs of images that decode, only {len(seen)}. Ask for fewer."
             )
         seen.add(pair)
         yield images

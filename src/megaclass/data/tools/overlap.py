@@ -1,4 +1,4 @@
-"""Are images of an evaluation set among the training images, byte for byte?"""
+"""Finds images of an evaluation set that are also training images, byte for byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 
-# Some seconds of reading. Of pairs that were drawn from the training data, any sample shows many.
+# Some seconds of reading. If pairs were drawn from the training data, any sample shows many.
 _MAX_LOOKED_AT = 2**16
 _MAX_SECONDS = 30.0
 
@@ -22,20 +22,20 @@ class Overlap:
     num_images: int
     """Different images of the evaluation set."""
     num_found: int
-    """Of those, images that are also training images."""
+    """Images of the set that are also training images."""
     num_looked_at: int
     """Training images that were compared."""
     num_training_images: int
 
     def describe(self) -> str:
-        """A sentence without its full stop."""
+        """Returns a sentence without its full stop."""
         looked_at = f"{self.num_looked_at:,} of {self.num_training_images:,} training images"
         if self.num_looked_at == self.num_training_images:
             looked_at = f"all {self.num_training_images:,} training images"
         if self.num_found:
             return (
                 f"{self.num_found:,} of its {self.num_images:,} images are in the training data ({looked_at} were compared), "
-                f"so this is no measure of identities that were not trained on"
+                f"so this does not measure identities that were not trained on"
             )
         return f"none of its {self.num_images:,} images is among {looked_at}"
 
@@ -58,7 +58,7 @@ class Overlap:
 
 
 def find_overlap(images: Iterable[bytes], source: ImageSource, max_looked_at: int = _MAX_LOOKED_AT) -> Overlap:
-    """Of one set; see `find_overlaps`."""
+    """Compares one set; see `find_overlaps`."""
     return find_overlaps({"": images}, source, max_looked_at)[""]
 
 
@@ -67,13 +67,13 @@ def find_overlaps(
 ) -> dict[str, Overlap]:
     """Compares the images of each set with all training images, or with a sample spread over them, in one pass.
 
-    The sample is smaller still where the data is slow to read; the result says how many were compared.
+    The sample shrinks where the data is slow to read; the result tells how many images were compared.
     """
     wanted = {name: {_digest(image) for image in images} for name, images in sets.items()}
     chosen = np.linspace(0, source.num_images - 1, min(source.num_images, max_looked_at)).astype(np.int64)
     found: set[bytes] = set()
     num_looked_at, deadline = 0, time.monotonic() + _MAX_SECONDS
-    # In random order, so that whatever part is read is a fair sample.
+    # In random order, so that the part read before the deadline is a fair sample.
     for index in np.random.default_rng(0).permutation(chosen).tolist():
         try:
             found.add(_digest(source.read(index)))

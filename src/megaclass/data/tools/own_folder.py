@@ -1,8 +1,8 @@
-"""A folder in a shared place such as /dev/shm, used as if other users were trying to have files elsewhere overwritten.
+"""A folder in a shared place such as /dev/shm, used safely even if other users attack it with links.
 
-The folder is opened once; all names below are resolved relative to that handle, component by component, and a symbolic
-link anywhere on the way is an error (ELOOP). So nothing outside the folder is read, written or removed, even if somebody
-swaps a folder for a link in between.
+The folder is opened once. All names are resolved relative to that handle, component by component, and a symbolic link
+anywhere on the way is an error (ELOOP). So nothing outside the folder is read, written or removed, even if another user
+replaces a folder by a link in the meantime. This is why staging cannot use `published_file`, which works on paths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def is_inside(name: str) -> bool:
-    """Whether a relative name stays below the folder that it is relative to."""
+    """Tells whether a relative name stays below its folder."""
     pure = PurePosixPath(name)
     return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and "\0" not in name
 
@@ -34,7 +34,7 @@ class OwnFolder:
         self.path = path
         if path.is_symlink():
             raise DataError(
-                f"{path} is a symbolic link: name the folder itself, so that nobody can point it elsewhere."
+                f"{path} is a symbolic link: name the folder itself, so that the link cannot be changed meanwhile."
             )
         self.handle = os.open(path, _FOLDER)
         try:
@@ -60,7 +60,7 @@ class OwnFolder:
             )
         if found.st_mode & stat.S_IWOTH:
             raise DataError(
-                f"{self.path} is open to all: every user may write to it. Choose a folder of your own below it, for "
+                f"{self.path} is world-writable: every user may write to it. Choose a folder of your own below it, for "
                 f"example {self.path / 'faces'}, or chmod o-w it."
             )
         for above in self.path.resolve().parents:
@@ -72,12 +72,12 @@ class OwnFolder:
                 )
 
     def path_of(self, name: str) -> Path:
-        """A path to a file right in the folder that leads through the open handle, whatever happens to the folder's name."""
+        """Returns a path to a file in the folder through the open handle, which a renamed folder does not change."""
         return Path(f"/proc/self/fd/{self.handle}") / name
 
     @contextlib.contextmanager
     def opened(self, folder: PurePosixPath, *, create: bool = False) -> Iterator[int]:
-        """A handle of a folder below; with `create`, missing ones are made."""
+        """Yields a handle of a folder below; with `create`, missing folders are made."""
         assert folder == PurePosixPath() or is_inside(str(folder)), folder
         handle = os.dup(self.handle)
         try:
@@ -93,7 +93,7 @@ class OwnFolder:
 
     @contextlib.contextmanager
     def new_file(self, name: PurePosixPath) -> Iterator[IO[bytes]]:
-        """A new file that only this user reads; one that stands there, or a link, is replaced and not followed."""
+        """Yields a new file that only this user can read. It replaces an existing file or link, which is not followed."""
         with self.opened(name.parent, create=True) as folder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name.name, dir_fd=folder)
@@ -104,13 +104,13 @@ class OwnFolder:
     @contextlib.contextmanager
     def existing_file(self, name: PurePosixPath) -> Iterator[IO[bytes]]:
         with self.opened(name.parent) as folder:
-            # A pipe in place of the file must not make anybody wait.
+            # Do not block on a pipe in place of the file.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(name.name, flags, dir_fd=folder), "rb") as file:
                 yield file
 
     def size_and_time(self, name: PurePosixPath) -> tuple[int, int] | None:
-        """Size and time of change of a regular file; None where there is none."""
+        """Returns size and modification time of a regular file; None if there is none."""
         try:
             with self.opened(name.parent) as folder:
                 found = os.stat(name.name, dir_fd=folder, follow_symlinks=False)
@@ -119,18 +119,18 @@ class OwnFolder:
         return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
     def rename(self, name: PurePosixPath, new: PurePosixPath) -> None:
-        """Within one folder."""
+        """Renames a file within one folder."""
         assert name.parent == new.parent
         with self.opened(name.parent) as folder:
             os.replace(name.name, new.name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def remove(self, name: PurePosixPath) -> None:
-        """Removes a file, or a link and not what it points to; one that is not there is no error."""
+        """Removes a file, or a link without its target, if it exists."""
         with contextlib.suppress(FileNotFoundError), self.opened(name.parent) as folder:
             os.unlink(name.name, dir_fd=folder)
 
     def remove_empty_folders(self, is_removed: Callable[[str], bool]) -> None:
-        """All below that hold no file but those of names that `is_removed`, which are removed."""
+        """Removes files whose names match `is_removed`, then all folders below that are empty."""
         for _, folders, files, handle in os.fwalk(".", topdown=False, follow_symlinks=False, dir_fd=self.handle):
             for name in filter(is_removed, files):
                 os.unlink(name, dir_fd=handle)
@@ -143,7 +143,7 @@ def _open_folder(name: str, above: int) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=above)
     except NotADirectoryError:
-        # What Linux says of a link where a folder is due.
+        # Linux reports a link in place of a folder like this, too.
         if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, f"{name} is a symbolic link, which is not followed") from None
         raise

@@ -1,8 +1,8 @@
-"""Any source -> `train.rec`, `train.idx`, `property`, or tar shards of (jpg, cls); `classes.txt` where classes have names.
+"""Packs any source into `train.rec`, `train.idx` and `property`, or into tar shards, with `classes.txt` if classes have names.
 
-The files are written in a hidden folder beside the target and published by one rename. What is written is a pure function
-of the source and the arguments, so a run that was cut off goes on after the last whole record or shard; what one with other
-data or options left is removed.
+The files are written in a hidden folder beside the target and published by one rename. They are a pure function of the
+source and the options, so an interrupted run resumes after the last whole record or shard. The hidden folder of a run with
+other data or options is cleared.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import re
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -40,6 +40,8 @@ from megaclass.errors import DataError
 from megaclass.files import flush, locked
 from megaclass.image_size import ImageSize, height_and_width
 
+_log = logging.getLogger("megaclass.data")
+
 JPEG_QUALITY = 95
 _ARGUMENTS_FILE = "pack.json"
 _LOCK_FILE = ".lock"
@@ -53,30 +55,30 @@ class PackOptions:
     layout: Literal["rec", "tar"] = "rec"
     """rec: train.rec, train.idx and property; tar: shards of (jpg, cls)."""
     labels: Literal["auto", "float", "id2"] = "auto"
-    """Where a .rec keeps classes: float32, exact to 2^24, or id2, 64 bits. auto: id2 only where it must be."""
+    """Field of a .rec for classes: float (exact up to 2^24) or id2 (64 bits). auto: id2 only if there are more classes."""
     shuffle_seed: int | None = 0
-    """Order in the file; None keeps images of a class together. Keys are grouped by class either way."""
+    """Seed of the order in the file; None keeps images of a class together. Keys are grouped by class in both cases."""
     image_size: ImageSize | None = None
-    """Images are fitted to this size and encoded anew; None keeps their bytes."""
+    """Fit images to this size and encode them again; None keeps their bytes."""
     fit: Fit = "squash"
     """How images of another size are fitted."""
     images_per_shard: int = 10_000
-    """Images in a tar shard."""
+    """Images per tar shard."""
 
     def __post_init__(self) -> None:
         sides = height_and_width(self.image_size) if self.image_size is not None else ()
         if self.images_per_shard < 1 or not all(8 <= side <= 4096 for side in sides):
-            raise DataError("Cannot pack: images_per_shard is at least 1, and the size of images lies in [8, 4096].")
+            raise DataError("Cannot pack: images_per_shard must be at least 1, and the image size in [8, 4096].")
 
 
 @dataclass(frozen=True)
 class Packed:
     num_images: int
     num_resumed: int
-    """Records that an earlier run, cut off, had written."""
+    """Records that an interrupted run had written."""
     labels_in_id2: bool
     num_other_size: int
-    """Of the images written now: how many had another size than the rest. With an image_size these were fitted to it."""
+    """Images written by this run that had another size; with an image_size they were fitted to it."""
 
 
 def pack(
@@ -88,22 +90,22 @@ def pack(
     num_threads: int = 1,
     on_progress: Progress | None = None,
 ) -> Packed:
-    """Writes `out`, which appears whole or not at all. `on_progress` gets images done and in all.
+    """Writes the folder `out`, which appears whole or not at all. `on_progress` gets the images done and their total.
 
-    class_names: one a line, line i for class i; written as classes.txt. Empty: classes have numbers only.
+    class_names: one per line, line i for class i; written as classes.txt. Empty: classes have numbers only.
     """
     options = options or PackOptions()
     is_in_id2 = options.labels == "id2" or (options.labels == "auto" and source.num_classes > MAX_EXACT_LABEL)
     if options.layout == "rec" and not is_in_id2:
         require_exact_label(source.num_classes - 1)
     job = _Job(source, options, is_in_id2, class_names, num_threads, on_progress)
-    # Through JSON, so that it compares with what a file says.
+    # Through JSON, to compare it with the content of a file.
     arguments = json.loads(json.dumps({**asdict(options), "source": job.fingerprint()}))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"Cannot write {out}: it is there already. Remove it or choose another folder.")
+        raise DataError(f"Cannot write {out}: it exists already. Remove it or choose another folder.")
     partial = out.with_name(f".{out.name}.partial")
     if partial.is_symlink():
-        raise DataError(f"Cannot write {out}: {partial}, where it is written first, is a link. Remove it.")
+        raise DataError(f"Cannot write {out}: {partial}, where it is prepared, is a link. Remove it.")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with locked(partial / _LOCK_FILE, timeout_s=0) as is_alone:
@@ -142,14 +144,14 @@ class _Job:
         self.num_other_size = 0
 
     def fingerprint(self) -> str:
-        """What would make half a file written from one source go on with another."""
+        """Returns a hash by which a resumed run notices that it has another source."""
         digest = hashlib.sha256(np.ascontiguousarray(self.source.labels).data)
         digest.update(f"{self.source.num_images} {self.source.num_classes} {self.source.name_of(0)}".encode())
         digest.update(self.class_names)
         return digest.hexdigest()
 
     def write_records(self, folder: Path) -> int:
-        """Returns how many records were there already."""
+        """Writes the missing records; returns how many were there already."""
         keys, offsets = self._keys(), _recover(folder / "train.rec")
         with RecordWriter(folder / "train.rec", keys[: len(offsets)], offsets) as writer:
             for key, record in zip(keys[len(offsets) :].tolist(), self._records(len(offsets)), strict=True):
@@ -180,13 +182,13 @@ class _Job:
     def write_class_names(self, folder: Path) -> None:
         if not self.class_names:
             return
-        # Shards have as many classes as their largest label says: names of empty classes behind it would be too many.
+        # The largest label of shards decides the number of classes: names of empty classes after it would be too many.
         num_classes = int(self.source.labels.max()) + 1 if self.options.layout == "tar" else self.source.num_classes
         with (folder / CLASSES_FILE).open("wb") as file:
             file.writelines(itertools.islice(io.BytesIO(self.class_names), num_classes))
 
     def _keys(self) -> NDArray[np.int64]:
-        """Keys of all records in the order of the file."""
+        """Returns the keys of all records in the order of the file."""
         num_images = self.source.num_images
         images = self._positions(0, num_images) + 1
         if self.is_label_in_id2:
@@ -195,7 +197,7 @@ class _Job:
         return np.concatenate([[0], images, identities])
 
     def _records(self, num_done: int) -> Iterator[Record]:
-        """What is left after the first `num_done` records. A header and identities frame the images where labels fit."""
+        """Yields the records after the first `num_done`. With labels as floats, a header and identities frame the images."""
         num_images = self.source.num_images
         num_before = 0 if self.is_label_in_id2 else 1
         if num_done < num_before:
@@ -210,7 +212,7 @@ class _Job:
                 yield Record((float(ends[label]), float(ends[label + 1])), b"", id=key)
 
     def _images(self, start: int, stop: int) -> Iterator[tuple[int, int, bytes]]:
-        """(key, label, encoded) at the positions of the file from `start` to `stop`."""
+        """Yields (key, label, encoded) at the positions of the file from `start` to `stop`."""
         blocks = (range(at, min(at + _BLOCK_IMAGES, stop)) for at in range(start, stop, _BLOCK_IMAGES))
         done = start
         for block, num_other_size in ordered_map(self._read_block, blocks, self.num_threads):
@@ -221,7 +223,7 @@ class _Job:
                 self.on_progress(done, self.source.num_images)
 
     def _read_block(self, positions: range) -> tuple[list[tuple[int, int, bytes]], int]:
-        """(key, label, encoded) of each image, and how many had another size."""
+        """Returns (key, label, encoded) of each image, and how many had another size."""
         found, num_other_size = [], 0
         for place in self._positions(positions.start, positions.stop).tolist():
             index = int(self.by_class[place])
@@ -233,21 +235,21 @@ class _Job:
                 num_other_size += image_HW3.shape[:2] != self.image_size
                 payload = _encode(fit_image(image_HW3, self.image_size, self.options.fit))
             else:
-                # An image that is broken is copied as it is: `verify` finds it, and training passes over it.
+                # A broken image is copied unchanged: `verify` finds it, and training skips it.
                 with contextlib.suppress(DataError):
                     num_other_size += image_dimensions(payload, self.source.name_of(index)) != self.image_size
             found.append((place + 1, int(self.source.labels[index]), payload))
         return found, num_other_size
 
     def _positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Place in the order of classes of each position in the file."""
+        """Returns the place in the order of classes for each position in the file."""
         places = np.arange(start, stop)
         seed = self.options.shuffle_seed
         return places if seed is None else shuffled(places, self.source.num_images, seed, 0)
 
 
 def _recover(path: Path) -> NDArray[np.int64]:
-    """Where whole records begin in a file whose writer was cut off; what follows them is removed."""
+    """Returns where whole records start in the file of an interrupted run; truncates the file after them."""
     if not path.exists() or path.stat().st_size == 0:
         return np.empty(0, dtype=np.int64)
     reader = RecordReader(path)
@@ -265,7 +267,7 @@ def _recover(path: Path) -> NDArray[np.int64]:
 
 
 def _clear_other_job(partial: Path, arguments: dict[str, object]) -> None:
-    """Keeps what an earlier run of the same job has written, and removes what another one left: nobody goes on with it.
+    """Keeps the files of an interrupted run of the same job, and removes those of another job.
 
     The caller holds the lock, so no process writes there.
     """
@@ -279,12 +281,12 @@ def _clear_other_job(partial: Path, arguments: dict[str, object]) -> None:
         foreign = [path for path in left if not _is_own(path)]
         if foreign:
             raise DataError(
-                f"{partial}, where pack writes before it publishes, holds {foreign[0].name}, which is none of its files: "
+                f"{partial}, where pack prepares its files, holds {foreign[0].name}, which pack did not write: "
                 f"move it away or remove {partial}."
             )
         for path in left:
             path.unlink()
-        print(f"megaclass: removed what an earlier run with other data or options left in {partial}", file=sys.stderr)
+        _log.info("removed what an earlier run with other data or options left in %s", partial)
     file.write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
 
 
@@ -304,7 +306,7 @@ def _suffix(payload: bytes) -> str:
         return image_suffix(payload, "an image to pack")
     except DataError:
         raise DataError(
-            f"Cannot tell what kind of image begins with {payload[:8]!r}: give a size to encode it anew."
+            f"Unknown format of an image that starts with {payload[:8]!r}: give a size, so that images are encoded again."
         ) from None
 
 

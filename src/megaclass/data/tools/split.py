@@ -1,8 +1,8 @@
-"""One data set -> a part to train on and a part held out: by identities, or by images of every identity.
+"""Splits data into a part to train on and a held-out part, by identities or by images of every identity.
 
-Which identities or images are held out is a hash of the seed and their numbers, so that `data split` and `data pairs
---holdout` agree. A mark with the identity of the split lies in each part and beside the pairs: an evaluation can then tell
-that the identities of a .bin were held out from the very data that was trained on, instead of assuming it.
+A hash of the seed and of the numbers of identities or images decides which are held out, so that `data split` and `data
+pairs --holdout` agree. A mark with the ID of the split lies in each part and beside the pairs. By it an evaluation knows that
+the identities of a .bin were held out of the data that was trained on, instead of assuming it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """What is held out of a source."""
+    """Rule for what is held out of a source."""
 
     by: str
     """identities or images."""
@@ -47,11 +47,11 @@ class Split:
             raise DataError(f"Cannot hold out {self.by!r}: expected identities or images.")
         if not 0 < self.share < 1:
             raise DataError(
-                f"Cannot hold out a share of {self.share:g}: expected one between 0 and 1, for example 0.1."
+                f"Cannot hold out a share of {self.share:g}: expected a number between 0 and 1, for example 0.1."
             )
 
     def is_held_out(self, source: ImageSource) -> NDArray[np.bool_]:
-        """Of every image. At least one identity, or of each identity with several images at least none and never all."""
+        """Returns whether each image is held out: at least one identity, or a share of each identity's images but never all."""
         labels = np.asarray(source.labels)
         if self.by == "identities":
             identities = np.unique(labels)
@@ -60,7 +60,7 @@ class Split:
             num_held_out = min(max(1, round(self.share * len(identities))), len(identities) - 1)
             order = np.argsort(combine64(self.seed, _SALT, identities.astype(np.uint64)), kind="stable")
             return np.isin(labels, identities[order[:num_held_out]])
-        # Images in the order of their hashes within each identity: the first ones are held out.
+        # Within each identity, images are ordered by their hashes, and the first ones are held out.
         order = np.lexsort((combine64(self.seed, _SALT, np.arange(len(labels), dtype=np.uint64)), labels))
         _, starts, counts = np.unique(labels[order], return_index=True, return_counts=True)
         place = np.arange(len(labels)) - np.repeat(starts, counts)
@@ -69,24 +69,24 @@ class Split:
         held_out[order] = place < num_held_out_N
         if not held_out.any():
             raise DataError(
-                f"Cannot hold out {self.share:g} of the images of each identity of {source.describe()}: none has enough of "
-                f"them. Choose a larger share, or hold out identities."
+                f"Cannot hold out {self.share:g} of the images of each identity of {source.describe()}: none has "
+                f"enough. Choose a larger share, or hold out identities."
             )
         return held_out
 
     def id_for(self, source: ImageSource) -> str:
-        """The same for the same split of the same data."""
+        """Returns an ID that is equal for equal splits of equal data."""
         told = f"{fingerprint(source)} {self.by} {self.share!r} {self.seed}"
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 class SplitPart(SubsetSource):
-    """Some images of a source; with `renumbers`, the classes that have any are numbered 0, 1, … in their order."""
+    """Some images of a source; with `renumbers`, the classes that have images are numbered 0, 1, … in their order."""
 
     def __init__(self, inner: ImageSource, rows: NDArray[np.int64], *, renumbers: bool) -> None:
         super().__init__(inner, rows)
         self.classes: NDArray[np.int64] = np.arange(inner.num_classes)
-        """Number in the whole source of each class of this part."""
+        """Number of each class of this part in the whole source."""
         if renumbers:
             self.classes, labels = np.unique(self.labels, return_inverse=True)
             self.labels = labels.astype(np.int64)
@@ -104,7 +104,7 @@ class SplitResult:
     num_holdout_images: int
     num_holdout_classes: int
     num_pairs: int
-    """In train/holdout.bin; 0: too few images for any."""
+    """Pairs in train/holdout.bin; 0: too few images for any."""
 
 
 def split_data(
@@ -117,9 +117,9 @@ def split_data(
     num_threads: int = 1,
     on_progress: Progress | None = None,
 ) -> SplitResult:
-    """Writes out/train, which is trained on, out/holdout, and train/holdout.bin with pairs of what was held out.
+    """Writes out/train to train on, out/holdout, and train/holdout.bin with pairs of held-out images.
 
-    A run on out/train evaluates holdout.bin by itself, since it lies beside the data. class_names: as for `pack`.
+    A run on out/train evaluates holdout.bin automatically, since it lies beside the data. class_names: as for `pack`.
     """
     held_out = split.is_held_out(source)
     by_identities = split.by == "identities"
@@ -145,7 +145,7 @@ def split_data(
 
 
 def _names_of(part: SplitPart, class_names: bytes) -> bytes:
-    """Those of the part's classes; where the source has none, its numbers, by which they can be found again."""
+    """Returns the names of the part's classes; if the source has none, the numbers of the classes there."""
     names = class_names.split(b"\n") if class_names else None
     return b"".join((names[number] if names else b"%d" % number) + b"\n" for number in part.classes.tolist())
 
@@ -154,7 +154,7 @@ def _write_holdout_pairs(holdout: SplitPart, path: Path, split: Split, split_id:
     counts = np.unique(holdout.labels, return_counts=True)[1].astype(np.int64)
     num_same = int((counts * (counts - 1) // 2).sum())
     num_different = int((counts.sum() ** 2 - (counts**2).sum()) // 2)
-    # Half of what there is at most, since pairs are drawn by chance and none comes twice.
+    # At most half of all possible pairs, since pairs are drawn at random and none occurs twice.
     num_pairs = min(wanted, num_same, num_different)
     if num_pairs < 2:
         return 0
@@ -164,12 +164,12 @@ def _write_holdout_pairs(holdout: SplitPart, path: Path, split: Split, split_id:
 
 
 def mark_pairs(path: Path, split: Split, split_id: str) -> None:
-    """Beside a .bin of held-out images: which split they are of, and its digest, so that a replaced file is noticed."""
+    """Writes beside a .bin of held-out images the split that they belong to, with a digest to notice a replaced file."""
     _write_mark(_pairs_mark(path), split_id, split, pairs=_digest_of(path))
 
 
 def is_unseen(pairs: Path, data_path: str) -> bool:
-    """Whether the identities of a .bin were held out of all of the data at `data_path`, as the marks of a split say."""
+    """Tells by the marks of a split whether the identities of a .bin were held out of all of the data at `data_path`."""
     said = _read_mark(_pairs_mark(pairs))
     if said.get("by") != "identities" or said.get("pairs") != _digest_of(pairs):
         return False
@@ -193,7 +193,7 @@ def _mark_in(path: Path) -> str:
 
 
 def _read_mark(path: Path) -> dict[str, object]:
-    """Empty where there is none, or a damaged one: then nothing is claimed."""
+    """Returns the content of a mark; empty if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(_MAX_MARK_BYTES))

@@ -1,11 +1,11 @@
-"""A copy of the data in memory (`/dev/shm/…`), made once a host and shared by all its ranks.
+"""A copy of the data in memory (`/dev/shm/…`), made once per host and shared by all its ranks.
 
-A copy carries a list of its files, and once it is finished the sizes and times of the originals: it is used again as long
-as those are what they were. Nothing but what is in that list is ever removed.
+A copy has a list of its files with the sizes and times of the originals, and is used again as long as they are unchanged.
+Only files in that list are ever removed.
 
-Staging folders lie in places that all users share, so what is found there is not trusted. The folder must belong to the
-user and not be open to everybody (data/tools/own_folder.py); every file is opened, replaced and removed relative to the opened
-folder, without following a link; and a list that names anything outside is refused.
+Staging folders lie in places that all users share, so their content is not trusted. The folder must belong to the user and
+must not be world-writable (see own_folder.py). Every file is opened, replaced and removed relative to the opened folder
+without following links, and a list that names anything outside is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Progress = Callable[[int, int], None]
 def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
     """Copies the data at `path` (see `open_source`) into `folder` unless it is there; returns the path to open instead.
 
-    Of several processes on a host one copies and the others wait. `on_progress` gets bytes done and in all.
+    If several processes of a host stage the same data, one copies and the others wait. `on_progress` gets the bytes done and
+    their total.
     """
     found = format_of(path)
     found.check()
@@ -53,7 +54,7 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
             if before != listed:
                 for name in (PurePosixPath(name) for name, *_ in before or ()):
                     if name not in wanted:
-                        # It would otherwise stay in the copy as an image that the data no longer has.
+                        # Otherwise the copy would keep an image that the data no longer has.
                         own.remove(name)
                 _copy_all(wanted, own, on_progress)
                 _write_list(own, listed)
@@ -70,7 +71,7 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
 
 
 def unstage(folder: Path) -> int:
-    """Removes a staged copy, and nothing that was not copied; returns how many files."""
+    """Removes a staged copy, and nothing that was not copied; returns the number of files."""
     if not folder.exists() and not folder.is_symlink():
         raise DataError(f"{folder} holds no staged data: there is no such folder.")
     try:
@@ -94,7 +95,7 @@ def unstage(folder: Path) -> int:
 
 
 _List = list[tuple[str, int, int]]
-"""Name below the staging folder, size and time of the original."""
+"""Name below the staging folder, size and modification time of the original."""
 
 
 def _match_folders(wanted: set[str], own: OwnFolder, copy: PurePosixPath) -> None:
@@ -123,9 +124,9 @@ def _copy_all(wanted: Mapping[PurePosixPath, Path], own: OwnFolder, on_progress:
     if total > free:
         raise DataError(
             f"Cannot stage the data in {own.path}: it takes {total / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free there. "
-            f"Choose another data.stage, or none."
+            f"Choose another data.stage, or leave it empty."
         )
-    # Until the copy is finished: what `unstage` may remove.
+    # Until the copy is finished, the list tells `unstage` what it may remove.
     _write_list(own, [(str(name), -1, -1) for name in sorted(wanted)])
     done = 0
     for name, file in to_copy.items():
@@ -137,7 +138,7 @@ def _copy_all(wanted: Mapping[PurePosixPath, Path], own: OwnFolder, on_progress:
                     if on_progress is not None:
                         on_progress(done, total)
                 target.flush()
-                # The same times, so that the caches, which know the originals by them, fit the copies.
+                # With equal times, the caches, which check them, are valid for the copies.
                 found = os.fstat(source.fileno())
                 os.utime(target.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
             own.rename(_partial(name), name)
@@ -150,7 +151,7 @@ def _partial(name: PurePosixPath) -> PurePosixPath:
 
 
 def _read_list(own: OwnFolder) -> _List | None:
-    """None where there is none, or a damaged one. Names outside the folder are no accident and are refused."""
+    """Returns the list; None if it is missing or damaged. Names outside the folder are an attack and are refused."""
     try:
         with own.existing_file(PurePosixPath(_LIST)) as file:
             found = json.loads(file.read())

@@ -1,6 +1,7 @@
-"""Every record looked at: does it decode, is its label in range, does the index name it. And a copy of what is sound.
+"""Checks every image of a source: whether it decodes, its label is in range and the index lists it.
 
-A damaged `.rec` is read without trusting its index: records are found by their marks, and after damage by the next one.
+A damaged `.rec` is read without trusting its index: records are found by their marks, and after damage by the next mark.
+The sound images form a source of their own, from which `--repair` writes a clean copy.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Findings:
-    """What is wrong with a source; empty lists for a sound one."""
+    """Defects of a source; a sound one has none."""
 
     what: str
     num_images: int = 0
-    """Images looked at, sound or not."""
+    """Images checked, sound or not."""
     bad: list[tuple[str, str]] = field(default_factory=list)
-    """(key or name, what is wrong) of every bad image."""
+    """(key or name, defect) of every bad image."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong with the file, the index or the header."""
+    """Defects of the file, the index or the header."""
     notes: list[str] = field(default_factory=list)
-    """What is odd but harms nothing."""
+    """Harmless peculiarities."""
 
     @property
     def is_sound(self) -> bool:
@@ -73,7 +74,7 @@ class SubsetSource:
 def verify(
     path: Path | str, *, num_threads: int = 1, on_progress: Progress | None = None
 ) -> tuple[Findings, ImageSource | None]:
-    """What is wrong, and a source of the sound images, None when there are none. `on_progress`: records done, in all."""
+    """Returns the defects, and a source of the sound images, if any. `on_progress` gets the records done and their total."""
     found = format_of(path)
     if isinstance(found, RecordFormat):
         # Read without `open`, which refuses a file whose index is missing or damaged: finding that out is the task here.
@@ -155,9 +156,9 @@ def _check_record(reader: RecordReader, offset: int, key: int, properties: Prope
     except DataError as error:
         return _Checked(True, fault=str(error))
     if not record.payload:
-        # A header, or an identity's range of keys.
+        # A header, or the range of keys of an identity.
         is_range = len(record.labels) == 2
-        return _Checked(not is_range, fault=None if is_range else "it holds no image: 0 bytes")
+        return _Checked(not is_range, fault=None if is_range else "there is no image in it: 0 bytes")
     label, fault = _label_of(record, properties)
     if fault is None:
         fault = _fault_of(lambda: record.payload, f"{reader.path}, key {key}")
@@ -194,7 +195,7 @@ def _property_or_fault(path: Path, findings: Findings) -> Property:
 
 
 def _find_records(reader: RecordReader, findings: Findings) -> NDArray[np.int64]:
-    """Where records begin, found by their marks; damage in between is passed over and said."""
+    """Returns where records start, found by their marks; damage in between is skipped and reported."""
     offsets, offset = array("q"), 0
     while offset < reader.num_bytes:
         try:
@@ -202,13 +203,13 @@ def _find_records(reader: RecordReader, findings: Findings) -> NDArray[np.int64]
             offsets.append(offset)
         except DataError as error:
             after = reader.find_mark(offset + 4)
-            findings.faults.append(f"{error} {after - offset} bytes are passed over.")
+            findings.faults.append(f"{error} {after - offset} bytes are skipped.")
         offset = after
     return np.array(offsets, dtype=np.int64)
 
 
 def _compare_index(path: Path, offsets: NDArray[np.int64], findings: Findings) -> NDArray[np.int64]:
-    """Key of every record found, by the index, or else its number in the file."""
+    """Returns the key of every record in the index, or else its number in the file."""
     keys = np.arange(len(offsets))
     try:
         index = read_index_lines(path)
@@ -222,12 +223,12 @@ def _compare_index(path: Path, offsets: NDArray[np.int64], findings: Findings) -
     place = np.minimum(np.searchsorted(offsets, index.offsets), max(len(offsets) - 1, 0))
     is_there = offsets[place] == index.offsets if len(offsets) else np.zeros(len(index.keys), dtype=bool)
     findings.faults += [
-        f"The index says that key {key} begins at byte {offset}: no whole record begins there."
+        f"The index says that key {key} starts at byte {offset}: no whole record starts there."
         for key, offset in _pairs(index.keys[~is_there], index.offsets[~is_there])
     ]
     is_named = np.zeros(len(offsets), dtype=bool)
     is_named[place[is_there]] = True
-    # Numbers of their own for records that the index leaves out, beyond all of its keys.
+    # Records that the index leaves out get numbers beyond all of its keys.
     keys = keys + (int(index.keys.max()) + 1 if not is_named.all() else 0)
     keys[place[is_there]] = index.keys[is_there]
     findings.faults += [f"The record at byte {offset} is not in the index." for offset in offsets[~is_named].tolist()]

@@ -49,17 +49,10 @@ def can_update(optimizer: RowOptimizer) -> bool:
     return type(optimizer) in (RowSGD, RowAdamW, RowAdagrad)
 
 
-def update_(
-    store: Centres,
-    classes_S: Tensor | None,
-    chunk: CentreGradient,
-    pulls: Pulls,
-    move: Move,
-    squares: list[Tensor] | None,
-) -> None:
+def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pulls: Pulls, move: Move) -> None:
     """Adds the pulls to the chunk's gradient and moves its rows: one launch, every row read and written once.
 
-    squares: as for Centres.update_; without it another program runs, which does not form them.
+    Where move.squares is None another program runs, which does not form them.
     """
     rows, optimizer = store.rows(), store.optimizer
     state = stream_state(Stream.ROUND_WEIGHTS, store.seed, move.step)
@@ -70,7 +63,7 @@ def update_(
     block_r = max(1, 1024 // block_d)
     assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
     num_programs = -(-num_rows // block_r)
-    squares_P = None if squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
+    squares_P = None if move.squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
     row_programs.update_rows[(num_programs,)](
         rows["weight"],
         rows.get("momentum", rows.get("mean", rows.get("square"))),
@@ -111,8 +104,8 @@ def update_(
         BLOCK_D=block_d,
         num_warps=4,
     )
-    if squares is not None and squares_P is not None:
-        squares.append(squares_P.sum(dtype=torch.float64))
+    if move.squares is not None and squares_P is not None:
+        move.squares.append(squares_P.sum(dtype=torch.float64))
 
 
 def _kind(optimizer: RowOptimizer) -> str:

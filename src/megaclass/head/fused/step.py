@@ -5,7 +5,6 @@ step: the list of drawn classes has a fixed, padded length, and faults and skips
 moves the rows. The check of the centres (seal.py) is part of the program that packs the batch and costs no launch.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from megaclass.head.cross_entropy import GatheredImages, LossesAndSlopes, LossPa
 from megaclass.head.fused import images as fused_images
 from megaclass.head.fused import rows as fused_rows
 from megaclass.head.gather_batch import largest_batch
-from megaclass.head.kernels.problem import CentreGradient
 from megaclass.head.margins import Targets
 from megaclass.head.plain_step import move_rows
 from megaclass.head.row_optimizers import Move
@@ -89,16 +87,9 @@ class FusedStep(StepEngine):
             dtype=dtype,
         )
 
-    def _move_rows(
-        self,
-        plan: StepPlan,
-        parts: list[LossPart],
-        chunks: Iterator[CentreGradient],
-        move: Move,
-        squares: list[Tensor] | None,
-    ) -> None:
+    def _move_rows(self, plan: StepPlan, parts: list[LossPart], move: Move) -> None:
         if not self._can_update:
-            move_rows(self.store, plan, parts, chunks, move, self._is_skipped(move), squares)
+            move_rows(self.store, plan, parts, self._centre_gradient(parts), move, self._is_skipped(move))
             return
         problem, num_subcentres = parts[0].problem, self.store.num_subcentres
         slots, rows, images, weights = (
@@ -112,5 +103,5 @@ class FusedStep(StepEngine):
         )
         num_rows = problem.num_classes * num_subcentres
         pulls = fused_rows.link_pulls(slots, rows, images, weights, num_rows, num_subcentres)
-        for chunk in chunks:
-            fused_rows.update_(self.store, problem.classes_S, chunk, pulls, move, squares)
+        for chunk in self._centre_gradient(parts):
+            fused_rows.update_(self.store, problem.classes_S, chunk, pulls, move)

@@ -22,6 +22,7 @@ def _enqueue_alltoall(
             raise ValueError("alltoall expects a 1D splits tensor")
         if splits.dtype is not torch.int32:
             raise ValueError("alltoall expects splits to contain 32-bit integer elements.")
+    # An empty list means the same as None, as in Horovod.
     given = tuple(int(rows) for rows in splits) if splits is not None else ()
     num_rows = tensor.shape[0] if tensor.dim() else 0
     if not given:

@@ -67,6 +67,7 @@ class HorovodReducescatter(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         ctx.process_set = process_set
+        # As in Horovod, gradients are averages over ranks, so that the one of a Sum is multiplied by their number.
         ctx.factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
         handle = _enqueue_reducescatter(
             tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=is_grouped, is_urgent=True

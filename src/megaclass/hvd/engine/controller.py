@@ -5,8 +5,8 @@
                  runs them in the order received, and wakes the threads that wait for them
     on rank 0    the driver also keeps the table of announced operations (coordinator.py) and sends the responses
 
-driver_seat.py decides which thread is the driver. Nothing polls: the driver sleeps until a submission, a message or a deadline
-wakes it, so that an idle job costs nothing.
+driver_seat.py decides which thread is the driver. The driver sleeps until a submission, a message or a deadline wakes it, so
+that an idle job costs nothing.
 
 A controller ends in this order: a reason to stop -> STOP goes from rank 0 to all ranks, which fail their open operations
 (`closed`) and answer DRAINED once they no longer use the process groups -> rank 0 sends END when all have answered.

@@ -14,6 +14,9 @@ At any time at most one thread drives: it reads messages, announces the queue an
            +-------------------------------------------  no thread drives (lease)  -----> take() by the next wait
                      after _LEASE_S, or when there is work
 
+take() does not wake the own thread, which would cost as much as the seat saves. The own thread may therefore sleep through a
+whole wait, without listening to messages. It never sleeps longer than _TICK_S, so that it listens again after that time.
+
 A thread that waits once often waits again at once. The lease therefore leaves incoming messages unread for up to 5 ms after a
 wait, instead of waking the own thread for each of them.
 
@@ -29,7 +32,7 @@ takes the seat waits until the other one has finished its step. Lock order: `dri
     _own, _waiting        (constant)                        their eventfd: all threads  lock for writing to the eventfd
 
 A peek without the lock may see an old value. That is harmless: the own thread then sleeps once more, and every change that
-concerns it also wakes it or ends within _WATCH_S.
+concerns it also wakes it or is seen within _TICK_S.
 """
 
 import os
@@ -40,6 +43,8 @@ from collections.abc import Callable, Iterable
 
 # How long the own thread leaves messages to threads that wait one after the other.
 _LEASE_S = 0.005
+# Longest sleep of the own thread. Two wake-ups per second are not measurable, and nothing else wakes it after a lease.
+_TICK_S = 0.5
 # How often the own thread checks whether the waiting thread that drives is still there.
 _WATCH_S = 0.05
 
@@ -152,7 +157,11 @@ class DriverSeat:
 
         `sleep_s` returns the time until something is due, None for never.
         """
-        self._own.sleep(_WATCH_S if self._has_waiting_driver else (self._lease_left_s(has_work) or sleep_s()))
+        if self._has_waiting_driver:
+            self._own.sleep(_WATCH_S)
+        else:
+            timeout_s = self._lease_left_s(has_work) or sleep_s()
+            self._own.sleep(_TICK_S if timeout_s is None else min(timeout_s, _TICK_S))
         if self._has_waiting_driver or self._lease_left_s(has_work):
             return False
         with self._lock:

@@ -54,6 +54,7 @@ def main() -> int:
         job, rest = _read_job()
         if job is None:
             return 0
+        # From here on no read or write may block: a stopped driver must not keep the agent from its workers.
         os.set_blocking(sys.stdin.fileno(), False)
         os.set_blocking(sys.stdout.fileno(), False)
         silence_s, grace_s = silence_limits(job["heartbeat_s"], job["grace_s"])
@@ -156,6 +157,7 @@ class Agent:
     def _lose_driver(self, why: str) -> None:
         if self._is_connected:
             self._is_connected = False
+            # No process reads it any more, and a full queue would keep the workers' pipes unread.
             self._queue.clear()
             self._queued_bytes = 0
             with contextlib.suppress(OSError):
@@ -172,6 +174,7 @@ class Agent:
 
     def _greet(self) -> None:
         """Sends hello with what the driver must know before the ranks may start, or the reason why they cannot."""
+        # The token tells the driver where the agent's own output starts, after that of login scripts.
         self._send(greeting(self._job["token"]))
         hello: Message = {"say": "hello", "pid": os.getpid(), "ssh": os.environ.get("SSH_CONNECTION", "")}
         try:
@@ -256,6 +259,7 @@ class Agent:
 
     def _note_exits(self) -> None:
         for worker in self._supervisor.reap():
+            # Before its exit, upon which the driver decides whether the job may be restarted.
             self._note_progress()
             # Its last output is sent before its exit code. Two reads empty a pipe of Linux's default size.
             for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
@@ -268,6 +272,7 @@ class Agent:
 
     def _end_leftovers(self) -> None:
         """Ends what the ranks left behind, after a moment in which helper processes may leave by themselves."""
+        # The wait is short and starts with the end of the last rank; `_wait_s` polls meanwhile.
         names = self._supervisor.leftovers()
         now = time.monotonic()
         self._helpers_until = self._helpers_until or now + _HELPERS_S
@@ -292,6 +297,7 @@ class Agent:
             self._lose_driver(f"the driver has sent nothing for {now - self._heard_at:.1f} s")
         if now >= self._beat_at:
             self._beat_at = now + beat_interval(self._job["heartbeat_s"])
+            # The orphan killers count a silent agent as dead, just as the driver does.
             self._supervisor.keep_watch()
             self._say({"say": "beat"})
             self._note_progress()

@@ -81,11 +81,13 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # Nothing was told to end (an exception, or a rank of Ray that ended by itself): what is left is killed at once.
         if self._kill_at is None:
             self.end(0.0)
         while not self.continue_ending():
             time.sleep(_RETRY_S)
             self.reap()
+        # Without the goodbye they would take the closed pipe for the death of this process.
         for killer in self._orphan_killers:
             with contextlib.suppress(BrokenPipeError):
                 os.write(killer.lifeline, orphan_killer.GOODBYE)
@@ -149,6 +151,7 @@ class Supervisor:
         """Returns the workers that ended since the last call, the likely root cause first."""
         ended = []
         for worker in self.running():
+            # Not Popen.poll(): if another part of this process had reaped the worker, it would report exit code 0.
             pid, status = os.waitpid(worker.pid, os.WNOHANG)
             if pid:
                 worker.code = worker.process.returncode = os.waitstatus_to_exitcode(status)
@@ -178,6 +181,7 @@ class Supervisor:
         To be called repeatedly, with `reap`, until it returns True. It also does so for processes that cannot be killed.
         """
         left = self._processes()
+        # A zombie is no process that is left, but its exit code is still to be reaped.
         if not left:
             return not self.running()
         now = time.monotonic()
@@ -216,6 +220,7 @@ class Supervisor:
 
     def _start_orphan_killer(self) -> _OrphanKiller:
         reader, lifeline = os.pipe()
+        # A stopped orphan killer must not block this process once the pipe is full.
         os.set_blocking(lifeline, False)
         # The real path: a virtual environment in a folder called megaclass would let `pkill -9 -f megaclass` end it, too.
         python = os.path.realpath(sys.executable)

@@ -61,7 +61,7 @@ class AgentPipe:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                # Ctrl-C in the terminal reaches the driver only, which decides what to send to the ranks.
+                # A session of its own: Ctrl-C in the terminal reaches the driver only, which decides what to send to the ranks.
                 start_new_session=True,
             )
         except OSError as error:
@@ -112,6 +112,7 @@ class AgentPipe:
             return iter(())
         if not data:
             return None
+        # Any byte proves that the agent lives, not only its heartbeats.
         self.heard_at = time.monotonic()
         return self._checked(data)
 
@@ -234,6 +235,7 @@ class AgentPipes:
 
     def close(self) -> None:
         """Hangs up on all agents, then waits for ssh and the local agent to leave."""
+        # First all, then the waits: the agents leave at the same time.
         for agent in self.all:
             agent.hang_up()
         for agent in self.all:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
 from megaclass.launch.driver.job_run import JobRun
-from megaclass.launch.driver.job_start import JobSettings
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.restarts import NoRestartError, StartResult, run_job
@@ -29,7 +28,7 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
         raise LaunchError(f"--min-np {options.min_processes} is more than the {num_processes} processes to start with.")
-    settings = _settings(options)
+    ssh = _ssh_settings(options)
     placements = place_ranks(hosts, num_processes)
     here = [placement.host.name for placement in placements if placement.host.is_local]
     if len(here) > 1:
@@ -39,41 +38,36 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
             file=sys.stderr,
         )
     if options.is_dry_run:
-        agents = [agent_command(placement.host, settings.ssh) for placement in placements]
+        agents = [agent_command(placement.host, ssh) for placement in placements]
         plan = describe_plan(
             placements,
             agents,
-            command=settings.command,
-            workdir=settings.workdir,
-            given=settings.given,
-            passed=settings.passed,
+            command=options.command,
+            workdir=options.workdir,
+            given=options.given_env,
+            passed=passed_on(),
         )
         print(plan)
         return 0
     _raise_file_limit(_FILES_PER_HOST * len(placements) + _FILES_PER_RANK * num_processes)
-    return run_job(lambda io: _SshJob(options, settings, [*hosts], num_processes, io), options, num_processes)
+    return run_job(lambda io: _SshJob(options, ssh, [*hosts], num_processes, io), options, num_processes)
 
 
 class _SshJob:
     """A RestartableJob whose failed hosts can be excluded from the next start."""
 
     def __init__(
-        self, options: RunOptions, settings: JobSettings, hosts: list[Host], num_processes: int, io: DriverIo
+        self, options: RunOptions, ssh: SshSettings, hosts: list[Host], num_processes: int, io: DriverIo
     ) -> None:
         self._options = options
-        self._settings = settings
+        self._ssh = ssh
         self._hosts = hosts
         self._num_processes = num_processes
         self._io = io
 
     def start(self, restart: int) -> StartResult:
-        run = JobRun(
-            place_ranks(self._hosts, self._num_processes),
-            self._settings,
-            self._io,
-            restart=restart,
-            restarts_left=self._options.restarts - restart,
-        )
+        placements = place_ranks(self._hosts, self._num_processes)
+        run = JobRun(placements, self._options, self._ssh, self._io, restart=restart)
         outcome = run.run()
         return StartResult(outcome=outcome, has_started=run.has_started, checkpoint_step=run.checkpoint_step)
 
@@ -92,27 +86,14 @@ class _SshJob:
         return f"{self._num_processes} ranks on {listed}"
 
 
-def _settings(options: RunOptions) -> JobSettings:
-    return JobSettings(
-        command=options.command,
-        workdir=options.workdir,
-        ssh=SshSettings(
-            port=options.ssh_port,
-            identity_file=options.ssh_identity_file,
-            extra=options.ssh_args,
-            remote_prefix=options.remote_prefix,
-            python=options.python,
-            heartbeat_s=options.heartbeat_s,
-        ),
-        given=dict(options.given_env),
-        passed=passed_on(),
-        interfaces=options.interfaces,
-        master_port=options.master_port,
-        start_timeout_s=options.start_timeout_s,
+def _ssh_settings(options: RunOptions) -> SshSettings:
+    return SshSettings(
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        extra=options.ssh_args,
+        remote_prefix=options.remote_prefix,
+        python=options.python,
         heartbeat_s=options.heartbeat_s,
-        grace_s=options.grace_s,
-        hang_timeout_s=options.hang_timeout_s,
-        allows_mixed_versions=options.allows_mixed_versions,
     )
 
 

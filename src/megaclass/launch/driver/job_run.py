@@ -27,11 +27,12 @@ from collections.abc import Callable, Sequence
 
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.failure_report import stopped_message
-from megaclass.launch.driver.job_start import JobSettings, JobStart
+from megaclass.launch.driver.job_start import JobStart
 from megaclass.launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.driver.remote_orphan_killer import RemoteOrphanKiller, start_orphan_killer
+from megaclass.launch.driver.ssh import SshSettings
 from megaclass.launch.exit_codes import (
     EXIT_HOST_LOST,
     EXIT_RESUME_ME,
@@ -41,6 +42,7 @@ from megaclass.launch.exit_codes import (
     is_worth_restarting,
     signal_name,
 )
+from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement
 from megaclass.launch.signals import ENDING_SIGNALS, InterruptLadder
 from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
@@ -68,17 +70,18 @@ class JobRun:
     def __init__(
         self,
         placements: Sequence[Placement],
-        settings: JobSettings,
+        options: RunOptions,
+        ssh: SshSettings,
         io: DriverIo,
         *,
         restart: int,
-        restarts_left: int,
     ) -> None:
-        self._settings = settings
-        self._restarts_left = restarts_left
+        self._options = options
+        self._ssh = ssh
+        self._is_last_start = restart == options.restarts
         self._screen, self._output = io.screen, io.output
         self._messages, self._signals = io.messages, io.signals
-        self._start = JobStart(placements, settings, io.messages, restart=restart)
+        self._start = JobStart(placements, options, ssh, io.messages, restart=restart)
         self._pipes = AgentPipes(self._on_message, self._on_stderr, self._start.token)
         self._table = RankTable(placements)
         self._decision = OutcomeDecision()
@@ -104,11 +107,13 @@ class JobRun:
         """Starts all ranks, waits until nothing of them is left, and returns the outcome."""
         self._pipes.selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         try:
+            # All hosts are connected to at the same time: a slow one costs its own time, not the sum.
             self._start.connect(self._pipes)
             self._loop(until=self._have_all_hosts_answered, is_start=True)
             if not self._decision.is_ending and not self._start.problems:
                 self._start.compare_versions(self._pipes)
             if self._decision.is_ending:
+                # A signal came during the start. Agents that are ready were told to end; the others know nothing yet.
                 self._pipes.drop_starting()
             elif self._start.problems:
                 failure = self._start.failure(len(self._pipes.all))
@@ -128,7 +133,7 @@ class JobRun:
     # ---- the loop ----
 
     def _loop(self, until: Callable[[], bool], is_start: bool = False) -> None:
-        start_deadline = time.monotonic() + self._settings.start_timeout_s if is_start else float("inf")
+        start_deadline = time.monotonic() + self._options.start_timeout_s if is_start else float("inf")
         while not until():
             now = time.monotonic()
             if is_start and self._start.problems:
@@ -138,6 +143,7 @@ class JobRun:
                 if not self._start.problems:
                     self._start.note_silent_hosts(self._pipes)
                 return
+            # Agents that do not report the end in time are abandoned, so that the driver always ends.
             if now >= self._give_up_at:
                 self._give_up()
                 return
@@ -155,8 +161,9 @@ class JobRun:
     def _beat(self, now: float) -> None:
         if now < self._beat_at:
             return
-        self._beat_at = now + min(1.0, beat_interval(self._settings.heartbeat_s))
-        silence_s, _ = silence_limits(self._settings.heartbeat_s, self._settings.grace_s)
+        # At least once per second, because the deadlines below are checked here, too.
+        self._beat_at = now + min(1.0, beat_interval(self._options.heartbeat_s))
+        silence_s, _ = silence_limits(self._options.heartbeat_s, self._options.grace_s)
         for agent in self._pipes.unfinished():
             if not agent.has_unsent:
                 # Unsent messages prove that the driver lives, and an agent that does not read cannot make the queue grow.
@@ -177,7 +184,7 @@ class JobRun:
             self._end(Outcome(exit_code=exit_status(-signal.SIGPIPE), may_restart=False))
 
     def _end_if_hung(self, now: float) -> None:
-        limit_s = self._settings.hang_timeout_s
+        limit_s = self._options.hang_timeout_s
         if not limit_s or not self.has_started or self._decision.is_ending or self._pipes.is_paused:
             return
         if now - self._printed_at > limit_s:
@@ -213,6 +220,7 @@ class JobRun:
             case "refuse":
                 self._refuse(agent, message["why"])
             case "started":
+                # The checker has made sure that these are pids of the agent's own ranks.
                 self._table.pids |= message["pids"]
                 self._messages.detail(f"{agent.name}: started {message['pids']}")
             case "exit":
@@ -236,6 +244,7 @@ class JobRun:
 
     def _refuse(self, agent: AgentPipe, why: str) -> None:
         if agent.state is PipeState.STARTING:
+            # It has answered, so that the start does not wait for it any longer.
             agent.state = PipeState.READY
             self._start.problems.append((agent.name, f"{agent.name}: {why}"))
         else:
@@ -243,8 +252,10 @@ class JobRun:
             self._end(Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=(agent.name,)))
 
     def _note_exit(self, rank: int, pid: int, code: int) -> None:
+        # The rest of its last line first, so that the report about its end contains it.
         self._table.note_lines(rank, self._output.finish(rank))
         self._table.note_exit(rank, pid, code)
+        # Once the ranks were told to end, their exit codes say nothing about the cause.
         if code == 0 or self._decision.is_ending:
             return
         host = self._table.hosts[rank]
@@ -256,7 +267,7 @@ class JobRun:
             return
         self._messages.say(self._table.headline_of(rank))
         may_restart = is_worth_restarting(code)
-        if self._restarts_left and not may_restart:
+        if not self._is_last_start and not may_restart:
             self._messages.say(f"exit code {code} means that something has to be fixed first: no restart.")
         self._end(
             Outcome(exit_code=exit_status(code), failed_hosts=(host,), may_restart=may_restart),
@@ -278,6 +289,7 @@ class JobRun:
         for _ in range(_STDERR_READS):
             if not agent.read_stderr():
                 break
+        # ssh's exit code tells a failed login (255) from an agent that ended.
         code = agent.wait(_EXIT_CODE_S)
         if agent.state is PipeState.STARTING:
             self._start.note_end_of(agent, code)
@@ -312,11 +324,11 @@ class JobRun:
         """Starts to kill the ranks of a lost agent, in case its own orphan killers died with it."""
         if len(self._orphan_killers) == _MAX_ORPHAN_KILLERS:
             return
-        run_id, grace_s = self._start.run_id_of(self._pipes.all.index(agent)), min(self._settings.grace_s, _LEAVE_S)
+        run_id, grace_s = self._start.run_id_of(self._pipes.all.index(agent)), min(self._options.grace_s, _LEAVE_S)
         with contextlib.suppress(OSError):
             self._orphan_killers.append(
                 start_orphan_killer(
-                    agent.placement.host, self._settings.ssh, run_id, agent_pid=agent.hello["pid"], grace_s=grace_s
+                    agent.placement.host, self._ssh, run_id, agent_pid=agent.hello["pid"], grace_s=grace_s
                 )
             )
 
@@ -331,7 +343,8 @@ class JobRun:
 
     def _order_end(self, grace_s: float | None = None, first: int = signal.SIGTERM) -> None:
         self._pipes.send({"do": "end", "grace_s": grace_s, "first": int(first)})
-        until_killed_s = self._settings.grace_s if grace_s is None else grace_s
+        # A second order may come earlier than the first one would end, never later.
+        until_killed_s = self._options.grace_s if grace_s is None else grace_s
         self._give_up_at = min(self._give_up_at, time.monotonic() + until_killed_s + _LEAVE_S)
 
     def _on_signals(self) -> None:
@@ -349,6 +362,7 @@ class JobRun:
     def _interrupt(self) -> None:
         sent = self._ladder.climb()
         self._messages.say(self._ladder.message(sent, self._table.num_left))
+        # SIGKILL goes to all processes of the run, not only to the ranks; without ranks there is nothing to ask.
         if sent is signal.SIGKILL or not self.has_started:
             self._order_end(grace_s=0.0)
         else:

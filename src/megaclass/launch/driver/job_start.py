@@ -7,7 +7,7 @@ Nothing is started anywhere unless every host can take part.
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 from megaclass.distributed.network.addresses import is_own
 from megaclass.distributed.network.job_secret import new_secret
@@ -17,27 +17,10 @@ from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverMessages
 from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.exit_codes import EXIT_USER_ERROR
-from megaclass.launch.plan import Placement
+from megaclass.launch.options import RunOptions
+from megaclass.launch.plan import Placement, passed_on
 from megaclass.launch.versions import differences
 from megaclass.launch.wire.agent_messages import ip_address
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
-    command: tuple[str, ...]
-    workdir: str
-    ssh: SshSettings
-    given: dict[str, str] = field(default_factory=dict)
-    """Variables that the user gave; they override everything except a rank's place."""
-    passed: dict[str, str] = field(default_factory=dict)
-    """Part of the driver's environment for ranks on other hosts; the local agent inherits all of it."""
-    interfaces: tuple[str, ...] = ()
-    master_port: int = 0
-    start_timeout_s: float = 30.0
-    heartbeat_s: float = 40.0
-    grace_s: float = 3.0
-    hang_timeout_s: float = 0.0
-    allows_mixed_versions: bool = False
 
 
 class JobStart:
@@ -46,7 +29,8 @@ class JobStart:
     def __init__(
         self,
         placements: Sequence[Placement],
-        settings: JobSettings,
+        options: RunOptions,
+        ssh: SshSettings,
         messages: DriverMessages,
         *,
         restart: int,
@@ -56,7 +40,8 @@ class JobStart:
         self.token = secrets.token_hex(16)
         """The agents' greeting: what login scripts print before it is skipped."""
         self._placements = placements
-        self._settings = settings
+        self._options = options
+        self._ssh = ssh
         self._messages = messages
         self._restart = restart
         self._run_id = secrets.token_hex(8)
@@ -65,7 +50,7 @@ class JobStart:
     def connect(self, pipes: AgentPipes) -> None:
         """Starts one agent per host and sends it the job."""
         for number, placement in enumerate(self._placements):
-            command = agent_command(placement.host, self._settings.ssh)
+            command = agent_command(placement.host, self._ssh)
             self._messages.detail(f"{placement.host.name}: {placement.ranks()}, {command}")
             pipes.open(placement, command).send(self._job_for(placement, number))
 
@@ -77,13 +62,13 @@ class JobStart:
         """Records a problem per host that has not answered within the start timeout."""
         for agent in pipes.all:
             if agent.state is PipeState.STARTING:
-                why = why_not_started(agent.placement.host, self._settings.ssh, None, agent.stderr_text)
-                timeout = f"(--start-timeout {self._settings.start_timeout_s:g} s)"
+                why = why_not_started(agent.placement.host, self._ssh, None, agent.stderr_text)
+                timeout = f"(--start-timeout {self._options.start_timeout_s:g} s)"
                 self.problems.append((agent.name, f"{why} {timeout}"))
 
     def note_end_of(self, agent: AgentPipe, code: int | None) -> None:
         """Records why ssh or an agent ended before it could report."""
-        why = why_not_started(agent.placement.host, self._settings.ssh, code, agent.stderr_text)
+        why = why_not_started(agent.placement.host, self._ssh, code, agent.stderr_text)
         self.problems.append((agent.name, why))
 
     def compare_versions(self, pipes: AgentPipes) -> None:
@@ -94,7 +79,7 @@ class JobStart:
         if not found:
             return
         listed = ". ".join(found.values())
-        if self._settings.allows_mixed_versions:
+        if self._options.allows_mixed_versions:
             self._messages.say(f"WARNING the hosts differ: {listed}.")
         else:
             advice = "Install the same versions on all of them, or add --allow-mixed-versions."
@@ -120,7 +105,7 @@ class JobStart:
         pipes.send({"do": "go", "address": address, "port": port, "store_port": store_port})
 
     def _job_for(self, placement: Placement, number: int) -> dict[str, object]:
-        s = self._settings
+        options = self._options
         return {
             "token": self.token,
             "secret": self._secret,
@@ -128,15 +113,16 @@ class JobStart:
             "restart": self._restart,
             "host": placement.host.name,
             "worlds": [asdict(world) for world in placement.worlds],
-            "command": s.command,
-            "workdir": s.workdir,
-            "passed": {} if placement.host.is_local else s.passed,
-            "given": s.given,
-            "interfaces": s.interfaces,
-            "master_port": s.master_port,
+            "command": options.command,
+            "workdir": options.workdir,
+            # The local agent inherits the driver's environment; other hosts get the part of it that concerns the ranks.
+            "passed": {} if placement.host.is_local else passed_on(),
+            "given": dict(options.given_env),
+            "interfaces": options.interfaces,
+            "master_port": options.master_port,
             "needs_versions": len(self._placements) > 1,
-            "heartbeat_s": s.heartbeat_s,
-            "grace_s": s.grace_s,
+            "heartbeat_s": options.heartbeat_s,
+            "grace_s": options.grace_s,
         }
 
 

@@ -106,11 +106,13 @@ class Screen:
                 if not self._waiting:
                     return
                 fd, data = self._waiting.popleft()
+            # Outside of the lock: this write may block for as long as the reader pauses.
             self._write(fd, data)
             with self._changed:
                 self._num_bytes -= len(data)
 
     def _write(self, fd: int, data: bytes) -> None:
+        # After a fault of stdout the rest is discarded, but stderr still reports what happened.
         if self.fault is not None and fd == self._fds["stdout"]:
             return
         view = memoryview(data)
@@ -240,7 +242,7 @@ class RankOutput:
 
 @dataclass(frozen=True, slots=True)
 class DriverIo:
-    """What all starts of a job share: the screen, the ranks' output, the driver's messages and its signals."""
+    """Shared by all starts of a job: the screen, the ranks' output, the driver's messages and its signals."""
 
     screen: Screen
     output: RankOutput

@@ -72,6 +72,7 @@ class RestartLimit:
         step = result.checkpoint_step
         has_advanced = step is not None and (self.best_step is None or step > self.best_step)
         self.num_short = self.num_short + 1 if seconds < SHORT_START_S and not has_advanced else 0
+        # No rank ran: the hosts may be booting, and only the pause grows.
         if not result.has_started:
             return
         reports_checkpoints = step is not None or self.best_step is not None
@@ -105,6 +106,7 @@ def run_job(open_job: Callable[[DriverIo], RestartableJob], options: RunOptions,
     """Runs a job with its restarts and returns its exit code."""
     with SignalQueue(DRIVER_SIGNALS) as signals:
         io = DriverIo.open(options, num_ranks, signals)
+        # Also closed after a LaunchError: what was printed before it must reach the screen.
         outcome = Outcome(exit_code=0)
         try:
             outcome = _run_with_restarts(open_job(io), options.restarts, io)
@@ -123,6 +125,7 @@ def _run_with_restarts(job: RestartableJob, num_restarts: int, io: DriverIo) -> 
         limit.note(result, time.monotonic() - begun)
         if outcome.exit_code == 0 or not outcome.may_restart or restart == num_restarts:
             return outcome
+        # The hosts first: with other hosts the count of starts without progress begins again.
         try:
             if job.exclude_failed_hosts(outcome):
                 limit.forget()

@@ -1,4 +1,4 @@
-"""The command that starts an agent on a host, and what ssh's complaints mean. Standard library only."""
+"""The command that starts an agent on a host, and the meaning of ssh's errors. Standard library only."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from megaclass.launch.hosts import Host
 
 _CONNECT_S = 10
 
-# What ssh says when it ends with 255, what that means, and what to do about it.
+# Patterns in ssh's error output when it ends with 255, their cause, and what to do.
 _CAUSES = (
     (
         r"Could not resolve hostname",
@@ -51,7 +51,7 @@ _CAUSES = (
     (
         r"Connection (closed|reset)|closed by remote host|Broken pipe",
         "the connection was cut",
-        "see by whom with `{login} -v`",
+        "`{login} -v` shows which side closed it",
     ),
 )
 
@@ -61,7 +61,7 @@ class SshSettings:
     port: int | None = None
     identity_file: Path | None = None
     extra: tuple[str, ...] = ()
-    """Further arguments of ssh, in front of ours: the first value of an option counts."""
+    """Further arguments of ssh, in front of ours, because ssh uses the first value of an option."""
     remote_prefix: str = ""
     """Shell text before the agent's command on other hosts: `nice -n 5`, `. /opt/env.sh &&`."""
     python: str = ""
@@ -69,9 +69,11 @@ class SshSettings:
 
 
 def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.launch.agent.agent") -> list[str]:
-    """An argument list: no shell on this side. On the other side ssh always has one; nothing of the user's passes through
-    it but the interpreter's path, quoted, and the prefix."""
-    # -P: a file named like one of ours in the login folder must not be imported; -X utf8: the same text on all hosts.
+    """Returns the argument list that starts an agent; no shell on this side reads it.
+
+    On the other host ssh always uses a shell. Only the quoted path of the interpreter and the user's prefix reach it.
+    """
+    # -P: files in the login folder must not be imported in place of ours; -X utf8: the same encoding on all hosts.
     agent = [settings.python, "-X", "utf8", "-P", "-m", module]
     if host.is_local:
         return agent
@@ -83,8 +85,8 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.la
         *("-o", f"ConnectTimeout={_CONNECT_S}"),
         *("-o", f"ServerAliveInterval={max(1, round(settings.heartbeat_s / 3))}"),
         *("-o", "ServerAliveCountMax=3"),
-        # No background master, which would outlive the run; an existing one is used. No forwards of the user's config,
-        # of which only the first connection would get the port.
+        # ssh must not start a background master, which would outlive the run; it may use an existing one. Port forwards
+        # of the user's configuration are cleared, because only the first connection would get the port.
         *("-o", "ControlMaster=no"),
         *("-o", "ClearAllForwardings=yes"),
         "-T",
@@ -97,28 +99,28 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.la
 
 
 def login_command(host: Host, settings: SshSettings, program: str = "ssh") -> str:
-    """What somebody would type to reach the host the same way; ssh-copy-id takes the same options."""
+    """Returns the command a user types to reach the host in the same way; ssh-copy-id takes the same options."""
     port = ("-p", str(settings.port)) if settings.port is not None else ()
     key = ("-i", str(settings.identity_file)) if settings.identity_file is not None else ()
     return shlex.join([program, *settings.extra, *port, *key, host.name])
 
 
-def why_not_started(host: Host, settings: SshSettings, code: int | None, said: str) -> str:
-    """A sentence about an agent that ended, or said nothing, before it could report. said: its stderr."""
-    what, advice = cause_and_advice(host, settings, code, said)
-    return f"{host.name}: {what}{f': {advice}' if advice else ''}.{_last_lines(said)}"
+def why_not_started(host: Host, settings: SshSettings, code: int | None, stderr: str) -> str:
+    """Describes why an agent ended, or sent nothing, before it could report. stderr: what it wrote there."""
+    what, advice = cause_and_advice(host, settings, code, stderr)
+    return f"{host.name}: {what}{f': {advice}' if advice else ''}.{_last_lines(stderr)}"
 
 
-def cause_and_advice(host: Host, settings: SshSettings, code: int | None, said: str) -> tuple[str, str]:
-    """Why the agent is not there, and what to do."""
+def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr: str) -> tuple[str, str]:
+    """Returns why an agent did not start, and what to do."""
     login = login_command(host, settings)
     if not host.is_local and code == 255:
         for pattern, cause, advice in _CAUSES:
-            if re.search(pattern, said, re.IGNORECASE):
+            if re.search(pattern, stderr, re.IGNORECASE):
                 copy = login_command(host, settings, "ssh-copy-id")
                 return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
         return "ssh cannot connect", f"see why with `{login}`"
-    if "No module named" in said and "megaclass" in said:
+    if "No module named" in stderr and "megaclass" in stderr:
         there = f"{settings.python} there has no megaclass"
         return there, "install it there as here, or name the interpreter that has it with --python"
     if code in (126, 127):
@@ -131,6 +133,6 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, said: 
     return f"its agent ended with {code} before it could report", ""
 
 
-def _last_lines(said: str, num_lines: int = 3) -> str:
-    lines: Sequence[str] = [line for line in said.splitlines() if line.strip() and not line.startswith("@@@")]
+def _last_lines(stderr: str, num_lines: int = 3) -> str:
+    lines: Sequence[str] = [line for line in stderr.splitlines() if line.strip() and not line.startswith("@@@")]
     return "".join(f"{os.linesep}    {line.strip()}" for line in lines[-num_lines:])

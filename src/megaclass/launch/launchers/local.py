@@ -89,6 +89,7 @@ class _LocalJob:
     def wait(self) -> int:
         """Returns the exit code of the job when all ranks have ended."""
         while self._supervisor.running():
+            # SIGCHLD wakes it when a rank ends or is stopped; a clock is needed only for the SIGKILL after the grace.
             select.select([self._signals], [], [], _TICK_S if self._is_ending else None)
             for number in self._signals.taken():
                 self._on_signal(number)

@@ -200,6 +200,7 @@ class _RayRun:
             raise LaunchError(
                 f"An actor of Ray did not start ({reason.strip()}): megaclass must be installed on every node, as here."
             ) from error
+        # Ray numbers its bundles as it likes; local ranks need the ranks of one node to be neighbours.
         nodes = list(dict.fromkeys(place["node"] for place in places))
         order = sorted(range(len(places)), key=lambda i: nodes.index(places[i]["node"]))
         self._actors = [self._actors[i] for i in order]
@@ -248,10 +249,12 @@ class _RayRun:
             ready, _ = self._ray.wait([*polls], timeout=_POLL_S)
             for number in self._io.signals.taken():
                 self._on_signal(number, len(polls))
+            # One poll per rank is always under way; Ray runs one call of an actor at a time.
             for answer in ready:
                 rank = polls.pop(answer)
                 if not self._note_answer(rank, answer):
                     polls[self._actors[rank].poll.remote(_POLL_S)] = rank
+            # Without polls nothing is read: the ranks' pipes fill and the ranks wait.
             while self._io.screen.is_full:
                 time.sleep(_FULL_SCREEN_TICK_S)
 

@@ -1,8 +1,8 @@
-"""What the driver accepts from an agent: every field of every message is checked here, before anything acts on it.
+"""Checks the messages of an agent: every field of every message, before the driver acts on it. Standard library only.
 
-An agent runs on another host, which may have been taken over. It may speak about its own ranks only, each field has a type
-and a range, texts lose whatever a terminal would obey, and the number of remarks that are shown is limited. Everything else
-is a ProtocolError, upon which the driver treats the host as failed. Standard library only.
+An agent runs on another host, which an attacker may control. It may report about its own ranks only, each field has a type
+and a range, control characters are removed from texts, and the number of remarks that are shown is limited. Everything else
+is a ProtocolError, upon which the driver treats the host as failed.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ MAX_AGENT_LINE_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 1 << 16
 """An agent reads its workers' pipes in pieces of at most this size."""
 MAX_REMARKS = 1000
-"""Remarks of one agent in one start that become lines of the driver's own."""
+"""Maximum number of an agent's remarks in one start; each becomes a message of the driver."""
 _MAX_PID = 1 << 22
 _MAX_STEP = 1 << 62
 _MAX_VERSIONS = 32
@@ -29,7 +29,7 @@ Check = Callable[[Any], Any]
 
 
 class AgentMessageChecker:
-    """Checks what one agent says during one start. ranks: those that were given to it."""
+    """Checks the messages of one agent during one start. ranks: those that the agent was given."""
 
     def __init__(self, ranks: Collection[int]) -> None:
         self._ranks = frozenset(ranks)
@@ -38,7 +38,10 @@ class AgentMessageChecker:
         self._num_remarks = 0
 
     def checked(self, message: Message, payload: bytes, *, is_running: bool) -> Message:
-        """The message with its known fields alone, or ProtocolError. is_running: the ranks were told to start."""
+        """Returns the message with its known fields only. is_running: the agent was told to start its ranks.
+
+        Raises ProtocolError if no agent of this version would send the message now.
+        """
         kind = message.get("say")
         fields = self._fields().get(kind) if isinstance(kind, str) else None
         if fields is None:
@@ -61,7 +64,10 @@ class AgentMessageChecker:
         return found
 
     def _fields(self) -> Mapping[str, Mapping[str, tuple[Check, bool]]]:
-        """By kind: name, check, and whether the field must be there. A check returns the value, or says what is allowed."""
+        """Returns the fields of each kind of message: a check, and whether the field is required.
+
+        A check returns the value, or raises ValueError with what is allowed.
+        """
         rank = (self._rank, True)
         pid = (_whole_number(1, _MAX_PID), True)
         return {
@@ -79,7 +85,7 @@ class AgentMessageChecker:
             "note": {"text": (_text, True)},
             "started": {"pids": (self._pids, True)},
             "output": {"rank": rank, "stream": (_one_of(STREAMS), True)},
-            # 1 to 64 are signals, as negative numbers; an exit code is one byte.
+            # Signals 1 to 64 are negative; an exit code is one byte.
             "exit": {"rank": rank, "pid": pid, "code": (_whole_number(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
             "progress": {"step": (_whole_number(0, _MAX_STEP), True)},
@@ -115,7 +121,7 @@ class AgentMessageChecker:
 
 
 def ip_address(value: Any) -> str:
-    """A numeric address; ValueError for anything else."""
+    """Returns a numeric address; raises ValueError for anything else."""
     try:
         if not isinstance(value, str):
             raise ValueError

@@ -1,7 +1,7 @@
-"""What travels between the driver and its agents: one JSON object a line, some followed by bytes. Standard library only.
+"""The protocol between the driver and its agents: one JSON object per line, some followed by bytes. Standard library only.
 
-A message that has `size` is followed by that many raw bytes, which carry a worker's output unchanged: no encoding is
-assumed, nothing is escaped. Everything has a cap, so that neither side can be made to fill its memory.
+A message with `size` is followed by that many raw bytes of a worker's output: no encoding is assumed, nothing is escaped.
+Lines and payloads have a maximum length, so that neither side can fill the other's memory.
 """
 
 import json
@@ -11,30 +11,30 @@ from typing import Any
 Message = dict[str, Any]
 
 MAX_LINE_BYTES = 16 << 20
-"""The job line carries the environment, which Linux itself caps at a few MiB."""
+"""The job line carries the environment, which Linux limits to a few MiB."""
 MAX_PAYLOAD_BYTES = 1 << 20
 
 
 class ProtocolError(Exception):
-    """Bytes that no driver or agent of ours would send."""
+    """Raised for bytes that no driver or agent of this version sends."""
 
 
 def encode(message: Message, payload: bytes = b"") -> bytes:
-    """JSON in ASCII: lone surrogates, with which Python holds bytes that are no UTF-8, survive the trip."""
+    """Encodes a message as ASCII JSON, which preserves the lone surrogates by which Python represents invalid UTF-8."""
     if payload:
         message = {**message, "size": len(payload)}
     return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n" + payload
 
 
 def greeting(token: str) -> bytes:
-    """The line with which an agent begins. What a login shell's start-up files print before it is skipped."""
+    """Returns the first line of an agent; output of a login shell's start-up files before it is skipped."""
     return f"megaclass-agent {token}\n".encode("ascii")
 
 
 class MessageReader:
-    """Bytes as they come to whole messages.
+    """Turns bytes, as they arrive, into complete messages.
 
-    after: the line that must come first; what precedes it is kept, capped, as `noise`.
+    after: the line that must come first; the end of what precedes it is kept as `noise`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MessageReader:
         self._message: Message | None = None
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
-        """Raises ProtocolError when the bytes are no message."""
+        """Yields the messages that are complete. Raises ProtocolError for bytes that are no message."""
         self._buffer += data
         if self._after and not self._skip_noise():
             return
@@ -58,7 +58,7 @@ class MessageReader:
     def _skip_noise(self) -> bool:
         at = self._buffer.find(self._after)
         if at < 0:
-            # The greeting may lie across two reads: its own length, less one, must stay.
+            # The greeting may be split over two reads, so all but one byte of its length are kept.
             num_done = max(0, len(self._buffer) - len(self._after) + 1)
             self.noise += self._buffer[:num_done][-4096:]
             del self._buffer[:num_done], self.noise[:-4096]

@@ -96,7 +96,7 @@ def _load_backbone(model: Model, path: Path) -> None:
 def _read_backbone(path: Path) -> dict[str, Tensor]:
     if (path / NAME).is_file():
         shared = load_shared(path)
-        # Where a running mean was kept, it is what the run stands for.
+        # If training kept a moving average of the weights, it evaluated and exported that.
         return tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
     if path.is_dir():
         raise CheckpointError(

@@ -24,7 +24,7 @@ from megaclass.checkpoint.load import (
 from megaclass.checkpoint.manifest import Manifest, read_manifest
 from megaclass.checkpoint.retention import best_folder, published, set_aside_after
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
-from megaclass.config.read import load_config_values, settings_with_changes
+from megaclass.config.read import changes_refused_on_resume, load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataMarks, foreign_class
 from megaclass.data.sources.source import ImageSource
@@ -197,7 +197,7 @@ def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
     differences = sorted(
         f"{name} was {_shown(before)}, is {_shown(now)}"
-        for name, before, now in settings_with_changes(saved_config, config)
+        for name, before, now in changes_refused_on_resume(saved_config, config)
     )
     if differences:
         raise CheckpointError(f"{folder} belongs to another run: {'; '.join(differences)}.")

@@ -2,12 +2,13 @@
 
 import functools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megaclass.files import write_text
 
 
 class Cache:
@@ -37,10 +38,7 @@ class Cache:
             self._content[str(key)] = (time.time(), val)
             text = json.dumps({"parameters_hash": self._parameters_hash, "values": self._content})
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Publish the file whole: another process may be reading it.
-            partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-            partial.write_text(text)
-            partial.replace(self._file)
+            write_text(self._file, text)
 
 
 def use_cache() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
