@@ -37,7 +37,7 @@ def test_each_set_is_told_by_what_it_measures(train):
     assert holdout == (
         "Its identities were held out of training; none of its 30 images is among all 90 training images."
     )
-    assert "None of its 20 images is among all 90 training images; whether the same people" in verification
+    assert "None of its 20 images is among all 90 training images; other images of the same people" in verification
     assert seen.startswith("WARNING: ") and "are in the training data" in seen and "megaclass data split" in seen
     assert lost == people == ""
     drawn = compared_with_training_data(results, open_source(train), str(train), train / "verification.bin")

@@ -113,7 +113,7 @@ def test_onnxruntime_gives_the_embeddings_of_torch_for_any_batch(tmp_path, capfd
         (DiffersWhenExported(2.0, 0.0), "norms differ by up to 100.00%"),
         (DiffersInLargerBatches(), r"For 7 image\(s\) .* lowest cosine"),
         (FixesTheBatch(), r"takes batches of 2 only, .*uses the batch size as a plain number"),
-        (OneRowTooMany(), r"For 1 image\(s\) .* expected one row for each image"),
+        (OneRowTooMany(), r"For 1 image\(s\) .* expected one row per image"),
     ],
     ids=[
         "other direction",

@@ -59,7 +59,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(run,
     started = run.start("-np", "2", *train(tmp_path, disk, "train.epochs=60"))
     wait_for_checkpoint(started, disk)
     fill(disk)
-    started.says("training goes on", timeout_s=60)
+    started.says("training continues", timeout_s=60)
     (disk / "ballast").unlink()
     assert started.wait(200) == 0, started.story()
     assert "cannot write the checkpoint" in started.err and "No space left on device" in started.err

@@ -179,7 +179,7 @@ def _train_where_rank_1_is_elsewhere(values, beginning, elsewhere):
 
 @pytest.mark.parametrize(
     ("seen", "reason"),
-    [("nothing", "manifest.json is missing"), ("another", "its manifest is another one, of step 10")],
+    [("nothing", "manifest.json is missing"), ("another", "its manifest is a different one, of step 10")],
 )
 def test_a_rank_that_sees_another_checkpoint_in_that_place_ends_all_with_the_reason(
     run_ranks, begun, tmp_path, seen, reason

@@ -250,7 +250,7 @@ def test_margins_are_those_that_insightfaces_loss_makes_of_the_three_numbers(tmp
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("config.margin_list = (1.35, 0.0, 0.0)", "InsightFace's loss raises for these"),
+        ("config.margin_list = (1.35, 0.0, 0.0)", "InsightFace's loss raises an error for these"),
         ("config.margin_list = 3", "expected three numbers"),
         ("config.margin_list = (1.0, 'a', 0.0)", "expected three numbers"),
         ("config.loss = 'cosface'", "contradicts margin_list"),

@@ -438,7 +438,7 @@ def test_resuming_where_there_is_nothing_is_refused(refused, tmp_path):
 
 def test_resuming_from_a_path_that_is_no_checkpoint_is_refused(refused, tmp_path):
     err = refused(f"train.run_dir={tmp_path}/run", f"--resume={tmp_path}")
-    assert f"megaclass: {tmp_path}/manifest.json is missing: the folder is no checkpoint" in err
+    assert f"megaclass: {tmp_path}/manifest.json is missing: the folder is not a checkpoint" in err
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
