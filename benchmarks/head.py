@@ -316,8 +316,9 @@ def simulation_table() -> list[str]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import megaclass.distributed.collectives as collectives
-    from megaclass.head import cross_entropy, gather_batch, settings
+    from megaclass.head import settings
     from megaclass.head.fused import images as fused_images
+    from megaclass.head.step import cross_entropy, gather_batch
 
     world, num_classes, per_rank, rate, num_steps = 64, 100_000_000, 128, 0.1, 24
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

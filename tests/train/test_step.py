@@ -19,7 +19,7 @@ from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
-from megaclass.head.step_stats import HeadMeasures
+from megaclass.head.step.stats import HeadMeasures
 from megaclass.train.build import Model, build_model
 from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.metrics import Meter, check_finite

@@ -10,8 +10,8 @@ from megaclass.errors import HeadError
 from megaclass.head.kernels import chunked, reference
 from megaclass.head.kernels.problem import Kernel
 from megaclass.head.margins import CurricularFace, Margin
-from megaclass.head.plain_step import PlainStep
-from megaclass.head.step_engine import StepEngine
+from megaclass.head.step.engine import StepEngine
+from megaclass.head.step.plain import PlainStep
 
 _PLAIN: dict[str, Kernel] = {"reference": reference, "chunked": chunked}
 _FUSED = "triton_fused"

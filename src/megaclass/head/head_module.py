@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaclass.errors import HeadError
-from megaclass.head import head_state
-from megaclass.head.centres import STORAGE_DTYPES, Centres
 from megaclass.head.choose_engine import choose_engine
-from megaclass.head.cross_entropy import LossPart
-from megaclass.head.head_state import EXTRA, StateHeader
 from megaclass.head.kernels.problem import Kernel
 from megaclass.head.settings import HeadSettings
-from megaclass.head.shards import ClassRange
-from megaclass.head.step_engine import StepEngine
-from megaclass.head.step_plan import StepPlan
+from megaclass.head.state import state_dict as head_state
+from megaclass.head.state.centres import STORAGE_DTYPES, Centres
+from megaclass.head.state.shards import ClassRange
+from megaclass.head.state.state_dict import EXTRA, StateHeader
+from megaclass.head.step.cross_entropy import LossPart
+from megaclass.head.step.engine import StepEngine
+from megaclass.head.step.plan import StepPlan
 
 
 class HeadModule(nn.Module):

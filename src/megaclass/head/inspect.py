@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, sum_over_ranks_
 from megaclass.errors import HeadError
-from megaclass.head.centres import Centres
 from megaclass.head.kernels.problem import rows_of_classes, unit_rows
+from megaclass.head.state.centres import Centres
 
 
 @torch.no_grad()

@@ -28,20 +28,20 @@ from torch.autograd.function import once_differentiable
 
 from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.errors import HeadError
-from megaclass.head.centres import STORAGE_DTYPES, Centres
 from megaclass.head.choose_engine import choose_engine
-from megaclass.head.cross_entropy import LossPart
-from megaclass.head.gather_batch import gather_batch
 from megaclass.head.head_module import HeadModule
-from megaclass.head.head_state import ModuleState
 from megaclass.head.inspect import centres_of, nearest_to
 from megaclass.head.margins import ArcFace, Margin
 from megaclass.head.row_optimizers import RowOptimizer, RowSGD
 from megaclass.head.sampling import SampleRate, rate_schedule
 from megaclass.head.settings import HeadSettings, check_batch
-from megaclass.head.shards import class_range
-from megaclass.head.step_plan import StepPlan
-from megaclass.head.step_stats import HeadMeasures
+from megaclass.head.state.centres import STORAGE_DTYPES, Centres
+from megaclass.head.state.shards import class_range
+from megaclass.head.state.state_dict import ModuleState
+from megaclass.head.step.cross_entropy import LossPart
+from megaclass.head.step.gather_batch import gather_batch
+from megaclass.head.step.plan import StepPlan
+from megaclass.head.step.stats import HeadMeasures
 
 
 class PartialFC(HeadModule):

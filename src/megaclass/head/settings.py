@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import HeadError
-from megaclass.head.centres import STORAGE_DTYPES
-from megaclass.head.head_state import MODULE_STATES, ModuleState
 from megaclass.head.margins import Margin
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import RateSchedule
+from megaclass.head.state.centres import STORAGE_DTYPES
+from megaclass.head.state.state_dict import MODULE_STATES, ModuleState
 
 # Settings that ranks compare are sent as JSON text of this fixed size.
 _SETTINGS_BYTES = 8192

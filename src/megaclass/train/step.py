@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
-from megaclass.head.step_stats import HeadMeasures
+from megaclass.head.step.stats import HeadMeasures
 from megaclass.train.build import Model
 
 # Keeps the division by a gradient norm of zero finite.

@@ -13,7 +13,7 @@ from megaclass.head.fused import image_programs as triton_images
 from megaclass.head.fused import row_programs as triton_rows
 from megaclass.head.kernels import fused_programs as triton_programs
 from megaclass.head.kernels.fused import Tiles, tiles_for
-from megaclass.head.seal import MULTIPLIER, NUM_WATCHED
+from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED
 
 # Compilation starts ptxas.
 pytestmark = pytest.mark.ranks

@@ -210,7 +210,7 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
 def test_drawn_classes_are_those_of_plain_pytorch():
     from megaclass.head.fused import rows as fused_rows
     from megaclass.head.sampling import sample_classes
-    from megaclass.head.shards import ClassRange
+    from megaclass.head.state.shards import ClassRange
 
     labels = torch.tensor([5, 9_999, 30_000, -1, 12_345, 12_345])
     for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500)):

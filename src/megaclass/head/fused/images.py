@@ -12,13 +12,13 @@ import triton
 from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, scatter_sum
-from megaclass.head.centres import Centres
-from megaclass.head.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, TargetRows
 from megaclass.head.fused import image_programs
-from megaclass.head.gather_batch import BlockLayout
 from megaclass.head.kernels.fused import operand_width, stored_products, weight_factor
 from megaclass.head.margins import ArcFace, CosFace, Margin, NormalisedSoftmax
-from megaclass.head.seal import MULTIPLIER, NUM_WATCHED, Seal
+from megaclass.head.state.centres import Centres
+from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED, Seal
+from megaclass.head.step.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, TargetRows
+from megaclass.head.step.gather_batch import BlockLayout
 
 
 @dataclass(frozen=True, slots=True)

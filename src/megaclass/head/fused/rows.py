@@ -7,13 +7,13 @@ import torch
 import triton
 from torch import Tensor
 
-from megaclass.head.centres import Centres
 from megaclass.head.counter_random import stream_keys, stream_state
 from megaclass.head.fused import image_programs, row_programs
 from megaclass.head.kernels.problem import CentreGradient
 from megaclass.head.row_optimizers import Move, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
-from megaclass.head.shards import ClassRange
-from megaclass.head.step_plan import DrawnClasses
+from megaclass.head.state.centres import Centres
+from megaclass.head.state.shards import ClassRange
+from megaclass.head.step.plan import DrawnClasses
 from megaclass.keyed_random import Stream
 
 _DRAW_BLOCK = 4096

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.head.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, finish_losses
 from megaclass.head.fused import images as fused_images
 from megaclass.head.fused import rows as fused_rows
-from megaclass.head.gather_batch import largest_batch
 from megaclass.head.margins import Targets
-from megaclass.head.plain_step import move_rows
 from megaclass.head.row_optimizers import Move
 from megaclass.head.sampling import sample_capacity
-from megaclass.head.step_engine import NoteFaults, StepEngine
-from megaclass.head.step_plan import DrawnClasses, StepPlan
+from megaclass.head.step.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, finish_losses
+from megaclass.head.step.engine import NoteFaults, StepEngine
+from megaclass.head.step.gather_batch import largest_batch
+from megaclass.head.step.plain import move_rows
+from megaclass.head.step.plan import DrawnClasses, StepPlan
 
 
 class FusedStep(StepEngine):

@@ -15,8 +15,8 @@ from megaclass.head.counter_random import (
 )
 from megaclass.head.kernels.problem import take_rows, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
-from megaclass.head.seal import Seal
-from megaclass.head.shards import ClassRange
+from megaclass.head.state.seal import Seal
+from megaclass.head.state.shards import ClassRange
 from megaclass.keyed_random import Stream
 
 STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.distributed.collectives import sum_over_ranks_
-from megaclass.head.cross_entropy import LossPart
+from megaclass.head.step.cross_entropy import LossPart
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.head.centres import Centres
-from megaclass.head.cross_entropy import (
+from megaclass.head.kernels.problem import CentreGradient, rows_of_classes, unit_rows
+from megaclass.head.margins import Targets
+from megaclass.head.row_optimizers import Move
+from megaclass.head.sampling import sample_capacity, sample_classes
+from megaclass.head.state.centres import Centres
+from megaclass.head.step.cross_entropy import (
     GatheredImages,
     LossesAndSlopes,
     LossPart,
@@ -21,14 +25,10 @@ from megaclass.head.cross_entropy import (
     grad_embeddings,
     grad_norms,
 )
-from megaclass.head.faults import find_fault, overflow_fault
-from megaclass.head.gather_batch import GlobalBatch, gather_batch
-from megaclass.head.kernels.problem import CentreGradient, rows_of_classes, unit_rows
-from megaclass.head.margins import Targets
-from megaclass.head.row_optimizers import Move
-from megaclass.head.sampling import sample_capacity, sample_classes
-from megaclass.head.step_engine import NoteFaults, StepEngine
-from megaclass.head.step_plan import DrawnClasses, StepPlan
+from megaclass.head.step.engine import NoteFaults, StepEngine
+from megaclass.head.step.faults import find_fault, overflow_fault
+from megaclass.head.step.gather_batch import GlobalBatch, gather_batch
+from megaclass.head.step.plan import DrawnClasses, StepPlan
 
 
 class PlainStep(StepEngine):

@@ -25,16 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.distributed.collectives import group_rank, group_size
-from megaclass.head.centres import Centres
 from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
-from megaclass.head.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, loss_part
-from megaclass.head.faults import FaultWatch
 from megaclass.head.kernels.problem import CentreGradient, Kernel, Problem
 from megaclass.head.margins import Targets
 from megaclass.head.row_optimizers import Move
 from megaclass.head.settings import HeadSettings
-from megaclass.head.step_plan import DrawnClasses, StepPlan
-from megaclass.head.step_stats import HeadMeasures, measure
+from megaclass.head.state.centres import Centres
+from megaclass.head.step.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, loss_part
+from megaclass.head.step.faults import FaultWatch
+from megaclass.head.step.plan import DrawnClasses, StepPlan
+from megaclass.head.step.stats import HeadMeasures, measure
 from megaclass.keyed_random import Stream
 
 NoteFaults = Callable[[Tensor], None]
