@@ -79,7 +79,11 @@ def test_rectangles_become_embeddings_where_16_divides_both_sides(name, size):
 
 # One size for the deepest: its 1,030 blocks take a while even without memory.
 @pytest.mark.parametrize(
-    ("name", "size"), [("iresnet2060", 112), *itertools.product(sorted({*BACKBONES} - {"iresnet2060"}), [32, 112])]
+    ("name", "size"),
+    [
+        pytest.param("iresnet2060", 112, marks=pytest.mark.soak),
+        *itertools.product(sorted({*BACKBONES} - {"iresnet2060"}), [32, 112]),
+    ],
 )
 def test_every_backbone_gives_embeddings_of_the_width_asked_for(name, size):
     assert on_meta(name, 64, size)(torch.empty(3, 3, size, size, device="meta")).shape == (3, 64)

@@ -456,6 +456,7 @@ def check_kills(checkpoints: Path, number: int) -> None:
         assert holds_step(found, newest)
 
 
+@pytest.mark.ranks
 def test_a_process_killed_while_saving_leaves_the_previous_checkpoint_whole(tmp_path):
     check_kills(tmp_path, 5)
 

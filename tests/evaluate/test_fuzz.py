@@ -239,7 +239,9 @@ def fuzz(name: str, num_mutations: int, seed: int) -> int:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_of_damaged_files_gives_a_result_or_one_line(name, capfd):
-    assert fuzz(name, SAMPLE_MUTATIONS, seed=0) > 0
+    num_refused = fuzz(name, SAMPLE_MUTATIONS, seed=0)
+    # Damaged lines of metrics are left out, and the report is written without them.
+    assert num_refused == 0 if name == "metrics.jsonl" else num_refused > 0
 
 
 def in_a_process_of_its_own(name: str, report) -> None:

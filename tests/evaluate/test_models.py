@@ -28,6 +28,7 @@ def forms(make_run, tmp_path):
     return {"run": run, **files}
 
 
+@pytest.mark.ranks
 def test_the_same_numbers_come_from_each_form(forms, pairs_bin):
     path = pairs_bin()
     numbers = {}

@@ -17,6 +17,8 @@ import torch
 from tests.conftest import free_port
 from tests.hvd.jobs import outputs_of, start_script
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "mnist.py"
 
 

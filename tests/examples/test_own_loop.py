@@ -12,6 +12,7 @@ SCRIPT = str(Path(__file__).parents[2] / "examples" / "own_loop.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("starter", [[], TORCHRUN], ids=["alone", "torchrun"])
 def test_the_loop_trains_and_its_loss_falls(starter):
     command = [sys.executable, *starter, SCRIPT]

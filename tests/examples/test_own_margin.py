@@ -3,9 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "own_margin.py"
 
 
+@pytest.mark.ranks
 def test_the_example_trains_with_both_margins_and_the_loss_falls():
     run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr

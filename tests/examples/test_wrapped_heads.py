@@ -37,6 +37,7 @@ def _top_1(state: dict[str, Tensor]) -> float:
     return (cosines.argmax(1) == torch.arange(NUM_CLASSES)).double().mean().item()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_under_lightning_the_centres_are_learned_and_the_checkpoint_holds_all_of_them(num_ranks, tmp_path):
     pytest.importorskip("lightning")
@@ -46,6 +47,7 @@ def test_under_lightning_the_centres_are_learned_and_the_checkpoint_holds_all_of
     assert _top_1(state) == 1.0
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_under_accelerate_the_centres_are_learned_and_the_saved_state_holds_all_of_them(num_ranks, tmp_path):
     pytest.importorskip("accelerate")

@@ -171,6 +171,7 @@ _FAMILIES = ("iresnet18", "mbf", "vit_t", "slim")
 _HUGE = ("iresnet2060", "vit_h")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in _FAMILIES else pytest.mark.soak) for n in sorted({*BACKBONES} - {*_HUGE})]
 )

@@ -103,29 +103,32 @@ def _trace_with(transport: str, path: str) -> None:
         hvd.allreduce(torch.ones(2), name="little")
         hvd.allreduce(torch.ones(200_000), op=hvd.Adasum, name="adasum")
         hvd.allgather(torch.ones(2), name="rows")
+        hvd.allreduce(torch.ones(600_000), name="large")
 
 
-@pytest.mark.parametrize("transport", ["ring", "gloo"])
+@pytest.mark.parametrize("transport", ["ring", "gloo", "auto"])
 def test_the_timeline_names_the_transport_that_carried_the_tensors(run_ranks, tmp_path, transport):
     run_ranks(2, _trace_with, transport, str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())
     tensors = {event["pid"]: event["args"].get("name") for event in events if event.get("name") == "process_name"}
     phases = {(tensors[event["pid"]], event["name"]) for event in events if event["ph"] == "B"}
     used = {name: phase for name, phase in phases if "_ALL" in phase and not phase.startswith("NEGOTIATE_")}
-    of_allreduce = f"{transport.upper()}_ALLREDUCE"
+    of_allreduce = "GLOO_ALLREDUCE" if transport == "gloo" else "RING_ALLREDUCE"
     assert used == {
         "allreduce.one": of_allreduce,
         **{f"allreduce.fused.{i}": of_allreduce for i in range(3)},
         "allreduce.little": "RANK_0_ALLREDUCE",
         "allreduce.adasum": "GLOO_ALLREDUCE",
         "allgather.rows": "GLOO_ALLGATHER",
+        # 2.4 MB: above the size up to which `auto` uses the ring.
+        "allreduce.large": "RING_ALLREDUCE" if transport == "ring" else "GLOO_ALLREDUCE",
     }
 
 
 def test_an_unknown_transport_is_refused_with_those_that_are_allowed():
-    assert settings_from_environment({}).cpu_operations == "ring"
+    assert settings_from_environment({}).cpu_operations == "auto"
     with pytest.raises(
-        LaunchError, match=r"^HOROVOD_CPU_OPERATIONS='MPI' in the environment: expected ring or gloo\.$"
+        LaunchError, match=r"^HOROVOD_CPU_OPERATIONS='MPI' in the environment: expected auto or ring or gloo\.$"
     ):
         settings_from_environment({"HOROVOD_CPU_OPERATIONS": "MPI"})
 

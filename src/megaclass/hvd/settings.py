@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megaclass.errors import LaunchError
 
-CPU_OPERATIONS = ("ring", "gloo")
+CPU_OPERATIONS = ("auto", "ring", "gloo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,11 @@ class Settings:
     """HOROVOD_TIMELINE_MARK_CYCLES: whether the trace shows when cycles start."""
     fuse_groups: bool = True
     """HOROVOD_DISABLE_GROUP_FUSION unsets it: whether a group may be fused with tensors that do not belong to it."""
-    cpu_operations: str = "ring"
-    """HOROVOD_CPU_OPERATIONS: transport of allreduces in main memory, one of `CPU_OPERATIONS`; the same on all ranks."""
+    cpu_operations: str = "auto"
+    """HOROVOD_CPU_OPERATIONS: transport of allreduces in main memory, one of `CPU_OPERATIONS`; the same on all ranks.
+
+    auto: the ring up to the size where it is clearly faster than gloo (benchmarks/hvd_ring.md), gloo above.
+    """
     dynamic_process_sets: bool = False
     """HOROVOD_DYNAMIC_PROCESS_SETS: whether process sets may be added and removed after init()."""
 

@@ -141,7 +141,7 @@ class Executor:
                 for given, out in zip(inputs, outputs, strict=True):
                     self._adasum(given, out, first)
         elif len(inputs) == 1 and not first.wire:
-            with self._timeline.phase(shown, f"{self._transport(first)}_ALLREDUCE"):
+            with self._timeline.phase(shown, f"{self._transport(first, inputs[0].nbytes)}_ALLREDUCE"):
                 self._reduce(inputs[0], outputs[0], first)
         else:
             # The tensors of a grouped operation may have several dtypes: one buffer per dtype, in the order of their firsts.
@@ -162,7 +162,7 @@ class Executor:
             self._reduce(staged, staged, request)
             out.copy_(staged)
             return
-        ring = self._ring(request)
+        ring = self._ring(request, given.nbytes)
         # The ring reads and writes different tensors without a copy; all other ways reduce in place.
         if out is not given and (ring is None or request.prescale != 1.0):
             out.copy_(given)
@@ -203,7 +203,9 @@ class Executor:
                 buffer = self._buffer(sum(counts), dtype, inputs[0].device)
                 parts = views_like(buffer, inputs)
                 torch._foreach_copy_(parts, inputs)
-        with self._timeline.phase(shown, f"{self._transport(request, is_compressed=is_compressed)}_ALLREDUCE"):
+        with self._timeline.phase(
+            shown, f"{self._transport(request, 0 if is_compressed else buffer.nbytes)}_ALLREDUCE"
+        ):
             if is_compressed:
                 self._reduce_compressed_(buffer, request, names, counts)
             else:
@@ -345,18 +347,20 @@ class Executor:
         assert groups.gpu is not None
         return groups.gpu
 
-    def _ring(self, request: Request) -> Ring | None:
-        return (
-            self._sets.connections[request.process_set].ring if request.device == "cpu" or not self._uses_nccl else None
-        )
+    def _ring(self, request: Request, num_bytes: int) -> Ring | None:
+        """Returns the ring if it reduces a tensor of this size. The answer is the same on all ranks, as the sizes are."""
+        connections = self._sets.connections[request.process_set]
+        is_in_main_memory = request.device == "cpu" or not self._uses_nccl
+        return connections.ring if is_in_main_memory and num_bytes <= connections.ring_max_bytes else None
 
-    def _transport(self, request: Request, *, is_compressed: bool = False) -> str:
-        """Returns the name of what carries the tensors, for the timeline."""
+    def _transport(self, request: Request, ring_bytes: int = 0) -> str:
+        """Returns the name of what carries the tensors, for the timeline.
+
+        ring_bytes: size of the buffer that the ring could reduce; 0 for operations that never use it.
+        """
         if request.device != "cpu" and self._uses_nccl:
             return "NCCL"
-        if request.kind != "allreduce" or request.op == Adasum or is_compressed or self._ring(request) is None:
-            return "GLOO"
-        return "RING"
+        return "RING" if ring_bytes and self._ring(request, ring_bytes) is not None else "GLOO"
 
     def _is_direct(self, tensor: Tensor) -> bool:
         return self._uses_nccl or tensor.device.type == "cpu"
