@@ -66,7 +66,7 @@ def test_the_programs_fit_every_supported_gpu(capability: int, width: int, is_la
         # A division in float64 is a call, which may keep a register or two on the stack.
         assert usage.spilled_bytes <= 32
         # As many programs share a multiprocessor's registers, and its shared memory, of which some GPUs have 99 KiB.
-        at_once = fused_norm._PROGRAMS_A_MULTIPROCESSOR
+        at_once = fused_norm._PROGRAMS_PER_MULTIPROCESSOR
         assert at_once * options["num_warps"] * 32 * usage.registers <= 65536
         assert at_once * usage.shared_bytes <= 99 * 1024
 
