@@ -78,6 +78,8 @@ def _in_process_sets(rank: int, size: int) -> None:
     leaf = _leaf(rank, 2 * len(members))
     (hvd.alltoall(leaf, process_set=mine) * _weight(rank, 2 * len(members))).sum().backward()
     _same(leaf.grad, torch.cat([_weight(r, 2 * len(members))[2 * place : 2 * place + 2] for r in members]))
+    # A rank that leaves the job ends it for all: wait for the ranks of the other set.
+    hvd.barrier()
 
 
 def test_gradients_within_a_process_set_are_those_of_its_ranks(run_ranks):

@@ -98,7 +98,7 @@ def test_gloo_reduces_every_dtype_where_it_is_chosen(run_ranks, size):
 def _trace_with(transport: str, path: str) -> None:
     with job(CPU_OPERATIONS=transport, TIMELINE=path):
         hvd.allreduce(torch.ones(200_000), name="one")
-        for handle in [hvd.allreduce_async(torch.ones(200_000), name=f"fused.{i}") for i in range(3)]:
+        for handle in [hvd.allreduce_async(torch.ones(100_000), name=f"fused.{i}") for i in range(3)]:
             hvd.synchronize(handle)
         hvd.allreduce(torch.ones(2), name="little")
         hvd.allreduce(torch.ones(200_000), op=hvd.Adasum, name="adasum")
@@ -224,7 +224,7 @@ def test_a_job_whose_rank_is_killed_between_large_operations_ends_with_its_name(
     hvd.init()
     if hvd.rank() == 1:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    tensor = torch.zeros(2_000_000)
+    tensor = torch.zeros(500_000)
     try:
         while True:
             hvd.allreduce_(tensor, name="large")

@@ -71,7 +71,7 @@ def test_the_error_tells_of_the_rank_that_failed_first():
         ({"hosts": "localhost:1", "hostfile": "hosts"}, "ValueError", "hosts and hostfile only allow one"),
         ({"use_gloo": True, "use_mpi": True}, "ValueError", "use_gloo and use_mpi only allow one"),
         ({"use_mpi": True}, "ValueError", "MPI support has not been built"),
-        ({"num_proc": 3, "hosts": "localhost:2"}, "ValueError", "more processes than there are slots"),
+        ({"num_proc": 3, "hosts": "localhost:2"}, "ValueError", "needs more slots than there are"),
         ({"hosts": "localhost"}, "ValueError", "expected <name>:<slots>"),
         ({"num_proc": 0}, "ValueError", "at least 1"),
         ({"min_num_proc": 1}, "LaunchError", "a fixed number of processes"),

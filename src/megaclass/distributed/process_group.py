@@ -76,10 +76,10 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
         finally:
             dist.destroy_process_group()
             if backend == "gloo":
-                _wait_for_gloo_threads()
+                wait_for_gloo_threads()
 
 
-def _wait_for_gloo_threads() -> None:
+def wait_for_gloo_threads() -> None:
     """Waits until gloo's worker threads have ended, so that the interpreter does not end before them.
 
     A worker thread that releases the last reference to a tensor needs the GIL for it. Python ends such a thread with
@@ -88,10 +88,16 @@ def _wait_for_gloo_threads() -> None:
     other code still has one (DistributedDataParallel has), they have at least time to release what they hold.
     """
     ends_at = time.monotonic() + _GLOO_THREADS_END_S
-    while time.monotonic() < ends_at and any(
-        file.read_text().startswith("pt_gloo_runloop") for file in Path("/proc/self/task").glob("*/comm")
-    ):
+    while time.monotonic() < ends_at and _has_gloo_threads():
         time.sleep(0.01)
+
+
+def _has_gloo_threads() -> bool:
+    try:
+        return any(file.read_text().startswith("pt_gloo_runloop") for file in Path("/proc/self/task").glob("*/comm"))
+    except OSError:
+        # A thread ended while its name was read, or this process has no free file: assume that threads are left.
+        return True
 
 
 @contextmanager

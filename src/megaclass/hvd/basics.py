@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megaclass.distributed.network.connection_watch import ConnectionWatch
+from megaclass.distributed.process_group import wait_for_gloo_threads
 from megaclass.errors import ConnectionLostError
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.job import Job, current
@@ -54,7 +55,7 @@ class _Basics:
             # Another rank has ended the job, and this rank starts again without a call of shutdown().
             self._leave()
             if not self._is_registered:
-                atexit.register(self.shutdown)
+                atexit.register(self._shutdown_at_exit)
                 self._is_registered = True
             current.job = self._start(list(comm) if comm else None, list(process_sets or []))
 
@@ -93,6 +94,11 @@ class _Basics:
             job.close()
             raise ValueError(wrong)
         return job
+
+    def _shutdown_at_exit(self) -> None:
+        self.shutdown()
+        # Threads of gloo, also those of a group that the script made, must not outlive the interpreter.
+        wait_for_gloo_threads()
 
     def shutdown(self) -> None:
         """Leaves the job. Operations of other ranks that need this one fail there."""
