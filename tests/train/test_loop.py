@@ -119,7 +119,7 @@ def test_an_image_that_cannot_be_read_or_a_damaged_evaluation_costs_neither_summ
     run_ranks, data, tmp_path
 ):
     (said,) = run_ranks(1, _finish, settings(data, tmp_path, epochs=1.0), ["evaluation.json"])
-    assert "megaclass: replaced: Cannot read " in said and "evaluation.json" in said
+    assert "Cannot read " in said and "evaluation.json" in said and "It is replaced." in said
     assert json.loads((tmp_path / "summary.json").read_text())["verification"]["pairs"]["num_pairs"] == 20
     assert list(json.loads((tmp_path / "evaluation.json").read_text())["sets"]) == ["broken", "pairs"]
     assert (tmp_path / "report.html").is_file()

@@ -516,7 +516,7 @@ def test_backbones_of_every_kind_are_taken(run_ranks, by_four, tmp_path, kind):
     ("setting", "message"),
     [
         ("init_backbone", "does not fit this backbone"),
-        ("init_centres", r"rows of 'weight' have shape \(10, 8\), this run's \(10, 16\)"),
+        ("init_centres", r"rows of 'weight' have shape \(10, 8\), but this run has \(10, 16\)"),
         ("no file", "There is no file"),
         ("no folder", "There is no folder"),
     ],

@@ -414,7 +414,7 @@ def test_processes_that_are_not_started_because_a_starter_is_in_charge_are_told(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     err = refused("train.nproc=2", "train.device=cuda")
     assert "train.nproc=2 is ignored, because Slurm is in charge and started one process." in err
-    assert "type `unset SLURM_STEP_ID` first" in err
+    assert "first run `unset SLURM_STEP_ID`" in err
     assert "is not used" not in refused("train.nproc=1", "train.device=cuda")
 
 
