@@ -12,8 +12,8 @@ SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openm
 demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass train recipes/demo.toml --overwrite
 
-# Tests marked `hosts` use real daemons and networks, which a busy machine can upset: one that fails is run once more and
-# listed. All other tests run once. Hundreds of processes are started, so byte code is kept.
+# Tests other than `unit` use real processes, daemons and networks, which a busy machine can upset: one that fails is run once
+# more and listed. Unit tests run once. Hundreds of processes are started, so byte code is kept.
 # Coverage counts the lines that ran in the test processes themselves, not those in the ranks and agents they started.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev-installed system-packages

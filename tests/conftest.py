@@ -176,15 +176,15 @@ _running: list[pytest.Item] = []
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.get_closest_marker(kind) for kind in _KINDS):
-            continue
-        fixtures = set(getattr(item, "fixturenames", ()))
-        if fixtures & _FIXTURES_WITH_HOSTS:
-            item.add_marker("hosts")
-            # Real daemons and networks: a busy machine can upset them, so one failure is tried again (and listed).
+        if not any(item.get_closest_marker(kind) for kind in _KINDS):
+            fixtures = set(getattr(item, "fixturenames", ()))
+            if fixtures & _FIXTURES_WITH_HOSTS:
+                item.add_marker("hosts")
+            else:
+                item.add_marker("ranks" if fixtures & _FIXTURES_WITH_PROCESSES else "unit")
+        if not item.get_closest_marker("unit"):
+            # Real processes, daemons and networks: a busy machine can upset them, so one failure is tried again (and listed).
             item.add_marker(pytest.mark.flaky(reruns=1))
-        else:
-            item.add_marker("ranks" if fixtures & _FIXTURES_WITH_PROCESSES else "unit")
 
 
 def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
