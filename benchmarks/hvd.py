@@ -49,6 +49,8 @@ def main() -> None:
     if "RANK" not in os.environ:
         sys.exit(start_ranks(2))
     torch.set_num_threads(1)
+    # hvd has private groups, so the plain one is made here. First: without a store of its own, hvd then uses the same one.
+    dist.init_process_group("gloo")
     hvd.init()
     plain = dist.new_group(backend="gloo")
     load = os.getloadavg()[0]
