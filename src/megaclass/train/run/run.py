@@ -39,7 +39,7 @@ class Run:
 
 def open_run(config: Config, world: World, device: torch.device, folder: RunFolder) -> Run:
     """Collective. Opens the data on every rank; rank 0 computes its fingerprint, which reads up to 256 images."""
-    source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device), device)
     classes = on_every_rank(lambda: class_list(config.data.path, source), device)
     marks = on_every_rank_for_long(lambda: marks_of(source) if world.is_main else DataMarks(), device)
     return Run(
