@@ -1,4 +1,4 @@
-"""What the agents' messages mean for the job. Standard library only.
+"""The meaning of the agents' messages for the job. Standard library only.
 
 Every message has been checked before it arrives here (wire/agent_messages.py): its fields have the right types, and it is about
 ranks of the agent that sent it.

@@ -18,7 +18,7 @@ class RankTable:
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
         self.printed_at = time.monotonic()
-        """When a rank last printed anything, or was started."""
+        """Time at which a rank last printed anything, or at which all were started."""
         self._exit_times: dict[int, float] = {}
         self._last_lines = {rank: LastLines() for rank in self.hosts}
         self._has_named_early = False
