@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image
 from megaclass.data.pair_file import PairSet
-from megaclass.data.sources.files import LeftOut, has_image_name, read_image_file
+from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
 from megaclass.distributed.collectives import group_rank
 from megaclass.errors import DataError
 from megaclass.evaluate.alignment import align
@@ -130,19 +130,19 @@ def find_images(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"Cannot read the images of {folder}: the folder does not exist.")
     found: list[Path] = []
-    left_out = LeftOut()
+    skipped_files = SkippedFiles()
     for parent, folders, files in os.walk(folder, followlinks=False):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for name in sorted(files):
             if has_image_name(name) and name[0] != ".":
                 found.append(Path(parent, name))
             elif name[0] != ".":
-                left_out.add(str(Path(parent, name).relative_to(folder)))
+                skipped_files.add(str(Path(parent, name).relative_to(folder)))
     if not found:
-        others = f" ({left_out.describe()})" if left_out.num_files else ""
+        others = f" ({skipped_files.describe()})" if skipped_files.num_files else ""
         raise DataError(f"{folder} holds no images: looked for {', '.join(IMAGE_SUFFIXES)} in it and below{others}.")
-    if left_out.num_files and group_rank(None) == 0:
-        _log.info("%s: %s", folder, left_out.describe())
+    if skipped_files.num_files and group_rank(None) == 0:
+        _log.info("%s: %s", folder, skipped_files.describe())
     return sorted(found)
 
 
