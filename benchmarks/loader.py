@@ -22,6 +22,7 @@ from megaclass.data.loading.choose import available_cores, choose_processes
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.pack import PackOptions, pack
 
 BATCH, NUM_IDENTITIES, IMAGES_PER_IDENTITY = 512, 1024, 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,6 +120,10 @@ def main() -> None:
             if num_processes * num_threads <= cores:
                 name = f"{num_processes} processes, {num_threads} threads each"
                 add("JPEG", name, in_processes(folder, num_processes, num_threads, options.seconds))
+        pixels = Path(scratch) / "pixels"
+        pack(source, pixels, PackOptions(layout="pixels"), num_threads=cores)
+        for num_processes in counts:
+            add("pixels", f"{num_processes} processes", in_processes(pixels, num_processes, 1, options.seconds))
         chosen = choose_processes(
             str(folder), workers="auto", threads=1, device=torch.device("cuda"), num_local_ranks=1
         )

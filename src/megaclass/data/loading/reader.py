@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit, decode_into
 from megaclass.data.order import ClassOrder, ImageOrder, Order
+from megaclass.data.sources.pixel_file import PixelFileSource
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.errors import DataError, is_transient
 from megaclass.even_parts import even_part
@@ -97,11 +98,18 @@ class BatchReader:
             indices_B[rows.start : rows.stop] = wanted_R
             images_BHW3[rows.start : rows.stop] = self.source.pixels(wanted_R, self.plan.image_size)
             return 0
+        if isinstance(self.source, PixelFileSource) and self._has_pixels(self.source, wanted_R):
+            indices_B[rows.start : rows.stop] = wanted_R
+            self.source.copy_pixels(wanted_R, images_BHW3[rows.start : rows.stop])
+            return 0
         num_resized = 0
         for row, index in zip(rows, wanted_R.tolist(), strict=True):
             indices_B[row], is_resized = self._fill_one(images_BHW3[row], index)
             num_resized += is_resized
         return num_resized
+
+    def _has_pixels(self, source: PixelFileSource, indices: NDArray[np.int64]) -> bool:
+        return source.image_size == self.plan.image_size and source.has_all(indices)
 
     def _fill_one(self, out_HW3: NDArray[np.uint8], index: int) -> tuple[int, bool]:
         """Decodes the image, or else the first readable one of a chain that depends on the seed and the image alone.
