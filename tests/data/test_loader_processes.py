@@ -122,6 +122,7 @@ def test_killed_loader_processes_are_replaced_and_no_batch_changes(folder, caplo
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_batches_on_a_gpu_have_the_same_bytes_however_far_the_host_runs_ahead(folder):
     options = {"global_batch": 32, "mirror": False}
     truth = list(BatchLoader(open_source(folder), **options).batches(num_steps=80))

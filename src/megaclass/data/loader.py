@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megaclass.data.augment import Augment, augment_, mirror_
 from megaclass.data.decode import Fit
+from megaclass.data.device.prepare import can_prepare, mirroring_key, prepare
 from megaclass.data.loading.bad_images import BadImages
 from megaclass.data.loading.in_processes import ProcessBatches
 from megaclass.data.loading.processes import LoaderSettings
@@ -55,11 +56,22 @@ class Batch:
 
     def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
         """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
-        images, indices_B = normalise(self.images[rows].to(device, non_blocking=True)), self.indices[rows]
-        if self.treatment.mirror:
-            mirror_(images, mirrored(self.treatment.seed, self.epoch, indices_B))
-        if self.treatment.augment is not None:
-            augment_(images, self.treatment.augment, self.treatment.seed, self.treatment.global_step, indices_B)
+        treatment, pixels = self.treatment, self.images[rows].to(device, non_blocking=True)
+        if device.type == "cuda" and can_prepare(treatment.augment):
+            return prepare(
+                pixels,
+                self.indices_on(device)[rows],
+                mirror_key=mirroring_key(treatment.seed, _MIRROR_SALT) if treatment.mirror else None,
+                epoch=self.epoch,
+                augment=treatment.augment,
+                seed=treatment.seed,
+                step=treatment.global_step,
+            )
+        images, indices_B = normalise(pixels), self.indices[rows]
+        if treatment.mirror:
+            mirror_(images, mirrored(treatment.seed, self.epoch, indices_B))
+        if treatment.augment is not None:
+            augment_(images, treatment.augment, treatment.seed, treatment.global_step, indices_B)
         return images.to(memory_format=torch.channels_last)
 
 

@@ -50,7 +50,7 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_TH
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Where the data lies and how many processes read it."""
+    """Place of the data, and number of processes and threads that read it."""
 
     path: str
     num_processes: int

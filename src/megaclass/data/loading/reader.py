@@ -1,7 +1,7 @@
 """Reads the images of a batch into memory of the caller. Free of torch: loader processes start without it.
 
-`BatchPlan` holds all that decides which images a rank gets in a step and what their pixels are, so that a thread and a
-process that are given the same plan fill the same bytes.
+`BatchPlan` holds all that decides the images of one rank in a step, and their pixels, so that a thread and a process that are
+given the same plan fill the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READ_AGAIN_S = (0.05, 0.5, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Which images one rank gets in every step, and their size."""
+    """Choice of the images of one rank in every step, and their size."""
 
     global_batch: int
     image_size: tuple[int, int]
