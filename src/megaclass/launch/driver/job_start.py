@@ -20,7 +20,7 @@ from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement, passed_on
 from megaclass.launch.versions import differences
-from megaclass.launch.wire.agent_messages import ip_address
+from megaclass.launch.wire.checks import ip_address
 
 
 class JobStart:
