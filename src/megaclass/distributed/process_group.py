@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megaclass.distributed.collectives import gather_blocks
+from megaclass.distributed.devices import no_gpu
 from megaclass.distributed.gloo_exit import end_gloo
 from megaclass.distributed.network.addresses import source_towards
 from megaclass.distributed.network.connection_watch import Address, ConnectionWatch, network_timeout
@@ -134,8 +135,7 @@ def choose_device(device: str, world: World) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError(
-            f"{world.name()} was asked for device 'cuda', but torch {torch.__version__} sees no GPU: "
-            f"check the driver with nvidia-smi, and that torch is a CUDA build."
+            f"{world.name()} was asked for device 'cuda', but {no_gpu()}; or train on the CPU with train.device=cpu."
         )
     if world.local_rank >= torch.cuda.device_count():
         raise LaunchError(
