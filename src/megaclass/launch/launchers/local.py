@@ -68,6 +68,7 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
             base = {**threads, **without_other_starters(env)}
+            # MEGACLASS_STARTER tells the ranks that they are not under torchrun, whose variables they get.
             supervisor.start(world.rank, command, {**base, **placed, **shared, "MEGACLASS_STARTER": "megaclass"})
         return _LocalJob(supervisor, signals).wait()
 
@@ -99,6 +100,7 @@ class _LocalJob:
             if self._is_ending:
                 self._supervisor.continue_ending()
         self._supervisor.end()
+        # A rank that failed counts more than others that asked to be resumed.
         return self._status or (EXIT_RESUME_ME if self._wants_resume else 0)
 
     def _on_signal(self, number: int) -> None:
