@@ -64,7 +64,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no configuration file {path}.{found}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits, deep nesting
+    # TOMLDecodeError is a ValueError; numbers of thousands of digits and deep nesting raise the others.
+    except (ValueError, RecursionError) as error:
         hint = " To convert an InsightFace config, use megaclass import-config." if path.suffix == ".py" else ""
         raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from error
 
