@@ -1,3 +1,7 @@
+from megaclass.hvd.compat.util import check_extension
+
+check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+
 from megaclass.hvd.tensorflow import *
 from megaclass.hvd.tensorflow import __all__ as _names
 from megaclass.hvd.tensorflow import __getattr__ as __getattr__
