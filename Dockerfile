@@ -7,6 +7,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_VERSION=2.13.0
 
 # openssh: `megaclass run` between containers. gcc: Triton compiles a small launcher with it on a GPU.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         python3 python3-venv python3-dev gcc libc6-dev openssh-client openssh-server \
@@ -17,12 +18,11 @@ RUN pip install --no-cache-dir "torch==${TORCH_VERSION}" --index-url "${TORCH_IN
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
-COPY recipes /src/recipes
 RUN pip install --no-cache-dir "/src[ui,onnx]" && rm -rf /src
 
 # Not root: what a run writes belongs to an ordinary user.
-RUN useradd --create-home trainer
-USER trainer
+RUN useradd --create-home --uid 1001 trainer
+USER 1001
 WORKDIR /home/trainer
 ENTRYPOINT ["megaclass"]
 CMD ["--help"]

@@ -10,7 +10,7 @@ SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openm
 .PHONY: demo test test-fast test-gpu lint bench docs soak clean system-packages
 
 demo: $(VENV)/.demo-installed
-	$(BIN)/megaclass train recipes/demo.toml --overwrite
+	$(BIN)/megaclass demo
 
 # Tests other than `unit` use real processes, daemons and networks, which a busy machine can upset: one that fails is run once
 # more and listed. Unit tests run once. Hundreds of processes are started, so byte code is kept.
