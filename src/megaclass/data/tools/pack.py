@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import Fit, decode_image, fit_image, image_dimensions, image_suffix
+from megaclass.data.decode import Fit, decode_image, encode_jpeg, fit_image, image_dimensions, image_suffix
 from megaclass.data.order import shuffled
 from megaclass.data.sources.recordio import (
     MAX_EXACT_LABEL,
@@ -72,7 +72,7 @@ class PackOptions:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackResult:
     num_images: int
     num_resumed: int
     """Records that an interrupted run had written."""
@@ -89,7 +89,7 @@ def pack(
     class_names: bytes = b"",
     num_threads: int = 1,
     on_progress: Progress | None = None,
-) -> Packed:
+) -> PackResult:
     """Writes the folder `out`, which appears whole or not at all. `on_progress` gets the images done and their total.
 
     class_names: one per line, line i for class i; written as classes.txt. Empty: classes have numbers only.
@@ -120,7 +120,7 @@ def pack(
             partial.rename(out)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
-    return Packed(source.num_images, num_resumed, is_in_id2 and options.layout == "rec", job.num_other_size)
+    return PackResult(source.num_images, num_resumed, is_in_id2 and options.layout == "rec", job.num_other_size)
 
 
 class _Job:
@@ -233,7 +233,7 @@ class _Job:
             if self.options.image_size is not None:
                 image_HW3 = decode_image(payload, self.source.name_of(index))
                 num_other_size += image_HW3.shape[:2] != self.image_size
-                payload = _encode(fit_image(image_HW3, self.image_size, self.options.fit))
+                payload = encode_jpeg(fit_image(image_HW3, self.image_size, self.options.fit), JPEG_QUALITY)
             else:
                 # A broken image is copied unchanged: `verify` finds it, and training skips it.
                 with contextlib.suppress(DataError):
@@ -308,12 +308,3 @@ def _suffix(payload: bytes) -> str:
         raise DataError(
             f"Unknown format of an image that starts with {payload[:8]!r}: give a size, so that images are encoded again."
         ) from None
-
-
-def _encode(image_HW3: NDArray[np.uint8]) -> bytes:
-    import simplejpeg
-
-    encoded: bytes = simplejpeg.encode_jpeg(
-        np.ascontiguousarray(image_HW3), quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444"
-    )
-    return encoded

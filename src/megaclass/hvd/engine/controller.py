@@ -30,7 +30,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -150,6 +150,14 @@ class Controller:
                 self._queue.hurry()
                 if self._queue.operations and not is_awaited:
                     self._seat.wake_driver()
+
+    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Calls `call` once the operation is done, or now if it is: under the lock, so that it must not block."""
+        with self._lock:
+            if operation.is_done:
+                call()
+            else:
+                operation.on_done = call
 
     def wait(self, operation: Operation) -> None:
         """Returns when the operation is done; raises HorovodInternalError if it failed."""
@@ -432,6 +440,8 @@ class Controller:
                 operation.is_done = True
                 if operation.waiter is not None:
                     operation.waiter.release()
+                if operation.on_done is not None:
+                    operation.on_done()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
