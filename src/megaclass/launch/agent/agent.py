@@ -37,7 +37,7 @@ from megaclass.distributed.network.addresses import interfaces
 from megaclass.distributed.restart_progress import FD_NAME, ProgressFile
 from megaclass.errors import LaunchError
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
-from megaclass.launch.network import hold_store_port, interface_towards, present, reserve_port
+from megaclass.launch.network import hold_store_port, interface_towards, listen_for_rank_0, present, reserve_port
 from megaclass.launch.plan import interface_environment, job_environment, rank_environment, without_other_starters
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.versions import installed_versions
@@ -216,6 +216,9 @@ class Agent:
 
     def _start_workers(self, go: Message) -> None:
         interface = ",".join(self._interfaces) or interface_towards(go["address"])
+        is_one_machine = len(self._worlds) == self._worlds[0].size
+        address = "127.0.0.1" if is_one_machine else go["address"]
+        store = listen_for_rank_0(self._store_port, address) if self._store_port is not None else None
         for world in self._worlds:
             given = self._job["given"]
             env = {
@@ -232,6 +235,7 @@ class Agent:
                     env | {FD_NAME: str(self._progress.fileno())},
                     Path(self._job["workdir"]),
                     pass_fds=[self._progress.fileno()],
+                    store=store,
                 )
                 self._watch(worker)
             except LaunchError as error:
