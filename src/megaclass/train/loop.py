@@ -68,6 +68,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     done, stop = first_step, Stop.NO
     results: list[SetResult] | None = None
     reported_errors: set[str] = set()
+    run.events.note_begin(first_step, num_steps, run.world.size)
     model.parallel.train()
     new_bar = progress_bar("training", num_steps, start=first_step) if run.world.is_main else no_bar()
     new_sinks = open_sinks(config, run.folder, is_new=first_step == 0) if run.world.is_main else no_sinks()
@@ -90,12 +91,15 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
                 with meter.paused():
                     results = evaluate_between_steps(run, model, reported_errors)
                 numbers = accuracies(results)
+                run.events.note("evaluation", done, seconds=meter.last_pause_s, **numbers)
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
                 numbers |= {"loss": row["loss"]}
                 # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
                 on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row)
+                if row["skipped_steps"]:
+                    run.events.note("skip", done, num_steps=row["skipped_steps"])
                 # Signals are exchanged at reports only, so that other steps need no additional collective.
                 stop = Stop.NO if is_last else signals.of_any_rank(device)
             bar.advance_to(done, detail)

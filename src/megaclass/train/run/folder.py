@@ -36,6 +36,7 @@ _TAKEN = "taken"
 _OWN_NAMES = (
     "config.toml",
     "metrics.jsonl",
+    "events.jsonl",
     "summary.json",
     "report.html",
     "model.safetensors",

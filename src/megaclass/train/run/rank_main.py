@@ -54,6 +54,9 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     with ExitStack() as held:
         with process_group(world, device=config.train.device) as device:
             trained = train_in_group(config, world, device, mode, held)
+            trained.run.events.note(
+                "end", trained.outcome.num_steps, outcome="stopped" if trained.outcome.stop else "finished"
+            )
             if trained.outcome.stop:
                 if world.is_main:
                     _logger.info(f"asked to stop; saved at step {trained.outcome.num_steps}, --resume continues.")
@@ -99,7 +102,8 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     if world.is_main:
         _logger.info(run.source.describe())
         _logger.info(sizes)
-    outcome = _train_and_save(run, model, first_step)
+    with run.events.ending_noted():
+        outcome = _train_and_save(run, model, first_step)
     if run.loader.bad_images.num_bad:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
@@ -120,6 +124,7 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
             class_names=run.classes.text,
             data=run.data_marks,
             is_asynchronous=config.train.async_checkpoints,
+            on_published=run.events.note_published,
         ) as writer:
             # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())

@@ -10,6 +10,7 @@ from megaclass.data.fingerprint import DataMarks, marks_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
+from megaclass.train.observe.events import RunEvents
 from megaclass.train.run.class_names import class_list
 from megaclass.train.run.data import open_data
 from megaclass.train.run.folder import RunFolder
@@ -24,6 +25,7 @@ class Run:
     world: World
     device: torch.device
     folder: RunFolder
+    events: RunEvents
     source: ImageSource
     loader: BatchLoader
     classes: ClassList
@@ -47,6 +49,7 @@ def open_run(config: Config, world: World, device: torch.device, folder: RunFold
         world=world,
         device=device,
         folder=folder,
+        events=RunEvents(folder.path, is_main=world.is_main),
         source=source,
         loader=loader,
         classes=classes,
