@@ -37,6 +37,8 @@ _OWN_NAMES = (
     "config.toml",
     "metrics.jsonl",
     "events.jsonl",
+    "hang",
+    "profile",
     "summary.json",
     "report.html",
     "model.safetensors",

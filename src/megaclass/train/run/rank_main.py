@@ -15,6 +15,7 @@ from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.distributed.process_group import process_group
+from megaclass.distributed.rank_status import own_status
 from megaclass.errors import CheckpointError, ExportError, TrainError
 from megaclass.launch.exit_codes import EXIT_RESUME_ME
 from megaclass.train.build import Model, build_model
@@ -27,6 +28,7 @@ from megaclass.train.run.initial_weights import load_initial_weights
 from megaclass.train.run.restart import StartMode, prepare_run, take_over
 from megaclass.train.run.resume import resume_run
 from megaclass.train.run.run import Run, open_run
+from megaclass.train.run.same_start import check_same_start
 from megaclass.train.run.signals import Stop, StopSignals
 from megaclass.world import World
 
@@ -50,6 +52,8 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     if not faulthandler.is_enabled():
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
+    # The agent can ask this rank for its stacks at any time, also while it joins the others.
+    own_status().give_stacks()
     # `held` outlives the process group: the folder stays locked until rank 0 has written the last result.
     with ExitStack() as held:
         with process_group(world, device=config.train.device) as device:
@@ -63,9 +67,11 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
                 return EXIT_RESUME_ME if trained.outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
             # From here on the backbone has the weights that are evaluated and exported.
             held.enter_context(trained.model.for_evaluation())
-            results = trained.outcome.results or evaluate_model(trained.run, trained.model)
+            with own_status().long_work("evaluation"):
+                results = trained.outcome.results or evaluate_model(trained.run, trained.model)
         # The other ranks are done: export and report are the work of one rank.
         if world.is_main:
+            own_status().progress(allowed_s=0.0, phase="writing results")
             try:
                 finish_run(trained.run, trained.model, trained.outcome, results)
             except (OSError, ExportError, CheckpointError) as error:
@@ -80,10 +86,12 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
 def train_in_group(config: Config, world: World, device: torch.device, mode: StartMode, held: ExitStack) -> Trained:
     """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done."""
     folder = RunFolder(Path(config.train.run_dir))
+    hosts = check_same_start(config, device)
     mode = prepare_run(config, folder, world, device, mode, held)
     # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
-    run = open_run(config, world, device, folder)
+    own_status().name_folder(folder.path.absolute())
+    run = open_run(config, world, device, folder, hosts)
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
     model = build_model(config, run.source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
