@@ -1,6 +1,6 @@
 """The driver's pipes to the agents, one per host. Standard library only.
 
-State of one pipe, as the driver sees it; only JobStart and JobRun change it:
+State of one pipe, as the driver sees it; JobStart, MessageHandler and LostAgents change it:
 
     STARTING --hello--> READY --"go" was sent--> RUNNING --"done"--> DONE
         |                 |                         |
