@@ -11,7 +11,7 @@ of its own, which nobody reads.
     128 …       three texts of fixed length: phase, detail, folder
     4096 …      stacks
 
-One thread of the rank at a time may write: the training loop, or under hvd the thread that waits for an operation.
+The training loop writes it, or under hvd the threads that wait for operations, one at a time under a lock.
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from functools import cache
 from pathlib import Path
 
 FD_NAME = "MEGACLASS_STATUS_FD"
+HANG_TIMEOUT = "MEGACLASS_HANG_TIMEOUT"
+"""Tells the ranks the --hang-timeout of their job, in seconds."""
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 """Nobody else uses it; it is sent only to a process whose page says that it handles it."""
 PAGE_BYTES = 4096
@@ -112,6 +114,8 @@ class OwnStatus:
         self._counter = 0
         self._step, self._num_done, self._progress_at, self._allowed_s = -1, 0, 0.0, 0.0
         self._gives_stacks = False
+        # Threads of a script that uses hvd may wait for different operations at the same time.
+        self._lock = threading.Lock()
 
     @property
     def has_reader(self) -> bool:
@@ -150,6 +154,10 @@ class OwnStatus:
         return _unpacked(self._memory)
 
     def _write(self, texts: dict[str, str]) -> None:
+        with self._lock:
+            self._write_locked(texts)
+
+    def _write_locked(self, texts: dict[str, str]) -> None:
         _COUNTER.pack_into(self._memory, 0, self._counter + 1)
         _NUMBERS.pack_into(
             self._memory,

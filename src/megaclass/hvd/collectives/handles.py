@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaclass.distributed.rank_status import own_status
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.engine.job import Job
@@ -184,7 +185,7 @@ def fetch(handle: int, pick: Any) -> Any:
     try:
         # When many handles are waited for in turn, most are done by the time the first one is.
         if not operation.is_done or operation.error:
-            job.controller.wait(operation)
+            _wait(job, operation)
     finally:
         job.handles.pop(handle, None)
     if operation.ready is not None:
@@ -198,6 +199,20 @@ def fetch(handle: int, pick: Any) -> Any:
     return pick(operation)
 
 
+def _wait(job: Job, operation: Operation) -> None:
+    """Waits for the operation; with --hang-timeout the agent is told for what, and for how long it is worth waiting."""
+    limit_s = job.settings.hang_timeout_s
+    if not limit_s:
+        job.controller.wait(operation)
+        return
+    status, request = own_status(), operation.request
+    status.progress(allowed_s=limit_s, phase="waiting", detail=f"{request.kind} of {request.name}")
+    try:
+        job.controller.wait(operation)
+    finally:
+        status.progress(allowed_s=0.0)
+
+
 def join(device: int = -1) -> int:
     """Declares that this rank has no more data: until all ranks have joined, it contributes zeros to their allreduces.
 
@@ -207,7 +222,7 @@ def join(device: int = -1) -> int:
     job: Job = _basics.job()
     operation = Operation(Request("join", "join"))
     job.controller.submit_join(operation)
-    job.controller.wait(operation)
+    _wait(job, operation)
     job.restart_names()
     return int(operation.result)
 

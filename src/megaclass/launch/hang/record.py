@@ -11,7 +11,7 @@ from megaclass.launch.hang.stacks import RankReport
 from megaclass.launch.hang.verdict import Verdict, describe_groups
 
 HANG_FOLDER = "hang"
-_WRITE_S = 3.0
+_WRITE_S = 1.5
 """The run folder may be on the very disk that hangs: after this time the writer is left alone."""
 
 

@@ -18,7 +18,7 @@ from megaclass.distributed.rank_status import STACKS_SIGNAL, RankStatus, StatusP
 from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for, state_of
 
 MAX_STACK_BYTES = 1 << 16
-ANSWER_S = 3.0
+ANSWER_S = 2.5
 """How long a rank may take for its stacks. The handler runs at once unless the process gets no CPU."""
 _POLL_S = 0.05
 _STATES = {"T": "stopped", "t": "stopped", "D": "kernel", "Z": "ended", "X": "ended", "": "ended"}

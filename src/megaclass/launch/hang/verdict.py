@@ -74,7 +74,7 @@ def find_verdict(reports: Sequence[RankReport]) -> Verdict:
     return Verdict(
         text=text,
         suspects=tuple(place.report.rank for place in suspects) if others else (),
-        groups=_groups(places),
+        groups=_groups(places, {place.report.rank for place in suspects}),
     )
 
 
@@ -207,14 +207,16 @@ def _numbers(ranks: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
-def _groups(places: list[_Place]) -> tuple[tuple[tuple[int, ...], str], ...]:
+def _groups(places: list[_Place], suspects: set[int]) -> tuple[tuple[tuple[int, ...], str], ...]:
     groups: dict[str, list[int]] = {}
     for place in places:
-        lines = [f"  {frame.shown()} in {frame.function}" for frame in place.main]
+        # The import system's own frames say nothing.
+        frames = [frame for frame in place.main if not frame.file.startswith("<frozen")]
+        lines = [f"  {frame.shown()} in {frame.function}" for frame in frames]
         text = "\n".join(lines) or f"  no stacks: {place.report.state}"
         groups.setdefault(text, []).append(place.report.rank)
-    # The smallest group first: the odd ones are what the reader looks for.
-    ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
+    # The suspects first: they are what the reader looks for.
+    ordered = sorted(groups.items(), key=lambda group: (not suspects & {*group[1]}, len(group[1]), group[1]))
     return tuple((tuple(ranks), text) for text, ranks in ordered)
 
 

@@ -22,8 +22,11 @@ MAX_REMARKS = 1000
 _MAX_PID = 1 << 22
 _MAX_STEP = 1 << 62
 _MAX_VERSIONS = 32
-_REMARKS = ("note", "refuse", "stopped")
-_ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress")
+_REMARKS = ("note", "refuse", "stopped", "kept")
+_ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress", "status", "stacks", "kept")
+_WITH_BYTES = ("output", "stacks")
+_STATES = ("answered", "stopped", "kernel", "silent", "ended")
+_MAX_SECONDS = 1e9
 
 Check = Callable[[Any], Any]
 
@@ -48,7 +51,7 @@ class AgentMessageChecker:
             raise ProtocolError(f"an unknown message {_shown(kind)}")
         if kind in _ONLY_WHILE_RUNNING and not is_running:
             raise ProtocolError(f"{kind!r} before its ranks were started")
-        if payload and kind != "output":
+        if payload and kind not in _WITH_BYTES:
             raise ProtocolError(f"{kind!r} with {len(payload)} bytes of output")
         found: Message = {"say": kind}
         for name, (check, is_needed) in fields.items():
@@ -89,6 +92,17 @@ class AgentMessageChecker:
             "exit": {"rank": rank, "pid": pid, "code": (_whole_number(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
             "progress": {"step": (_whole_number(0, _MAX_STEP), True)},
+            # Where the ranks are: seconds since the last progress of any, and of one that is late.
+            "status": {"idle_s": (_seconds, True), "silent_s": (_seconds, False), "is_training": (_truth, False)},
+            "kept": {"folder": (_text, True)},
+            "stacks": {
+                "rank": rank,
+                "pid": pid,
+                "state": (_one_of(_STATES), True),
+                "step": (_whole_number(-1, _MAX_STEP), True),
+                "main_thread": (_whole_number(0, (1 << 64) - 1), True),
+                **dict.fromkeys(("phase", "detail", "waits_for", "file_wait"), (_text, True)),
+            },
         }
 
     def _note_order(self, message: Message) -> None:
@@ -141,6 +155,18 @@ def _whole_number(least: int, most: int) -> Check:
         return int(value)
 
     return check
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_SECONDS:
+        raise ValueError("a number of seconds")
+    return float(value)
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
 
 
 def _one_of(allowed: Collection[str]) -> Check:
