@@ -17,9 +17,9 @@ from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.sinks import open_sinks
 
 ROWS = [
-    {"step": 20, "loss": 5.5, "images_per_second": 100.0, "elapsed_s": 1.0, "rank_seconds": {"data": [0.1]}, "slow_phase": "data"},
-    {"step": 40, "loss": 4.25, "images_per_second": 110.0, "elapsed_s": 2.0, "slow_rank": 1},
-]  # fmt: skip
+    {"step": 20, "loss": 5.5, "images_per_second": 100.0, "elapsed_s": 1.0, "rank_seconds": {"data": [0.1]}},
+    {"step": 40, "loss": 4.25, "images_per_second": 110.0, "elapsed_s": 2.0, "slow_rank": 1, "slow_phase": "data"},
+]
 
 
 def config_of(tmp_path, **train):

@@ -47,14 +47,19 @@ class Observer:
     def read(self, meter: Meter, step: int) -> dict[str, Any]:
         """Collective. Returns the fields of the metrics about phases and ranks. To be called right after Meter.read."""
         self._limit.all_read()
-        phases = gather_phases(self.clock.read(meter.last_wait_s, self._num_steps), self._run.device)
+        own = self.clock.read(meter.last_wait_s, self._num_steps)
+        phases, memory = gather_phases(own, self._run.device)
         self._num_steps = 0
         slow = find_slow_rank(phases)
         if slow is not None and (self._slow is None or (slow.rank, slow.phase) != (self._slow.rank, self._slow.phase)):
             host, slower = self._run.hosts[slow.rank], round(slow.slower, 3)
             self._run.events.note("slow_rank", step, rank=slow.rank, host=host, phase=slow.phase, slower=slower)
         self._slow = slow
-        return phase_row(phases, slow)
+        row = phase_row(phases, slow)
+        if self._run.device.type == "cuda":
+            on_gpu_s = sum(seconds for phase, seconds in own.items() if phase != "data")
+            row |= {"rank_gpu_memory_gib": memory, "gpu_busy_share": min(1.0, on_gpu_s / max(meter.last_step_s, 1e-9))}
+        return row
 
     def describe_slow(self) -> str:
         """Returns the part of the progress line about a slow rank; empty if none is slow."""

@@ -114,11 +114,16 @@ class SlowRank:
     """Its own time above the median of the other ranks: 0.3 for 30 %."""
 
 
-def gather_phases(seconds: dict[str, float], device: torch.device) -> dict[str, list[float]]:
-    """Collective: one all-gather of 20 bytes per rank. Returns the seconds per step of every rank, by phase."""
-    own = torch.tensor([seconds[phase] for phase in PHASES], dtype=torch.float32, device=device)
+def gather_phases(seconds: dict[str, float], device: torch.device) -> tuple[dict[str, list[float]], list[float]]:
+    """Collective: one all-gather of 24 bytes per rank.
+
+    Returns the seconds per step of every rank, by phase, and the GPU memory of every rank in GiB: its largest allocation.
+    """
+    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    own = torch.tensor([*(seconds[phase] for phase in PHASES), memory], dtype=torch.float32, device=device)
     table_WP = gather_blocks(own, None).tolist()
-    return {phase: [_rounded(row[index]) for row in table_WP] for index, phase in enumerate(PHASES)}
+    phases = {phase: [_rounded(row[index]) for row in table_WP] for index, phase in enumerate(PHASES)}
+    return phases, [_rounded(row[-1]) for row in table_WP]
 
 
 def find_slow_rank(phases: dict[str, list[float]]) -> SlowRank | None:
