@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from megaclass.distributed.network.addresses import interfaces
-from megaclass.distributed.restart_progress import FD_NAME, ProgressMark
+from megaclass.distributed.restart_progress import FD_NAME, ProgressFile
 from megaclass.errors import LaunchError
 from megaclass.launch.agent.hang_reporter import LOOK_S, HangReporter
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
@@ -91,7 +91,7 @@ class Agent:
         self._pipes: dict[int, tuple[Worker, str]] = {}
         self._is_reading_pipes = True
         self._stopped: set[int] = set()
-        self._progress = ProgressMark()
+        self._progress = ProgressFile()
         self._step: int | None = None
         self._hangs = HangReporter(job["host"], job["hang_timeout_s"], self._say)
         self._is_connected = True
