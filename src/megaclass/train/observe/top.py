@@ -104,7 +104,7 @@ def _title(view: RunView, now: float) -> list[str]:
     step = int(view.rows[-1]["step"]) if view.rows else 0
     done = f"step {step:,}" + (f" of {num_steps:,.0f} ({step / num_steps:.0%})" if num_steps else "")
     ranks = f", {num_ranks:.0f} rank{'s' if num_ranks != 1 else ''}" if num_ranks else ""
-    return [f"{view.folder.absolute()}: {_state(view, num_steps, now)}", f"{done}{ranks}"]
+    return [str(view.folder.absolute()), f"{done}{ranks}, {_state(view, num_steps, now)}"]
 
 
 def _state(view: RunView, num_steps: float, now: float) -> str:
