@@ -18,6 +18,7 @@ from megaclass.distributed.process_group import process_group
 from megaclass.distributed.rank_status import own_status
 from megaclass.errors import CheckpointError, ExportError, TrainError
 from megaclass.launch.exit_codes import EXIT_RESUME_ME
+from megaclass.launch.hang.own_watch import watched_from_inside
 from megaclass.train.build import Model, build_model
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import TrainingResult, train
@@ -55,7 +56,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
     own_status().give_stacks()
     # `held` outlives the process group: the folder stays locked until rank 0 has written the last result.
-    with ExitStack() as held:
+    with ExitStack() as held, watched_from_inside(own_status(), world):
         with process_group(world, device=config.train.device) as device:
             trained = train_in_group(config, world, device, mode, held)
             trained.run.events.note(
