@@ -29,7 +29,7 @@ test-gpu: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m gpu
 
 # Each round of faults.py meets every kind of fault once. Needs root. fuzz.py reads 100,000 mutations of each kind of file.
-ROUNDS ?= 7
+ROUNDS ?= 6
 MUTATIONS ?= 100000
 soak: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m soak --timeout=3600

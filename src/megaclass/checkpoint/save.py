@@ -165,7 +165,8 @@ class CheckpointWriter:
 
     def _start(self, snapshot: Snapshot) -> Path:
         self._failure = None
-        rows = self._rows_copy.take({**snapshot.head_rows, **_prefixed(snapshot.rank_state)})
+        own = {RANK_PREFIX + name: tensor for name, tensor in snapshot.rank_state.items()}
+        rows = self._rows_copy.take({**snapshot.head_rows, **own})
         shared = self._shared_copy.take(snapshot.shared) if self._rank == 0 else {}
         final = checkpoint_folder(self._checkpoints, snapshot.step)
         unfinished = self._checkpoints / f".{final.name}.{self._job}.partial"
@@ -373,10 +374,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _prefixed(rank_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {RANK_PREFIX + name: tensor for name, tensor in rank_state.items()}
 
 
 def _done() -> Future[None]:

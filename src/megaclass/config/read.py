@@ -73,7 +73,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no configuration file {path}.{found}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    # TOMLDecodeError is a ValueError; numbers of thousands of digits and deep nesting raise the others.
+    except (ValueError, RecursionError) as error:
         hint = " To convert an InsightFace config, use megaclass import-config." if path.suffix == ".py" else ""
         raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from error
 
@@ -88,7 +89,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         )
     try:
         parsed: dict[str, Any] = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = {}
     # More than one key means that the text contained a line break outside a value.
     value = parsed["value"] if len(parsed) == 1 else text

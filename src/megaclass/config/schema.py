@@ -55,7 +55,7 @@ class DataConfig:
     mirror: bool = True
     """Mirror half of the training images at random; evaluation then adds the embedding of the mirrored image."""
     augment: str = ""
-    """Augmentations with their probabilities, such as crop:0.2,affine,warp,blur,jpeg:0.1; empty for none. docs/data.md lists them."""
+    """Augmentations with their probabilities, such as crop:0.2,affine,warp,jpeg:0.1; see docs/data.md. Empty for none."""
     order: Literal["images", "classes"] = "images"
     """images: every image once per epoch; classes: all classes equally often, independent of their number of images."""
     images_per_class: int = 1

@@ -43,6 +43,7 @@ def _enqueue_allreduce(
     process_set: ProcessSet,
     *,
     wire: str = "",
+    keeps_error: bool = True,
     is_grouped: bool = False,
     is_urgent: bool = False,
 ) -> int:
@@ -62,7 +63,7 @@ def _enqueue_allreduce(
         prescale=prescale_factor,
         postscale=postscale_factor,
         wire=wire,
-        keeps_error=bool(wire),
+        keeps_error=bool(wire) and keeps_error,
         is_grouped=is_grouped,
         is_urgent=is_urgent,
     )

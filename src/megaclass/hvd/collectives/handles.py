@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megaclass.distributed.rank_status import own_status
-from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
-from megaclass.hvd.engine.job import Job
+from megaclass.hvd.engine.job import Job, current
 from megaclass.hvd.engine.messages import Request, terms_of
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.exceptions import HorovodInternalError
@@ -70,7 +69,7 @@ def enqueue(
     is_urgent: bool = False,
 ) -> int:
     """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
-    job: Job = _basics.job()
+    job = current.running()
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
@@ -104,21 +103,24 @@ def enqueue(
         is_grouped,
         name is not None,
     )
-    operation = Operation(Request.under(job.next_name(number) if name is None else str(name), terms), inputs)
+    request = Request.under(job.next_name(number) if name is None else str(name), terms)
     if outputs is tensors:
-        operation.outputs = inputs
-        operation.result = tuple(outputs) if is_grouped else outputs[0]
+        operation = Operation(request, inputs, inputs, tuple(outputs) if is_grouped else outputs[0])
     elif outputs is not None:
-        operation.outputs = [
+        written = [
             given if out is tensor else out.data for given, tensor, out in zip(inputs, tensors, outputs, strict=True)
         ]
-        operation.result = tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
-    if inputs and inputs[0].is_cuda:
+        operation = Operation(
+            request, inputs, written, tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
+        )
+    else:
+        operation = Operation(request, inputs)
+    if terms.device == "cuda":
         # The executor's stream waits for this event: kernels that write the inputs may still be running.
         operation.ready = torch.cuda.Event()
         operation.ready.record(torch.cuda.current_stream(inputs[0].device))
     job.controller.submit(operation, is_urgent=is_urgent)
-    handle = job.next_handle()
+    handle = next(job.handle_numbers)
     job.handles[handle] = operation
     return handle
 
@@ -160,7 +162,7 @@ def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
 
 def poll(handle: int) -> bool:
     """Returns True once the operation has completed, so that synchronize() returns at once."""
-    operation = _basics.job().handles.get(handle) if _basics.is_initialized() else None
+    operation = current.job.handles.get(handle) if current.job is not None else None
     if operation is None:
         raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
     return bool(operation.is_done)
@@ -176,18 +178,18 @@ _result = attrgetter("result")
 
 def fetch(handle: int, pick: Any) -> Any:
     """Waits for the operation and returns `pick(operation)`; None for an unknown handle."""
-    if not _basics.is_initialized():
+    job = current.job
+    operation = job.handles.get(handle) if job is not None else None
+    if job is None or operation is None:
         return None
-    job: Job = _basics.job()
-    operation = job.handles.get(handle)
-    if operation is None:
-        return None
-    try:
-        # When many handles are waited for in turn, most are done by the time the first one is.
-        if not operation.is_done or operation.error:
+    # When many handles are waited for in turn, most are done by the time the first one is.
+    if not operation.is_done or operation.error:
+        try:
             _wait(job, operation)
-    finally:
-        job.handles.pop(handle, None)
+        except BaseException:
+            job.handles.pop(handle, None)
+            raise
+    job.handles.pop(handle, None)
     if operation.ready is not None:
         # `ready` now marks the end of the operation on the executor's stream; the caller's stream waits for it.
         stream = torch.cuda.current_stream(operation.inputs[0].device)
@@ -219,7 +221,7 @@ def join(device: int = -1) -> int:
     Returns the rank that joined last. `device` is accepted for Horovod's sake: the zeros are allocated on the device type
     of the other ranks' tensors.
     """
-    job: Job = _basics.job()
+    job = current.running()
     operation = Operation(Request("join", "join"))
     job.controller.submit_join(operation)
     _wait(job, operation)
@@ -229,5 +231,5 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
-    number = _basics.job().next_barrier(process_set.process_set_id)
+    number = current.running().next_barrier(process_set.process_set_id)
     synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))

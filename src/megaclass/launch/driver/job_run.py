@@ -43,7 +43,7 @@ from megaclass.launch.wire.protocol import ProtocolError
 _SETTLE_S = 3.0
 """After one host could not be reached, others may fail for the same reason; after this time all are named at once."""
 _PAUSED_TICK_S = 0.02
-"""How often a full screen is looked at."""
+"""Interval at which the driver checks whether a full screen has room again."""
 
 
 class JobRun:

@@ -20,7 +20,7 @@ from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement, passed_on
 from megaclass.launch.versions import differences
-from megaclass.launch.wire.agent_messages import ip_address
+from megaclass.launch.wire.checks import ip_address
 
 
 class JobStart:
@@ -73,6 +73,7 @@ class JobStart:
 
     def compare_versions(self, pipes: AgentPipes) -> None:
         """Records a problem if the hosts have different versions of Python, torch or megaclass."""
+        # A single host was not asked for its versions (needs_versions).
         if len(pipes.all) == 1:
             return
         found = differences({agent.name: agent.hello.get("versions", {}) for agent in pipes.all})
@@ -87,6 +88,7 @@ class JobStart:
 
     def failure(self, num_hosts: int) -> Outcome:
         """Prints the problems and returns the outcome of a job that was not started."""
+        # One host may have several problems; a difference between hosts belongs to none of them.
         hosts = tuple(dict.fromkeys(host for host, _ in self.problems if host))
         for _, problem in self.problems:
             self._messages.say(problem)
@@ -100,6 +102,7 @@ class JobStart:
         address, port = _address_of_first_host(pipes.all), first.hello["port"]
         self._messages.detail(f"run {self._run_id}: rank 0 listens at {address}, port {port} of {first.name}")
         for agent in pipes.all:
+            # Before the message is sent: from here on a lost agent may have left ranks behind.
             agent.state = PipeState.RUNNING
         store_port = first.hello.get("store_port", 0)
         pipes.send({"do": "go", "address": address, "port": port, "store_port": store_port})
@@ -109,6 +112,7 @@ class JobStart:
         return {
             "token": self.token,
             "secret": self._secret,
+            # By its run id in the environment, an orphan killer recognises the processes of this start.
             "run_id": self.run_id_of(number),
             "restart": self._restart,
             "host": placement.host.name,
@@ -134,6 +138,7 @@ def _address_of_first_host(agents: Sequence[AgentPipe]) -> str:
     """
     first = agents[0]
     remote = [agent for agent in agents if not agent.placement.host.is_local]
+    # --network-interface was given, and host 0 has told the address of that interface.
     if "address" in first.hello:
         return str(first.hello["address"])
     if not remote or len(agents) == 1:

@@ -23,7 +23,7 @@ from megaclass.launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
 from megaclass.launch.hang.local_watch import LocalHangWatch
 from megaclass.launch.hosts import Host
 from megaclass.launch.launchers.ssh import this_machine
-from megaclass.launch.network import hold_store_port, reserve_port
+from megaclass.launch.network import hold_store_port, listen_for_rank_0, reserve_port
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
@@ -70,13 +70,16 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
         shared = job_environment(new_secret(), store.getsockname()[1])
         pages: dict[int, StatusPage] = {}
+        listener = listen_for_rank_0(store, "127.0.0.1")
         for world in placement.worlds:
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
             base = {**threads, **without_other_starters(env)}
             page = pages[world.rank] = StatusPage()
+            # MEGACLASS_STARTER tells the ranks that they are not under torchrun, whose variables they get.
             own = {"MEGACLASS_STARTER": "megaclass", FD_NAME: str(page.fileno())}
-            supervisor.start(world.rank, command, {**base, **placed, **shared, **own}, pass_fds=[page.fileno()])
+            whole = {**base, **placed, **shared, **own}
+            supervisor.start(world.rank, command, whole, pass_fds=[page.fileno()], store=listener)
         return _LocalJob(supervisor, signals, LocalHangWatch(supervisor, pages, socket.gethostname())).wait()
 
 
@@ -113,6 +116,7 @@ class _LocalJob:
                 self._status = EXIT_HUNG
                 self._end()
         self._supervisor.end()
+        # A rank that failed counts more than others that asked to be resumed.
         return self._status or (EXIT_RESUME_ME if self._wants_resume else 0)
 
     def _on_signal(self, number: int) -> None:

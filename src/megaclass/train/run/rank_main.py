@@ -121,7 +121,7 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
 
 
 def _train_and_save(run: Run, model: Model, first_step: int) -> TrainingResult:
-    """Collective. Trains with a checkpoint writer; signals are heard until the last checkpoint is on the disk."""
+    """Collective. Trains with a checkpoint writer; signals are handled until the last checkpoint is on the disk."""
     config = run.config
     signals = StopSignals(is_main=run.world.is_main)
     with signals.heard():
