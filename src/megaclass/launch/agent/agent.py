@@ -36,6 +36,7 @@ from pathlib import Path
 from megaclass.distributed.network.addresses import interfaces
 from megaclass.distributed.restart_progress import FD_NAME, ProgressFile
 from megaclass.errors import LaunchError
+from megaclass.launch.agent.hang_reporter import LOOK_S, HangReporter
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
 from megaclass.launch.network import hold_store_port, interface_towards, listen_for_rank_0, present, reserve_port
 from megaclass.launch.plan import interface_environment, job_environment, rank_environment, without_other_starters
@@ -102,6 +103,7 @@ class Agent:
         self._stopped: set[int] = set()
         self._progress = ProgressFile()
         self._step: int | None = None
+        self._hangs = HangReporter(job["host"], job["hang_timeout_s"], self._say)
         self._is_connected = True
         self._is_ending = False
         self._helpers_until = 0.0
@@ -157,6 +159,10 @@ class Agent:
                     # Heartbeats need no case: any byte has already renewed _heard_at.
                     case "signal":
                         self._supervisor.send_signal(int(message["number"]))
+                    case "stacks":
+                        self._hangs.report_stacks(message["name"], self._supervisor.running(), self._read_stderr)
+                    case "verdict":
+                        self._hangs.keep_verdict(message)
                     case "end":
                         self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
         except ProtocolError as error:
@@ -228,13 +234,14 @@ class Agent:
                 **job_environment(self._job["secret"], go["store_port"]),
                 "MEGACLASS_RESTART": str(self._job["restart"]),
             }
+            page = self._hangs.new_page(world.rank)
             try:
                 worker = self._supervisor.start(
                     world.rank,
                     self._job["command"],
-                    env | {FD_NAME: str(self._progress.fileno())},
+                    env | {FD_NAME: str(self._progress.fileno())} | self._hangs.environment(world.rank),
                     Path(self._job["workdir"]),
-                    pass_fds=[self._progress.fileno()],
+                    pass_fds=[self._progress.fileno(), page.fileno()],
                     store=store,
                 )
                 self._watch(worker)
@@ -269,8 +276,15 @@ class Agent:
             assert closed is not None
             closed.close()
             return False
-        self._say({"say": "output", "rank": worker.rank, "stream": stream}, data)
+        if not self._hangs.take_output(worker.rank, stream, data):
+            self._say({"say": "output", "rank": worker.rank, "stream": stream}, data)
         return True
+
+    def _read_stderr(self, rank: int) -> None:
+        """Reads what a rank has printed on stderr, while the loop waits for its stacks."""
+        for pipe in [pipe for pipe, (owner, stream) in self._pipes.items() if (owner.rank, stream) == (rank, "stderr")]:
+            while self._on_output(pipe):
+                continue
 
     def _note_progress(self) -> None:
         if (step := self._progress.step()) != self._step:
@@ -309,12 +323,13 @@ class Agent:
         if self._is_ending or self._helpers_until:
             return _TICK_S
         now = time.monotonic()
-        return max(0.0, min(self._beat_at, self._heard_at + self._silence_s) - now)
+        return max(0.0, min(self._beat_at, self._heard_at + self._silence_s, now + LOOK_S) - now)
 
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._heard_at > self._silence_s:
             self._lose_driver(f"the driver has sent nothing for {now - self._heard_at:.1f} s")
+        self._hangs.look(self._supervisor.running(), is_beat=now >= self._beat_at)
         if now >= self._beat_at:
             self._beat_at = now + beat_interval(self._job["heartbeat_s"])
             # The orphan killers count a silent agent as dead, just as the driver does.

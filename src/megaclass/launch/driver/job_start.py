@@ -147,6 +147,7 @@ class JobStart:
             "needs_versions": len(self._placements) > 1,
             "heartbeat_s": options.heartbeat_s,
             "grace_s": options.grace_s,
+            "hang_timeout_s": options.hang_timeout_s,
         }
 
 

@@ -8,7 +8,7 @@ is a ProtocolError, upon which the driver treats the host as failed.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megaclass.launch.wire.checks import Check, ip_address, is_whole, one_of, text, whole
+from megaclass.launch.wire.checks import Check, ip_address, is_whole, number, one_of, text, truth, whole
 from megaclass.launch.wire.plain_text import plain_text
 from megaclass.launch.wire.protocol import Message, ProtocolError
 
@@ -22,8 +22,10 @@ MAX_REMARKS = 1000
 _MAX_PID = 1 << 22
 _MAX_STEP = 1 << 62
 _MAX_VERSIONS = 32
-_REMARKS = ("note", "refuse", "stopped")
-_ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress")
+_REMARKS = ("note", "refuse", "stopped", "kept")
+_ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress", "status", "stacks", "kept")
+_WITH_BYTES = ("output", "stacks")
+_STATES = ("answered", "stopped", "kernel", "silent", "ended")
 
 
 class AgentMessageChecker:
@@ -46,7 +48,7 @@ class AgentMessageChecker:
             raise ProtocolError(f"an unknown message {_shown(kind)}")
         if kind in _ONLY_WHILE_RUNNING and not is_running:
             raise ProtocolError(f"{kind!r} before its ranks were started")
-        if payload and kind != "output":
+        if payload and kind not in _WITH_BYTES:
             raise ProtocolError(f"{kind!r} with {len(payload)} bytes of output")
         found: Message = {"say": kind}
         for name, (check, is_needed) in fields.items():
@@ -84,6 +86,17 @@ class AgentMessageChecker:
             "exit": {"rank": rank, "pid": pid, "code": (whole(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
             "progress": {"step": (whole(0, _MAX_STEP), True)},
+            # Where the ranks are: seconds since the last progress of any, and of one that is late.
+            "status": {"idle_s": (number, True), "silent_s": (number, False), "is_training": (truth, False)},
+            "kept": {"folder": (text(), True)},
+            "stacks": {
+                "rank": rank,
+                "pid": pid,
+                "state": (one_of(_STATES), True),
+                "step": (whole(-1, _MAX_STEP), True),
+                "main_thread": (whole(0, (1 << 64) - 1), True),
+                **dict.fromkeys(("phase", "detail", "waits_for", "file_wait"), (text(), True)),
+            },
         }
 
     def _note_order(self, message: Message) -> None:
