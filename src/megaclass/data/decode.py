@@ -126,6 +126,16 @@ def fit_image(image_HW3: NDArray[np.uint8], image_size: tuple[int, int], fit: Fi
     return padded_HW3
 
 
+def encode_jpeg(image_HW3: NDArray[np.uint8], quality: int) -> bytes:
+    """Returns the image as a JPEG whose colours have the full resolution."""
+    import simplejpeg
+
+    encoded: bytes = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(image_HW3), quality=quality, colorspace="RGB", colorsubsampling="444"
+    )
+    return encoded
+
+
 def image_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
     """Returns (height, width) of the upright image, read from the header alone."""
     if encoded.startswith(_JPEG_MARK):

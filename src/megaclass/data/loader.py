@@ -56,6 +56,7 @@ class Batch:
 
     def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
         """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
+        # Copied as bytes, a quarter of the floats' traffic, and converted on the device.
         treatment, pixels = self.treatment, self.images[rows].to(device, non_blocking=True)
         if device.type == "cuda" and can_prepare(treatment.augment):
             return prepare(
@@ -179,6 +180,7 @@ class BatchLoader:
         indices_B: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
         num_resized = self._reader.fill(epoch, step, range(num_rows), images_BHW3, indices_B)
         self.bad_images.add_read(num_rows)
+        # Added once per batch, not per image, because all workers share the lock.
         with self._counting:
             self.num_resized += num_resized
         labels_B = torch.from_numpy(self.source.labels[indices_B])
@@ -204,11 +206,13 @@ class BatchLoader:
         upcoming = first
         try:
             for _ in range(first, stop):
+                # Batches are submitted in order and taken in order, whichever thread finishes first.
                 while upcoming < stop and len(waiting) < self.num_prefetched:
                     waiting.append(pool.submit(self.load, *divmod(upcoming, self.steps_per_epoch)))
                     upcoming += 1
                 yield waiting.popleft().result()
         finally:
+            # Also when the caller drops the generator: no thread may read on after its run has ended.
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _from_processes(self, settings: LoaderSettings, first: int, stop: int) -> Iterator[Batch]:
@@ -233,7 +237,8 @@ class BatchLoader:
 
 
 def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Half of the images, another half each epoch; asked of the image, not of the rank that happens to hold it."""
+    """Returns which images are mirrored: half of them, another half in each epoch, on whichever rank they are."""
+    # The topmost bit of a hash is a fair coin.
     bits = combine64(seed, _MIRROR_SALT, epoch, indices.astype(np.uint64))
     return (bits >> np.uint64(63)).astype(bool)
 
@@ -251,6 +256,7 @@ def _require_fillable(
             f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
             f"{source.describe()}."
         )
+    # Only the last step of an epoch can be smaller than the others.
     smallest = order.batch_size(order.steps_per_epoch - 1)
     if smallest // world_size < 2:
         raise DataError(

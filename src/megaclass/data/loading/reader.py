@@ -104,6 +104,7 @@ class BatchReader:
             return 0
         num_resized = 0
         for row, index in zip(rows, wanted_R.tolist(), strict=True):
+            # A replaced image keeps its row but changes its index, and with it the label.
             indices_B[row], is_resized = self._fill_one(images_BHW3[row], index)
             num_resized += is_resized
         return num_resized
@@ -122,6 +123,7 @@ class BatchReader:
                 return index, self._decode(out_HW3, index)
             except DataError as error:
                 self._on_bad(index, error)
+            # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
             chain = combine64(self.plan.seed, _REPLACE_SALT, wanted, attempt)
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
