@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit, decode_into
-from megaclass.data.order import ClassOrder, ImageOrder, Order
+from megaclass.data.order import ClassOrder, FileOrder, ImageOrder, Order
 from megaclass.data.sources.pixel_file import PixelFileSource
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.errors import DataError, is_transient
@@ -38,7 +38,7 @@ class BatchPlan:
     seed: int = 0
     fit: Fit = "squash"
     keep_last: bool = False
-    order: Literal["images", "classes"] = "images"
+    order: Literal["images", "classes", "file"] = "images"
     images_per_class: int = 1
 
     @property
@@ -47,6 +47,8 @@ class BatchPlan:
         return -(-self.global_batch // self.world_size)
 
     def order_of(self, source: ImageSource) -> Order:
+        if self.order == "file":
+            return FileOrder(num_images=source.num_images, global_batch=self.global_batch, seed=self.seed)
         if self.order == "images":
             return ImageOrder(
                 num_images=source.num_images,
