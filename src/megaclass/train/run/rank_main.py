@@ -94,6 +94,9 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     own_status().name_folder(folder.path.absolute())
     run = open_run(config, world, device, folder, hosts)
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
+    if world.is_main and device.type == "cuda":
+        # A start takes from ten seconds to half a minute (benchmarks/startup.md): say what is being waited for.
+        _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
     model = build_model(config, run.source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
     num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
@@ -112,7 +115,9 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
         _logger.info(run.source.describe())
         _logger.info(sizes)
     with run.events.ending_noted():
-        outcome = _train_and_save(run, model, first_step)
+            if device.type == "cuda":
+            _logger.info("the first step compiles programs for the GPU, unless they are in Triton's cache …")
+    outcome = _train_and_save(run, model, first_step)
     if run.loader.bad_images.num_bad:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
