@@ -23,7 +23,7 @@ from megaclass.evaluate.results import write_results
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.model import load
 
-SAMPLE_MUTATIONS = 400
+SAMPLE_MUTATIONS = 60
 
 
 def with_its_digest(whole: bytes, rng: np.random.Generator) -> bytes:

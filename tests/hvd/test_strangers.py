@@ -196,11 +196,11 @@ except LaunchError as error:
 @pytest.mark.parametrize(
     ("name", "has_secret"),
     [
-        ("who/1", True),
+        pytest.param("who/1", True, marks=pytest.mark.soak),
         ("who", True),
-        ("endpoint", True),
+        pytest.param("endpoint", True, marks=pytest.mark.soak),
         ("set 0/ring/1", True),
-        ("networks/1", False),
+        pytest.param("networks/1", False, marks=pytest.mark.soak),
         ("networks", False),
     ],
 )

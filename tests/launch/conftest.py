@@ -286,7 +286,9 @@ def _why_no_bed() -> str:
 def bed_of_the_session() -> Iterator[Bed]:
     if reason := _why_no_bed():
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="megaclass-bed-"))
+    folder = Path(tempfile.gettempdir(), f"megaclass-bed-{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this number
+    folder.mkdir(mode=0o700)
     bed = Bed(folder)
     try:
         bed.start_in_background("up", "3")

@@ -140,7 +140,9 @@ def test_an_outage_shorter_than_the_limit_costs_nothing(bed, tmp_path):
 
 # By TCP (as from a host where no process listens), and by ICMP (as from most firewalls).
 REJECTS = pytest.mark.parametrize(
-    "verdict", ["reject with tcp reset", "reject with icmp type admin-prohibited"], ids=["reset", "icmp"]
+    "verdict",
+    ["reject with tcp reset", pytest.param("reject with icmp type admin-prohibited", marks=pytest.mark.soak)],
+    ids=["reset", "icmp"],
 )
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megaclass.distributed.gloo_exit import end_gloo
 from megaclass.distributed.network.connection_watch import ConnectionWatch
+from megaclass.distributed.rank_status import own_status
 from megaclass.errors import ConnectionLostError
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.job import Job, current
@@ -61,6 +62,8 @@ class _Basics:
 
     def _start(self, ranks: list[int] | None, wanted: list[ProcessSet]) -> Job:
         settings = settings_from_environment()
+        # Under `megaclass run` the agent can then ask for the stacks of this rank at any time.
+        own_status().give_stacks()
         watch = watch_connections()
         try:
             job = self._connect(ranks, wanted, settings, watch)

@@ -80,6 +80,7 @@ class Supervisor:
 
     def __enter__(self) -> "Supervisor":
         if self._adopts:
+            # Orphans of the ranks then become children of this process instead of init's, and can be found and reaped.
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._orphan_killers = [self._start_orphan_killer() for _ in range(_NUM_ORPHAN_KILLERS)]
         return self
@@ -119,6 +120,7 @@ class Supervisor:
                 list(command),
                 env={**env, orphan_killer.RUN_ID_NAME: self._run_id},
                 cwd=workdir,
+                # The agent's own stdin is its connection to the driver; no rank may read from it.
                 stdin=subprocess.DEVNULL if self._captures else None,
                 stdout=pipe,
                 stderr=pipe,
@@ -145,6 +147,7 @@ class Supervisor:
         """Sends a signal to every worker that runs, and to its children in the same process group."""
         for worker in self.running():
             with contextlib.suppress(ProcessLookupError):
+                # The worker leads its own session, so that its pid is also the number of its process group.
                 os.killpg(worker.pid, number)
 
     def end(self, grace_s: float | None = None, first: int = signal.SIGTERM) -> None:
@@ -197,6 +200,7 @@ class Supervisor:
         now = time.monotonic()
         if self._kill_at is None or now < self._kill_at:
             return False
+        # The first SIGKILL starts the clock for processes that cannot be killed.
         self._give_up_at = self._give_up_at or now + _UNKILLABLE_S
         if now > self._give_up_at:
             names = ", ".join(f"{pid} ({_name(pid)})" for pid in left)
@@ -224,6 +228,7 @@ class Supervisor:
         kept = {worker.pid for worker in self.running()} | {killer.process.pid for killer in self._orphan_killers}
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                # WNOWAIT leaves it a zombie: its exit code belongs to `reap` or to keep_watch.
                 if ended.si_pid in kept:
                     return
                 os.waitpid(ended.si_pid, 0)
