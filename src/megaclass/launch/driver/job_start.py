@@ -97,7 +97,7 @@ class JobStart:
     def go(self, pipes: AgentPipes) -> None:
         """Tells every agent where rank 0 listens, upon which it starts its ranks."""
         first = pipes.all[0]
-        address, port = _address_of_first_host(pipes.all), first.hello["port"]
+        address, port = address_of_first_host(pipes.all), first.hello["port"]
         self._messages.detail(f"run {self._run_id}: rank 0 listens at {address}, port {port} of {first.name}")
         for agent in pipes.all:
             agent.state = PipeState.RUNNING
@@ -126,7 +126,7 @@ class JobStart:
         }
 
 
-def _address_of_first_host(agents: Sequence[AgentPipe]) -> str:
+def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
     """Returns an address of host 0 that the other hosts reach, as an ssh connection has used it.
 
     The names in -H may be known to ssh alone, but ssh's connection has numeric addresses.

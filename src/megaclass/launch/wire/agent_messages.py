@@ -20,7 +20,7 @@ MAX_OUTPUT_BYTES = 1 << 16
 MAX_REMARKS = 1000
 """Maximum number of an agent's remarks in one start; each becomes a message of the driver."""
 _MAX_PID = 1 << 22
-_MAX_STEP = 1 << 62
+MAX_STEP = 1 << 62
 _MAX_VERSIONS = 32
 _REMARKS = ("note", "refuse", "stopped")
 _ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress")
@@ -32,7 +32,7 @@ class AgentMessageChecker:
     """Checks the messages of one agent during one start. ranks: those that the agent was given."""
 
     def __init__(self, ranks: Collection[int]) -> None:
-        self._ranks = frozenset(ranks)
+        self._ranks = set(ranks)
         self._exited: set[int] = set()
         self._has_introduced_itself = False
         self._num_remarks = 0
@@ -69,26 +69,26 @@ class AgentMessageChecker:
         A check returns the value, or raises ValueError with what is allowed.
         """
         rank = (self._rank, True)
-        pid = (_whole_number(1, _MAX_PID), True)
+        pid = (whole_number(1, _MAX_PID), True)
         return {
             "beat": {},
             "done": {},
             "hello": {
                 "pid": pid,
-                "ssh": (_text, False),
+                "ssh": (text, False),
                 "address": (ip_address, False),
-                "port": (_whole_number(1, 65535), 0 in self._ranks),
-                "store_port": (_whole_number(0, 65535), False),
+                "port": (whole_number(1, 65535), 0 in self._ranks),
+                "store_port": (whole_number(0, 65535), False),
                 "versions": (_versions, False),
             },
-            "refuse": {"why": (_text, True)},
-            "note": {"text": (_text, True)},
+            "refuse": {"why": (text, True)},
+            "note": {"text": (text, True)},
             "started": {"pids": (self._pids, True)},
-            "output": {"rank": rank, "stream": (_one_of(STREAMS), True)},
+            "output": {"rank": rank, "stream": (one_of(STREAMS), True)},
             # Signals 1 to 64 are negative; an exit code is one byte.
-            "exit": {"rank": rank, "pid": pid, "code": (_whole_number(-64, 255), True)},
+            "exit": {"rank": rank, "pid": pid, "code": (whole_number(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
-            "progress": {"step": (_whole_number(0, _MAX_STEP), True)},
+            "progress": {"step": (whole_number(0, MAX_STEP), True)},
         }
 
     def _note_order(self, message: Message) -> None:
@@ -112,8 +112,11 @@ class AgentMessageChecker:
         return int(value)
 
     def _pids(self, value: Any) -> dict[int, int]:
+        return self._pids_of(value, self._ranks)
+
+    def _pids_of(self, value: Any, ranks: Collection[int]) -> dict[int, int]:
         what = "a pid for each rank of this host"
-        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in self._ranks}:
+        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in ranks}:
             raise ValueError(what)
         if not all(_is_whole(pid) and 1 <= pid <= _MAX_PID for pid in value.values()):
             raise ValueError(what)
@@ -134,7 +137,9 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole_number(least: int, most: int) -> Check:
+def whole_number(least: int, most: int) -> Check:
+    """Returns a check for whole numbers of a range."""
+
     def check(value: Any) -> int:
         if not _is_whole(value) or not least <= value <= most:
             raise ValueError(f"a whole number from {least} to {most}")
@@ -143,7 +148,9 @@ def _whole_number(least: int, most: int) -> Check:
     return check
 
 
-def _one_of(allowed: Collection[str]) -> Check:
+def one_of(allowed: Collection[str]) -> Check:
+    """Returns a check for one of several texts."""
+
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"one of {', '.join(allowed)}")
@@ -152,7 +159,8 @@ def _one_of(allowed: Collection[str]) -> Check:
     return check
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Returns a text without control characters; raises ValueError for anything else."""
     if not isinstance(value, str):
         raise ValueError("a text")
     return plain_text(value)
@@ -167,5 +175,5 @@ def _versions(value: Any) -> dict[str, str]:
 
 
 def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    shown = ascii(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"
