@@ -28,10 +28,12 @@ test-fast: $(VENV)/.dev-installed
 test-gpu: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m gpu
 
-# Each round meets every kind of fault once: 7 rounds are 210 trials. Needs root.
+# Each round of faults.py meets every kind of fault once. Needs root. fuzz.py reads 100,000 mutations of each kind of file.
 ROUNDS ?= 7
+MUTATIONS ?= 100000
 soak: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m soak --timeout=3600
+	$(BIN)/python tests/soak/fuzz.py --count $(MUTATIONS) --out benchmarks/fuzz.md
 	$(BIN)/python tests/soak/faults.py --rounds $(ROUNDS) --out benchmarks/soak.md
 
 lint: $(VENV)/.dev-installed

@@ -5,9 +5,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import megaclass
-from megaclass.errors import CheckpointError
+from megaclass.errors import CheckpointError, DataError, UserError
 from megaclass.evaluate.protocol import Evaluator
 from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.export.run_export import export_model
@@ -55,6 +56,50 @@ def test_ten_lines_of_python(make_run, tmp_path, picture):
     assert np.diag(cosines) == pytest.approx(1, abs=1e-5)
     assert cosines[0, 1] > cosines[0, 2]
     assert model.embed([]).shape == (0, 16)
+
+
+def test_one_image_in_every_form_gives_the_same_row(make_run, tmp_path, picture, capsys):
+    path = tmp_path / "one.png"
+    path.write_bytes(picture(1))
+    model = megaclass.load(make_run())
+    pixels = np.array(Image.open(path))
+    bytes_3HW = torch.from_numpy(pixels).permute(2, 0, 1)
+    inputs_3HW = bytes_3HW / 127.5 - 1
+    expected = model.embed([path])
+    for given in (path, str(path), Image.open(path), pixels, pixels[None], bytes_3HW, bytes_3HW[None], inputs_3HW):
+        assert model.embed(given).shape == (1, 16)
+        assert model.embed(given) == pytest.approx(expected, abs=1e-5)
+    mixture = model.embed([str(path), Image.open(path), pixels, bytes_3HW])
+    assert mixture == pytest.approx(np.repeat(expected, 4, 0), abs=1e-5)
+    # Grey images are the same in all three channels.
+    grey = Image.open(path).convert("L")
+    assert model.embed(grey) == pytest.approx(model.embed(np.asarray(grey)), abs=1e-6)
+
+    batch = torch.stack([inputs_3HW, inputs_3HW.flip(2)])
+    embeddings = model(batch)
+    assert embeddings.shape == (2, 16)
+    assert embeddings.requires_grad
+    added = torch.nn.functional.normalize(embeddings.sum(0, keepdim=True)).detach().numpy()
+    assert added == pytest.approx(expected, abs=1e-5)
+    assert "expects [-1, 1]" not in capsys.readouterr().err
+    model.embed(inputs_3HW / 2 + 0.5)
+    assert "none of them below 0: the network expects [-1, 1]" in capsys.readouterr().err
+    for bad, words in (
+        (pixels.astype(np.float32), "expected RGB bytes"),
+        (bytes_3HW.float(), r"values from \d+ to \d+: they must lie in \[-1, 1\]"),
+        (np.zeros((32, 32, 4), np.uint8), r"shape \(32, 32, 4\) and uint8: expected RGB bytes"),
+        (7, "an object of int: expected the path of an image"),
+        ([None], "Cannot embed image 0"),
+        (tmp_path, "is a folder: give its files"),
+        (np.zeros((16, 16, 3), np.uint8), 'fit="pad"'),
+    ):
+        with pytest.raises(DataError, match=words):
+            model.embed(bad)
+    with pytest.raises(DataError, match=r"it takes \(B, 3, 32, 32\) of a floating dtype"):
+        model(inputs_3HW)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"megaclass.load was asked for device 'cuda', but torch .* sees no GPU"):
+            megaclass.load(path, device="cuda")
 
 
 def test_a_running_mean_of_the_weights_is_what_is_loaded(make_run):

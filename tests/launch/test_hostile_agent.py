@@ -219,10 +219,9 @@ def assert_harmless(message: dict[str, object], payload: bytes) -> None:
             assert isinstance(text, str) and len(text) <= 2001 and plain_lines(text) == text and "\n" not in text
 
 
-@pytest.mark.parametrize("num_mutations", [5_000, pytest.param(100_000, marks=pytest.mark.soak)])
-def test_mutated_messages_are_errors_or_harmless(num_mutations):
+def test_mutated_messages_are_errors_or_harmless():
     rng = random.Random(16)
-    num_accepted = 0
+    num_accepted, num_mutations = 0, 5_000
     for _ in range(num_mutations):
         wire = mutated(rng)
         talk = AgentMessageChecker([1, 2])

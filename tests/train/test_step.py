@@ -19,7 +19,7 @@ from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
-from megaclass.head.step.stats import HeadMeasures
+from megaclass.head.step.stats import HeadStats
 from megaclass.train.build import Model, build_model
 from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.metrics import Meter, check_finite
@@ -412,12 +412,12 @@ def test_the_meter_leaves_evaluation_out_of_the_speed(monkeypatch):
     assert meter.images_per_second() == 3.0
 
 
-def test_the_meter_tells_the_measures_of_the_last_step_unless_that_was_skipped():
-    measures = HeadMeasures(*torch.tensor([0.25, 3.0, 0.5], dtype=torch.float64))
+def test_the_meter_tells_the_head_stats_of_the_last_step_unless_that_was_skipped():
+    stats = HeadStats(*torch.tensor([0.25, 3.0, 0.5], dtype=torch.float64))
     meter = Meter(12, [], CPU)
     for skipped in (False, True):
         meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
-        meter.add(StepResult(torch.tensor(1.0), torch.tensor(skipped), measures))
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(skipped), stats))
         row = meter.read()
         told = [row.get(name) for name in ("target_cosine", "head_gradient_norm", "sampled_share")]
         assert told == ([None] * 3 if skipped else [0.25, 3.0, 0.5])

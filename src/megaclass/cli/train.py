@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,6 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         return 0
     from megaclass.train.run.launch_ranks import start_training
     from megaclass.train.run.restart import StartMode
-    from megaclass.world import world_from_environment
 
     mode = StartMode(
         resume=options.resume,
@@ -90,13 +88,7 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         matches_classes=options.match_classes,
         trusts_numbers=options.same_numbers,
     )
-    code = start_training(config, given[1:], mode)
-    if world_from_environment().size > 1:
-        # Some ranks aborted while the interpreter shut down (docs/decisions.md). Their work is done: skip that part.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return start_training(config, given[1:], mode)
 
 
 def _import_config(options: argparse.Namespace, given: list[str]) -> int:

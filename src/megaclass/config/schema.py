@@ -55,7 +55,7 @@ class DataConfig:
     mirror: bool = True
     """Mirror half of the training images at random; evaluation then adds the embedding of the mirrored image."""
     augment: str = ""
-    """Augmentations with their probabilities: crop:0.2,low_resolution,blur,colour,grey,occlusion,jpeg:0.1; empty for none."""
+    """Augmentations with their probabilities, such as crop:0.2,affine,warp,blur,jpeg:0.1; empty for none. docs/data.md lists them."""
     order: Literal["images", "classes"] = "images"
     """images: every image once per epoch; classes: all classes equally often, independent of their number of images."""
     images_per_class: int = 1

@@ -79,6 +79,39 @@ def crop(images: Tensor, draws: Tensor) -> Tensor:
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
+def affine(images: Tensor, draws: Tensor) -> Tensor:
+    """Rotates by up to 15 degrees, scales by 0.8 to 1.25, shears by up to 0.2 and moves by up to a tenth of the size."""
+    draws = draws.to(images.device, non_blocking=True)
+    angle = _between(draws[:, 0], -math.pi / 12, math.pi / 12)
+    scale, shape = (_between(draws[:, number], -0.22, 0.22).exp() for number in (1, 2))
+    shear = _between(draws[:, 3], -0.2, 0.2)
+    shift_u, shift_v = (_between(draws[:, number], -0.2, 0.2) for number in (4, 5))
+    # The grid says where each new pixel comes from, so these are the inverses of what happens to the image. Rows are scaled
+    # by the ratio of the sides, so that a rotated rectangle is not sheared.
+    ratio = images.shape[-2] / images.shape[-1]
+    width, height = scale * shape.sqrt(), scale / shape.sqrt()
+    row_u = torch.stack([width * angle.cos(), (shear * width - angle.sin()) * ratio, shift_u], 1)
+    row_v = torch.stack([angle.sin() * height / ratio, height * angle.cos(), shift_v], 1)
+    grid = F.affine_grid(torch.stack([row_u, row_v], 1), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def warp(images: Tensor, draws: Tensor) -> Tensor:
+    """Bends the image by smooth waves of up to 5 % of its size, as no two hands write the same line."""
+    draws = draws.to(images.device, non_blocking=True)
+    height, width = images.shape[-2:]
+    v = torch.linspace(-1, 1, height, device=images.device)[None, :, None]
+    u = torch.linspace(-1, 1, width, device=images.device)[None, None, :]
+    turn = 2 * math.pi
+    phases = (draws * turn)[:, :, None, None]
+    strength = _between(draws[:, 6], 0.0, 0.05)[:, None, None]
+    # Two waves per direction: one over the whole image and one of half its length.
+    moved_u = u + strength * ((v * turn / 4 + phases[:, 0]).sin() + (v * turn / 2 + u * turn / 4 + phases[:, 1]).sin())
+    moved_v = v + strength * ((u * turn / 4 + phases[:, 2]).sin() + (u * turn / 2 + v * turn / 4 + phases[:, 3]).sin())
+    grid = torch.stack([moved_u, moved_v], -1)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=True)
+
+
 def low_resolution(images: Tensor, draws: Tensor) -> Tensor:
     """Shrinks by a factor from 1.5 to 6 and enlarges again, like a face far from the camera."""
     # A few sizes instead of one per image, so that images of equal size are resized together. The choice is made on the host,
@@ -170,6 +203,8 @@ def jpeg(images: Tensor, draws: Tensor) -> Tensor:
 
 AUGMENTATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "crop": crop,
+    "affine": affine,
+    "warp": warp,
     "low_resolution": low_resolution,
     "blur": blur,
     "colour": colour,

@@ -178,7 +178,7 @@ def _jpeg_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
             height, width, _ = _pillow_dimensions(encoded, where)
         except DataError:
             raise DataError(
-                f"Cannot decode {where}: {len(encoded)} bytes that start like a JPEG but are not one ({_said(error)})."
+                f"Cannot decode {where}: {len(encoded)} bytes that start like a JPEG but are not one ({_brief(error)})."
             ) from error
     _require_reasonable(height, width, where)
     return height, width
@@ -195,7 +195,9 @@ def _decode_jpeg(encoded: bytes, where: str) -> NDArray[np.uint8]:
         try:
             return _decode_with_pillow(encoded, where)
         except DataError:
-            raise DataError(f"Cannot decode {where}: damaged JPEG of {len(encoded)} bytes ({_said(error)}).") from error
+            raise DataError(
+                f"Cannot decode {where}: damaged JPEG of {len(encoded)} bytes ({_brief(error)})."
+            ) from error
     return _upright(image_HW3, _jpeg_orientation(encoded))
 
 
@@ -235,14 +237,14 @@ def _pillow_failed(encoded: bytes, where: str, error: Exception) -> DataError:
         return error
     if isinstance(error, UnidentifiedImageError):
         return DataError(f"Cannot decode {where}: {_no_image(encoded)}.")
-    return DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({_said(error)}).")
+    return DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({_brief(error)}).")
 
 
 def _no_image(encoded: bytes) -> str:
     return f"{len(encoded)} bytes that are not an image (they start with {encoded[:8]!r})"
 
 
-def _said(error: Exception) -> str:
+def _brief(error: Exception) -> str:
     return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
 
 

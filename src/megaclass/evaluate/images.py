@@ -13,10 +13,12 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
 
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image
 from megaclass.data.pair_file import PairSet
-from megaclass.data.sources.files import LeftOut, has_image_name, read_image_file
+from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
 from megaclass.distributed.collectives import group_rank
 from megaclass.errors import DataError
 from megaclass.evaluate.alignment import align
@@ -96,6 +98,55 @@ class FileImages:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenImages:
+    """Images that a caller gives: paths of files, Pillow images, arrays and tensors of bytes, in any mixture."""
+
+    images: Sequence[object]
+    image_size: ImageSize
+    fit: Fit | None = None
+    resized: set[int] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        image = self.images[index]
+        return str(image) if isinstance(image, str | Path) else f"image {index} ({type(image).__name__})"
+
+    def pixels(self, index: int) -> Pixels:
+        name = self.name(index)
+        image_HW3 = pixels_of(self.images[index], name)
+        return _fitted(image_HW3, index, name, self.image_size, self.fit, self.resized)
+
+
+def pixels_of(image: object, name: str) -> Pixels:
+    """Returns (H, W, 3) RGB of a path, a Pillow image, or bytes as (H, W, 3), (H, W) or, in a tensor, (3, H, W)."""
+    if isinstance(image, str | Path):
+        if Path(image).is_dir():
+            raise DataError(f"{name} is a folder: give its files, such as sorted(Path({name!r}).glob('*.jpg')).")
+        return decode_image(read_image_file(Path(image)), name)
+    if isinstance(image, Image.Image):
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    if isinstance(image, Tensor):
+        array = image.detach().cpu().numpy()
+        array = array.transpose(1, 2, 0) if array.ndim == 3 and array.shape[0] in (1, 3) else array
+    elif isinstance(image, np.ndarray):
+        array = image
+    else:
+        raise DataError(
+            f"Cannot embed {name}: expected the path of an image file, a Pillow image, an array or a tensor."
+        )
+    is_plane = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3))
+    if array.dtype != np.uint8 or not is_plane or not array.size:
+        raise DataError(
+            f"Cannot embed {name} of shape {tuple(image.shape)} and {image.dtype}: expected RGB bytes (uint8), (H, W, 3) in "
+            f"an array or (3, H, W) in a tensor. Floating tensors must be the input of the network, (B, 3, H, W) in [-1, 1]."
+        )
+    grey = array[..., None] if array.ndim == 2 else array
+    return np.ascontiguousarray(np.broadcast_to(grey, (*grey.shape[:2], 3)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlignedImages:
     """Photos with five landmarks each, rotated and scaled onto the standard face."""
 
@@ -130,19 +181,19 @@ def find_images(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"Cannot read the images of {folder}: the folder does not exist.")
     found: list[Path] = []
-    left_out = LeftOut()
+    skipped_files = SkippedFiles()
     for parent, folders, files in os.walk(folder, followlinks=False):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for name in sorted(files):
             if has_image_name(name) and name[0] != ".":
                 found.append(Path(parent, name))
             elif name[0] != ".":
-                left_out.add(str(Path(parent, name).relative_to(folder)))
+                skipped_files.add(str(Path(parent, name).relative_to(folder)))
     if not found:
-        others = f" ({left_out.describe()})" if left_out.num_files else ""
+        others = f" ({skipped_files.describe()})" if skipped_files.num_files else ""
         raise DataError(f"{folder} holds no images: looked for {', '.join(IMAGE_SUFFIXES)} in it and below{others}.")
-    if left_out.num_files and group_rank(None) == 0:
-        _log.info("%s: %s", folder, left_out.describe())
+    if skipped_files.num_files and group_rank(None) == 0:
+        _log.info("%s: %s", folder, skipped_files.describe())
     return sorted(found)
 
 
@@ -157,7 +208,7 @@ def _fitted(
         height, width = image_HW3.shape[:2]
         raise OtherSizeError(
             f"{name} has {width} × {height} pixels, but the model takes {shown_size(image_size)}: use a model of that "
-            f"input size, or allow scaling with --resize or with --fit pad, crop or squash."
+            f'input size, or allow scaling with --resize or with --fit pad, crop or squash (in Python: fit="pad").'
         )
     resized.add(index)
     return fit_image(image_HW3, size, fit)

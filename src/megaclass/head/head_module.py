@@ -43,6 +43,8 @@ class HeadModule(nn.Module):
     """The margin's running values, 0-d float64, the same on every rank; written by the engine's update and by loading."""
     step_count: int
     """Steps done; keys the random numbers of a step."""
+    _follows_embeddings: bool = False
+    """The head was built without a device, and moves to that of the first embeddings it is given."""
 
     def _start_engine(self, engine: type[StepEngine], kernel: Kernel) -> None:
         """Forms what depends on the device and dtype of the centres, and on nothing else."""
@@ -164,6 +166,9 @@ class HeadModule(nn.Module):
             self.margin_state[name] = moved if moved.dtype == value.dtype else value.to(moved.device)
         if is_moved:
             self._start_engine(*chosen)
+        if probe.device != old.device:
+            # The user, or a wrapper such as DDP, has chosen.
+            self._follows_embeddings = False
         return self
 
     def _choose_engine(self, weight: Tensor) -> tuple[type[StepEngine], Kernel]:

@@ -109,7 +109,7 @@ def add_angle_straight_through(cosines_G: Tensor, multiplier: float, angle: floa
     return cosines_G + (shifted_G - cosines_G.detach())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NormalisedSoftmax(Margin):
     """No margin: logits are scale * cosine."""
 
@@ -119,7 +119,7 @@ class NormalisedSoftmax(Margin):
         _check_scale(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ArcFace(Margin):
     """scale * cos(theta + margin)."""
 
@@ -140,7 +140,7 @@ class ArcFace(Margin):
         return self.scale * add_angle(targets.cosines_G, self.margin)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CosFace(Margin):
     """scale * (cos(theta) - margin)."""
 
@@ -155,7 +155,7 @@ class CosFace(Margin):
         return self.scale * (targets.cosines_G - self.margin)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CombinedMargin(Margin):
     """scale * (cos(multiplier * theta + angle) - cosine): SphereFace, ArcFace and CosFace in one (m1, m2, m3)."""
 
@@ -186,7 +186,7 @@ class CombinedMargin(Margin):
         return self.scale * ((1 - 2 * (turns_G % 2)) * torch.cos(angles_G) - 2 * turns_G - self.cosine)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AdaFace(Margin):
     """A margin that adapts to image quality, read off the embedding's norm against its running mean and deviation."""
 
@@ -229,7 +229,7 @@ class AdaFace(Margin):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MagFace(Margin):
     """ArcFace with a margin that grows with the embedding's norm, and a penalty that pulls norms up."""
 
@@ -260,7 +260,7 @@ class MagFace(Margin):
         return self.penalty_weight * (norms_G / self.upper_norm**2 + 1 / norms_G)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CurricularFace(Margin):
     """ArcFace whose hard negatives (closer than the target after its margin) weigh more as training goes on."""
 
@@ -304,7 +304,7 @@ class CurricularFace(Margin):
         return {"t": state["t"] + self.momentum * (mean - state["t"])}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ElasticFace(Margin):
     """ArcFace or CosFace with a margin drawn for every image from a normal distribution.
 

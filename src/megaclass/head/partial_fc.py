@@ -27,21 +27,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaclass.distributed.collectives import group_rank, group_size
+from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
+from megaclass.head.arguments import chosen_device, chosen_margin, chosen_optimizer
 from megaclass.head.choose_engine import choose_engine
 from megaclass.head.head_module import HeadModule
-from megaclass.head.inspect import centres_of, nearest_to
-from megaclass.head.margins import ArcFace, Margin
-from megaclass.head.row_optimizers import RowOptimizer, RowSGD
+from megaclass.head.inspect import centres_of, closest_classes, cosines_with_all, nearest_to
+from megaclass.head.margins import Margin
+from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import SampleRate, rate_schedule
-from megaclass.head.settings import HeadSettings, check_batch
+from megaclass.head.settings import HeadSettings, check_batch, check_embeddings
 from megaclass.head.state.centres import STORAGE_DTYPES, Centres
 from megaclass.head.state.shards import class_range
 from megaclass.head.state.state_dict import ModuleState
 from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.gather_batch import gather_batch
 from megaclass.head.step.plan import StepPlan
-from megaclass.head.step.stats import HeadMeasures
+from megaclass.head.step.stats import HeadStats
 
 
 class PartialFC(HeadModule):
@@ -60,9 +62,9 @@ class PartialFC(HeadModule):
         embedding_dim: int,
         num_classes: int,
         *,
-        margin: Margin | None = None,
+        margin: Margin | str | None = None,
         sample_rate: SampleRate = 1.0,
-        optimizer: RowOptimizer | None = None,
+        optimizer: RowOptimizer | str | None = None,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         max_batch: int | None = None,
@@ -79,7 +81,8 @@ class PartialFC(HeadModule):
         """Collective: the ranks compare their settings.
 
         embedding_dim: D. num_classes: C, over all ranks; at least one per rank.
-        margin: ArcFace() by default. optimizer: RowSGD() by default.
+        margin: ArcFace() by default; a name such as "cosface" stands for the margin with its published values.
+        optimizer: RowSGD() by default, or a name: "sgd", "adamw", "adagrad".
         sample_rate: share of the negatives that take part, or [(first step, rate), …].
         seed: determines initial centres, drawn classes and rounding, independently of the number of ranks.
         max_batch: largest number of images per rank and forward; with it no step waits for the batch sizes.
@@ -93,14 +96,17 @@ class PartialFC(HeadModule):
         stored_bytes: most bytes of exponentials kept for backward; the rest is computed again.
         module_state: behaviour of state_dict() of a module around a head on several ranks. "refuse" raises, "whole"
             gathers all classes (collective), "local" holds this rank's classes.
+        device: by default the head moves to the device of the first embeddings it is given.
         """
         super().__init__()
+        # A script of Lightning or Accelerate may end without destroying its group, which sometimes aborts the process.
+        end_gloo_at_exit()
         self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
         self.settings = HeadSettings(
             embedding_dim=embedding_dim,
             num_classes=num_classes,
-            margin=margin if margin is not None else ArcFace(),
-            optimizer=optimizer if optimizer is not None else RowSGD(),
+            margin=chosen_margin(margin),
+            optimizer=chosen_optimizer(optimizer),
             rates=rate_schedule(sample_rate),
             seed=seed,
             max_batch=max_batch,
@@ -117,7 +123,7 @@ class PartialFC(HeadModule):
         self.margin, self.optimizer = self.settings.margin, self.settings.optimizer
         self.step_count = 0
         self.classes = class_range(num_classes, self.rank, self.world_size)
-        device = torch.device(device) if device is not None else torch.get_default_device()
+        follows_embeddings, device = device is None, chosen_device(device, group)
         if device.type == "meta":
             raise HeadError("PartialFC cannot be built on the meta device, which holds no values: give device=.")
         chosen = choose_engine(kernel, device, margin=self.margin, dtype=STORAGE_DTYPES[storage])
@@ -137,6 +143,7 @@ class PartialFC(HeadModule):
             for name, value in self.margin.initial_state.items()
         }
         self._start_engine(*chosen)
+        self._follows_embeddings = follows_embeddings
 
     # ---- the step ----------------------------------------------------------------------------------------------
 
@@ -146,6 +153,7 @@ class PartialFC(HeadModule):
         After `begin_step` it is this part's share of the step's mean. embeddings_BD: (B, D) floating, not normalised.
         labels_B: (B,) integers in [0, num_classes).
         """
+        self._settle_on(embeddings_BD.device)
         built_as = self.rank, self.world_size
         check_batch(self.settings, embeddings_BD, labels_B, built_as, self.group, self.device)
         product_dtype = self._engine.product_dtype(embeddings_BD)
@@ -174,6 +182,8 @@ class PartialFC(HeadModule):
         """
         if self._planned is not None or self._parts:
             raise HeadError("begin_step() was called inside an open step: call step() first.")
+        if labels.device.type != "cpu":
+            self._settle_on(labels.device)
         with torch.no_grad():
             no_embeddings = torch.zeros((len(labels), 0), device=self.device)
             batch = gather_batch(no_embeddings, labels, step=self.step_count, max_batch=None, group=self.group)
@@ -187,7 +197,7 @@ class PartialFC(HeadModule):
         skip: bool | Tensor = False,
         loss_scale: float | Tensor = 1.0,
         is_measured: bool = False,
-    ) -> HeadMeasures | None:
+    ) -> HeadStats | None:
         """Forms the centres' gradient, moves the rows that took part, advances the step counter. Sends nothing.
 
         skip: a flag, on the host or on the device, that leaves everything as it was. It must be the same on all ranks.
@@ -198,11 +208,17 @@ class PartialFC(HeadModule):
         if not self._parts:
             raise HeadError("step() was called without a forward and a backward before it.")
         plan, parts = self._parts[0][0], [part for _, part in self._parts]
-        measures = self._engine.update(
+        stats = self._engine.update(
             plan, parts, lr, skip=skip, loss_scale=loss_scale, step=self.step_count, is_measured=is_measured
         )
         self._close_step()
-        return measures
+        return stats
+
+    def _settle_on(self, device: torch.device) -> None:
+        """Moves a head that was built without `device` to that of the first tensors it is given."""
+        if self._follows_embeddings and self._planned is None and not self._parts and self.device != device:
+            self.to(device)
+        self._follows_embeddings = False
 
     def _close_step(self) -> None:
         self.step_count += 1
@@ -213,7 +229,9 @@ class PartialFC(HeadModule):
         if self._parts and self._parts[0][0] is not plan:
             raise HeadError(
                 "backward() came a second time before step(): for gradient accumulation hand all labels of the step to "
-                "begin_step() first."
+                "begin_step() first. Lightning's accumulate_grad_batches and Accelerate's accumulate() cannot do that: set "
+                "them to 1, load the whole batch at once, and split it in the training step as the page "
+                '"Use it in your own loop" (docs/own-loop.md) shows.'
             )
         self._parts.append((plan, part))
 
@@ -251,6 +269,26 @@ class PartialFC(HeadModule):
         all-gathers of W * k.
         """
         return nearest_to(self.store, class_id, k, self.num_classes, self.group)
+
+    def logits(self, embeddings_BD: Tensor) -> Tensor:
+        """Collective. Returns scale * cosine of these embeddings with all classes, (B, C), without margin and gradient.
+
+        For the accuracy on a batch: `(head.logits(embeddings).argmax(1) == labels).float().mean()`. With sub-centres the
+        closest one of a class counts. Each rank holds B * C numbers afterwards; predict() needs less memory. An all-gather
+        of the embeddings, and one of B * C numbers per rank.
+        """
+        self._settle_on(embeddings_BD.device)
+        check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
+        return cosines_with_all(self.store, embeddings_BD, self.num_classes, self.group).mul_(self.margin.scale)
+
+    def predict(self, embeddings_BD: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
+        """Collective. Returns the k classes closest to each embedding, best first: ids and cosines, both (B, k).
+
+        Memory for 65,536 classes at a time. An all-gather of the embeddings, and two of W * G * k numbers.
+        """
+        self._settle_on(embeddings_BD.device)
+        check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
+        return closest_classes(self.store, embeddings_BD, k, self.num_classes, self.group)
 
     def extra_repr(self) -> str:
         return (

@@ -131,6 +131,10 @@ class RowAdagrad(RowOptimizer):
         _subtract_(weight_RD, grad_RD.div_(squares_R.sqrt().add_(self.eps)[:, None]), lr)
 
 
+# The row optimizers by the names that recipes and PartialFC(optimizer=…) take.
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adamw": RowAdamW, "adagrad": RowAdagrad}
+
+
 def _subtract_(weight_RD: Tensor, direction_RD: Tensor, lr: float | Tensor) -> None:
     if isinstance(lr, Tensor):
         weight_RD.sub_(direction_RD * lr)

@@ -112,12 +112,7 @@ def check_batch(
             f"Build it after torch.distributed is initialised: under Lightning in configure_model(), under Accelerate "
             f"after Accelerator()."
         )
-    is_matrix = embeddings_BD.ndim == 2 and embeddings_BD.shape[1] == settings.embedding_dim
-    if not is_matrix or not embeddings_BD.is_floating_point():
-        raise HeadError(
-            f"Rank {rank} brought embeddings of shape {tuple(embeddings_BD.shape)} and {embeddings_BD.dtype}; the head "
-            f"expects (batch, {settings.embedding_dim}) of a floating dtype. Set embedding_dim to the backbone's."
-        )
+    check_embeddings(settings, embeddings_BD, rank, device)
     if labels_B.shape != embeddings_BD.shape[:1] or labels_B.is_floating_point():
         raise HeadError(
             f"Rank {rank} brought labels of shape {tuple(labels_B.shape)} and {labels_B.dtype} for {len(embeddings_BD)} "
@@ -127,5 +122,18 @@ def check_batch(
         raise HeadError(
             f"Rank {rank} brought {len(labels_B)} images, more than max_batch={settings.max_batch}: raise max_batch."
         )
+
+
+def check_embeddings(settings: HeadSettings, embeddings_BD: Tensor, rank: int, device: torch.device) -> None:
+    """Raises for embeddings of another shape, dtype or device than the head's. Reads no values."""
+    is_matrix = embeddings_BD.ndim == 2 and embeddings_BD.shape[1] == settings.embedding_dim
+    if not is_matrix or not embeddings_BD.is_floating_point():
+        raise HeadError(
+            f"Rank {rank} brought embeddings of shape {tuple(embeddings_BD.shape)} and {embeddings_BD.dtype}; the head "
+            f"expects (batch, {settings.embedding_dim}) of a floating dtype. Set embedding_dim to the backbone's."
+        )
     if embeddings_BD.device != device:
-        raise HeadError(f"Embeddings are on {embeddings_BD.device}, the head is on {device}: move one of them.")
+        raise HeadError(
+            f"Rank {rank} brought embeddings on {embeddings_BD.device}, the head is on {device}: build the head with "
+            f"device={str(embeddings_BD.device)!r}, or move it there with head.to(…)."
+        )

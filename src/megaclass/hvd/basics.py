@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.gloo_exit import end_gloo
 from megaclass.distributed.network.connection_watch import ConnectionWatch
-from megaclass.distributed.process_group import wait_for_gloo_threads
 from megaclass.errors import ConnectionLostError
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.job import Job, current
@@ -97,8 +97,8 @@ class _Basics:
 
     def _shutdown_at_exit(self) -> None:
         self.shutdown()
-        # Threads of gloo, also those of a group that the script made, must not outlive the interpreter.
-        wait_for_gloo_threads()
+        # Also a group that the script itself has made.
+        end_gloo()
 
     def shutdown(self) -> None:
         """Leaves the job. Operations of other ranks that need this one fail there."""

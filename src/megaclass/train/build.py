@@ -23,7 +23,7 @@ from megaclass.distributed.wire_formats import compression_hook
 from megaclass.errors import ConfigError
 from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
-from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
 from megaclass.image_size import ImageSize, compact_size, height_and_width
 from megaclass.train.ema import Ema
 from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
@@ -147,13 +147,8 @@ def build_margin(config: HeadConfig) -> Margin:
 
 
 def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
-    builders: dict[str, Any] = {
-        "sgd": partial(RowSGD, momentum=config.momentum),
-        "adamw": RowAdamW,
-        "adagrad": RowAdagrad,
-    }
-    optimizer: RowOptimizer = builders[config.optimizer](weight_decay=config.weight_decay)
-    return optimizer
+    fields: dict[str, Any] = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    return ROW_OPTIMIZERS[config.optimizer](weight_decay=config.weight_decay, **fields)
 
 
 def _build_backbone(

@@ -73,7 +73,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
     new_bar = progress_bar("class means", source.num_images) if world.is_main else nullcontext(None)
     starts = range(0, source.num_images, config.train.global_batch)
     nothing = torch.zeros((0, 3, *run.image_size), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
-    batches = data_errors.kept(_batches(run, starts), nothing)
+    batches = data_errors.keep_error(_batches(run, starts), nothing)
     is_failed = torch.zeros((), dtype=torch.bool)
     with evaluating(model.backbone), new_bar as bar:
         for start, (images_B, labels_B) in zip(starts, batches, strict=False):

@@ -38,7 +38,7 @@ _SHOWN_WAIT_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """How training ended; the same on every rank."""
 
     num_steps: int
@@ -51,7 +51,7 @@ class Outcome:
     """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
 
 
-def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, signals: StopSignals) -> Outcome:
+def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, signals: StopSignals) -> TrainingResult:
     """Collective. Trains from `first_step` to the last step, or until a signal asks to stop; saves checkpoints."""
     config, loader, device = run.config, run.loader, run.device
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
@@ -73,7 +73,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     new_sinks = open_sinks(config, run.folder, is_new=first_step == 0) if run.world.is_main else no_sinks()
     with ExitStack() as held, new_bar as bar:
         send_row = on_every_rank(partial(held.enter_context, new_sinks), device)
-        for step, batch in enumerate(meter.batches(data_errors.kept(batches, refused)), start=first_step):
+        for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1
             is_last = done == num_steps
@@ -82,7 +82,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
             is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
-            with data_errors.heard_by_all(device):
+            with data_errors.raised_on_all_ranks(device):
                 meter.add(training_step(model, batch, config, lr=lr, step=step, device=device, is_measured=is_reported))
 
             detail, numbers = "", {}
@@ -105,7 +105,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             # The checkpoint is on its way: what the run has done is not lost.
             if stop:
                 break
-    return Outcome(done, meter.last_loss, meter.images_per_second(), stop, None if stop else results)
+    return TrainingResult(done, meter.last_loss, meter.images_per_second(), stop, None if stop else results)
 
 
 def report(row: dict[str, float], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:

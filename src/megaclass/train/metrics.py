@@ -61,7 +61,7 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Returns the row of metrics since the last call; waits for the device. Skipped steps do not count in means.
 
-        The head's measures are those of the last step; they are missing if that one was skipped.
+        The head's statistics are those of the last step; they are missing if that one was skipped.
         """
         # One transfer for all steps since the last row.
         losses = torch.stack([result.loss for result in self._results]).double().cpu()
@@ -79,12 +79,12 @@ class Meter:
         }
         if self._paused_s:
             row["evaluation_s"] = self._paused_s
-        measures = self._results[-1].measures
-        if measures is not None and is_counted[-1]:
+        head_stats = self._results[-1].head_stats
+        if head_stats is not None and is_counted[-1]:
             row |= {
-                "target_cosine": float(measures.target_cosine),
-                "head_gradient_norm": float(measures.gradient_norm),
-                "sampled_share": float(measures.sampled_share),
+                "target_cosine": float(head_stats.target_cosine),
+                "head_gradient_norm": float(head_stats.gradient_norm),
+                "sampled_share": float(head_stats.sampled_share),
             }
         if self._device.type == "cuda":
             row["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
-from megaclass.head.step.stats import HeadMeasures
+from megaclass.head.step.stats import HeadStats
 from megaclass.train.build import Model
 
 # Keeps the division by a gradient norm of zero finite.
@@ -24,7 +24,7 @@ class StepResult:
     """Mean over the global batch, the same on every rank; NaN if the embeddings were."""
     was_skipped: Tensor
     """0-d bool, the same on every rank."""
-    measures: HeadMeasures | None = None
+    head_stats: HeadStats | None = None
     """Only if requested; meaningless if the step was skipped."""
 
 
@@ -52,8 +52,8 @@ def training_step(
         # The other ranks abandon the same step, so their heads stay in step with this one.
         model.head.abandon_step()
         return StepResult(torch.full((), torch.nan, device=device), was_skipped)
-    was_skipped, measures = _update(model, config, lr, is_measured)
-    return StepResult(loss, was_skipped, measures)
+    was_skipped, head_stats = _update(model, config, lr, is_measured)
+    return StepResult(loss, was_skipped, head_stats)
 
 
 def _forward_backward(model: Model, batch: Batch, config: Config, step: int, device: torch.device) -> Tensor:
@@ -80,8 +80,8 @@ def _forward_backward(model: Model, batch: Batch, config: Config, step: int, dev
     return torch.stack(losses).sum()
 
 
-def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple[Tensor, HeadMeasures | None]:
-    """Updates backbone and centres; returns whether the step was skipped, and the head's measures. The same on every rank.
+def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple[Tensor, HeadStats | None]:
+    """Updates backbone and centres; returns whether the step was skipped, and the head's statistics. The same on every rank.
 
     The backbone's gradients are averaged over the ranks by now, so every rank computes the same norm and decision.
     """
@@ -106,7 +106,7 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
         model.optimizer.step()
     # The centres follow the schedule of the backbone, scaled to their own peak.
     head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
-    measures = model.head.step(
+    head_stats = model.head.step(
         lr=lr * head_factor,
         skip=is_bad,
         loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
@@ -119,4 +119,4 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     if model.ema is not None:
         model.ema.follow(is_bad)
     model.statistics.put_back(is_bad)
-    return is_bad, measures
+    return is_bad, head_stats

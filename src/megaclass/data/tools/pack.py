@@ -72,7 +72,7 @@ class PackOptions:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackResult:
     num_images: int
     num_resumed: int
     """Records that an interrupted run had written."""
@@ -89,7 +89,7 @@ def pack(
     class_names: bytes = b"",
     num_threads: int = 1,
     on_progress: Progress | None = None,
-) -> Packed:
+) -> PackResult:
     """Writes the folder `out`, which appears whole or not at all. `on_progress` gets the images done and their total.
 
     class_names: one per line, line i for class i; written as classes.txt. Empty: classes have numbers only.
@@ -120,7 +120,7 @@ def pack(
             partial.rename(out)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
-    return Packed(source.num_images, num_resumed, is_in_id2 and options.layout == "rec", job.num_other_size)
+    return PackResult(source.num_images, num_resumed, is_in_id2 and options.layout == "rec", job.num_other_size)
 
 
 class _Job:

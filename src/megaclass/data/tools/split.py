@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.fingerprint import fingerprint
+from megaclass.data.fingerprint import source_hash
 from megaclass.data.pair_file import write_pairs
 from megaclass.data.sources.open_source import data_folders
 from megaclass.data.sources.source import ImageSource
@@ -76,7 +76,7 @@ class Split:
 
     def id_for(self, source: ImageSource) -> str:
         """Returns an ID that is equal for equal splits of equal data."""
-        told = f"{fingerprint(source)} {self.by} {self.share!r} {self.seed}"
+        told = f"{source_hash(source)} {self.by} {self.share!r} {self.seed}"
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

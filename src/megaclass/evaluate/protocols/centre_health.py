@@ -28,7 +28,7 @@ _MAX_MULTIPLICATIONS = {"cpu": 10**12, "cuda": 10**16}
 _MIN_CHECKED = 100
 
 
-class Centres(Protocol):
+class CentreReader(Protocol):
     """Class centres, which need not fit into memory."""
 
     @property
@@ -162,7 +162,7 @@ def read_run_centres(run: Path) -> SavedCentres:
     return centres
 
 
-def centre_health(centres: Centres, *, device: torch.device) -> CentreHealth:
+def centre_health(centres: CentreReader, *, device: torch.device) -> CentreHealth:
     """Measures the centres in two passes; in memory are one block and the centres whose neighbours are searched."""
     num_subcentres = centres.num_rows // max(1, centres.num_classes)
     probes_PD, rows_P, norms_R = _first_pass(centres, device)
@@ -191,7 +191,7 @@ def centre_health(centres: Centres, *, device: torch.device) -> CentreHealth:
     )
 
 
-def _first_pass(centres: Centres, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
+def _first_pass(centres: CentreReader, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
     """Returns the normalised rows whose neighbours are searched, their row numbers, and the length of every row."""
     num_rows = centres.num_rows
     norms_R = np.empty(num_rows, dtype=np.float32)
@@ -221,7 +221,7 @@ def _unit(rows_BD: Tensor) -> Tensor:
 
 
 def _closest(
-    scores_P: NDArray[np.float32], first_P: NDArray[np.int64], second_P: NDArray[np.int64], centres: Centres
+    scores_P: NDArray[np.float32], first_P: NDArray[np.int64], second_P: NDArray[np.int64], centres: CentreReader
 ) -> list[tuple[str, str, float]]:
     pairs: dict[tuple[int, int], float] = {}
     for place in np.argsort(-scores_P, kind="stable").tolist():

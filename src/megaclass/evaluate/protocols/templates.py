@@ -4,6 +4,7 @@ A feature is f(x) + f(mirrored x) of the aligned photo, times the score of the f
 media of the mean over each medium's frames, normalised. docs/evaluation.md describes the files and landmarks.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -321,6 +322,11 @@ def _read_galleries(meta: Path, name: str, known: set[int]) -> tuple[dict[str, I
 def _template_list(path: Path, known: set[int]) -> Integers:
     """Reads (T, 2) template and subject. Some files list a template once per frame; it counts once."""
     rows = [row.split(",")[:2] for row in _text(path).splitlines()[1:] if row.strip()]
+    if not rows:
+        raise DataError(f"{path} lists no templates: expected lines `template,subject` after a line of titles.")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != 2:
+            raise DataError(f"Line {number} of {path} has one column: expected `template,subject`.")
     listed = _numbers(rows, path, first_line=2).astype(np.int64)
     _require_templates(set(listed[:, 0].tolist()), known, path)
     _, first = np.unique(listed[:, 0], return_index=True)
@@ -353,6 +359,8 @@ def _numbers(rows: Iterable[list[str]], path: Path, first_line: int = 1) -> NDAr
             numbers.append([float(text) for text in row])
         except ValueError as error:
             raise DataError(f"Line {number} of {path}: {error}.") from error
+        if not all(map(math.isfinite, numbers[-1])):
+            raise DataError(f"Line {number} of {path}: {' '.join(row)[:80]!r} holds a number that is not finite.")
     return np.array(numbers)
 
 

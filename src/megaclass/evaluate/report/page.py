@@ -6,6 +6,7 @@ dark follows the reader's system.
 """
 
 import base64
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -75,13 +76,7 @@ def render_report(report: ReportData) -> str:
     """Returns the page. The template decides which sections appear: one without content is left out."""
     runs = [(place, model) for place, model in enumerate(report.models) if not model.is_baseline]
     trained = [(place, model) for place, model in runs if model.metrics]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("report.html.j2").render(
+    return _template().render(
         title=report.title,
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
@@ -100,6 +95,17 @@ def render_report(report: ReportData) -> str:
         versions=" · ".join(f"{name} {value}" for name, value in report.versions.items()),
         configurations=[(model.name, model.config_text) for _, model in runs if model.config_text],
     )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("report.html.j2")
 
 
 def script_digest() -> str:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from megaclass.distributed.network.addresses import interfaces
-from megaclass.distributed.restart_progress import FD_NAME, ProgressMark
+from megaclass.distributed.restart_progress import FD_NAME, ProgressFile
 from megaclass.errors import LaunchError
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
 from megaclass.launch.network import hold_store_port, interface_towards, present, reserve_port
@@ -90,7 +90,7 @@ class Agent:
         self._pipes: dict[int, tuple[Worker, str]] = {}
         self._is_reading_pipes = True
         self._stopped: set[int] = set()
-        self._progress = ProgressMark()
+        self._progress = ProgressFile()
         self._step: int | None = None
         self._is_connected = True
         self._is_ending = False

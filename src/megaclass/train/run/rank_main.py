@@ -19,7 +19,7 @@ from megaclass.errors import CheckpointError, ExportError, TrainError
 from megaclass.launch.exit_codes import EXIT_RESUME_ME
 from megaclass.train.build import Model, build_model
 from megaclass.train.evaluation import evaluate_model
-from megaclass.train.loop import Outcome, train
+from megaclass.train.loop import TrainingResult, train
 from megaclass.train.run.data import describe_sizes
 from megaclass.train.run.finish import finish_run
 from megaclass.train.run.folder import RunFolder
@@ -37,12 +37,12 @@ _STDERR = 2
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A run after its last step, ready to be evaluated and exported."""
 
     run: Run
     model: Model
-    outcome: Outcome
+    outcome: TrainingResult
 
 
 def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
@@ -74,7 +74,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     return 0
 
 
-def train_in_group(config: Config, world: World, device: torch.device, mode: StartMode, held: ExitStack) -> Trained:
+def train_in_group(config: Config, world: World, device: torch.device, mode: StartMode, held: ExitStack) -> TrainedRun:
     """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done."""
     folder = RunFolder(Path(config.train.run_dir))
     mode = prepare_run(config, folder, world, device, mode, held)
@@ -104,10 +104,10 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
         _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
-    return Trained(run, model, outcome)
+    return TrainedRun(run, model, outcome)
 
 
-def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
+def _train_and_save(run: Run, model: Model, first_step: int) -> TrainingResult:
     """Collective. Trains with a checkpoint writer; signals are heard until the last checkpoint is on the disk."""
     config = run.config
     signals = StopSignals(is_main=run.world.is_main)
@@ -118,7 +118,7 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
             keep=config.train.keep_checkpoints,
             device=run.device,
             class_names=run.classes.text,
-            data=run.data_marks,
+            data=run.data_fingerprint,
             is_asynchronous=config.train.async_checkpoints,
         ) as writer:
             # Host memory for the copies is allocated now, so that the first save takes no longer than the others.

@@ -6,7 +6,7 @@ import torch
 
 from megaclass.checkpoint.class_names import ClassList
 from megaclass.config.schema import Config
-from megaclass.data.fingerprint import DataMarks, marks_of
+from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
@@ -28,7 +28,7 @@ class Run:
     loader: BatchLoader
     classes: ClassList
     """Names or numbers of the classes, the same on every rank."""
-    data_marks: DataMarks
+    data_fingerprint: DataFingerprint
     """Fingerprint of the data on rank 0; empty on the other ranks, which do not compute it."""
 
     @property
@@ -41,7 +41,9 @@ def open_run(config: Config, world: World, device: torch.device, folder: RunFold
     """Collective. Opens the data on every rank; rank 0 computes its fingerprint, which reads up to 256 images."""
     source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
     classes = on_every_rank(lambda: class_list(config.data.path, source), device)
-    marks = on_every_rank_for_long(lambda: marks_of(source) if world.is_main else DataMarks(), device)
+    data_fingerprint = on_every_rank_for_long(
+        lambda: fingerprint_of(source) if world.is_main else DataFingerprint(), device
+    )
     return Run(
         config=config,
         world=world,
@@ -50,5 +52,5 @@ def open_run(config: Config, world: World, device: torch.device, folder: RunFold
         source=source,
         loader=loader,
         classes=classes,
-        data_marks=marks,
+        data_fingerprint=data_fingerprint,
     )

@@ -1,0 +1,78 @@
+"""Turns the margin, row optimizer and device that a user gives to PartialFC into objects, or says what to give instead."""
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megaclass.distributed.devices import usable_device
+from megaclass.errors import HeadError
+from megaclass.head.margins import MARGINS, ArcFace, Margin
+from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
+
+_T = TypeVar("_T")
+
+
+def chosen_margin(given: Margin | str | None) -> Margin:
+    """Returns the margin itself, the one of that name with its published values, or ArcFace() for None."""
+    if given is None:
+        return ArcFace()
+    if isinstance(given, str):
+        return _by_name({name: cls for name, (cls, _) in MARGINS.items()}, given, "margin")()
+    if not isinstance(given, Margin):
+        allowed = f"an instance such as ArcFace(scale=64, margin=0.5), or one of {', '.join(MARGINS)}"
+        raise HeadError(
+            f"PartialFC margin is {_described(given)}; it must be {allowed}. {_call_it(given, Margin)}".strip()
+        )
+    return given
+
+
+def chosen_optimizer(given: RowOptimizer | str | None) -> RowOptimizer:
+    """Returns the row optimizer itself, the one of that name with its default values, or RowSGD() for None."""
+    if given is None:
+        return RowSGD()
+    if isinstance(given, str):
+        return _by_name(ROW_OPTIMIZERS, given, "optimizer")()
+    if isinstance(given, RowOptimizer):
+        return given
+    text = f"PartialFC optimizer is {_described(given)}; it must be RowSGD(), RowAdamW() or RowAdagrad()."
+    is_class = isinstance(given, type)
+    if isinstance(given, torch.optim.Optimizer) or (is_class and issubclass(given, torch.optim.Optimizer)):
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        row = {"adam": "RowAdamW()", "adamw": "RowAdamW()", "adagrad": "RowAdagrad()"}.get(name.lower(), "RowSGD()")
+        raise HeadError(
+            f"{text} Optimizers of torch.optim update all rows of a parameter, and the head updates only the centres that "
+            f"took part in a step. Use optimizer={row} here, give the learning rate to head.step(lr=…), and keep "
+            f"torch.optim for the backbone."
+        )
+    raise HeadError(f"{text} {_call_it(given, RowOptimizer)}".strip())
+
+
+def chosen_device(given: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    """Returns the device of a new head; for None torch's default device, or the current GPU if the group is for GPUs only."""
+    if given is not None:
+        return usable_device(given, "PartialFC")
+    default = torch.get_default_device()
+    # A group of NCCL alone cannot exchange anything between CPUs.
+    is_for_gpus = dist.is_initialized() and "cpu" not in dist.get_backend_config(group) and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if default.type == "cpu" and is_for_gpus else default
+
+
+def _by_name(known: Mapping[str, type[_T]], given: str, what: str) -> type[_T]:
+    if given.lower() in known:
+        return known[given.lower()]
+    close = difflib.get_close_matches(given.lower(), known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise HeadError(f"PartialFC {what} is {given!r}; it must be one of {', '.join(known)}.{hint}")
+
+
+def _described(given: object) -> str:
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    return f"an object of {type(given).__module__}.{type(given).__qualname__}"
+
+
+def _call_it(given: object, base: type) -> str:
+    return f"Write {given.__name__}(), with parentheses." if isinstance(given, type) and issubclass(given, base) else ""
