@@ -1,6 +1,7 @@
 """The agent of an elastic job: it starts and ends single workers and passes messages between them and the driver.
 
-    driver -> agent     start (workers), publish (a generation), changed (hosts), dismiss (workers), kill (workers)
+    driver -> agent     start (workers), publish (a generation), changed (hosts), broken (a generation),
+                        dismiss (workers), kill (workers)
     agent -> driver     started, ready, committed, failed, exit, spare (ports for the next generation)
 
 A worker has a number that no other worker of the job ever has; messages name it in the field `rank`, as those of other jobs
@@ -55,11 +56,11 @@ class ElasticAgent(Agent):
                 self._start_all(message)
             case "publish":
                 self._publish(message)
-            case "changed":
+            case "changed" | "broken":
+                said = {"say": message["do"], **{name: message[name] for name in message if name != "do"}}
                 for number, channel in self._channels.items():
                     if self._tokens.get(number) == message["token"]:
-                        only_removals = message["only_removals"]
-                        channel.send({"say": "changed", "token": message["token"], "only_removals": only_removals})
+                        channel.send(said)
             case "dismiss":
                 for number in message["workers"]:
                     if number in self._channels:

@@ -123,9 +123,16 @@ class ElasticAgents:
 
     def announce_change(self, token: str, *, only_removals: bool) -> None:
         """Tells all workers of the generation that the hosts have changed."""
+        self._tell_all({"do": "changed", "token": token, "only_removals": only_removals})
+
+    def announce_break(self, token: str) -> None:
+        """Tells all workers of the generation that a member is gone, so that they do not wait for it."""
+        self._tell_all({"do": "broken", "token": token})
+
+    def _tell_all(self, message: Message) -> None:
         for agent in self.by_host.values():
             if agent.state is PipeState.RUNNING:
-                agent.send({"do": "changed", "token": token, "only_removals": only_removals})
+                agent.send(message)
 
     def order(self, what: str, workers: Collection[WorkerRecord], **more: object) -> None:
         """Sends an order about workers to their agents."""

@@ -1,4 +1,4 @@
-"""Which hosts an elastic job may use, asked once per second: a script, a host file, or the fixed list of -H.
+"""Discovery of the hosts that an elastic job may use, once per second: a script, a host file, or the fixed list of -H.
 
 A thread asks, because a script may take its time. The driver takes the answers from its loop, woken by a socket. A failure, or
 an answer that cannot be read, is reported once, and the last good answer stands. Standard library only.

@@ -19,6 +19,7 @@ Everything happens in one thread, in `run`. Messages and times change the state 
     WorkerTable          all workers: rank, ready or not, leaving or not     messages of the agents
     _generation, _size   the generation that was published last              _publish
     _announced           the change that its members were told of            _announce_change, _publish
+    _has_announced_break its members were told that one of them is gone      _form_generation, _publish
     _short_since         since when there are too few ranks                  _is_enough
     _is_closing          the last worker has ended, the agents are leaving   _decide
     WorkerEvents         what messages mean; is_aware, is_finishing, …       messages of the agents, losses
@@ -37,6 +38,7 @@ from megaclass.launch.driver.ssh import SshSettings
 from megaclass.launch.elastic.agents import ElasticAgents
 from megaclass.launch.elastic.discovery import Discovery, HostTable, Source
 from megaclass.launch.elastic.generation import Generation, WorkerRecord, chosen, in_rank_order, listed, worlds_of
+from megaclass.launch.elastic.worker import Why
 from megaclass.launch.elastic.worker_events import WorkerEvents
 from megaclass.launch.elastic.worker_table import WorkerTable, named
 from megaclass.launch.exit_codes import EXIT_HOST_LOST, EXIT_USER_ERROR, exit_status
@@ -69,6 +71,7 @@ class ElasticRun:
         self._generation: Generation | None = None
         self._size = 0
         self._announced: tuple[frozenset[int], frozenset[int]] | None = None
+        self._has_announced_break = False
         self._short_since: float | None = None
         self._is_closing = False
         self._beat_at = 0.0
@@ -256,6 +259,10 @@ class ElasticRun:
             return
         if self._events.broken_at is None:
             self._events.broken_at = now
+        has_failed = len(members) < self._size or any(w.is_ready and w.why is not Why.CHANGED for w in members)
+        if has_failed and not self._has_announced_break:
+            self._has_announced_break = True
+            self._agents.announce_break(self._generation.token)
         if not members:
             self._end_after_failure()
         elif all(worker.is_ready for worker in members):
@@ -343,6 +350,7 @@ class ElasticRun:
         self._events.note_generation(generation.number, members, worlds, self._size)
         self._size = len(members)
         self._announced = None
+        self._has_announced_break = False
 
     # ---- ends ----
 

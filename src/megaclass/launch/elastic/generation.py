@@ -1,4 +1,4 @@
-"""Who is a member of the next generation, and with which rank. Pure functions of the workers. Standard library only."""
+"""Members of the next generation and their ranks: pure functions of the workers. Standard library only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -96,7 +96,7 @@ def worlds_of(members: Sequence[WorkerRecord]) -> dict[int, World]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """What the driver publishes: everything by which the ranks of one generation find and trust each other."""
+    """A generation that the driver publishes: everything by which the ranks of one generation find and trust each other."""
 
     number: int
     token: str
