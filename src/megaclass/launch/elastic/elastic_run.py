@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_end import JobEnd
-from megaclass.launch.driver.outcome import Outcome
+from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.ssh import SshSettings
 from megaclass.launch.elastic.agents import ElasticAgents
@@ -88,8 +88,8 @@ class ElasticRun:
                     self._abandon()
                     break
                 self._beat(now)
-                if self._end.is_ending:
-                    self._pipes.drop_starting()
+                if self._end.decision.reason is not Reason.NONE:
+                    self._close_if_empty()
                 elif not self._is_closing:
                     self._decide(now)
                 self._wait(now)
@@ -191,10 +191,7 @@ class ElasticRun:
         if self._events.is_finishing:
             waiting = [worker for worker in self._table.staying() if worker.is_ready or worker.rank is None]
             self._dismiss(waiting, "the job is finished")
-            if not self._table.alive:
-                self._is_closing = True
-                self._pipes.drop_starting()
-                self._end.finish()
+            self._close_if_empty()
             return
         self._open_agents(now)
         if self._generation is None or self._events.is_aware:
@@ -372,6 +369,13 @@ class ElasticRun:
         """Ends the job: its first failure decides the exit code."""
         outcome, report = self._events.first_failure or (Outcome(exit_code=EXIT_HOST_LOST, may_restart=False), "")
         self._end.end(outcome, report=report)
+
+    def _close_if_empty(self) -> None:
+        """Lets the agents leave when the last worker has ended: they do not leave by themselves, as those of other jobs do."""
+        self._pipes.drop_starting()
+        if not self._table.alive and not self._is_closing:
+            self._is_closing = True
+            self._end.finish()
 
     def _abandon(self) -> None:
         for agent in self._pipes.unfinished():

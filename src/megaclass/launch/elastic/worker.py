@@ -178,19 +178,24 @@ class ElasticWorker:
         with self._lock:
             self._has_left = True
             self._send({"do": "ready", "why": str(why)})
-            while True:
-                left_s = ends_at - time.monotonic()
-                if left_s <= 0:
-                    raise LaunchError(f"{self._name()} waited {timeout_s:g} s for the next generation of the job.")
-                message = next((m for m in self._receive(left_s) if m.get("say") in ("assignment", "dismissed")), None)
-                if message is not None:
-                    break
+            message, later = self._wait_for_answer(ends_at, timeout_s)
             if message["say"] == "dismissed":
                 raise Dismissed(str(message["why"]))
             self.here = _assignment(message)
             self._is_changed = self._has_only_removals = self._is_broken = self._has_left = self._has_committed = False
             os.environ.update({str(name): str(value) for name, value in message["env"].items()})
+            # What came together with the assignment already concerns the new generation.
+            self._take(later)
             return self.here
+
+    def _wait_for_answer(self, ends_at: float, timeout_s: float | None) -> tuple[Message, list[Message]]:
+        """Returns the answer to "ready" and the messages that came with it."""
+        while (left_s := ends_at - time.monotonic()) > 0:
+            messages = self._receive(left_s)
+            for number, message in enumerate(messages):
+                if message.get("say") in ("assignment", "dismissed"):
+                    return message, messages[number + 1 :]
+        raise LaunchError(f"{self._name()} waited {timeout_s:g} s for the next generation of the job.")
 
     def committed(self, step: int = 0) -> None:
         """Tells the driver that this generation has made progress. Only the first call in a generation sends anything."""

@@ -40,6 +40,8 @@ class WorkerEvents:
         self._output, self._messages = io.output, io.messages
         self._generation = 0
         self._disturbed_at: float | None = None
+        """Time of the first failure since the last commit, and the generation of the last one."""
+        self._failed_generation = 0
 
     def handle(self, agent: AgentPipe, message: Message, payload: bytes, token: str) -> None:
         """Handles one message of one agent. token: of the current generation; empty before the first one."""
@@ -114,9 +116,9 @@ class WorkerEvents:
             case "failed":
                 self._messages.detail(f"rank {worker.shown_rank} on {worker.host} left: {message['text']}")
             case "committed":
-                # The job has made progress: an earlier failure is not the reason if it ends later.
-                self.first_failure = None
-                if self._disturbed_at is not None:
+                # The job has made progress since: an earlier failure is not the reason if it ends later.
+                if self._disturbed_at is not None and self._generation > self._failed_generation:
+                    self.first_failure = None
                     seconds = time.monotonic() - self._disturbed_at
                     self._disturbed_at = None
                     self._messages.say(f"generation {self._generation} trains, {seconds:.1f} s after the failure.")
@@ -150,6 +152,7 @@ class WorkerEvents:
     def _note_failure(self, outcome: Outcome, report: str) -> None:
         self.first_failure = self.first_failure or (outcome, report)
         self._disturbed_at = self._disturbed_at or time.monotonic()
+        self._failed_generation = self._generation
 
     def _ban(self, name: str) -> str:
         pause_s = self._hosts.ban(name, time.monotonic())
