@@ -20,9 +20,7 @@ import pytest
 MARK = "MEGACLASS_TEST_MARK"
 
 
-def wait_until(
-    condition: Callable[[], object], timeout_s: float = 30.0, what: str | Callable[[], str] = "it"
-) -> float:
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, what: str | Callable[[], str] = "it") -> float:
     """Seconds until the condition held. what: a name for it, or a function that tells the story when it is too late."""
     begun = time.monotonic()
     while not condition():
@@ -289,7 +287,9 @@ def _why_no_bed() -> str:
 def bed_of_the_session() -> Iterator[Bed]:
     if reason := _why_no_bed():
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="megaclass-bed-"))
+    folder = Path(tempfile.gettempdir(), f"megaclass-bed-{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this number
+    folder.mkdir(mode=0o700)
     bed = Bed(folder)
     try:
         bed.start_in_background("up", "3")

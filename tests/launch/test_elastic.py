@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.launch.conftest import wait_until
 
 JOB = [sys.executable, str(Path(__file__).with_name("elastic_job.py"))]
@@ -113,7 +112,9 @@ def test_too_few_ranks_end_the_job_after_the_elastic_timeout(run, quick):
     os.kill(pid_of(job, 1), signal.SIGKILL)
     assert job.wait() == 137
     assert "localhost gets no new ranks (no --blacklist-cooldown-range)" in job.err
-    assert "1 rank(s) can run, but 2 are needed (--min-np): waiting for hosts for up to 1 s (--elastic-timeout)" in job.err
+    assert (
+        "1 rank(s) can run, but 2 are needed (--min-np): waiting for hosts for up to 1 s (--elastic-timeout)" in job.err
+    )
     assert "no new generation: 1 rank(s) can run, 2 are needed (--min-np)" in job.err
     assert "the first to fail was rank 1 on localhost" in job.err
 

@@ -302,6 +302,23 @@ def test_an_agent_killed_together_with_its_watchers_leaves_nothing_behind(run, a
 
 
 @pytest.mark.parametrize(
+    "behind", ["sleep 600; echo never", 'python3 -c \'import subprocess as s; s.run(["sleep", "600"])\'; :']
+)
+def test_all_watchers_killed_at_the_same_instant_leave_no_rank_behind_a_shell(run, behind):
+    """Driver, agent and both orphan killers: the kernel kills the ranks' process groups."""
+    started = run.start("-np", "2", "bash", "-c", f"echo up; {behind}")
+    started.says("up", times=2)
+    [agent] = [pid for pid in run.processes() if b"megaclass.launch.agent.agent" in command_line(pid)]
+    killed = [started.pid, *orphan_killers(run), agent]
+    assert len(killed) == 4
+    for pid in killed:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    run.seconds_until_nothing_is_left(SOON_S)
+
+
+@pytest.mark.parametrize(
     "daemon",
     ["{} &", "(setsid {} &);", "(env -i setsid {} &);"],
     ids=["in the background", "in a session of its own", "without the run's id"],

@@ -127,6 +127,16 @@ def fit_image(image_HW3: NDArray[np.uint8], image_size: tuple[int, int], fit: Fi
     return padded_HW3
 
 
+def encode_jpeg(image_HW3: NDArray[np.uint8], quality: int) -> bytes:
+    """Returns the image as a JPEG whose colours have the full resolution."""
+    import simplejpeg
+
+    encoded: bytes = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(image_HW3), quality=quality, colorspace="RGB", colorsubsampling="444"
+    )
+    return encoded
+
+
 def to_tensor(images_BHW3: NDArray[np.uint8]) -> torch.Tensor:
     """Returns (B, 3, H, W), contiguous and still uint8, which is a quarter of the traffic to the device."""
     return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2).contiguous()

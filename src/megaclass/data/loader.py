@@ -52,6 +52,7 @@ class Batch:
 
     def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
         """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
+        # Copied as bytes, a quarter of the floats' traffic, and converted on the device.
         images, indices_B = normalise(self.images[rows].to(device, non_blocking=True)), self.indices[rows]
         if self.treatment.mirror:
             mirror_(images, mirrored(self.treatment.seed, self.epoch, indices_B))
@@ -140,11 +141,13 @@ class BatchLoader:
         upcoming = first
         try:
             for _ in range(first, stop):
+                # Batches are submitted in order and taken in order, whichever thread finishes first.
                 while upcoming < stop and len(waiting) < self.num_prefetched:
                     waiting.append(pool.submit(self.load, *divmod(upcoming, self.steps_per_epoch)))
                     upcoming += 1
                 yield waiting.popleft().result()
         finally:
+            # Also when the caller drops the generator: no thread may read on after its run has ended.
             pool.shutdown(wait=True, cancel_futures=True)
 
     def load(self, epoch: int, step: int) -> Batch:
@@ -153,13 +156,16 @@ class BatchLoader:
         if isinstance(self.source, PixelSource):
             images_BHW3 = self.source.pixels(indices_B, self.image_size)
         else:
+            # Memory of an earlier batch to which nothing refers any more. Fresh pages would have to be zeroed by the kernel.
             whole = self._memory.take(math.prod(self._batch_shape)).reshape(self._batch_shape)
             images_BHW3 = whole[: len(indices_B)]
             num_resized = 0
             for row, index in enumerate(indices_B.tolist()):
+                # A replaced image keeps its row but changes its index, and with it the label below.
                 indices_B[row], is_resized = self._fill(images_BHW3[row], index)
                 num_resized += is_resized
             self.bad_images.add_read(len(indices_B))
+            # Added once per batch, not per image, because all workers share the lock.
             with self._counting:
                 self.num_resized += num_resized
         labels_B = torch.from_numpy(self.source.labels[indices_B])
@@ -187,6 +193,7 @@ class BatchLoader:
                 return index, decode_into(out_HW3, self._read(index), self.source.name_of(index), self.fit)
             except DataError as error:
                 self.bad_images.add_bad(index, error)
+            # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
             chain = combine64(self.order.seed, _REPLACE_SALT, wanted, attempt)
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
@@ -235,6 +242,7 @@ class BadImages:
             self.num_bad += 1
             is_new = index not in self.indices
             self.indices.add(index)
+            # A run that has only read a few images is judged as if it had read more, unless there are no more.
             judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
             # An image that fails in every epoch counts once here.
             num_different = len(self.indices)
@@ -250,7 +258,8 @@ class BadImages:
 
 
 def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Half of the images, another half each epoch; asked of the image, not of the rank that happens to hold it."""
+    """Returns which images are mirrored: half of them, another half in each epoch, on whichever rank they are."""
+    # The topmost bit of a hash is a fair coin.
     bits = combine64(seed, _MIRROR_SALT, epoch, indices.astype(np.uint64))
     return (bits >> np.uint64(63)).astype(bool)
 
@@ -276,6 +285,7 @@ def _require_fillable(
             f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
             f"{source.describe()}."
         )
+    # Only the last step of an epoch can be smaller than the others.
     smallest = order.batch_size(order.steps_per_epoch - 1)
     if smallest // world_size < 2:
         raise DataError(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaclass.distributed.gloo_exit import end_gloo
 from megaclass.distributed.network.connection_watch import ConnectionWatch, OwnConnections
+from megaclass.distributed.rank_status import own_status
 from megaclass.errors import ConnectionLostError, UserError
 from megaclass.hvd.engine.control_connection import close_listeners
 from megaclass.hvd.engine.controller import Controller
@@ -94,6 +95,8 @@ class _Basics:
 
     def _start_once(self, ranks: list[int] | None, wanted: list[ProcessSet]) -> Job:
         settings = settings_from_environment()
+        # Under `megaclass run` the agent can then ask for the stacks of this rank at any time.
+        own_status().give_stacks()
         watch = watch_connections()
         try:
             job = self._connect(ranks, wanted, settings, watch)

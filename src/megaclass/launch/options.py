@@ -238,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     times.add_argument(
         "--hang-timeout", type=seconds, default=0.0, metavar="S",
-        help="end the job if no rank prints anything for this long (default: off)",
+        help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",
     )  # fmt: skip
     times.add_argument(
         "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default 0)",

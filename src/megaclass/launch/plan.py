@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megaclass.distributed.network.job_secret import JOB_SECRET
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
-from megaclass.world import OWN_ADDRESS, OWN_PORT, TORCHRUN_VARIABLES, World, environment_of
+from megaclass.world import OWN_ADDRESS, OWN_PORT, STORE_FD, STORE_PORT, TORCHRUN_VARIABLES, World, environment_of
 
 STARTER = "megaclass run"
 
@@ -23,7 +23,7 @@ PASSED_ON_PREFIXES = (
 PASSED_ON_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LANGUAGE", "TZ")
 # Every host decides which GPUs it offers, and a rank takes the GPU of its local rank. If the driver is itself a rank of
 # another job, that job's secret and store port must not reach this one.
-_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, "MEGACLASS_STORE_PORT")
+_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, STORE_PORT, STORE_FD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ def job_environment(secret: str, store_port: int) -> dict[str, str]:
     store_port: 0 lets the store use MASTER_PORT.
     """
     # Empty rather than absent: the driver may have inherited the port of another job.
-    return {JOB_SECRET: secret, "MEGACLASS_STORE_PORT": str(store_port) if store_port else ""}
+    return {JOB_SECRET: secret, STORE_PORT: str(store_port) if store_port else "", STORE_FD: ""}
 
 
 def without_other_starters(env: Mapping[str, str], given: Mapping[str, str] | None = None) -> dict[str, str]:

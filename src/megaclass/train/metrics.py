@@ -22,6 +22,7 @@ class Meter:
         self._waited_s = 0.0
         # Seconds spent on evaluations: since the last row, and in total.
         self._paused_s = self._all_paused_s = 0.0
+        self.last_pause_s = self.last_wait_s = self.last_step_s = 0.0
         self._num_steps = 0
         self.last_loss = earlier[-1].get("loss", float("nan")) if earlier else float("nan")
         self._last_speed = earlier[-1].get("images_per_second", 0.0) if earlier else 0.0
@@ -46,7 +47,7 @@ class Meter:
             yield
         finally:
             self._wait_for_device()
-            passed = time.monotonic() - begun
+            self.last_pause_s = passed = time.monotonic() - begun
             self._paused_s += passed
             self._all_paused_s += passed
 
@@ -88,6 +89,7 @@ class Meter:
             }
         if self._device.type == "cuda":
             row["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        self.last_wait_s, self.last_step_s = self._waited_s, trained_s / len(self._results)
         self._last, self._results, self._waited_s, self._paused_s = now, [], 0.0, 0.0
         return row
 

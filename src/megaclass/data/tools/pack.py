@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import Fit, decode_image, fit_image, image_dimensions, image_suffix
+from megaclass.data.decode import Fit, decode_image, encode_jpeg, fit_image, image_dimensions, image_suffix
 from megaclass.data.order import shuffled
 from megaclass.data.sources.recordio import (
     MAX_EXACT_LABEL,
@@ -233,7 +233,7 @@ class _Job:
             if self.options.image_size is not None:
                 image_HW3 = decode_image(payload, self.source.name_of(index))
                 num_other_size += image_HW3.shape[:2] != self.image_size
-                payload = _encode(fit_image(image_HW3, self.image_size, self.options.fit))
+                payload = encode_jpeg(fit_image(image_HW3, self.image_size, self.options.fit), JPEG_QUALITY)
             else:
                 # A broken image is copied unchanged: `verify` finds it, and training skips it.
                 with contextlib.suppress(DataError):
@@ -308,12 +308,3 @@ def _suffix(payload: bytes) -> str:
         raise DataError(
             f"Unknown format of an image that starts with {payload[:8]!r}: give a size, so that images are encoded again."
         ) from None
-
-
-def _encode(image_HW3: NDArray[np.uint8]) -> bytes:
-    import simplejpeg
-
-    encoded: bytes = simplejpeg.encode_jpeg(
-        np.ascontiguousarray(image_HW3), quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444"
-    )
-    return encoded

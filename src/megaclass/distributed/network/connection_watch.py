@@ -49,14 +49,16 @@ _log = logging.getLogger("megaclass.distributed")
 LIMIT_NAME = "MEGACLASS_NETWORK_TIMEOUT"
 _DEFAULT_LIMIT_S = 30.0
 # Share of the limit after which a connection is ended; the rest is for the other ranks and the driver to learn of it.
-_JUDGED_AFTER = 0.9
+JUDGED_AFTER = 0.8
+# The same for attempts to connect while the ranks join: before that, each rank has spent seconds on imports.
+_JOINED_AFTER = 0.5
 _LEAVE_S = 2.0
 _ESTABLISHED, _SYN_SENT = 1, 2
 # struct tcp_info: 8 bytes (state, ca_state, retransmits, probes, backoff, …), then 13 numbers of 4 bytes each.
 _TCP_INFO = struct.Struct("8B13I")
 # Socket option of Linux 6.15 and later: the longest pause between two retransmissions, in ms (120 s by default).
 _TCP_RTO_MAX_MS = 44
-_RTO_MAX_MS = 5000
+_RTO_MAX_MS = 2000
 
 Address = tuple[str, int]
 
@@ -154,14 +156,15 @@ class ConnectionWatch:
 
     def _find_dead(self, now: float) -> list[Connection]:
         """Returns the connections that have gone unanswered for too long, and updates the state."""
-        judged_s = _JUDGED_AFTER * self._limit_s
+        judged_s = JUDGED_AFTER * self._limit_s
+        joined_s = (_JOINED_AFTER if self._peers is None else JUDGED_AFTER) * self._limit_s
         dead: list[Connection] = []
         silent: dict[str | Address, float] = {}
         for connection in self._watched():
             if not connection.is_open:
                 key: str | Address = connection.remote
                 since = silent[key] = self._silent_since.get(key, now)
-                is_dead = now - since >= judged_s
+                is_dead = now - since >= joined_s
             else:
                 self._seen.add(connection.remote[0])
                 self._tune(connection)
@@ -189,7 +192,8 @@ class ConnectionWatch:
         if connection.inode in self._tuned:
             return
         self._tuned.add(connection.inode)
-        probe_s = max(1, round(self._limit_s / 6))
+        # Frequent enough that one probe after an outage of 20 s is answered before the connection is judged.
+        probe_s = max(1, round(self._limit_s / 15))
         with contextlib.suppress(OSError), _borrowed(connection.file) as held:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
@@ -203,7 +207,8 @@ class ConnectionWatch:
     def _end(self, dead: list[Connection]) -> None:
         """Reports the dead connections and closes all connections to their hosts."""
         first = dead[0]
-        what = f"has not been answered for {_JUDGED_AFTER * self._limit_s:g} s"
+        share = _JOINED_AFTER if self._peers is None and not first.is_open else JUDGED_AFTER
+        what = f"has not been answered for {share * self._limit_s:g} s"
         kind = "connection" if first.is_open else "attempt to connect"
         more = f", and {len(dead) - 1} other connection(s) likewise" if len(dead) > 1 else ""
         self.reason = (

@@ -1,6 +1,5 @@
 """Collects the content of a report from run folders; training and evaluation wrote everything it shows."""
 
-import json
 import logging
 import platform
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_heal
 from megaclass.evaluate.report.page import ModelReport, ReportData
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.files import published_file
-from megaclass.metrics_file import read_metrics
+from megaclass.metrics_file import read_metrics, read_summary
 
 _log = logging.getLogger("megaclass.evaluate")
 BASELINES_FOLDER = "baselines"
@@ -74,7 +73,7 @@ def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
     known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
-    summary = _read_summary(run / "summary.json")
+    summary = read_summary(run)
     config = run / "config.toml"
     return ModelReport(
         name=name,
@@ -91,16 +90,6 @@ def _name_of(run: Path, runs: Sequence[Path]) -> str:
     """Returns the name of the folder, with its parent's name if two runs share it."""
     name = run.resolve().name
     return name if [one.resolve().name for one in runs].count(name) == 1 else f"{run.resolve().parent.name}/{name}"
-
-
-def _read_summary(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read {path}: {error}") from error
-    return values if isinstance(values, dict) else {}
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

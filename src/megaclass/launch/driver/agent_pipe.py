@@ -93,12 +93,13 @@ class AgentPipe:
         self.write()
 
     def write(self) -> None:
-        """Writes as much of the queue as the pipe takes. That the reader is gone is noticed at stdout."""
+        """Writes as much of the queue as the pipe takes. A reader that has gone is noticed at stdout."""
         while self._unsent and not self.stdin.closed:
             try:
                 written = os.write(self.stdin.fileno(), self._unsent)
             except BlockingIOError:
                 return
+            # Not an error yet: messages of the agent may still wait in stdout, for example why it ended.
             except BrokenPipeError:
                 self._unsent.clear()
                 return
@@ -130,6 +131,7 @@ class AgentPipe:
             data = os.read(self.stderr.fileno(), _READ_BYTES)
         except BlockingIOError:
             return b""
+        # Only the end is kept: login banners are long, and the error of ssh comes last.
         self.stderr_text = (self.stderr_text + data.decode(errors="replace"))[-_KEPT_STDERR_BYTES:]
         self.has_closed_stderr = not data
         return data or None
@@ -196,6 +198,7 @@ class AgentPipes:
         """Sets the last state of a pipe and stops listening to it."""
         agent.state = state
         for pipe in (agent.stdout, agent.stderr, agent.stdin):
+            # stderr may have ended before, and stdin is registered only while something is unsent.
             if not pipe.closed and pipe.fileno() in self.selector.get_map():
                 self.selector.unregister(pipe)
 
@@ -244,6 +247,7 @@ class AgentPipes:
         for agent in self.all:
             agent.hang_up()
         for agent in self.all:
+            # An agent that is done leaves at once; one that was lost may never do.
             agent.wait(2.0 if agent.state is PipeState.DONE else 0.1)
             agent.close()
         self.selector.close()

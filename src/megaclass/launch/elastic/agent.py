@@ -89,9 +89,11 @@ class ElasticAgent(Agent):
             number = int(entry["worker"])
             ours, theirs = socket.socketpair()
             key = worker_key(self._job["secret"], number)
+            page = self._hangs.new_page(number)
             env = {
                 **self._env,
                 **self._environment(World(**entry["world"]), start),
+                **self._hangs.environment(number),
                 PROGRESS_FD_NAME: str(self._progress.fileno()),
                 FD_NAME: str(theirs.fileno()),
                 KEY_NAME: key,
@@ -104,7 +106,7 @@ class ElasticAgent(Agent):
                     self._job["command"],
                     env,
                     Path(self._job["workdir"]),
-                    pass_fds=[self._progress.fileno(), theirs.fileno()],
+                    pass_fds=[self._progress.fileno(), page.fileno(), theirs.fileno()],
                 )
             except LaunchError as error:
                 ours.close()
@@ -198,6 +200,7 @@ class ElasticAgent(Agent):
         # What it started ends with it; its pid may belong to another process later.
         self._kill_session(worker)
         self._supervisor.workers.remove(worker)
+        self._hangs.forget(worker.rank)
 
     def _kill_session(self, worker: Worker) -> None:
         for pid in processes_of("none", {worker.pid}):

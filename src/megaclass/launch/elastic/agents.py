@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from megaclass.distributed.network.job_secret import new_secret
-from megaclass.errors import LaunchError
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_end import LEAVE_S
 from megaclass.launch.driver.job_start import address_of_first_host
@@ -192,8 +191,6 @@ class ElasticAgents:
 
     def _job_for(self, placement: Placement, number: int) -> Message:
         options = self._options
-        if options.master_port:
-            raise LaunchError("--master-port does not work in elastic jobs: every generation needs ports of its own.")
         return {
             "token": self._pipes.token,
             "secret": self._secret,
@@ -210,6 +207,8 @@ class ElasticAgents:
             "needs_versions": True,
             "heartbeat_s": options.heartbeat_s,
             "grace_s": options.grace_s,
+            # A rank that hangs is not told from one that waits at the rendezvous.
+            "hang_timeout_s": 0.0,
         }
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaclass.launch.elastic.worker import Why
-from megaclass.launch.wire.agent_messages import MAX_STEP, AgentMessageChecker, Check, one_of, text, whole_number
+from megaclass.launch.wire.agent_messages import MAX_STEP, AgentMessageChecker
+from megaclass.launch.wire.checks import Check, one_of, text, whole
 
 _MAX_TOKEN = 64
 
@@ -23,14 +24,14 @@ class ElasticMessageChecker(AgentMessageChecker):
 
     def _fields(self) -> Mapping[str, Mapping[str, tuple[Check, bool]]]:
         rank, token = (self._rank, True), (_token, True)
-        port = (whole_number(1, 65535), True)
+        port = (whole(1, 65535), True)
         known = super()._fields()
         return {
             **known,
             "hello": {**known["hello"], "port": port, "store_port": port},
             "ready": {"rank": rank, "token": token, "why": (one_of(tuple(Why)), True)},
-            "committed": {"rank": rank, "token": token, "step": (whole_number(0, MAX_STEP), True)},
-            "failed": {"rank": rank, "token": token, "text": (text, True)},
+            "committed": {"rank": rank, "token": token, "step": (whole(0, MAX_STEP), True)},
+            "failed": {"rank": rank, "token": token, "text": (text(), True)},
             "spare": {"port": port, "store_port": port},
         }
 
