@@ -2,9 +2,9 @@
 
     python tests/soak/elastic.py [--jobs 10] [--events 20] [--seed 0] [--out benchmarks/elastic.md]
 
-Every job trains on this machine, where `localhost`, `127.0.0.1` … `127.0.0.4` are hosts with an agent each, until its events have
-happened. A job passes when it ends with 0, when every sample was trained on exactly once per epoch (samples that a rank lost with
-its last uncommitted step are trained on again, which the counts in the state show), and when no process is left.
+Every job trains on this machine, where `localhost`, `127.0.0.1` … `127.0.0.4` are hosts with an agent each, until its events
+have happened. A job passes when it ends with 0, when every sample was trained on exactly once per epoch (steps that are undone
+after a failure take their counts with them), and when no process is left.
 """
 
 import argparse
@@ -81,21 +81,17 @@ class Soak:
         return bool(found) and self.run.out.count(" from epoch ") >= sum(int(size) for _, size in found)
 
     def workers(self) -> dict[int, str]:
-        """Hosts of the members of the last generation, by pid."""
+        """Hosts of the members of the last generation that run, by pid. The job is steady."""
+        sizes = re.findall(r"generation \d+: (\d+) ranks", self.run.err)
+        members = re.findall(r"pid (\d+) rank \d+ of", self.run.out)[-int(sizes[-1]) :]
         found = {}
-        for pid in self.here.processes():
+        for pid in map(int, members):
             try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                env = dict(
-                    part.split(b"=", 1)
-                    for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if b"=" in part
-                )
+                env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            is_member = f"pid {pid} rank " in self.run.out
-            if line[1:2] == [str(JOB).encode()] and is_member:
-                found[pid] = env[b"HOROVOD_HOSTNAME"].decode()
+            name = b"HOROVOD_HOSTNAME="
+            found[pid] = next(part.removeprefix(name).decode() for part in env if part.startswith(name))
         return found
 
     def wait(self, condition: Callable[[], bool], limit_s: float = LONGEST_S) -> bool:
@@ -253,9 +249,9 @@ def table(results: list[Result], num_asked: int) -> str:
     lines = [
         "# Elastic jobs under random events",
         "",
-        f"`python tests/soak/elastic.py` on {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}, shared with "
-        f"other work: load average {os.getloadavg()[1]:.0f}), up to {MAX_RANKS} ranks on up to {len(NAMES)} hosts, which are names of "
-        f"one machine with an agent each.",
+        f"`python tests/soak/elastic.py` on {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), load "
+        f"average {os.getloadavg()[1]:.0f}, up to {MAX_RANKS} ranks on up to {len(NAMES)} hosts, which are names of one machine "
+        f"with an agent each.",
         "",
         "| | |",
         "|---|---:|",
