@@ -41,6 +41,11 @@ class HangReporter:
         page = self._pages[rank] = StatusPage()
         return page
 
+    def forget(self, rank: int) -> None:
+        """Closes the page of a worker that has ended, in an elastic job, which may start many."""
+        if (page := self._pages.pop(rank, None)) is not None:
+            page.close()
+
     def environment(self, rank: int) -> dict[str, str]:
         """Returns the variables by which a rank finds its page."""
         limit = {HANG_TIMEOUT: f"{self._hang_timeout_s:g}"} if self._hang_timeout_s else {}
