@@ -16,9 +16,9 @@ def add_train_commands(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train, evaluate and export the model of a recipe",
-        description="Trains the model of a recipe: megaclass train recipes/demo.toml head.sample_rate=0.1 train.epochs=2",
+        description="Trains the model of a recipe: megaclass train demo head.sample_rate=0.1 train.epochs=2",
     )
-    train.add_argument("recipe", type=Path, help="TOML file with the settings")
+    train.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a recipe of the package")
     train.add_argument(
         "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
     )

@@ -87,6 +87,8 @@ def enqueue(
             check_tensor(kind, tensor)
         inputs = [tensor.data for tensor in tensors]
         dtypes, shapes = tuple([DTYPES[tensor.dtype] for tensor in inputs]), tuple([tensor.shape for tensor in inputs])
+    # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
+    # but their hashes for the other ranks would differ.
     terms = terms_of(
         kind,
         number,
@@ -119,6 +121,7 @@ def enqueue(
         # The executor's stream waits for this event: kernels that write the inputs may still be running.
         operation.ready = torch.cuda.Event()
         operation.ready.record(torch.cuda.current_stream(inputs[0].device))
+    # A refused operation (a duplicate name, a job that has ended) raises here and leaves no handle.
     job.controller.submit(operation, is_urgent=is_urgent)
     handle = next(job.handle_numbers)
     job.handles[handle] = operation
@@ -225,11 +228,13 @@ def join(device: int = -1) -> int:
     operation = Operation(Request("join", "join"))
     job.controller.submit_join(operation)
     _wait(job, operation)
+    # Ranks with more data have used up more automatic names: all start again at the same number.
     job.restart_names()
     return int(operation.result)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
+    # Each barrier has its own name, so that a rank that is one barrier behind cannot meet the wrong one.
     number = current.running().next_barrier(process_set.process_set_id)
     synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))

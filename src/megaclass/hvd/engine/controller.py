@@ -204,6 +204,7 @@ class Controller:
         with self._lock:
             self._is_stopping = True
             self._seat.wake_all()
+        # Not without limit: an operation may wait for a rank that is gone until the transport's own timeout.
         self._thread.join(_DRAIN_S)
         # A thread that is stuck in an operation whose other ranks are gone still uses the files: they stay open.
         if not self._thread.is_alive():
@@ -260,6 +261,7 @@ class Controller:
             joins = self._wants_join and not self._queue.operations
             if joins:
                 self._wants_join = False
+        # Outside the lock: encoding and sending take long, and other threads submit meanwhile.
         if operations:
             self._announce(operations)
         if joins and self._coordinator is not None:
@@ -271,6 +273,7 @@ class Controller:
         self._timeline.mark_cycle()
         requests = [operation.request for operation in operations]
         digest = digest_of_all(requests)
+        # A rank does not know what the others announce. If the lists differ, the payload was sent in vain, which is cheap.
         payload = self._runner.small_payload(operations) if len(self._hosts) > 1 else b""
         if self._coordinator is not None:
             self._announced(0, digest, requests, payload)
@@ -375,6 +378,7 @@ class Controller:
                 connection.send(MessageKind.AGREEMENT, message, payload)
             self._perform(answer.responses, payload)
             return
+        # The others start before rank 0, which has just as much to do itself.
         for peer, connection in self._connections.items():
             theirs = self._of_rank(answer, peer)
             if theirs.responses:
@@ -401,6 +405,7 @@ class Controller:
                 self._finish([self._join], "")
                 self._join = None
                 continue
+            # By key, not by position: this rank may have submitted them in another order, or joined (None).
             operations = [self._in_flight.get(request.key) for request in response.requests]
             names = [request.full_name for request in response.requests] if self._timeline.is_active else []
             self._timeline.negotiated(names)
@@ -430,6 +435,7 @@ class Controller:
                 if operation is None:
                     continue
                 self._in_flight.pop(operation.request.key, None)
+                # In this order: readers look at `is_done` first, without the lock.
                 operation.error = error
                 operation.is_done = True
                 if operation.waiter is not None:
@@ -470,6 +476,7 @@ class Controller:
     def _close(self, reason: str) -> None:
         """Fails all open operations, and all later ones, with the reason of the first call."""
         with self._lock:
+            # The first reason is the cause; later ones follow from it.
             self.closed = self.closed or reason
             self._queue.clear()
             operations = [*self._in_flight.values(), self._join]

@@ -116,6 +116,7 @@ class Coordinator:
         return Answer(responses, Agreement(digest, parts))
 
     def _remember(self, digest: bytes, answer: Answer) -> None:
+        # All at once: the lists of a job that still repeat come back within one step.
         if len(self._answers) >= self._settings.cache_capacity:
             self._answers.clear()
         if self._settings.cache_capacity:
@@ -125,6 +126,7 @@ class Coordinator:
         """Receives the message that a rank has no more data; returns the responses that became ready."""
         self.open_held()
         self._joined.append(rank)
+        # Operations that waited only for this rank are ready now: it contributes zeros.
         for key in list(self._table):
             self._settle(key)
         if len(self._joined) == self.size:
@@ -144,6 +146,7 @@ class Coordinator:
             pending = self._table.get(request.key)
             if pending is None:
                 pending = self._table[request.key] = _Pending(now)
+            # A rank has one operation per key in flight (its controller sees to that), so nothing is overwritten.
             pending.requests[rank] = request
             pending.changed, pending.was_compared = now, False
             self._settle(request.key)

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megaclass.distributed.network.addresses import is_own
+from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.errors import LaunchError
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
@@ -46,13 +46,30 @@ class JobStart:
         self._restart = restart
         self._run_id = secrets.token_hex(8)
         self._secret = new_secret()
+        self._remote_hosts = [placement.host.name for placement in placements if not placement.host.is_local]
+        # Only in the first start: the log of a restart is about what changed.
+        self._speaks_as_horovodrun = options.program_folder is not None and restart == 0
 
     def connect(self, pipes: AgentPipes) -> None:
         """Starts one agent per host and sends it the job."""
+        if self._speaks_as_horovodrun:
+            self._report_hosts()
         for number, placement in enumerate(self._placements):
             command = agent_command(placement.host, self._ssh)
             self._messages.detail(f"{placement.host.name}: {placement.ranks()}, {command}")
             pipes.open(placement, command).send(self._job_for(placement, number))
+
+    def _report_hosts(self) -> None:
+        """Shows the messages of horovodrun's start: scripts and people look for them in its log."""
+        show = self._messages.as_horovodrun
+        show("Filtering local host names.")
+        show(f"Remote host found: {' '.join(self._remote_hosts)}")
+        if self._remote_hosts:
+            show("Checking ssh on all remote hosts.")
+            return
+        show("All hosts are local, finding the interfaces with address 127.0.0.1")
+        loopback = [name for name, addresses in interfaces().items() if "127.0.0.1" in addresses]
+        show(f"Local interface found {' '.join(loopback)}")
 
     def run_id_of(self, number: int) -> str:
         """Returns the run id of one agent: two host names may be one machine, where no agent may end another's ranks."""
@@ -98,6 +115,9 @@ class JobStart:
 
     def go(self, pipes: AgentPipes) -> None:
         """Tells every agent where rank 0 listens, upon which it starts its ranks."""
+        if self._speaks_as_horovodrun and self._remote_hosts:
+            # Every agent has answered, and those of other hosts did so over ssh.
+            self._messages.as_horovodrun("SSH was successful into all the remote hosts.")
         first = pipes.all[0]
         address, port = _address_of_first_host(pipes.all), first.hello["port"]
         self._messages.detail(f"run {self._run_id}: rank 0 listens at {address}, port {port} of {first.name}")

@@ -146,6 +146,11 @@ class DriverMessages:
         if self.is_verbose:
             self.say(text)
 
+    def as_horovodrun(self, text: str) -> None:
+        """Shows one of horovodrun's messages where horovodrun does: on stdout, as it is, with --verbose only."""
+        if self.is_verbose:
+            self.screen.put("stdout", f"{plain_lines(text)}\n".encode())
+
 
 class RankOutput:
     """Shows the lines of all ranks in Horovod's format, and writes their bytes to files on request.
