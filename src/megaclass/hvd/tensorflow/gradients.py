@@ -10,7 +10,7 @@ import tensorflow as tf
 from megaclass.even_parts import even_part
 from megaclass.hvd.collectives.ops import Average
 from megaclass.hvd.process_sets import ProcessSet
-from megaclass.hvd.tensorflow.bridge import Call, differentiable, run
+from megaclass.hvd.tensorflow.bridge import Call, differentiable, not_rewritten, run
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.reductions import allreduce, allreduce_call
 
@@ -62,6 +62,7 @@ class GradientReducer:
         """Leaves the gradient of this variable out of the reduction."""
         self._local[variable_key(variable)] = variable
 
+    @not_rewritten
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients combined over ranks; None where there is none, as on all other ranks."""
         results = list(gradients)

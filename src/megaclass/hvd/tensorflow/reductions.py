@@ -11,7 +11,7 @@ from megaclass.hvd.collectives.handles import handle_average_backwards_compatibi
 from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.collectives.reducescatter import _enqueue_reducescatter
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.tensorflow.bridge import Call, differentiable, operation_name, run
+from megaclass.hvd.tensorflow.bridge import Call, differentiable, not_rewritten, operation_name, run
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.gathers import allgather, allgather_call, grouped_allgather
 from megaclass.hvd.transport.result_memory import empty_result
@@ -64,6 +64,7 @@ def allreduce_call(
     )
 
 
+@not_rewritten
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -91,6 +92,7 @@ def allreduce(
     return result
 
 
+@not_rewritten
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -197,6 +199,7 @@ def _sparse_allreduce(tensor: Any, op: int, factor: float, name: str | None, pro
 # ---- reducescatter ----
 
 
+@not_rewritten
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -218,6 +221,7 @@ def reducescatter(
     return result
 
 
+@not_rewritten
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",

@@ -11,6 +11,6 @@ from . import functions as functions
 from . import gradient_aggregation as gradient_aggregation
 from . import mpi_ops as mpi_ops
 from . import util as util
-from .util import _cache, _executing_eagerly
+from .util import _executing_eagerly
 
 __all__ = list(_names)
