@@ -10,7 +10,7 @@ SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openm
 .PHONY: demo test test-fast test-gpu lint bench docs soak clean system-packages
 
 demo: $(VENV)/.demo-installed
-	$(BIN)/megaclass train recipes/demo.toml --overwrite
+	$(BIN)/megaclass demo
 
 # Tests other than `unit` use real processes, daemons and networks, which a busy machine can upset: one that fails is run once
 # more and listed. Unit tests run once. Hundreds of processes are started, so byte code is kept.
@@ -29,7 +29,7 @@ test-gpu: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m gpu
 
 # Each round of faults.py meets every kind of fault once. Needs root. fuzz.py reads 100,000 mutations of each kind of file.
-ROUNDS ?= 7
+ROUNDS ?= 6
 MUTATIONS ?= 100000
 soak: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m soak --timeout=3600
@@ -43,6 +43,9 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python tools/banned_phrases.py
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/hadolint Dockerfile
+	$(MAKE) docs
 
 # Installed as root under CI=true, or with SYSTEM=1.
 system-packages:
@@ -55,8 +58,11 @@ system-packages:
 bench: $(VENV)/.dev-installed
 	$(BIN)/python benchmarks/head.py
 
+# The site, in docs/_build/html. A broken link or reference is an error.
 docs: $(VENV)/.dev-installed
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . docs/_build/html
+	@echo "the site: docs/_build/html/index.html"
 
 # A torch that the given Python already has is used; otherwise the version this project is developed on is installed.
 $(VENV)/.torch-installed:
@@ -75,4 +81,4 @@ $(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
 	touch $@ $(VENV)/.demo-installed
 
 clean:
-	rm -rf $(VENV) build dist runs datasets
+	rm -rf $(VENV) build dist runs datasets docs/_build

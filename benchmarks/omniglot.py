@@ -94,6 +94,7 @@ def main() -> None:
     )
     parser.add_argument("--splits", default="1,2")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--no-mirrored-classes", dest="is_mirrored", action="store_false")
     parser.add_argument("--device", default="auto" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--label", default="recipes/omniglot-minimal.toml", help="name of the row in the table")
@@ -107,7 +108,7 @@ def main() -> None:
         data = options.work / f"split{split}-{classes}"
         prepare(options.data / f"images_background_small{split}.zip", data, is_mirrored=options.is_mirrored)
         errors, seconds = [], []
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             run_dir = options.work / "trained" / f"{options.label.replace('/', '-')}-split{split}-seed{seed}"
             seconds.append(train(data, run_dir, seed, [f"train.device={options.device}", *options.settings]))
             device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import guard
 
 from megaclass.cli.logs import messages_on_stderr
 from megaclass.launch.network import reserve_port
@@ -185,6 +186,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.get_closest_marker("unit"):
             # Real processes, daemons and networks: a busy machine can upset them, so one failure is tried again (and listed).
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+# Cleans up if this process is killed; started before the first test that starts processes.
+_guards: list[Any] = []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not _guards and not item.get_closest_marker("unit"):
+        _guards.append(guard.start_guard(Path(tempfile.gettempdir(), f"megaclass-bed-{os.getpid()}")))
+
+
+def pytest_unconfigure() -> None:
+    while _guards:
+        guard.dismiss(_guards.pop())
 
 
 def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:

@@ -538,5 +538,5 @@ def test_a_host_whose_answers_make_no_sense_is_named_and_training_would_not_star
     python.chmod(0o755)
     assert main(["check", "--python", str(python)]) == 1
     out = capsys.readouterr().out
-    assert "[!] answers" in out and "its answer about facts is invalid: python: expected a string" in out
+    assert "[!] answers" in out and "its answer about facts is invalid: expected a text in python" in out
     assert plain_lines(out) == out

@@ -17,7 +17,7 @@ _IMAGES_PER_CLASS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class DataFingerprint:
-    """Fingerprint of a source. Copies elsewhere or in another format have the same, as long as the images' bytes are equal."""
+    """Fingerprint of a source. Copies elsewhere or in another format have the same one if the images' bytes are equal."""
 
     fingerprint: str = ""
     """Hash of all labels in order and of some images; empty: not known."""

@@ -133,7 +133,7 @@ def split_data(
             if on_progress is not None:
                 on_progress(before + done, source.num_images)
 
-        if _mark_in(out / name / MARK) != split_id:
+        if _read_mark(out / name / MARK).get("id") != split_id:
             names = _names_of(part, class_names)
             pack(part, out / name, PackOptions(), class_names=names, num_threads=num_threads, on_progress=advance)
             _write_mark(out / name / MARK, split_id, split)
@@ -186,10 +186,6 @@ def _write_mark(path: Path, split_id: str, split: Split, **more: str) -> None:
         path.write_text(json.dumps({"id": split_id, **asdict(split), **more}) + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"Cannot write {path}: {error.strerror}.") from error
-
-
-def _mark_in(path: Path) -> str:
-    return str(_read_mark(path).get("id", ""))
 
 
 def _read_mark(path: Path) -> dict[str, object]:

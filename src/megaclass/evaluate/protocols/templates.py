@@ -35,16 +35,7 @@ from megaclass.evaluate.protocol import (
 )
 from megaclass.evaluate.protocols.curves import curves_of
 from megaclass.evaluate.protocols.identification import Identification, numbers_of_scores, published_ijb_tpir
-from megaclass.evaluate.protocols.intervals import Interval
-from megaclass.evaluate.protocols.verification import (
-    FAR_TARGETS,
-    area_under,
-    equal_error_rate,
-    far_name,
-    roc_curve,
-    tar_at_far,
-    tar_intervals,
-)
+from megaclass.evaluate.protocols.verification import PairRates, pair_rates
 from megaclass.evaluate.search import search, shard_of_rank
 
 Integers = NDArray[np.int64]
@@ -73,33 +64,12 @@ class IjbSet:
     probes_T2: Integers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateVerification:
-    """The 1:1 numbers."""
-
-    num_pairs: int
-    num_same: int
-    auc: float
-    eer: float
-    tar_at_far: dict[float, float | None]
-    tar_intervals: dict[float, Interval | None]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_pairs": self.num_pairs,
-            "num_same": self.num_same,
-            "auc": self.auc,
-            "eer": self.eer,
-            "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
-            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
-        }
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TemplateResult:
     """All numbers of one model on one IJB set."""
 
-    verification: TemplateVerification
+    verification: PairRates
+    """The 1:1 numbers."""
     distances_M: NDArray[np.float64]
     is_same_M: NDArray[np.bool_]
     identification: dict[str, Identification]
@@ -262,19 +232,9 @@ def score_templates(
         here = slice(start, start + _PAIRS_AT_ONCE)
         first, second = templates_TD[rows_M2[here, 0]], templates_TD[rows_M2[here, 1]]
         distances_M[here] = 2 - 2 * np.einsum("md,md->m", first, second)
-    roc = roc_curve(distances_M, is_same_M)
-    num_same = int(is_same_M.sum())
-    verification = TemplateVerification(
-        num_pairs=len(is_same_M),
-        num_same=num_same,
-        auc=area_under(roc),
-        eer=equal_error_rate(roc),
-        tar_at_far=tar_at_far(roc, FAR_TARGETS, num_different=len(is_same_M) - num_same),
-        tar_intervals=tar_intervals(distances_M, is_same_M, FAR_TARGETS),
-    )
     identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group)
     return TemplateResult(
-        verification=verification,
+        verification=pair_rates(distances_M, is_same_M),
         distances_M=distances_M,
         is_same_M=is_same_M,
         identification=identification,

@@ -198,7 +198,7 @@ def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:
     try:
         # A setting that is newer than the checkpoint has its default.
         saved_config = load_config_values(tomllib.loads(manifest.config), where=f"the settings in {folder}")
-    except (ConfigError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ConfigError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
     differences = sorted(
         f"{name} was {_shown(before)}, is {_shown(now)}"

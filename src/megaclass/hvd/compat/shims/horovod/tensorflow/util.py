@@ -1,4 +1,4 @@
-from megaclass.hvd.compat.util import _cache
+from megaclass.hvd.compat.util import _cache as _cache
 from megaclass.hvd.tensorflow import refs_to_vars, vars_to_refs
 
 
