@@ -8,11 +8,11 @@ operation. run() executes calls in one of three ways:
     v1 session     one node that submits and waits
 
 Why three nodes: a Python node that waits for other ranks occupies a thread of TensorFlow's pool. Ranks may run independent
-nodes in different orders, so that with a small pool each rank could wait inside a different collective, without end. TensorFlow's
-queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished operations to
-`_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not wait. The
-three nodes are exempted from the automatic control dependencies, which would run all Python nodes in the order of tracing,
-so that only data decides when a collective starts. A v1 session offers no queue that another thread could fill.
+nodes in different orders, so that with a small pool each rank could wait inside a different collective, without end.
+TensorFlow's queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished
+operations to `_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not
+wait. The three nodes are exempted from the automatic control dependencies, which would run all Python nodes in the order of
+tracing, so that only data decides when a collective starts. A v1 session offers no queue that another thread could fill.
 
 State: `_started` maps tickets to submitted operations. submit adds entries and fetch removes them, each in one step under
 the interpreter's lock.
@@ -128,6 +128,15 @@ def differentiable(
         return results, gradient
 
     return list(operation(*tensors))
+
+
+def at_run_time(ask: Callable[[], int]) -> Any:
+    """Returns the answer; in a graph, as a tensor for which it is asked in every run, as ranks of an elastic job change."""
+    if tf.executing_eagerly():
+        return ask()
+    answer = tf.numpy_function(lambda: np.int64(ask()), [], tf.int64)
+    answer.set_shape([])
+    return answer
 
 
 # ---- tensors ----

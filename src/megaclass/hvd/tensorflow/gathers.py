@@ -14,7 +14,7 @@ from megaclass.hvd.collectives.handles import enqueue
 from megaclass.hvd.collectives.ops import Average
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.tensorflow.bridge import Call, differentiable, not_rewritten, operation_name, run
+from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run
 
 __all__ = ["allgather", "alltoall", "broadcast", "broadcast_", "grouped_allgather"]
 
@@ -85,7 +85,7 @@ def _allgathered(
 
     def backward(results: list[Any], gradients: list[Any]) -> list[Any]:
         sizes = results[-1]
-        place = process_set.rank() or 0
+        place = at_run_time(lambda: process_set.rank() or 0)
         own = []
         for number, gradient in enumerate(_averaged(gradients[:-1], process_set)):
             start = tf.reduce_sum(sizes[number, :place])
@@ -125,7 +125,8 @@ def broadcast(
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
         averaged = _averaged(gradients, process_set)
-        return averaged if _basics.rank() == root_rank else [gradient * 0 for gradient in averaged]
+        is_root = at_run_time(lambda: int(_basics.rank() == root_rank))
+        return [gradient * tf.cast(is_root, gradient.dtype) for gradient in averaged]
 
     return differentiable(forward, backward, [tf.convert_to_tensor(tensor)])[0]
 

@@ -7,6 +7,7 @@ from megaclass.hvd.tensorflow import __all__ as _names
 from megaclass.hvd.tensorflow import __getattr__ as __getattr__
 
 from . import compression as compression
+from . import elastic as elastic
 from . import functions as functions
 from . import gradient_aggregation as gradient_aggregation
 from . import mpi_ops as mpi_ops
