@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.launch.conftest import Here, assert_nothing_is_left
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_torch.py"

@@ -75,8 +75,12 @@ class StatusPage:
 
     def __init__(self) -> None:
         self._handle = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self._handle, PAGE_BYTES)
-        self._memory = mmap.mmap(self._handle, PAGE_BYTES)
+        try:
+            os.ftruncate(self._handle, PAGE_BYTES)
+            self._memory = mmap.mmap(self._handle, PAGE_BYTES)
+        except OSError:
+            # A limit on the size of files (ulimit -f) holds for files in memory, too. The rank then finds no page.
+            self._memory = mmap.mmap(-1, PAGE_BYTES)
 
     def fileno(self) -> int:
         return self._handle

@@ -38,7 +38,7 @@ from megaclass.distributed.restart_progress import FD_NAME, ProgressFile
 from megaclass.errors import LaunchError
 from megaclass.launch.agent.hang_reporter import LOOK_S, HangReporter
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
-from megaclass.launch.network import hold_store_port, interface_towards, listen_for_rank_0, present, reserve_port
+from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, present, reserve_port
 from megaclass.launch.plan import interface_environment, job_environment, rank_environment, without_other_starters
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.versions import installed_versions
@@ -233,14 +233,19 @@ class Agent:
         interface = ",".join(self._interfaces) or interface_towards(go["address"])
         is_one_machine = len(self._worlds) == self._worlds[0].size
         address = "127.0.0.1" if is_one_machine else go["address"]
-        store = listen_for_rank_0(self._store_port, address) if self._store_port is not None else None
+        offer = None
+        if self._store_port is not None:
+            # If that fails, rank 0 cannot listen there either, and says why.
+            with contextlib.suppress(OSError):
+                offer = offer_store_socket(self._store_port, address)
+        shared = job_environment(self._job["secret"], go["store_port"], offer.name if offer else "")
         for world in self._worlds:
             given = self._job["given"]
             env = {
                 **self._env,
                 **(interface_environment(interface, self._env, given) if interface is not None else {}),
                 **rank_environment(world, host=self._job["host"], address=go["address"], port=go["port"], given=given),
-                **job_environment(self._job["secret"], go["store_port"]),
+                **shared,
                 "MEGACLASS_RESTART": str(self._job["restart"]),
             }
             page = self._hangs.new_page(world.rank)
@@ -251,7 +256,6 @@ class Agent:
                     env | {FD_NAME: str(self._progress.fileno())} | self._hangs.environment(world.rank),
                     Path(self._job["workdir"]),
                     pass_fds=[self._progress.fileno(), page.fileno()],
-                    store=store,
                 )
                 self._watch(worker)
             except LaunchError as error:
@@ -259,6 +263,8 @@ class Agent:
                 self._say({"say": "refuse", "why": str(error)})
                 self._end(None)
                 return
+        if offer:
+            offer.serve()
         self._say({"say": "started", "pids": {str(w.rank): w.pid for w in self._supervisor.workers}})
 
     def _watch(self, worker: Worker) -> None:

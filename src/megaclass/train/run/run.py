@@ -47,7 +47,7 @@ def open_run(config: Config, world: World, device: torch.device, folder: RunFold
 
     The first rank of every host computes the fingerprint, which reads up to 256 images.
     """
-    source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device), device)
     classes = on_every_rank(lambda: class_list(config.data.path, source), device)
     data_fingerprint = on_every_rank_for_long(
         lambda: fingerprint_of(source) if world.local_rank == 0 else DataFingerprint(), device
