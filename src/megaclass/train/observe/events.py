@@ -28,7 +28,11 @@ class RunEvents:
 
     def note(self, event: str, step: int | None = None, **fields: Any) -> None:
         """Rank 0 appends the event; no error of the disk ends a run because of it."""
-        if not (self.is_main and self.has_begun) or append_event(self.folder, event, step=step, **fields) or self.has_failed:
+        if (
+            not (self.is_main and self.has_begun)
+            or append_event(self.folder, event, step=step, **fields)
+            or self.has_failed
+        ):
             return
         self.has_failed = True
         _logger.info(f"an event ({event}) could not be written to {self.folder}: events.jsonl will have gaps.")
