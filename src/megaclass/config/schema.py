@@ -55,7 +55,7 @@ class DataConfig:
     mirror: bool = True
     """Mirror half of the training images at random; evaluation then adds the embedding of the mirrored image."""
     augment: str = ""
-    """Augmentations with their probabilities, such as crop:0.2,blur,jpeg:0.1, or pick:2,crop,blur,jpeg; see docs/data.md."""
+    """Augmentations with their probabilities, such as crop:0.2,affine,jpeg:0.1, or pick:2,crop,blur,jpeg; see docs/data.md."""
     order: Literal["images", "classes"] = "images"
     """images: every image once per epoch; classes: all classes equally often, independent of their number of images."""
     images_per_class: int = 1

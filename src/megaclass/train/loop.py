@@ -70,13 +70,13 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     done, stop = first_step, Stop.NO
     results: list[SetResult] | None = None
     reported_errors: set[str] = set()
-    run.events.note_begin(first_step, num_steps, run.world.size)
     model.parallel.train()
     new_bar = progress_bar("training", num_steps, start=first_step) if run.world.is_main else no_bar()
     new_sinks = open_sinks(config, run.folder, is_new=first_step == 0) if run.world.is_main else no_sinks()
     observer = Observer(run, model.backbone, first_step)
     with ExitStack() as held, new_bar as bar:
         send_row = on_every_rank(partial(held.enter_context, new_sinks), device)
+        run.events.note_begin(first_step, num_steps, run.world.size)
         for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1

@@ -4,6 +4,7 @@
 this terminal themselves, without a driver between them and it.
 """
 
+import contextlib
 import os
 import secrets
 import select
@@ -19,11 +20,12 @@ from megaclass.errors import LaunchError
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads
 from megaclass.launch.driver import driver
 from megaclass.launch.driver.failure_report import headline, stopped_message
+from megaclass.launch.elastic import driver as elastic
 from megaclass.launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
 from megaclass.launch.hang.local_watch import LocalHangWatch
 from megaclass.launch.hosts import Host
 from megaclass.launch.launchers.ssh import this_machine
-from megaclass.launch.network import hold_store_port, listen_for_rank_0, reserve_port
+from megaclass.launch.network import hold_store_port, offer_store_socket, reserve_port
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
@@ -38,7 +40,8 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on this machine, also inside an allocation of a batch system."""
     if others := [host.name for host in hosts if not host.is_local]:
         raise LaunchError(f"--launcher local starts everything here, but {others[0]} is another machine: leave -H out.")
-    return driver.run(options, hosts or [this_machine(options)])
+    start = elastic.run if options.is_elastic else driver.run
+    return start(options, hosts or [this_machine(options)])
 
 
 def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str] = os.environ) -> int:
@@ -65,12 +68,12 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         SignalQueue(queued) as signals,
         reserve_port(0) as held,
         hold_store_port("127.0.0.1") as store,
+        contextlib.closing(offer_store_socket(store, "127.0.0.1")) as offer,
         Supervisor(secrets.token_hex(8), grace_s=GRACE_S, adopts=False) as supervisor,
     ):
         [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
-        shared = job_environment(new_secret(), store.getsockname()[1])
+        shared = job_environment(new_secret(), store.getsockname()[1], offer.name)
         pages: dict[int, StatusPage] = {}
-        listener = listen_for_rank_0(store, "127.0.0.1")
         for world in placement.worlds:
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
@@ -79,7 +82,8 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
             # MEGACLASS_STARTER tells the ranks that they are not under torchrun, whose variables they get.
             own = {"MEGACLASS_STARTER": "megaclass", FD_NAME: str(page.fileno())}
             whole = {**base, **placed, **shared, **own}
-            supervisor.start(world.rank, command, whole, pass_fds=[page.fileno()], store=listener)
+            supervisor.start(world.rank, command, whole, pass_fds=[page.fileno()])
+        offer.serve()
         return _LocalJob(supervisor, signals, LocalHangWatch(supervisor, pages, socket.gethostname())).wait()
 
 
