@@ -114,10 +114,10 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     if world.is_main:
         _logger.info(run.source.describe())
         _logger.info(sizes)
+        if device.type == "cuda":
+            _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
     with run.events.ending_noted():
-            if device.type == "cuda":
-            _logger.info("the first step compiles programs for the GPU, unless they are in Triton's cache …")
-    outcome = _train_and_save(run, model, first_step)
+        outcome = _train_and_save(run, model, first_step)
     if run.loader.bad_images.num_bad:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
