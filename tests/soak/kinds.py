@@ -385,7 +385,7 @@ KINDS = {
     "a file missing from the newest checkpoint": Kind(damage(remove_a_file), _KILLED),
     "a manifest of random bytes": Kind(damage(scramble_manifest), _KILLED),
     "a hostile .safetensors in the newest checkpoint": Kind(damage(hostile_safetensors), _KILLED),
-    "a hostile .bin": Kind(hostile_bin, r"Cannot read the pairs .*verification\.bin", has_own_data=True),
+    "a hostile .bin": Kind(hostile_bin, r"pairs .*verification\.bin", has_own_data=True),
     "strangers that send garbage": Kind(strangers(lambda job: job.rng.randbytes(job.rng.randrange(1, 300)))),
     "silent strangers": Kind(strangers(lambda job: b"")),
     "slow strangers": Kind(strangers(lambda job: job.rng.randbytes(1))),
