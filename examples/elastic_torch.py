@@ -25,8 +25,8 @@ torch.manual_seed(42)
 torch.set_num_threads(1)
 
 # Points around four centres, which the model learns to tell apart.
-labels = torch.arange(4096) % 4
-points = 2 * nn.functional.one_hot(labels, 4) + torch.randn(4096, 4)
+labels = torch.arange(2048) % 4
+points = 4 * nn.functional.one_hot(labels, 4) + torch.randn(2048, 4)
 dataset = TensorDataset(points, labels)
 sampler = hvd.elastic.ElasticSampler(dataset)
 loader = DataLoader(dataset, batch_size=arguments.batch_size, sampler=sampler)

@@ -250,8 +250,8 @@ def table(results: list[Result], num_asked: int) -> str:
         "# Elastic jobs under random events",
         "",
         f"`python tests/soak/elastic.py` on {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), load "
-        f"average {os.getloadavg()[1]:.0f}, up to {MAX_RANKS} ranks on up to {len(NAMES)} hosts, which are names of one machine "
-        f"with an agent each.",
+        f"average {os.getloadavg()[1]:.0f}, up to {MAX_RANKS} ranks on up to {len(NAMES)} hosts, which are names of one "
+        f"machine with an agent each.",
         "",
         "| | |",
         "|---|---:|",
