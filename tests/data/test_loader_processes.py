@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from megaclass.data.loader import Batch, BatchLoader
-from megaclass.data.loading import choose, processes
+from megaclass.data.loading import choose, processes, resident
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import FORMATS, open_source
@@ -305,3 +305,30 @@ def test_memory_that_cannot_be_had_is_an_error_before_the_first_batch(folder, mo
     monkeypatch.setattr(processes.subprocess, "Popen", None)
     with pytest.raises(DataError, match=r"no memory for \d+ batches of 16 images.*data\.workers"):
         next(in_processes(folder, 2, global_batch=16).batches())
+
+
+@pytest.mark.ranks
+def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
+    files = write_folder(tmp_path / "files")
+    (files / "1" / "05.jpg").write_bytes(b"damaged")
+    options = {
+        "global_batch": 14,
+        "max_bad_fraction": 1.0,
+        "image_size": (16, 16),
+        "seed": 2,
+        "rank": 1,
+        "world_size": 2,
+    }
+    monkeypatch.setattr("megaclass.data.loading.resident._BLOCK_IMAGES", 16)
+    truth = list(BatchLoader(open_source(files), **options).batches(num_steps=7))
+    by_threads = BatchLoader(open_source(files), is_resident=True, num_workers=2, **options)
+    assert_equal(list(by_threads.batches(num_steps=7)), truth)
+    assert_equal(list(by_threads.batches(epoch=1, step=1, num_steps=2)), truth[3:5])
+    by_processes = in_processes(files, 1, is_resident=True, **options)
+    assert_equal(list(by_processes.batches(num_steps=7)), truth)
+    for loader in (by_threads, by_processes):
+        # Each image was read once, whatever the number of epochs.
+        assert loader.bad_images.num_read == 40 and loader.bad_images.num_bad == 1 and loader.num_resized == 7
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
+    with pytest.raises(DataError, match=r"need 1\.0 GiB of GPU memory, more than 70% of the 1\.0 GiB that are free"):
+        resident._require_room(2**30, GPU)

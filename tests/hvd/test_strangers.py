@@ -23,6 +23,7 @@ from tests.hvd.jobs import error_of, in_job, outputs_of, start_script
 
 import megaclass.hvd as hvd
 from megaclass.distributed.network.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
+from megaclass.distributed.network.socket_offer import SocketOffer, take_socket
 from megaclass.distributed.network.store import SignedStore
 from megaclass.errors import LaunchError
 from megaclass.hvd.engine import control_connection
@@ -331,6 +332,23 @@ def test_another_user_cannot_take_the_port_that_is_held_for_the_store(address):
     """
     with hold_store_port(address) as held:
         assert _as_nobody(code, str(held.getsockname()[1])) == ""
+
+
+@pytest.mark.ranks
+@as_root
+def test_another_user_does_not_get_the_socket_of_the_store():
+    code = """
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect("\\0" + sys.argv[1])
+        print(len(socket.recv_fds(caller, 1, 1)[1]))
+    """
+    offer = SocketOffer(socket.create_server(("127.0.0.1", 0)))
+    offer.serve()
+    assert _as_nobody(code, offer.name) == "0\n"
+    with take_socket(offer.name) as taken, socket.create_connection(taken.getsockname()):
+        taken.accept()[0].close()
+    offer.close()
+    assert take_socket(offer.name) is None
 
 
 # ---- whole jobs ----

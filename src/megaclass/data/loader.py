@@ -21,7 +21,8 @@ from megaclass.data.loading.bad_images import BadImages
 from megaclass.data.loading.in_processes import ProcessBatches
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.loading.reader import BatchPlan, BatchReader
-from megaclass.data.order import Order
+from megaclass.data.loading.resident import ResidentImages, load_images
+from megaclass.data.order import Order, rank_batch
 from megaclass.data.pixel_tensors import normalise
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
@@ -56,6 +57,7 @@ class Batch:
 
     def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
         """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
+        # Copied as bytes, a quarter of the floats' traffic, and converted on the device.
         treatment, pixels = self.treatment, self.images[rows].to(device, non_blocking=True)
         if device.type == "cuda" and can_prepare(treatment.augment):
             return prepare(
@@ -115,6 +117,7 @@ class BatchLoader:
         fewest_in_part: int = 2,
         processes: LoaderSettings | None = None,
         device: torch.device | None = None,
+        is_resident: bool = False,
     ) -> None:
         """Checks that every rank gets enough images in every step.
 
@@ -122,6 +125,7 @@ class BatchLoader:
         num_parts: parts into which a step splits a rank's images, each of at least fewest_in_part.
         processes: read in other processes, which open the data at a path themselves; num_workers threads are for None.
         device: a GPU to which loader processes' batches are copied ahead of time.
+        is_resident: decode all images once, at the first step, and keep their pixels on the device.
         """
         self.source = source
         self.image_size = image_size or source.image_size
@@ -152,6 +156,8 @@ class BatchLoader:
         self.num_prefetched = max(self.num_workers + 1, num_prefetched)
         self.processes = processes
         self.device = device
+        self.is_resident = is_resident
+        self._resident: ResidentImages | None = None
         self._batch_shape = (plan.max_rows, *self.image_size, 3)
         # Enough for the batches that wait, those in the making, and two in the hands of the caller.
         num_kept = self.num_prefetched + self.num_workers + 2
@@ -168,6 +174,8 @@ class BatchLoader:
         """
         first = epoch * self.steps_per_epoch + step
         stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
+        if self.is_resident:
+            return self._from_device(first, stop)
         if self.processes is None:
             return self._from_threads(first, stop)
         return self._from_processes(self.processes, first, stop)
@@ -179,6 +187,7 @@ class BatchLoader:
         indices_B: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
         num_resized = self._reader.fill(epoch, step, range(num_rows), images_BHW3, indices_B)
         self.bad_images.add_read(num_rows)
+        # Added once per batch, not per image, because all workers share the lock.
         with self._counting:
             self.num_resized += num_resized
         labels_B = torch.from_numpy(self.source.labels[indices_B])
@@ -212,6 +221,17 @@ class BatchLoader:
         finally:
             # Also when the caller drops the generator: no thread may read on after its run has ended.
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _from_device(self, first: int, stop: int) -> Iterator[Batch]:
+        if self._resident is None:
+            device = self.device or torch.device("cpu")
+            self._resident = load_images(self._reader, self.bad_images, device, self.processes, self.num_workers)
+            self.num_resized += self._resident.num_resized
+        for number in range(first, stop):
+            epoch, step = divmod(number, self.steps_per_epoch)
+            indices = rank_batch(self.order, epoch, step, self.rank, self.world_size)
+            images, labels, indices_B, index_tensor = self._resident.batch(indices)
+            yield Batch(images, labels, indices_B, epoch, step, self._treatment(epoch, step), index_tensor)
 
     def _from_processes(self, settings: LoaderSettings, first: int, stop: int) -> Iterator[Batch]:
         processes = ProcessBatches(settings, self._reader, self.bad_images, self.device)

@@ -44,6 +44,7 @@ class BadImages:
             self.num_bad += 1
             is_new = index not in self.indices
             self.indices.add(index)
+            # A run that has only read a few images is judged as if it had read more, unless there are no more.
             judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
             # An image that fails in every epoch counts once here.
             num_different = len(self.indices)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit, decode_into
-from megaclass.data.order import ClassOrder, ImageOrder, Order
+from megaclass.data.order import ClassOrder, FileOrder, ImageOrder, Order
 from megaclass.data.sources.pixel_file import PixelFileSource
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.errors import DataError, is_transient
@@ -38,7 +38,7 @@ class BatchPlan:
     seed: int = 0
     fit: Fit = "squash"
     keep_last: bool = False
-    order: Literal["images", "classes"] = "images"
+    order: Literal["images", "classes", "file"] = "images"
     images_per_class: int = 1
 
     @property
@@ -47,6 +47,8 @@ class BatchPlan:
         return -(-self.global_batch // self.world_size)
 
     def order_of(self, source: ImageSource) -> Order:
+        if self.order == "file":
+            return FileOrder(num_images=source.num_images, global_batch=self.global_batch, seed=self.seed)
         if self.order == "images":
             return ImageOrder(
                 num_images=source.num_images,
@@ -104,6 +106,7 @@ class BatchReader:
             return 0
         num_resized = 0
         for row, index in zip(rows, wanted_R.tolist(), strict=True):
+            # A replaced image keeps its row but changes its index, and with it the label.
             indices_B[row], is_resized = self._fill_one(images_BHW3[row], index)
             num_resized += is_resized
         return num_resized
@@ -122,6 +125,7 @@ class BatchReader:
                 return index, self._decode(out_HW3, index)
             except DataError as error:
                 self._on_bad(index, error)
+            # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
             chain = combine64(self.plan.seed, _REPLACE_SALT, wanted, attempt)
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")

@@ -32,7 +32,7 @@ class HangReporter:
         self._hang_timeout_s = hang_timeout_s
         self._pages: dict[int, StatusPage] = {}
         self._aborted: dict[int, bytearray] = {}
-        """What ranks have printed on stderr since SIGABRT made them print their stacks."""
+        """Text that ranks have printed on stderr since SIGABRT made them print their stacks."""
         self._is_late = False
         self._look_at = 0.0
 

@@ -53,6 +53,8 @@ def open_data(config: Config, world: World, device: torch.device) -> tuple[Image
             f"The images at {config.data.path} have {width} × {height} pixels, which is not a square. Set the input size: "
             f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{height},{width}] for rectangles."
         )
+    if config.data.on_gpu and device.type != "cuda":
+        raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
     check_backbone(config.backbone.name, compact_size(size))
     processes = choose_processes(
         path,
@@ -92,6 +94,7 @@ def make_loader(
         fewest_in_part=1 if config.backbone.batch_norm == "sync" and world.size > 1 else 2,
         processes=processes,
         device=device,
+        is_resident=config.data.on_gpu,
     )
 
 
