@@ -141,14 +141,14 @@ class OwnStatus:
         self._write({"phase": phase, "detail": detail})
 
     @contextmanager
-    def long_work(self, phase: str) -> Iterator[None]:
-        """Allows any time while the block runs, and starts the time of the next step after it."""
-        allowed_s, before = self._allowed_s, self.read().phase
-        self.progress(allowed_s=0.0, phase=phase)
+    def long_work(self, phase: str, *, allowed_s: float = 0.0) -> Iterator[None]:
+        """Allows `allowed_s`, or any time, while the block runs, and starts the time of the next step after it."""
+        usual_s, before = self._allowed_s, self.read().phase
+        self.progress(allowed_s=allowed_s, phase=phase)
         try:
             yield
         finally:
-            self.progress(allowed_s=allowed_s, phase=before)
+            self.progress(allowed_s=usual_s, phase=before)
 
     def name_folder(self, folder: Path) -> None:
         """Tells the reader where stacks and verdicts of this run are kept."""

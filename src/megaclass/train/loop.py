@@ -111,7 +111,8 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
                 row |= observer.read(meter, done)
                 numbers |= {"loss": row["loss"]}
                 # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
-                on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
+                with observer.reporting():
+                    on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row, observer.describe_slow())
                 if row["skipped_steps"]:
                     run.events.note("skip", done, num_steps=row["skipped_steps"])
