@@ -35,6 +35,7 @@ soak: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m soak --timeout=3600
 	$(BIN)/python tests/soak/fuzz.py --count $(MUTATIONS) --out benchmarks/fuzz.md
 	$(BIN)/python tests/soak/faults.py --rounds $(ROUNDS) --out benchmarks/soak.md
+	$(BIN)/python tests/soak/elastic.py --jobs 10 --events 20 --out benchmarks/elastic.md
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

@@ -19,8 +19,6 @@ _DERIVED_PORTS = range(20_000, 32_000)
 # Where rank 0 is, in a job that has Horovod's names in place of torchrun's.
 OWN_ADDRESS, OWN_PORT = "MEGACLASS_ADDRESS", "MEGACLASS_PORT"
 STORE_PORT = "MEGACLASS_STORE_PORT"
-STORE_FD = "MEGACLASS_STORE_FD"
-"""Number of the descriptor with which rank 0 inherits the listening socket of the store; empty if there is none."""
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_VARIABLES = (
     *_TORCHRUN_NAMES,

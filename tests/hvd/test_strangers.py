@@ -23,6 +23,7 @@ from tests.hvd.jobs import error_of, in_job, outputs_of, start_script
 
 import megaclass.hvd as hvd
 from megaclass.distributed.network.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
+from megaclass.distributed.network.socket_offer import SocketOffer, take_socket
 from megaclass.distributed.network.store import SignedStore
 from megaclass.errors import LaunchError
 from megaclass.hvd.engine import control_connection
@@ -333,6 +334,23 @@ def test_another_user_cannot_take_the_port_that_is_held_for_the_store(address):
         assert _as_nobody(code, str(held.getsockname()[1])) == ""
 
 
+@pytest.mark.ranks
+@as_root
+def test_another_user_does_not_get_the_socket_of_the_store():
+    code = """
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect("\\0" + sys.argv[1])
+        print(len(socket.recv_fds(caller, 1, 1)[1]))
+    """
+    offer = SocketOffer(socket.create_server(("127.0.0.1", 0)))
+    offer.serve()
+    assert _as_nobody(code, offer.name) == "0\n"
+    with take_socket(offer.name) as taken, socket.create_connection(taken.getsockname()):
+        taken.accept()[0].close()
+    offer.close()
+    assert take_socket(offer.name) is None
+
+
 # ---- whole jobs ----
 
 _STEPS = """
@@ -363,10 +381,14 @@ print("all", flush=True)
 """
 
 
-def _listening(pid: int, file: str = "*") -> list[tuple[str, int]]:
-    """Addresses at which a process listens, with this descriptor or any."""
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def _listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses at which a process listens."""
     inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").glob(file):
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
     found = []
@@ -389,7 +411,9 @@ def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_c
         "import sys; from megaclass.launch.launchers.local import run_local; sys.exit(run_local(sys.argv[1:], 2))"
     )
     start = "-m megaclass run -np 2" if starter == "run" else "train_nproc.py"
-    command = f'ulimit -Sn 1024; exec "{sys.executable}" {start} "{sys.executable}" steps.py done {what}'
+    # Behind a program that passes no file on to its children.
+    between = f'"{sys.executable}" -S -c "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"'
+    command = f'ulimit -Sn 1024; exec "{sys.executable}" {start} {between} "{sys.executable}" steps.py done {what}'
     job = subprocess.Popen(
         ["bash", "-c", command],
         cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -405,12 +429,13 @@ def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_c
         assert JOB_SECRET in said and "MEGACLASS_STORE_PORT" in said
         places = _listening(int(match[1]))
         assert places and {address for address, _ in places} == {"127.0.0.1"}, places
-        # The store listens with the socket that the launcher made before any process knew the port.
+        # The store listens with the socket that the launcher made before any process knew the port, and with no other.
         given = dict(part.partition("=")[::2] for part in Path(f"/proc/{match[1]}/environ").read_text().split("\0"))
-        assert _listening(int(match[1]), given["MEGACLASS_STORE_FD"]) == [
-            ("127.0.0.1", int(given["MEGACLASS_STORE_PORT"]))
-        ]
-        assert places.count(("127.0.0.1", int(given["MEGACLASS_STORE_PORT"]))) == 1
+        store = ("127.0.0.1", int(given["MEGACLASS_STORE_PORT"]))
+        assert places.count(store) == 1
+        above = int(match[1])
+        while store not in _listening(above := _parent(above)):
+            assert above > 1, "no process above rank 0 listens at the store's port"
         with strangers:
             for place in places:
                 for _ in range(1000 // len(places) + 1):

@@ -368,32 +368,6 @@ def test_a_rank_that_leaves_with_0_while_the_others_wait_for_it(bed, tmp_path):
     bed.seconds_until_nothing_is_left(timeout_s=5)
 
 
-@pytest.mark.parametrize(
-    "hang",
-    ["import re; re.match(r'(a?){40}a{40}', 'a' * 40)", "time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"],
-    ids=["in C, with the interpreter locked", "asleep", "stopped"],
-)
-def test_ranks_that_hang_show_where_and_are_ended(bed, script, hang):
-    run = bed(
-        "-H",
-        "h1:1,h2:1",
-        "--hang-timeout",
-        "2",
-        "--heartbeat",
-        "5",
-        *script(f"def stuck():\n    {hang}\nprint('up')\nstuck()"),
-    )
-    assert run.code == 128 + signal.SIGABRT
-    assert re.search(
-        r"no rank has printed anything for 2 s \(--hang-timeout\)\. Running: 0 on h1 \(pid \d+\), 1 on h2", run.err
-    )
-    if "SIGSTOP" in hang:
-        assert re.search(r"rank 1 on h2 \(pid \d+\) is stopped: it received SIGSTOP", run.err)
-    else:
-        assert run.err.count("in stuck") == 2, run.story()
-    bed.seconds_until_nothing_is_left(timeout_s=5)
-
-
 @pytest.mark.parametrize("host", ["h1", "h2"], ids=["the driver's own", "another"])
 def test_an_agent_that_is_killed(bed, record_property, host):
     run = bed.start(*HOSTS, *BEHIND_A_SHELL)

@@ -36,8 +36,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import torch
 from jobs import LAUNCH, NUM_STEPS, Job, kill
 from kinds import KINDS, Kind, owned
+
+import megaclass
+from megaclass.checkpoint.load import newest_whole
 
 LONGEST_S = 240.0
 MAX_LATE = 3
@@ -98,17 +102,9 @@ def check(job: Job, kind: Kind, expected: dict[int, float]) -> None:
     different = sorted(step for step in expected.keys() | found.keys() if expected.get(step) != found.get(step))
     assert not different, f"the curve differs at steps {different[:5]}"
     if not kind.is_horovod:
-        verify = [sys.executable, "-c", _VERIFY, str(job.run_dir / "checkpoints"), f"step-{NUM_STEPS:09d}"]
-        assert subprocess.run(verify, check=False).returncode == 0, "the last checkpoint is not whole"
-
-
-_VERIFY = """
-import sys
-from pathlib import Path
-from megaclass.checkpoint.load import newest_whole
-found, why_not = newest_whole(Path(sys.argv[1]))
-sys.exit(found is None or found.name != sys.argv[2] or bool(why_not))
-"""
+        newest, damaged = newest_whole(job.run_dir / "checkpoints")
+        assert newest is not None and newest.name == f"step-{NUM_STEPS:09d}", f"the newest whole checkpoint is {newest}"
+        assert not damaged, f"damaged checkpoints: {damaged}"
 
 
 def attempt(kind: Kind, job: Job, expected: dict[int, float], trial: Trial) -> None:
@@ -224,10 +220,6 @@ the last checkpoint is whole, the fault was reported, no attack has run code, an
 
 
 def table(trials: list[Trial]) -> str:
-    import torch
-
-    import megaclass
-
     by_kind: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         by_kind[trial.kind].append(trial)
@@ -262,7 +254,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--kinds", nargs="+", help="faults whose names contain one of these; all by default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="trials at a time (2)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="trials at a time on this machine (2); one on hosts is added"
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="start no trial after this time")
     parser.add_argument("--local", action="store_true", help="leave out the faults that need several hosts")
     parser.add_argument("--lock", type=Path, help="file that is locked during trials on several hosts")
@@ -284,15 +278,19 @@ def main() -> int:
     ]
     done = {(trial.kind, trial.round) for trial in read_results(results)}
     context = multiprocessing.get_context("fork")
-    waiting: multiprocessing.Queue[tuple[str, int]] = context.Queue()
+    # Trials on several hosts have a process of their own, which may have to wait for the lock.
+    queues: dict[bool, multiprocessing.Queue[tuple[str, int]]] = {
+        on_hosts: context.Queue() for on_hosts in (False, True)
+    }
     try:
         curves = {is_horovod: undisturbed(folder, is_horovod=is_horovod) for is_horovod in (False, True)}
         plan = Plan(folder, curves, given.seed, given.lock, results, commit.strip())
         for number in range(given.rounds):
             for name in random.Random(f"{given.seed} {number}").sample(names, len(names)):
                 if (name, number) not in done:
-                    waiting.put((name, number))
-        workers = [context.Process(target=work, args=(plan, waiting, ends_at)) for _ in range(given.jobs)]
+                    queues[KINDS[name].on_hosts].put((name, number))
+        shares = [*[queues[False]] * given.jobs, queues[True]]
+        workers = [context.Process(target=work, args=(plan, waiting, ends_at)) for waiting in shares]
         for worker in workers:
             worker.start()
         while any(worker.is_alive() for worker in workers):
@@ -304,8 +302,9 @@ def main() -> int:
         if given.out:
             given.out.write_text(table(trials))
     finally:
-        # The worker that has the last trials of the queue unread must not wait for its thread.
-        waiting.cancel_join_thread()
+        for waiting in queues.values():
+            # Trials that were not started must not keep this process.
+            waiting.cancel_join_thread()
         shutil.rmtree(folder, ignore_errors=True)
     return int(any(trial.error for trial in trials) or any(worker.exitcode for worker in workers))
 

@@ -69,7 +69,7 @@ class Result:
     tracebacks: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     grown_bytes: int = 0
-    seconds: float = 0.0
+    cpu_s: float = 0.0
 
     @property
     def key(self) -> tuple[str, int, int, int]:
@@ -106,7 +106,7 @@ def read_part(part: Part, module: str, progress: str, answer: Connection) -> Non
         part.seed,
         before_each=lambda number: os.pwrite(file, struct.pack("<q", number), 0),
     )
-    answer.send(asdict(counts))
+    answer.send({**asdict(counts), "cpu_s": time.process_time()})
 
 
 # ---- in the process that counts ----
@@ -120,7 +120,6 @@ class Reader:
     ) -> None:
         self.part, self._module, self._context = part, module, context
         self.result = Result(part.kind, part.seed, part.first, part.last)
-        self._begun = time.monotonic()
         self._progress = folder / f"{os.urandom(8).hex()}.progress"
         self._start(part.first)
 
@@ -150,6 +149,7 @@ class Reader:
             result.accepted += counts["accepted"]
             result.tracebacks += counts["tracebacks"]
             result.grown_bytes = max(result.grown_bytes, counts["grown_bytes"])
+            result.cpu_s += counts["cpu_s"]
         else:
             # The outcomes of the mutations before the crash died with the process. They ended well enough to go on, so they
             # are read again without the one that crashed.
@@ -161,7 +161,6 @@ class Reader:
             if number + 1 < self.part.last:
                 self._start(number + 1)
                 return False
-        result.seconds = time.monotonic() - self._begun
         self._progress.unlink()
         return True
 
@@ -206,7 +205,7 @@ def table(results: list[Result], processes: int) -> str:
         f"{time.strftime('%Y-%m-%d', time.gmtime())}, {platform.machine()}, {os.cpu_count()} CPU cores, {processes} processes, "
         f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}, numpy "
         f"{numpy.__version__}, Pillow {PIL.__version__}. {len(by_kind)} kinds, {total:,} mutations in "
-        f"{sum(result.seconds for result in results) / 60:,.0f} minutes of processes.",
+        f"{sum(result.cpu_s for result in results) / 60:,.0f} minutes of CPU time.",
         "",
         "| kind | mutations | clean refusals | accepted | tracebacks | native crashes | most memory, MiB |",
         "|---|---|---|---|---|---|---|",

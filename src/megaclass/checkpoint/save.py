@@ -111,13 +111,16 @@ class CheckpointWriter:
         data: DataFingerprint | None = None,
         is_asynchronous: bool = True,
         group: dist.ProcessGroup | None = None,
+        on_published: Callable[[int], None] = lambda step: None,
     ) -> None:
         """keep: number of last checkpoints to keep besides the best. class_names: see checkpoint/class_names.py.
 
-        data: fingerprint of the training data; only rank 0 needs it.
+        data: fingerprint of the training data; only rank 0 needs it. on_published: called on rank 0, in the background
+        thread, with the step of each checkpoint that is complete.
         """
         self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
         self._data = data or DataFingerprint()
+        self._on_published = on_published
         self._device, self._group, self._is_asynchronous = device, group, is_asynchronous
         self._rank, self._world_size = group_rank(group), group_size(group)
         self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
@@ -292,6 +295,7 @@ class CheckpointWriter:
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)
         report_progress(snapshot.step)
+        self._on_published(snapshot.step)
         for old in folders_to_delete(self._checkpoints, save.final, self._keep):
             # Renamed first: a partly removed checkpoint must not look like a complete one.
             name = checkpoint_folder(self._checkpoints, step_of(old)).name

@@ -10,6 +10,7 @@ from megaclass.cli.cluster import add_cluster_commands
 from megaclass.cli.data import add_data_commands
 from megaclass.cli.evaluate import add_evaluate_commands
 from megaclass.cli.logs import add_output_options, messages_on_stderr
+from megaclass.cli.models import add_model_commands
 from megaclass.cli.recipes import add_recipe_commands
 from megaclass.cli.train import add_train_commands
 from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("run", help="start a command on this machine or many, as horovodrun does")
     add_cluster_commands(commands)
     add_evaluate_commands(commands)
+    add_model_commands(commands)
     add_data_commands(commands)
     add_output_options(parser)
     return parser

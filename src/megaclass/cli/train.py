@@ -1,4 +1,4 @@
-"""`megaclass train` and `megaclass import-config`."""
+"""`megaclass train`, `megaclass top` and `megaclass import-config`."""
 
 import argparse
 import logging
@@ -12,7 +12,7 @@ _logger = logging.getLogger("megaclass.cli")
 
 
 def add_train_commands(commands: Any) -> None:
-    """Adds `train` and `import-config` to the parser's commands."""
+    """Adds `train`, `top` and `import-config` to the parser's commands."""
     train = commands.add_parser(
         "train",
         help="train, evaluate and export the model of a recipe",
@@ -42,6 +42,18 @@ def add_train_commands(commands: Any) -> None:
     )
     train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and exit")
     train.set_defaults(run=_train)
+
+    top = commands.add_parser(
+        "top",
+        help="show a running job: loss, speed, ranks, events",
+        description="Shows a run while it trains, from its files: megaclass top runs/demo. Ctrl-C ends the view, not the run.",
+    )
+    top.add_argument("folder", type=Path, metavar="RUN", help="run folder (train.run_dir), on any host that sees it")
+    top.add_argument(
+        "--once", action="store_true", help="print the view once; the default if the output is no terminal"
+    )
+    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two views (2)")
+    top.set_defaults(run=_top)
 
     recipe = commands.add_parser(
         "import-config",
@@ -89,6 +101,14 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         trusts_numbers=options.same_numbers,
     )
     return start_training(config, given[1:], mode)
+
+
+def _top(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.train.observe.top import watch_run
+
+    if not 0.1 <= options.interval <= 3600:
+        raise ConfigError(f"--interval {options.interval:g} is not in [0.1, 3600] seconds.")
+    return watch_run(options.folder, interval_s=options.interval, is_once=options.once)
 
 
 def _import_config(options: argparse.Namespace, given: list[str]) -> int:

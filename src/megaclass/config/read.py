@@ -27,6 +27,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config_values(values, where=str(path))
 
 
+def flat_values(config: Config) -> dict[str, Any]:
+    """Returns all settings by section.key."""
+    return {
+        f"{section.name}.{key.name}": getattr(getattr(config, section.name), key.name)
+        for section in dataclasses.fields(config)
+        for key in dataclasses.fields(getattr(config, section.name))
+    }
+
+
 def changes_refused_on_resume(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yields (section.key, old value, new value) of every setting that differs and may not change on resume."""
     for section in dataclasses.fields(Config):

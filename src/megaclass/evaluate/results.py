@@ -110,6 +110,12 @@ def read_results(folder: Path) -> list[SetResult]:
     return results
 
 
+def weights_in(folder: Path) -> str:
+    """Returns the digest of the weights that evaluation.json belongs to; empty if it does not say so."""
+    model = _read_json(folder / NUMBERS_FILE).get("model")
+    return str(model.get("weights", "")) if isinstance(model, dict) else ""
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

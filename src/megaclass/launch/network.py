@@ -4,6 +4,7 @@ import socket
 from collections.abc import Sequence
 
 from megaclass.distributed.network.addresses import interface_holding, interfaces, source_towards
+from megaclass.distributed.network.socket_offer import SocketOffer
 from megaclass.errors import LaunchError
 
 _BACKLOG = 4096
@@ -59,7 +60,7 @@ def hold_store_port(address: str = "") -> socket.socket:
     """Holds a free port of the address, or of every interface, on which only processes of this user can listen meanwhile.
 
     The socket is bound with SO_REUSEPORT and never listens: the kernel gives the port to another socket only if that has
-    the same option and belongs to the same user, as the one of `listen_for_rank_0` does.
+    the same option and belongs to the same user, as that of `offer_store_socket` does.
     """
     is_any = not address and socket.has_dualstack_ipv6()
     held = socket.socket(socket.AF_INET6 if is_any or ":" in address else socket.AF_INET)
@@ -70,8 +71,8 @@ def hold_store_port(address: str = "") -> socket.socket:
     return held
 
 
-def listen_for_rank_0(held: socket.socket, address: str) -> socket.socket | None:
-    """Returns a socket that listens at the held port of one address, for rank 0 to inherit; None if that cannot be.
+def offer_store_socket(held: socket.socket, address: str) -> SocketOffer:
+    """Listens at the held port of one address and offers that socket to rank 0. OSError if it is no address of this host.
 
     Ranks that start before rank 0 then connect at once and wait for it, and no other process ever gets the port.
     """
@@ -81,7 +82,6 @@ def listen_for_rank_0(held: socket.socket, address: str) -> socket.socket | None
         listener.bind((address, held.getsockname()[1]))
         listener.listen(_BACKLOG)
     except OSError:
-        # Rank 0 says why, when it cannot listen there either.
         listener.close()
-        return None
-    return listener
+        raise
+    return SocketOffer(listener)

@@ -108,7 +108,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         storage=config.head.storage,
         num_subcentres=config.head.subcentres,
         filter_above=config.head.filter_above,
-        stored_bytes=round(config.head.stored_gib * 2**30),
+        stored_bytes=None if config.head.stored_gib is None else round(config.head.stored_gib * 2**30),
         device=device,
     )
     parallel = data_parallel(_compiled(backbone, image_size) if config.train.compile else backbone)

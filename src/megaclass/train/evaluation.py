@@ -4,6 +4,7 @@ import logging
 
 from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.distributed.rank_status import own_status
 from megaclass.evaluate.protocol import Evaluator, SetResult
 from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.train.build import Model
@@ -25,12 +26,18 @@ def evaluate_model(run: Run, model: Model) -> list[SetResult]:
         num_threads=config.data.threads,
         fit=config.data.fit,
         mirror=config.data.mirror,
+        on_progress=_note_progress,
     )
     sets = find_sets(verification_files(config.data.path))
     wanted = config.train.evaluate_sets
     results = evaluate_sets(evaluator, [one for one in sets if not wanted or one.name in wanted])
     found = {one.name for one in sets}
     return results + [_missing(name, config.data.path) for name in wanted if name not in found]
+
+
+def _note_progress(done: int, total: int) -> None:
+    """Shows the agent, and `megaclass top`, that the evaluation advances; it may take any time."""
+    own_status().progress(allowed_s=0.0, phase="evaluation", detail=f"{done:,} of {total:,} images")
 
 
 def _missing(name: str, data_path: str) -> SetResult:

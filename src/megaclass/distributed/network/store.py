@@ -20,8 +20,9 @@ import torch.distributed as dist
 from megaclass.distributed.network.addresses import source_towards
 from megaclass.distributed.network.connection_watch import JUDGED_AFTER, LIMIT_NAME, network_timeout
 from megaclass.distributed.network.rank0_address import is_one_machine
+from megaclass.distributed.network.socket_offer import OFFER_NAME, take_socket
 from megaclass.errors import ConnectionLostError, LaunchError
-from megaclass.world import STORE_FD, STORE_PORT, World
+from megaclass.world import STORE_PORT, World
 
 _BACKLOG = 4096
 _MAC_BYTES = 32
@@ -102,8 +103,8 @@ def allow_many_connections() -> None:
 def _listening(address: str, port: int) -> int:
     """Returns the descriptor of a socket that listens on this address only; by default a TCPStore listens on all addresses."""
     info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    if (inherited := _inherited(str(info[4][0]), port)) is not None:
-        return inherited
+    if (handed_over := _handed_over(str(info[4][0]), port)) is not None:
+        return handed_over
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(info[0], socket.SOCK_STREAM))
         # The launcher may hold the port: with SO_REUSEPORT alone, only processes of the same user can bind it as well.
@@ -121,29 +122,12 @@ def _listening(address: str, port: int) -> int:
     return listener.detach()
 
 
-def _inherited(address: str, port: int) -> int | None:
-    """Returns a copy of the listening socket that the launcher handed over; None if there is none.
-
-    A program between launcher and rank may have closed it, and its number may be another file's by now. A copy, because the
-    store closes it: another store at this port can follow.
-    """
-    text = os.environ.get(STORE_FD, "")
-    try:
-        copy = os.dup(int(text))
-    except (OSError, ValueError):
-        return None
-    try:
-        listener = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        return None
-    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-    if not is_listening or listener.getsockname()[:2] != (address, port):
-        listener.close()
-        return None
-    # Processes that this rank starts have no use for it.
-    os.set_inheritable(int(text), False)
-    return listener.detach()
+def _handed_over(address: str, port: int) -> int | None:
+    """Returns a copy of the socket with which the launcher listens for this store; None if there is none."""
+    listener = take_socket(name) if (name := os.environ.get(OFFER_NAME)) else None
+    if listener is not None and listener.getsockname()[:2] == (address, port):
+        return listener.detach()
+    return None
 
 
 class SignedStore(dist.Store):  # type: ignore[name-defined,misc]

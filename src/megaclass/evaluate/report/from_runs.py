@@ -13,6 +13,7 @@ import megaclass
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report.page import ModelReport, ReportData
+from megaclass.evaluate.report.ranks import rank_rows
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.files import published_file
 from megaclass.metrics_file import read_metrics, read_summary
@@ -74,11 +75,14 @@ def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
     summary = read_summary(run)
+    rows = _read_metrics(run / "metrics.jsonl")
     config = run / "config.toml"
     return ModelReport(
         name=name,
         results=read_results(run),
-        metrics=_read_metrics(run / "metrics.jsonl"),
+        metrics=[_drawable(row) for row in rows],
+        rank_rows=rank_rows(rows),
+        profiles=sorted((run / "profile").glob("rank-*")),
         facts=_facts(summary),
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         centres=_centres(run, device),
@@ -93,11 +97,16 @@ def _name_of(run: Path, runs: Sequence[Path]) -> str:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows with the values that can be drawn; damaged lines and other values are left out."""
+    """Returns the rows; damaged lines are left out, with a warning."""
     rows, num_damaged = read_metrics(path)
     if num_damaged:
         _log.warning("%s: %d damaged line(s) left out of the report.", path, num_damaged)
-    return [{key: value for key, value in row.items() if value is None or _is_number(value)} for row in rows]
+    return rows
+
+
+def _drawable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a row that can be drawn as curves."""
+    return {key: value for key, value in row.items() if value is None or _is_number(value)}
 
 
 def _is_number(value: object) -> bool:

@@ -31,6 +31,7 @@ from megaclass.evaluate.report.charts import (
     smoothed,
 )
 from megaclass.evaluate.report.pictures import picture
+from megaclass.evaluate.report.ranks import RankRow, rank_section
 from megaclass.evaluate.report.sets import ModelResults, set_sections
 from megaclass.evaluate.results import headline
 from megaclass.files import write_text
@@ -49,6 +50,10 @@ class ModelReport:
     """Shown in numbers and ROC, without histogram and images of its own."""
     metrics: Sequence[Mapping[str, Any]] = ()
     """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
+    rank_rows: Sequence[RankRow] = ()
+    """Times of the ranks, from the same rows."""
+    profiles: Sequence[Path] = ()
+    """Traces and memory snapshots of train.profile."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Facts about the run in the order shown: data and its fingerprint, ranks, classes, steps."""
     config_text: str = ""
@@ -69,11 +74,14 @@ class ReportData:
 def write_report(path: Path, report: ReportData) -> None:
     """Writes the page, which appears whole or not at all."""
     # The page may show faces.
-    write_text(path, render_report(report), is_private=True)
+    write_text(path, render_report(report, path), is_private=True)
 
 
-def render_report(report: ReportData) -> str:
-    """Returns the page. The template decides which sections appear: one without content is left out."""
+def render_report(report: ReportData, path: Path | None = None) -> str:
+    """Returns the page. The template decides which sections appear: one without content is left out.
+
+    path: the file of the page, to which links to other files of a run are relative.
+    """
     runs = [(place, model) for place, model in enumerate(report.models) if not model.is_baseline]
     trained = [(place, model) for place, model in runs if model.metrics]
     return _template().render(
@@ -87,6 +95,11 @@ def render_report(report: ReportData) -> str:
         ),
         training_figures=_training_figures(trained) if trained else [],
         times=_times([model for _, model in trained]),
+        ranks=[
+            section
+            for _, model in runs
+            if (section := rank_section(model.name, model.rank_rows, model.profiles, path)) is not None
+        ],
         centres=[
             _centres(model, model.centres, is_alone=len(runs) == 1) for _, model in runs if model.centres is not None
         ],

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaclass.distributed.rank_status import own_status
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.engine.job import Job, current
 from megaclass.hvd.engine.messages import Request, terms_of
@@ -187,7 +188,7 @@ def fetch(handle: int, pick: Any) -> Any:
     # When many handles are waited for in turn, most are done by the time the first one is.
     if not operation.is_done or operation.error:
         try:
-            job.controller.wait(operation)
+            _wait(job, operation)
         except BaseException:
             job.handles.pop(handle, None)
             raise
@@ -203,6 +204,20 @@ def fetch(handle: int, pick: Any) -> Any:
     return pick(operation)
 
 
+def _wait(job: Job, operation: Operation) -> None:
+    """Waits for the operation; with --hang-timeout the agent is told for what, and for how long it is worth waiting."""
+    limit_s = job.settings.hang_timeout_s
+    if not limit_s:
+        job.controller.wait(operation)
+        return
+    status, request = own_status(), operation.request
+    status.progress(allowed_s=limit_s, phase="waiting", detail=f"{request.kind} of {request.name}")
+    try:
+        job.controller.wait(operation)
+    finally:
+        status.progress(allowed_s=0.0)
+
+
 def join(device: int = -1) -> int:
     """Declares that this rank has no more data: until all ranks have joined, it contributes zeros to their allreduces.
 
@@ -212,7 +227,7 @@ def join(device: int = -1) -> int:
     job = current.running()
     operation = Operation(Request("join", "join"))
     job.controller.submit_join(operation)
-    job.controller.wait(operation)
+    _wait(job, operation)
     # Ranks with more data have used up more automatic names: all start again at the same number.
     job.restart_names()
     return int(operation.result)

@@ -10,7 +10,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ from types import TracebackType
 
 from megaclass.errors import LaunchError
 from megaclass.launch.agent import orphan_killer
-from megaclass.world import STORE_FD
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -112,16 +110,8 @@ class Supervisor:
         workdir: Path | None = None,
         *,
         pass_fds: Sequence[int] = (),
-        store: socket.socket | None = None,
     ) -> Worker:
-        """Starts one worker. Raises LaunchError if the command cannot be started.
-
-        store: the listening socket of the job's store, which rank 0 inherits; it is closed here.
-        """
-        if store is not None and rank == 0:
-            with store:
-                handed_over = {**env, STORE_FD: str(store.fileno())}
-                return self.start(rank, command, handed_over, workdir, pass_fds=[*pass_fds, store.fileno()])
+        """Starts one worker. Raises LaunchError if the command cannot be started."""
         pipe = subprocess.PIPE if self._captures else None
         reader, lifeline = os.pipe()
         self._lifelines.append(lifeline)

@@ -15,6 +15,7 @@ parts of a run and the state that each one owns:
     MessageHandler    what a message of an agent means                checkpoint_step: "progress"
     RankTable         pid, last lines and exit code of each rank      "started", "output" and "exit"
     LostAgents        agents that left before they were done          the orphan killers that it has started
+    HangWatch         decides that the job hangs, and which rank it is  stacks of all ranks, see hang_watch.py
     JobEnd            why the job ends, and until when it waits       decision, deadlines; see job_end.py
 """
 
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.job_start import JobStart
 from megaclass.launch.driver.lost_agents import LostAgents
@@ -64,12 +66,14 @@ class JobRun:
         self._table = RankTable(placements)
         self._end = JobEnd(self._pipes, self._table, io, options.grace_s)
         self._lost = LostAgents(self._pipes, self._start, self._end, ssh, io.messages, options.grace_s)
+        self._hang_watch = HangWatch(placements, self._pipes, self._table, self._end, io, options.hang_timeout_s)
         self._handler = MessageHandler(
             self._pipes,
             self._table,
             self._start,
             self._end,
             self._lost,
+            self._hang_watch,
             io,
             is_last_start=restart == options.restarts,
         )
@@ -105,6 +109,7 @@ class JobRun:
                 self._table.printed_at = time.monotonic()
                 self._start.go(self._pipes)
             self._loop(until=lambda: not self._pipes.unfinished())
+            self._hang_watch.finish()
         finally:
             self._close()
         return self._end.decision.final()
@@ -173,23 +178,15 @@ class JobRun:
             if agent.state is PipeState.RUNNING and not self._pipes.is_paused and silent_s > silence_s:
                 self._lost.note_silence(agent, silent_s)
         self._end.end_if_late(now)
+        self._hang_watch.check(now)
         if not self._end.is_ending:
-            self._look_after_ranks(now)
+            self._look_after_ranks()
 
-    def _look_after_ranks(self, now: float) -> None:
-        """Names ranks that left early, and ends the job if it hangs or its output has no reader any more."""
+    def _look_after_ranks(self) -> None:
+        """Names ranks that left early, and ends the job if its output has no reader any more."""
         if (sentence := self._table.name_early_leaver()) is not None:
             self._messages.say(sentence)
-        limit_s = self._options.hang_timeout_s
-        # While the screen is full, the ranks wait in their writes: they do not hang.
-        may_hang = limit_s and self.has_started and not self._pipes.is_paused
-        if may_hang and now - self._table.printed_at > limit_s:
-            self._messages.say(
-                f"no rank has printed anything for {limit_s:g} s (--hang-timeout). Running: {self._table.name_running()}. "
-                f"SIGABRT makes them print their stacks; then they are ended."
-            )
-            self._end.end(Outcome(exit_code=exit_status(-signal.SIGABRT)), first=signal.SIGABRT)
-        if self._screen.fault is not None and not self._end.is_ending:
+        if self._screen.fault is not None:
             self._messages.say(f"stdout cannot be written ({self._screen.fault.strerror}); ending the ranks.")
             self._end.end(Outcome(exit_code=exit_status(-signal.SIGPIPE), may_restart=False))
 

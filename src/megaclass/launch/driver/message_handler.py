@@ -8,6 +8,7 @@ import time
 
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.failure_report import stopped_message
+from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.job_start import JobStart
 from megaclass.launch.driver.lost_agents import LostAgents
@@ -28,6 +29,7 @@ class MessageHandler:
         start: JobStart,
         end: JobEnd,
         lost: LostAgents,
+        hang_watch: HangWatch,
         io: DriverIo,
         *,
         is_last_start: bool,
@@ -36,7 +38,7 @@ class MessageHandler:
         """Step of the last checkpoint that a rank of this start has reported; read by the restart loop."""
         self._pipes = pipes
         self._table = table
-        self._start, self._end, self._lost = start, end, lost
+        self._start, self._end, self._lost, self._hang_watch = start, end, lost, hang_watch
         self._output, self._messages = io.output, io.messages
         self._is_last_start = is_last_start
 
@@ -64,6 +66,8 @@ class MessageHandler:
                 self._messages.say(f"{agent.name}: {message['text']}")
             case "progress":
                 self.checkpoint_step = max(self.checkpoint_step or 0, message["step"])
+            case "status" | "stacks" | "kept":
+                self._hang_watch.note(agent, message, payload)
             case "done":
                 self._note_done(agent)
 
@@ -84,7 +88,7 @@ class MessageHandler:
         if code == 0 or self._end.is_ending:
             return
         if code == EXIT_RESUME_ME:
-            self._end.resume(rank)
+            self._end.resume(f"rank {rank} on {self._table.hosts[rank]}")
             return
         self._messages.say(self._table.headline_of(rank))
         may_restart = is_worth_restarting(code)

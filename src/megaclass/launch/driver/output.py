@@ -201,6 +201,16 @@ class RankOutput:
                 shown += rest
         return shown
 
+    @property
+    def folder(self) -> Path | None:
+        """Returns the folder of all ranks' files, or None without one."""
+        return self._folder
+
+    def write_stacks(self, rank: int, stacks: str) -> None:
+        """Writes the stacks of a rank that hangs beside its output, if that is written to files."""
+        if self._folder is not None:
+            self._store(rank, "stacks", stacks.encode(errors="replace"))
+
     def where(self, rank: int) -> str:
         """Returns a sentence about the rank's files, if it has any."""
         return f"\nAll it printed: {self._folder_of(rank)}" if self._folder is not None else ""

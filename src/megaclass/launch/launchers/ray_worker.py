@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaclass.distributed.network.socket_offer import OFFER_NAME
 from megaclass.launch.agent.supervisor import Supervisor, find_command
-from megaclass.launch.network import hold_store_port, interface_towards, listen_for_rank_0, reserve_port
+from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, reserve_port
 from megaclass.launch.plan import without_other_starters
 
 _READ_BYTES = 1 << 18
@@ -56,13 +57,17 @@ class RankActor:
         find_command(command, whole, Path(workdir))
         is_one_machine = env["HOROVOD_LOCAL_SIZE"] == env["HOROVOD_SIZE"]
         address = "127.0.0.1" if is_one_machine else env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        store = listen_for_rank_0(self._store_port, address) if self._store_port is not None else None
+        if self._store_port is not None:
+            with contextlib.suppress(OSError):
+                offer = offer_store_socket(self._store_port, address)
+                whole[OFFER_NAME] = offer.name
+                offer.serve()
         self._supervisor = Supervisor(run_id, grace_s=grace_s, adopts=False, captures=True)
         self._supervisor.__enter__()
         # Ray's workers block SIGINT, and the processes they start inherit that.
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         try:
-            process = self._supervisor.start(rank, command, whole, Path(workdir), store=store).process
+            process = self._supervisor.start(rank, command, whole, Path(workdir)).process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         assert process.stdout is not None and process.stderr is not None

@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import torch
+
 from megaclass.backbones import check_backbone
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.loader import BatchLoader
+from megaclass.data.loading.choose import choose_processes
+from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.synthetic.synthesize import synthesize
@@ -38,9 +42,10 @@ def make_data(config: Config) -> None:
         )
 
 
-def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
+def open_data(config: Config, world: World, device: torch.device) -> tuple[ImageSource, BatchLoader]:
     """Opens the data and the loader of this rank; with data.stage, one rank per host first copies the data into memory."""
-    source = open_source(_staged(config))
+    path = _staged(config)
+    source = open_source(path)
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
@@ -48,11 +53,26 @@ def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
             f"The images at {config.data.path} have {width} × {height} pixels, which is not a square. Set the input size: "
             f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{height},{width}] for rectangles."
         )
+    if config.data.on_gpu and device.type != "cuda":
+        raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
     check_backbone(config.backbone.name, compact_size(size))
-    return source, make_loader(config, source, world)
+    processes = choose_processes(
+        path,
+        workers=config.data.workers,
+        threads=config.data.threads,
+        device=device,
+        num_local_ranks=world.local_size,
+    )
+    return source, make_loader(config, source, world, device, processes)
 
 
-def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoader:
+def make_loader(
+    config: Config,
+    source: ImageSource,
+    world: World,
+    device: torch.device,
+    processes: LoaderSettings | None = None,
+) -> BatchLoader:
     """Builds the loader that yields this rank's part of every global batch."""
     return BatchLoader(
         source,
@@ -72,6 +92,9 @@ def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoade
         num_parts=config.train.accumulate,
         # Batch norm needs two images for its statistics; the synchronised one counts those of all ranks.
         fewest_in_part=1 if config.backbone.batch_norm == "sync" and world.size > 1 else 2,
+        processes=processes,
+        device=device,
+        is_resident=config.data.on_gpu,
     )
 
 

@@ -10,9 +10,11 @@ from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
+from megaclass.train.observe.events import RunEvents
 from megaclass.train.run.class_names import class_list
 from megaclass.train.run.data import open_data
 from megaclass.train.run.folder import RunFolder
+from megaclass.train.run.same_start import check_same_data
 from megaclass.world import World
 
 
@@ -24,6 +26,9 @@ class Run:
     world: World
     device: torch.device
     folder: RunFolder
+    events: RunEvents
+    hosts: tuple[str, ...]
+    """Host name of every rank."""
     source: ImageSource
     loader: BatchLoader
     classes: ClassList
@@ -37,20 +42,26 @@ class Run:
         return self.loader.image_size
 
 
-def open_run(config: Config, world: World, device: torch.device, folder: RunFolder) -> Run:
-    """Collective. Opens the data on every rank; rank 0 computes its fingerprint, which reads up to 256 images."""
-    source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
+def open_run(config: Config, world: World, device: torch.device, folder: RunFolder, hosts: tuple[str, ...]) -> Run:
+    """Collective. Opens the data on every rank, and refuses data that differs between hosts.
+
+    The first rank of every host computes the fingerprint, which reads up to 256 images.
+    """
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device), device)
     classes = on_every_rank(lambda: class_list(config.data.path, source), device)
     data_fingerprint = on_every_rank_for_long(
-        lambda: fingerprint_of(source) if world.is_main else DataFingerprint(), device
+        lambda: fingerprint_of(source) if world.local_rank == 0 else DataFingerprint(), device
     )
+    check_same_data(data_fingerprint.fingerprint, source.num_images, source.num_classes, hosts, world, device)
     return Run(
         config=config,
         world=world,
         device=device,
         folder=folder,
+        events=RunEvents(folder.path, is_main=world.is_main),
+        hosts=hosts,
         source=source,
         loader=loader,
         classes=classes,
-        data_fingerprint=data_fingerprint,
+        data_fingerprint=data_fingerprint if world.is_main else DataFingerprint(),
     )
