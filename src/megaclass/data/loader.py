@@ -263,6 +263,11 @@ def _build_order(
     return ClassOrder(source.labels, global_batch=global_batch, seed=seed, images_per_class=images_per_class)
 
 
+def _fitting_batch(num_images: int) -> int:
+    """Returns a power of two that gives a few steps per epoch, if there are that many images."""
+    return int(2 ** max(1, (max(2, num_images) // 4).bit_length() - 1))
+
+
 def _require_fillable(
     source: ImageSource, order: Order, global_batch: int, world_size: int, num_parts: int, fewest_in_part: int
 ) -> None:
@@ -274,7 +279,7 @@ def _require_fillable(
     if global_batch > source.num_images:
         raise DataError(
             f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
-            f"{source.describe()}."
+            f"{source.describe()}. Lower it, for example with train.global_batch={_fitting_batch(source.num_images)}."
         )
     smallest = order.batch_size(order.steps_per_epoch - 1)
     if smallest // world_size < 2:

@@ -88,7 +88,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             detail, numbers = "", {}
             if is_evaluated:
                 with meter.paused():
-                    results = evaluate_between_steps(run, model, reported_errors)
+                    results = evaluate_between_steps(run, model, done, reported_errors)
                 numbers = accuracies(results)
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
