@@ -10,7 +10,7 @@ SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openm
 .PHONY: demo test test-fast test-gpu lint bench docs soak clean system-packages
 
 demo: $(VENV)/.demo-installed
-	$(BIN)/megaclass train recipes/demo.toml --overwrite
+	$(BIN)/megaclass demo
 	@echo; echo "To use the command megaclass in this terminal: . $(BIN)/activate"
 
 # Tests other than `unit` use real processes, daemons and networks, which a busy machine can upset: one that fails is run once
@@ -29,10 +29,12 @@ test-fast: $(VENV)/.dev-installed
 test-gpu: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m gpu
 
-# Each round meets every kind of fault once: 7 rounds are 210 trials. Needs root.
-ROUNDS ?= 7
+# Each round of faults.py meets every kind of fault once. Needs root. fuzz.py reads 100,000 mutations of each kind of file.
+ROUNDS ?= 6
+MUTATIONS ?= 100000
 soak: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m soak --timeout=3600
+	$(BIN)/python tests/soak/fuzz.py --count $(MUTATIONS) --out benchmarks/fuzz.md
 	$(BIN)/python tests/soak/faults.py --rounds $(ROUNDS) --out benchmarks/soak.md
 
 lint: $(VENV)/.dev-installed
@@ -42,6 +44,9 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python tools/banned_phrases.py
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/hadolint Dockerfile
+	$(MAKE) docs
 
 # Installed as root under CI=true, or with SYSTEM=1.
 system-packages:
@@ -54,8 +59,11 @@ system-packages:
 bench: $(VENV)/.dev-installed
 	$(BIN)/python benchmarks/head.py
 
+# The site, in docs/_build/html. A broken link or reference is an error.
 docs: $(VENV)/.dev-installed
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . docs/_build/html
+	@echo "the site: docs/_build/html/index.html"
 
 # pip says what it downloads and installs; what is there already it need not list. sed keeps no exit code, so pip leaves a mark.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
@@ -87,4 +95,4 @@ $(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
 COMMA := ,
 
 clean:
-	rm -rf $(VENV) build dist runs datasets
+	rm -rf $(VENV) build dist runs datasets docs/_build

@@ -1,6 +1,6 @@
 """megaclass.hvd against plain torch.distributed, in the same processes and the same minutes.
 
-    python benchmarks/hvd.py [--pairs 40] [--out benchmarks/hvd.md]
+    python benchmarks/hvd.py [--pairs 40] [--out benchmarks/hvd.md] [--only-small | --phases]
 
 Two ranks, gloo, float32, one thread each. Each figure is the median over alternating pairs (plain, hvd, hvd, plain, …) of
 the ratio of their times, with the 95 % interval of that median by order statistics: a machine that is busy with other
@@ -10,6 +10,7 @@ has other work. Targets are those of the project's issue on Horovod's API.
 
 import argparse
 import datetime
+import itertools
 import math
 import os
 import platform
@@ -44,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--only-small", action="store_true", help="only the rows about 1,000 small tensors")
+    parser.add_argument("--phases", action="store_true", help="only the phases of 1,000 small tensors, on rank 0")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -54,6 +56,9 @@ def main() -> None:
     hvd.init()
     plain = dist.new_group(backend="gloo")
     load = os.getloadavg()[0]
+    if options.phases:
+        print_phases(options.pairs)
+        return
     if options.only_small:
         rows = many(plain, options.pairs)
     else:
@@ -192,6 +197,34 @@ def many(plain: dist.ProcessGroup, pairs: int) -> list[list[str]]:
         ),
         row(f"{what}, grouped_allreduce_, against torch's all_reduce", times["grouped"], times["torch"], 1.0),
     ]
+
+
+def print_phases(repeats: int) -> None:
+    """Prints the least and the median milliseconds of each phase; run old and new code in turn to compare them."""
+    tensors = [torch.zeros(100) for _ in range(1000)]
+    for way in ("named", "unnamed", "grouped"):
+        rows = []
+        for _ in range(repeats + 10):
+            hvd.barrier()
+            cpu, times = time.process_time(), [time.perf_counter()]
+            if way == "grouped":
+                handles = [hvd.grouped_allreduce_async_(tensors, name="small", op=hvd.Sum)]
+            else:
+                names = [f"small {i}" if way == "named" else None for i in range(len(tensors))]
+                handles = [hvd.allreduce_async_(t, name=n, op=hvd.Sum) for t, n in zip(tensors, names, strict=True)]
+            times.append(time.perf_counter())
+            hvd.synchronize(handles[0])
+            times.append(time.perf_counter())
+            for handle in handles[1:]:
+                hvd.synchronize(handle)
+            times.append(time.perf_counter())
+            phases = [end - begun for begun, end in itertools.pairwise(times)]
+            rows.append([*phases, times[-1] - times[0], time.process_time() - cpu])
+        if hvd.rank() == 0:
+            columns = list(zip(*rows[10:], strict=True))  # the first ones warm up
+            for what, pick in (("least", min), ("median", statistics.median)):
+                numbers = " ".join(f"{pick(column) * 1e3:8.2f}" for column in columns)
+                print(f"{way:8} {what:6} (submit, first done, rest, total, CPU): {numbers} ms")
 
 
 def idle(seconds: float = 5.0) -> list[str]:

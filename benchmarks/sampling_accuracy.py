@@ -24,7 +24,7 @@ from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.evaluate.embed import embed_pairs
-from megaclass.evaluate.protocols.verification import verify_embeddings
+from megaclass.evaluate.protocols.verification import score_embeddings
 from megaclass.head.sampling import sample_classes
 from megaclass.train.schedule import learning_rate
 
@@ -77,7 +77,7 @@ def accuracy(data: Path, sample_rate: object, is_dense: bool, seed: int) -> floa
             drift_unsampled_(head, batch.labels, step, lr)
     pairs = read_pairs(data / "verification.bin")
     embeddings, _ = embed_pairs(backbone, pairs, image_size=IMAGE_SIZE, device=torch.device("cpu"))
-    return verify_embeddings(embeddings, pairs.is_same).accuracy
+    return score_embeddings("model", embeddings, pairs.is_same).verification.accuracy
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import megaclass
+from megaclass.cli.main import main
 from megaclass.config.read import changes_refused_on_resume, load_config, to_toml
 from megaclass.config.schema import Config, DataConfig, HeadConfig, OptimizerConfig, SynthConfig, TrainConfig
 from megaclass.errors import ConfigError
@@ -286,3 +287,20 @@ def test_every_setting_is_read_somewhere(section, key):
 def test_settings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         HeadConfig().scale = 1.0  # type: ignore[misc]
+
+
+def test_recipes_of_the_package_are_found_by_name_and_files_come_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("demo")).data.path == "datasets/demo"
+    assert load_config(Path("demo.toml")) == load_config(Path("demo"))
+    Path("demo.toml").write_text('[data]\npath = "mine"\n[train]\nrun_dir = "runs/mine"\n')
+    assert load_config(Path("demo.toml")).data.path == "mine"
+    with pytest.raises(ConfigError, match=r"no configuration file demos\..* Recipes of the package: demo, "):
+        load_config(Path("demos"))
+
+
+def test_every_recipe_says_in_one_line_what_it_is(capsys):
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    for path in RECIPES:
+        assert re.search(rf"^{path.stem} +\S.{{20,}}\.$", out, re.MULTILINE), path.stem

@@ -94,7 +94,8 @@ def embed_folder(
                     mirror=mirror,
                     on_bad=report_bad,
                 )
-                _write_chunk(path, torch.nn.functional.normalize(rows[:, :-1]).cpu().numpy())
+                with published_file(path) as unfinished:
+                    np.save(unfinished, torch.nn.functional.normalize(rows[:, :-1]).cpu().numpy())
             if on_progress is not None:
                 # Assumes that the other ranks are about as far.
                 on_progress(min(len(paths), done * num_ranks * _CHUNK), len(paths))
@@ -145,11 +146,6 @@ def _prepare(parts: Path, plan: dict[str, object]) -> None:
         path.write_text(json.dumps(plan), encoding="utf-8")
     except OSError as error:
         raise DataError(f"Cannot write {parts}: {error.strerror}.") from error
-
-
-def _write_chunk(path: Path, rows_ND: NDArray[np.float32]) -> None:
-    with published_file(path) as unfinished:
-        np.save(unfinished, rows_ND)
 
 
 def _is_bad(parts: Path, num_images: int) -> NDArray[np.bool_]:

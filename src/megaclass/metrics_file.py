@@ -1,8 +1,10 @@
-"""Reads metrics.jsonl, the record of a run: one JSON object per line, each with its step."""
+"""Reads the records of a run: metrics.jsonl, one JSON object per line, each with its step, and summary.json."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from megaclass.errors import DataError
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -16,6 +18,18 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     rows = [row for row in map(_row, lines) if row is not None]
     return rows, len(lines) - len(rows)
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """Returns the content of a run's summary.json; empty if the run has not written one yet."""
+    path = run / "summary.json"
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read {path}: {error}") from error
+    return values if isinstance(values, dict) else {}
 
 
 def _row(line: str) -> dict[str, Any] | None:

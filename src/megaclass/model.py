@@ -247,7 +247,7 @@ def _shape_of_run(
 def _settings_of(checkpoint: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_manifest(checkpoint).config)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"The settings in {checkpoint} cannot be read: {error}.") from error
 
 

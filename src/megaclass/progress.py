@@ -42,7 +42,7 @@ def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
     Where the messages of the package are turned off (--quiet), nothing is drawn.
     """
     if logging.getLogger("megaclass").level > logging.INFO:
-        yield _Nothing()
+        yield _NoBar()
         return
     if not sys.stderr.isatty():
         yield _Lines(title, total, start)
@@ -95,10 +95,10 @@ def bar_on_demand(title: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def no_bar() -> Iterator[Bar]:
     """Yields a bar that draws nothing, for all ranks but rank 0."""
-    yield _Nothing()
+    yield _NoBar()
 
 
-class _Nothing:
+class _NoBar:
     def advance_to(self, done: int, detail: str = "") -> None:
         pass
 

@@ -359,11 +359,6 @@ def test_mutated_files_are_all_found_before_use(tmp_path):
     check_mutations(tmp_path, 300)
 
 
-@pytest.mark.soak
-def test_100_000_mutated_files_are_all_found_before_use(tmp_path):
-    check_mutations(tmp_path, 100_000)
-
-
 # --- a disk that refuses ---
 
 

@@ -26,7 +26,7 @@ from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.checkpoint.tensor_file import write_tensors
 from megaclass.cli.logs import messages_on_stderr
 from megaclass.distributed import agreement
-from megaclass.distributed.restart_progress import FD_NAME, ProgressMark, report_progress
+from megaclass.distributed.restart_progress import FD_NAME, ProgressFile, report_progress
 from megaclass.errors import CheckpointError, UserError, is_transient
 from megaclass.head.state.shards import class_range
 
@@ -67,7 +67,7 @@ def steps(checkpoints):
 
 
 def test_a_published_checkpoint_is_reported_to_the_agent_that_keeps_the_rank(tmp_path, monkeypatch):
-    mark = ProgressMark()
+    mark = ProgressFile()
     monkeypatch.setenv(FD_NAME, str(mark.fileno()))
     with writer_for(tmp_path) as writer:
         writer.save(snapshot_at(3))

@@ -1,6 +1,7 @@
 """Augmentations: reproducible from (seed, step, image), each doing what its name says."""
 
 import io
+import math
 
 import numpy as np
 import pytest
@@ -78,6 +79,30 @@ def test_a_plain_image_survives_what_only_moves_or_smooths():
     plain = torch.full((8, 3, 40, 40), 0.25)
     for name in ("crop", "low_resolution", "blur"):
         assert torch.allclose(changed(plain, name), plain, atol=1e-5)
+
+
+def test_affine_keeps_shapes_round_and_moves_them_a_little():
+    """A disc stays in one piece of about its size, also in an image that is not square."""
+    v, u = torch.meshgrid(torch.arange(48) - 23.5, torch.arange(96) - 47.5, indexing="ij")
+    disc = torch.where(u**2 + v**2 < 12**2, 1.0, -1.0).expand(200, 3, 48, 96).contiguous()
+    after = (changed(disc, "affine")[:, 0] + 1) / 2
+    area = after.sum((1, 2))
+    middle_u, middle_v = (after * u).sum((1, 2)) / area, (after * v).sum((1, 2)) / area
+    assert (area / (math.pi * 12**2)).log().abs().max() < 2 * math.log(1.25) + 0.1
+    assert middle_u.abs().max() < 96 / 10 * 1.8 and middle_v.abs().max() < 48 / 10 * 1.8
+    spread_u = ((after * u**2).sum((1, 2)) / area - middle_u**2).sqrt()
+    spread_v = ((after * v**2).sum((1, 2)) / area - middle_v**2).sqrt()
+    assert (spread_u / spread_v).min() > 0.6 and (spread_u / spread_v).max() < 1.6
+
+
+def test_warp_moves_no_pixel_by_more_than_its_limit():
+    """A column of light moves by at most 2 x 5 % of half the width, and not all of it by the same amount."""
+    images = torch.full((50, 3, 64, 64), -1.0)
+    images[:, :, :, 32] = 1
+    light = (changed(images, "warp")[:, 0] + 1).clamp(min=1e-6)
+    columns = (light * torch.arange(64)).sum(2) / light.sum(2)
+    assert (columns - 32).abs().max() <= 2 * 0.05 * 32 + 1
+    assert columns.std(1).max() > 0.3
 
 
 def test_occlusion_hides_a_rectangle_of_one_colour(faces):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaclass.data.fingerprint import DataMarks, foreign_class, marks_of
+from megaclass.data.fingerprint import DataFingerprint, fingerprint_of, foreign_class
 from megaclass.errors import DataError
 
 
@@ -28,8 +28,8 @@ IMAGES = [(label, f"{label}, {number}") for label in range(100) for number in ra
 
 
 def test_marks_are_those_of_the_images_whoever_holds_them():
-    assert marks_of(Listed(IMAGES)) == marks_of(Listed(list(IMAGES)))
-    marks = marks_of(Listed(IMAGES))
+    assert fingerprint_of(Listed(IMAGES)) == fingerprint_of(Listed(list(IMAGES)))
+    marks = fingerprint_of(Listed(IMAGES))
     assert len(marks.class_images) == 64 and {"0", "99"} < set(marks.class_images)
     assert all(len(digests) == 3 for digests in marks.class_images.values())
 
@@ -47,16 +47,16 @@ def test_marks_are_those_of_the_images_whoever_holds_them():
     ids=["another order", "more images", "fewer images", "other images", "renumbered", "one moved to the middle"],
 )
 def test_every_change_is_seen_and_only_classes_without_any_of_their_images_are_foreign(change, foreign):
-    marks, changed = marks_of(Listed(IMAGES)), Listed(change(IMAGES), 100)
-    assert marks_of(changed).fingerprint != marks.fingerprint
+    marks, changed = fingerprint_of(Listed(IMAGES)), Listed(change(IMAGES), 100)
+    assert fingerprint_of(changed).fingerprint != marks.fingerprint
     assert foreign_class(marks, changed) == foreign
 
 
 def test_images_that_cannot_be_read_and_classes_without_images_are_left_out():
     images = [(0, None), (2, "a"), (2, None)]
-    marks = marks_of(Listed(images))
+    marks = fingerprint_of(Listed(images))
     assert set(marks.class_images) == {"2"} and len(marks.class_images["2"]) == 1
     assert foreign_class(marks, Listed(images)) is None
     assert foreign_class(marks, Listed([(0, "a"), (2, None)])) == 2
     assert foreign_class(marks, Listed([(0, "a")])) == 2, "fewer classes"
-    assert foreign_class(DataMarks(), Listed(images)) is None
+    assert foreign_class(DataFingerprint(), Listed(images)) is None

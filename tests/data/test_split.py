@@ -10,7 +10,7 @@ from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
-from megaclass.data.tools.overlap import find_overlap
+from megaclass.data.tools.overlap import find_overlaps
 from megaclass.data.tools.split import Split, is_unseen
 from megaclass.errors import DataError
 from megaclass.train.run.class_names import class_list
@@ -90,11 +90,11 @@ def test_a_share_that_is_none_is_refused(data, tmp_path, share, capsys):
 def test_images_that_are_in_the_training_data_are_found(data, tmp_path):
     source = open_source(data)
     pairs = read_pairs(data / "verification.bin").images
-    assert find_overlap(pairs, source).num_found == 0
-    found = find_overlap([*pairs, source.read(3), source.read(7), source.read(7)], source)
+    assert find_overlaps({"": pairs}, source)[""].num_found == 0
+    found = find_overlaps({"": [*pairs, source.read(3), source.read(7), source.read(7)]}, source)[""]
     assert (found.num_found, found.num_images) == (2, len(set(pairs)) + 2)
     assert "2 of its 6 images are in the training data (all 120 training images were compared)" in found.describe()
-    sampled = find_overlap([source.read(index) for index in range(120)], source, max_looked_at=10)
+    sampled = find_overlaps({"": [source.read(index) for index in range(120)]}, source, max_looked_at=10)[""]
     assert sampled.num_found == sampled.num_looked_at == 10
 
 

@@ -19,7 +19,6 @@ from megaclass.evaluate.protocols.verification import (
     squared_distances,
     tar_at_far,
     verify_distances,
-    verify_embeddings,
 )
 
 
@@ -180,7 +179,7 @@ def test_a_perfect_model_is_always_right():
     is_same = np.tile(np.repeat([True, False], 15), 10)
     first = rng.normal(size=(300, 64))
     second = np.where(is_same[:, None], first + rng.normal(scale=0.05, size=first.shape), rng.normal(size=first.shape))
-    result = verify_embeddings(np.stack([first, second], 1).reshape(600, 64), is_same, xnorm=8.0)
+    result = score_embeddings("model", np.stack([first, second], 1).reshape(600, 64), is_same, xnorm=8.0).verification
     assert (result.accuracy, result.accuracy_std, result.auc, result.eer) == (1, 0, 1, 0)
     assert (result.num_pairs, result.num_same, result.xnorm) == (300, 150, 8.0)
     assert result.tar_at_far[1e-2] == 1.0
@@ -190,7 +189,7 @@ def test_a_perfect_model_is_always_right():
 def test_a_random_model_guesses():
     rng = np.random.default_rng(0)
     is_same = np.tile(np.repeat([True, False], 150), 10)
-    result = verify_embeddings(rng.normal(size=(6000, 32)), is_same)
+    result = score_embeddings("model", rng.normal(size=(6000, 32)), is_same).verification
     assert result.accuracy == pytest.approx(0.5, abs=0.03)
     assert result.auc == pytest.approx(0.5, abs=0.03)
     assert result.eer == pytest.approx(0.5, abs=0.03)
@@ -223,7 +222,8 @@ def test_the_two_images_of_a_pair_may_be_swapped_and_embeddings_rescaled():
     rng = np.random.default_rng(0)
     embeddings, is_same = rng.normal(size=(80, 16)), np.arange(40) % 2 == 0
     swapped = embeddings.reshape(40, 2, 16)[:, ::-1].reshape(80, 16) * 8.0
-    assert verify_embeddings(swapped, is_same) == verify_embeddings(embeddings, is_same)
+    both = [score_embeddings("model", one, is_same).verification for one in (swapped, embeddings)]
+    assert both[0] == both[1]
 
 
 def test_scored_pairs_carry_cosines():
@@ -255,14 +255,14 @@ def test_an_embedding_that_is_not_finite_is_named(value):
     embeddings = _good_embeddings()
     embeddings[[13, 20], 2] = value
     with pytest.raises(DataError, match=r"image 13 \(pair 6, second image\) is not finite .* 1 other\(s\) of 40"):
-        verify_embeddings(embeddings, np.arange(20) % 2)
+        score_embeddings("model", embeddings, np.arange(20) % 2)
 
 
 def test_an_embedding_of_zeros_is_named():
     embeddings = _good_embeddings()
     embeddings[4] = 0
     with pytest.raises(DataError, match=r"image 4 \(pair 2, first image\) is all zeros"):
-        verify_embeddings(embeddings, np.arange(20) % 2)
+        score_embeddings("model", embeddings, np.arange(20) % 2)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_an_embedding_of_zeros_is_named():
 )
 def test_what_cannot_be_verified_is_refused(embeddings, is_same, message):
     with pytest.raises(DataError, match=message):
-        verify_embeddings(embeddings, is_same)
+        score_embeddings("model", embeddings, is_same)
 
 
 def test_a_distance_that_is_not_finite_is_named():

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "compression_lab.py"
 
 
-@pytest.mark.ranks
+@pytest.mark.soak
 def test_the_laboratory_fills_its_table_in_one_run(tmp_path):
     out = tmp_path / "lab.md"
     run = subprocess.run(

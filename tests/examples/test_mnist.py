@@ -63,7 +63,11 @@ def test_it_reads_idx_files(tmp_path):
     assert wrong.returncode == 1 and "says (20,), 28 bytes, but has 27" in wrong.stderr
 
 
-@pytest.mark.parametrize("options", [["--use-adasum"], ["--compression", "fp8"]], ids=["adasum", "8 bits"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["--use-adasum"], marks=pytest.mark.soak), ["--compression", "fp8"]],
+    ids=["adasum", "8 bits"],
+)
 def test_its_options_run_under_a_launcher(options):
     arguments = ["--drawn", "200", "--epochs", "1", *options]
     script = f"import runpy, sys; sys.argv[1:] = {arguments!r}; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
@@ -122,7 +126,7 @@ def test_it_downloads_what_is_missing_and_trains_on_it(tmp_path):
     [
         ({"train-images-idx3-ubyte.gz": b"not MNIST"}, None, "not f68b3c2dcbeaaa9fbdd348bbdeb94873: nothing was kept"),
         ({"train-images-idx3-ubyte.gz": b"the first half"}, 28, "IncompleteRead(14 bytes read, 14 more expected)"),
-        ({}, None, "HTTP Error 404: Not Found"),
+        pytest.param({}, None, "HTTP Error 404: Not Found", marks=pytest.mark.soak),
     ],
     ids=["another file", "a truncated file", "no file"],
 )

@@ -320,7 +320,17 @@ def test_a_file_per_rank_loads_on_its_own_rank_only(run_ranks):
     assert run_ranks(2, _load_own, saved) == [True, True]
     outcomes = run_ranks(2, _load_first, saved[0][0])
     assert outcomes[0] == "loaded"
-    assert "The state holds classes [0, 13) of 25, but rank 1 of 2 holds [13, 25) of 25" in outcomes[1]
+    assert "The state holds classes [0, 13) of 25, the part of one rank as state_dict() returns it" in outcomes[1]
+    assert "but rank 1 of 2 holds [13, 25) of 25" in outcomes[1]
+    # What head.state_dict() returned on one of two ranks is no head on one rank, whichever it was.
+    for (_, shard, _), classes in zip(saved, ("[0, 13)", "[13, 25)"), strict=True):
+        alone = Model(25).head
+        before = alone.rows()["weight"].clone()
+        with pytest.raises(HeadError) as raised:
+            alone.load_state_dict(shard, strict=False)
+        assert f"The state holds classes {classes} of 25, the part of one rank" in str(raised.value)
+        assert "rank 0 of 1 holds [0, 25) of 25" in str(raised.value) and "whole_state_dict()" in str(raised.value)
+        assert torch.equal(alone.rows()["weight"], before)
 
 
 def _load_without_header() -> str:

@@ -58,13 +58,21 @@ def test_environment_variables_hold_within_the_block_only(monkeypatch):
     assert os.environ["KNOWN"] == "before" and "UNKNOWN" not in os.environ
 
 
-def test_only_torch_is_an_available_extension():
+def test_an_extension_is_available_if_its_framework_is_installed(monkeypatch):
+    monkeypatch.setattr(util, "tensorflow_version", lambda: "2.15.1")
     assert util.extension_available("torch") and not util.extension_available("tensorflow")
     assert util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__) is None
     with pytest.raises(
-        ImportError, match=r"horovod\.tensorflow has not been built: megaclass\.hvd supports PyTorch only"
+        ImportError,
+        match=r"horovod\.tensorflow has not been built: it needs TensorFlow 2\.16 or later, and found 2\.15\.1",
     ):
         util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+    with pytest.raises(ImportError, match=r"MXNet is retired since 2023"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__)
+    monkeypatch.setattr(util, "tensorflow_version", lambda: "2.21.0")
+    assert util.extension_available("tensorflow") and not util.extension_available("mxnet")
+    assert util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__) is None
+    monkeypatch.setattr(util, "tensorflow_version", lambda: None)
     assert util.gpu_available("torch") == torch.cuda.is_available() and not util.gpu_available("tensorflow")
 
 

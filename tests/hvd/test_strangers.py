@@ -196,11 +196,11 @@ except LaunchError as error:
 @pytest.mark.parametrize(
     ("name", "has_secret"),
     [
-        ("who/1", True),
+        pytest.param("who/1", True, marks=pytest.mark.soak),
         ("who", True),
-        ("endpoint", True),
+        pytest.param("endpoint", True, marks=pytest.mark.soak),
         ("set 0/ring/1", True),
-        ("networks/1", False),
+        pytest.param("networks/1", False, marks=pytest.mark.soak),
         ("networks", False),
     ],
 )
@@ -363,6 +363,10 @@ print("all", flush=True)
 """
 
 
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
 def _listening(pid: int) -> list[tuple[str, int]]:
     """Addresses at which a process listens."""
     inodes = set()
@@ -389,7 +393,9 @@ def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_c
         "import sys; from megaclass.launch.launchers.local import run_local; sys.exit(run_local(sys.argv[1:], 2))"
     )
     start = "-m megaclass run -np 2" if starter == "run" else "train_nproc.py"
-    command = f'ulimit -Sn 1024; exec "{sys.executable}" {start} "{sys.executable}" steps.py done {what}'
+    # Behind a program that passes no file on to its children.
+    between = f'"{sys.executable}" -S -c "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"'
+    command = f'ulimit -Sn 1024; exec "{sys.executable}" {start} {between} "{sys.executable}" steps.py done {what}'
     job = subprocess.Popen(
         ["bash", "-c", command],
         cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -405,6 +411,13 @@ def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_c
         assert JOB_SECRET in said and "MEGACLASS_STORE_PORT" in said
         places = _listening(int(match[1]))
         assert places and {address for address, _ in places} == {"127.0.0.1"}, places
+        # The store listens with the socket that the launcher made before any process knew the port, and with no other.
+        given = dict(part.partition("=")[::2] for part in Path(f"/proc/{match[1]}/environ").read_text().split("\0"))
+        store = ("127.0.0.1", int(given["MEGACLASS_STORE_PORT"]))
+        assert places.count(store) == 1
+        above = int(match[1])
+        while store not in _listening(above := _parent(above)):
+            assert above > 1, "no process above rank 0 listens at the store's port"
         with strangers:
             for place in places:
                 for _ in range(1000 // len(places) + 1):

@@ -45,6 +45,8 @@ FACTS = {
     "mpi": None,
     "driver": "560.35.03",
     "driver_cuda": "12.6",
+    "tensorflow": "2.21.0",
+    "keras": "3.15.0",
     "num_gpus_present": 2,
     "visible_devices": None,
     "num_cpus": 16,
@@ -83,6 +85,13 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
     found = host_findings({**FACTS, "torch": ON_CPU, "driver": None, "driver_cuda": None, "num_gpus_present": 0}, 2)
     assert Report(findings={"h": found}).would_start
     assert [f.what for f in found if f.state is State.ABSENT] == ["CUDA", "driver", "GPUs", "NCCL", "MPI"]
+    without = host_findings({**FACTS, "tensorflow": None, "keras": None}, 2)
+    assert [f.what for f in without if f.state is State.ABSENT] == ["TensorFlow", "Keras", "MPI"]
+    old = finding("TensorFlow", tensorflow="2.15.1")
+    assert (old.state, old.advice) == (
+        State.DOUBTFUL,
+        'megaclass.hvd.tensorflow needs 2.16 or later: pip install "tensorflow>=2.16"',
+    )
 
 
 @pytest.mark.parametrize(
@@ -529,5 +538,5 @@ def test_a_host_whose_answers_make_no_sense_is_named_and_training_would_not_star
     python.chmod(0o755)
     assert main(["check", "--python", str(python)]) == 1
     out = capsys.readouterr().out
-    assert "[!] answers" in out and "its answer about facts is invalid: python: expected a string" in out
+    assert "[!] answers" in out and "its answer about facts is invalid: expected a text in python" in out
     assert plain_lines(out) == out

@@ -92,7 +92,7 @@ def test_a_batch_systems_hosts_are_detected_and_named(run, script, tmp_path):
         (["true"], "How many processes?"),
         (["-np", "3", "-H", "localhost:2", "true"], "-np 3 needs more slots than there are: 2"),
         (["-np", "2", "-H", "-oProxyCommand=touch owned:2", "true"], "-oProxyCommand=touch owned:2"),
-        (["-np", "2", "--min-np", "3", "true"], "--min-np 3 is more than the 2 processes to start with"),
+        (["-np", "2", "--min-np", "3", "true"], "--min-np 3 is more than -np 2"),
         (["-np", "2", "--python", "/no/python", "true"], "Cannot start '/no/python' for localhost: No such file"),
     ],
 )
@@ -299,6 +299,23 @@ def test_an_agent_killed_together_with_its_watchers_leaves_nothing_behind(run, a
         os.kill(pid, signal.SIGKILL)
     run.seconds_until_nothing_is_left(SOON_S)
     assert started.wait() == (-9 if "driver" in also else 255)
+
+
+@pytest.mark.parametrize(
+    "behind", ["sleep 600; echo never", 'python3 -c \'import subprocess as s; s.run(["sleep", "600"])\'; :']
+)
+def test_all_watchers_killed_at_the_same_instant_leave_no_rank_behind_a_shell(run, behind):
+    """Driver, agent and both orphan killers: the kernel kills the ranks' process groups."""
+    started = run.start("-np", "2", "bash", "-c", f"echo up; {behind}")
+    started.says("up", times=2)
+    [agent] = [pid for pid in run.processes() if b"megaclass.launch.agent.agent" in command_line(pid)]
+    killed = [started.pid, *orphan_killers(run), agent]
+    assert len(killed) == 4
+    for pid in killed:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    run.seconds_until_nothing_is_left(SOON_S)
 
 
 @pytest.mark.parametrize(

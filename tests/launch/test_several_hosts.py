@@ -90,9 +90,18 @@ def test_every_rank_is_told_its_place_by_torchruns_and_by_horovods_names(bed, sc
     ], run.story()
 
 
-def test_the_driver_need_not_be_one_of_the_hosts(bed, script):
-    run = bed("-H", "h2:1,h3:1", *script("print(os.uname().nodename, os.environ['MASTER_ADDR'])"))
-    assert sorted(run.out.splitlines()) == ["[0]<stdout>:h2 10.123.0.2", "[1]<stdout>:h3 10.123.0.2"], run.story()
+def test_the_driver_need_not_be_one_of_the_hosts(bed):
+    program = ("sh", "-c", "echo $(uname -n) $HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    run = bed("-H", "h2:1,h3:1", "--horovod", "--verbose", *program)
+    lines = run.out.splitlines()
+    # The log of horovodrun's start comes before anything of the ranks.
+    assert lines[:4] == [
+        "Filtering local host names.",
+        "Remote host found: h2 h3",
+        "Checking ssh on all remote hosts.",
+        "SSH was successful into all the remote hosts.",
+    ], run.story()
+    assert sorted(lines[4:]) == ["[0]<stdout>:h2 10.123.0.2", "[1]<stdout>:h3 10.123.0.2"], run.story()
 
 
 def test_names_and_values_arrive_unchanged_and_are_never_on_a_command_line(bed, script):
@@ -356,32 +365,6 @@ def test_a_rank_that_leaves_with_0_while_the_others_wait_for_it(bed, tmp_path):
     run = bed(*HOSTS, "python", str(program))
     assert run.code == 9, run.story()
     assert re.search(r"Already ended with exit code 0: rank 2 \(\d\.\d s before\)\. If that was too early", run.err)
-    bed.seconds_until_nothing_is_left(timeout_s=5)
-
-
-@pytest.mark.parametrize(
-    "hang",
-    ["import re; re.match(r'(a?){40}a{40}', 'a' * 40)", "time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"],
-    ids=["in C, with the interpreter locked", "asleep", "stopped"],
-)
-def test_ranks_that_hang_show_where_and_are_ended(bed, script, hang):
-    run = bed(
-        "-H",
-        "h1:1,h2:1",
-        "--hang-timeout",
-        "2",
-        "--heartbeat",
-        "5",
-        *script(f"def stuck():\n    {hang}\nprint('up')\nstuck()"),
-    )
-    assert run.code == 128 + signal.SIGABRT
-    assert re.search(
-        r"no rank has printed anything for 2 s \(--hang-timeout\)\. Running: 0 on h1 \(pid \d+\), 1 on h2", run.err
-    )
-    if "SIGSTOP" in hang:
-        assert re.search(r"rank 1 on h2 \(pid \d+\) is stopped: it received SIGSTOP", run.err)
-    else:
-        assert run.err.count("in stuck") == 2, run.story()
     bed.seconds_until_nothing_is_left(timeout_s=5)
 
 

@@ -1,6 +1,7 @@
 """Ranks started by others: mpirun, srun and torchrun, for real, on one host and on several."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -496,13 +497,16 @@ def test_check_build_prints_horovods_table(capsys):
     assert main(["run", "--check-build"]) == 0
     mpi = "X" if shutil.which("mpirun") else " "
     table = capsys.readouterr().out.replace("    [X] Ray\n", "")
+    # The development environment has neither of them or recent versions of both.
+    tensorflow = "X" if importlib.util.find_spec("tensorflow") else " "
     nccl = "X" if torch.cuda.is_available() else " "
     assert (
         table
         == f"""Megaclass v{megaclass.__version__}:
 
 Available Frameworks:
-    [ ] TensorFlow
+    [{tensorflow}] TensorFlow
+    [{tensorflow}] Keras
     [X] PyTorch
     [ ] MXNet
 

@@ -19,7 +19,7 @@ from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
-from megaclass.head.step.stats import HeadMeasures
+from megaclass.head.step.stats import HeadStats
 from megaclass.train.build import Model, build_model
 from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.metrics import Meter, check_finite
@@ -400,6 +400,24 @@ def test_the_meter_leaves_skipped_steps_out_of_the_mean():
     assert row["skipped_steps"] == 1
 
 
+def test_the_meter_tells_the_median_and_the_longest_steps(monkeypatch):
+    # Ends of steps: the first one has no begin. After a pause the next step has none either.
+    clock = iter([1.0, 1.1, 1.3, 1.4, 9.0, 9.1, 9.3])
+    monkeypatch.setattr("megaclass.train.step_clock.time.perf_counter", lambda: next(clock))
+    meter = Meter(12, [], CPU)
+    for _ in range(4):
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+    row = meter.read()
+    assert row["step_ms"] == pytest.approx(100) and row["step_ms_p99"] == pytest.approx(198)
+    with meter.paused():
+        pass
+    meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+    assert "step_ms" not in meter.read()
+    for _ in range(2):
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+    assert meter.read()["step_ms"] == pytest.approx(150)
+
+
 def test_the_meter_leaves_evaluation_out_of_the_speed(monkeypatch):
     clock = iter([0.0, 2.0, 102.0, 4.0 + 100.0, 104.0])  # begun, pause begins, pause ends, read, end
     monkeypatch.setattr("megaclass.train.metrics.time.monotonic", lambda: next(clock))
@@ -412,12 +430,12 @@ def test_the_meter_leaves_evaluation_out_of_the_speed(monkeypatch):
     assert meter.images_per_second() == 3.0
 
 
-def test_the_meter_tells_the_measures_of_the_last_step_unless_that_was_skipped():
-    measures = HeadMeasures(*torch.tensor([0.25, 3.0, 0.5], dtype=torch.float64))
+def test_the_meter_tells_the_head_stats_of_the_last_step_unless_that_was_skipped():
+    stats = HeadStats(*torch.tensor([0.25, 3.0, 0.5], dtype=torch.float64))
     meter = Meter(12, [], CPU)
     for skipped in (False, True):
         meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
-        meter.add(StepResult(torch.tensor(1.0), torch.tensor(skipped), measures))
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(skipped), stats))
         row = meter.read()
         told = [row.get(name) for name in ("target_cosine", "head_gradient_norm", "sampled_share")]
         assert told == ([None] * 3 if skipped else [0.25, 3.0, 0.5])

@@ -47,6 +47,7 @@ def first_whole(
         try:
             manifest = read_manifest(folder)
             fits(folder, manifest)
+            # Last, because it reads every byte of the checkpoint.
             check_files(folder, manifest)
         except CheckpointError as error:
             reasons.append(str(error))
@@ -90,9 +91,11 @@ def first_whole_on_all_ranks(
         digest, _, name = answer.partition(" ")
         folder = Path(name)
         manifest = on_every_rank(partial(_same_manifest, folder, digest, rank), device, group)
+        # Every byte is hashed once in the whole job, not once per rank.
         own = [name for name, saved in manifest.files.items() if _hashing_rank(saved, manifest, world_size) == rank]
         try:
             on_every_rank_for_long(partial(check_digests, folder, manifest, own), device, group)
+        # Raised on all ranks, so that all of them ask for the next candidate.
         except (UserError, OSError) as error:
             reasons.append(str(error))
         else:
@@ -136,9 +139,11 @@ def saved_rows(
     for name, saved in manifest.files.items():
         if saved.class_start < class_stop and class_start < saved.class_stop:
             tensors = read_tensors(folder / name)
+            # A rank's own state travels in its shard, but belongs to no class.
             rows_of = {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}
             num_classes = saved.class_stop - saved.class_start
             for key, rows in rows_of.items():
+                # With sub-centres a class has several rows: their number must be a multiple of the classes.
                 if rows.ndim == 0 or len(rows) == 0 or len(rows) % num_classes:
                     raise CheckpointError(
                         f"{folder / name}: {key!r} has shape {tuple(rows.shape)}, but the manifest says {num_classes} classes."
@@ -155,6 +160,7 @@ def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Te
         raise CheckpointError(
             f"{folder} holds {len(shards)} shards of centres, but its manifest says that {manifest.world_size} ranks saved it."
         )
+    # Opened lazily: only these few small tensors are read, not the centres beside them.
     with safe_open(folder / shards[rank][1], framework="pt") as file:
         names = [name for name in file.keys() if name.startswith(RANK_PREFIX)]  # noqa: SIM118 (not a dict)
         return {name.removeprefix(RANK_PREFIX): file.get_tensor(name) for name in names}
@@ -181,6 +187,7 @@ def copy_matched_rows(
                     f"{num_subcentres} centre(s) per class."
                 )
             saved = rows[name].unflatten(0, (-1, num_subcentres))
+            # Classes of this rank that the shard holds, and where they lie in it.
             here = np.flatnonzero((saved_K >= first_class) & (saved_K < first_class + len(saved)))
             there = torch.from_numpy(saved_K[here] - first_class)
             own.unflatten(0, (-1, num_subcentres))[torch.from_numpy(here).to(own.device)] = saved[there].to(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaclass.data.fingerprint import DataMarks
+from megaclass.data.fingerprint import DataFingerprint
 from megaclass.errors import CheckpointError
 
 FORMAT = 1
@@ -44,7 +44,7 @@ class Manifest:
     files: Mapping[str, SavedFile]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """`loss`, and `verification_accuracy` if it was evaluated, at this step."""
-    data: DataMarks = field(default_factory=DataMarks)
+    data: DataFingerprint = field(default_factory=DataFingerprint)
     """Fingerprint of the training data; empty in older checkpoints."""
 
     def digest(self) -> str:
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one it states.")
         del values["format"]
         files = {str(name): SavedFile(**entry) for name, entry in values.pop("files").items()}
-        data = DataMarks(**values.pop("data", {}))
+        data = DataFingerprint(**values.pop("data", {}))
         manifest = Manifest(files=files, data=data, **values)
         _check_types(manifest)
         return manifest
@@ -98,20 +98,20 @@ def _check_types(manifest: Manifest) -> None:
             value = getattr(saved, key)
             require(f"{key} of {name[:60]!r}", value, _is_count(value), "a whole number from 0")
         require(f"sha256 of {name[:60]!r}", saved.sha256, isinstance(saved.sha256, str), "text")
-    metrics, marks = manifest.metrics, manifest.data
+    metrics, data = manifest.metrics, manifest.data
     # A loss may be infinite or NaN.
     is_right = isinstance(metrics, dict) and all(
         isinstance(value, float) or _is_count(value) or _is_count(-1 * value) for value in metrics.values()
     )
     require("metrics", metrics, is_right, "names with numbers")
-    require("fingerprint of data", marks.fingerprint, isinstance(marks.fingerprint, str), "text")
-    is_right = isinstance(marks.class_images, dict) and all(
+    require("fingerprint of data", data.fingerprint, isinstance(data.fingerprint, str), "text")
+    is_right = isinstance(data.class_images, dict) and all(
         re.fullmatch("[0-9]{1,18}", label) is not None
         and isinstance(digests, list)
         and all(isinstance(digest, str) for digest in digests)
-        for label, digests in marks.class_images.items()
+        for label, digests in data.class_images.items()
     )
-    require("class_images of data", marks.class_images, is_right, "class numbers with lists of digests")
+    require("class_images of data", data.class_images, is_right, "class numbers with lists of digests")
 
 
 def _is_count(value: object) -> bool:

@@ -23,7 +23,7 @@ def published(checkpoints: Path) -> list[Path]:
     A checkpoint that was moved aside for another of the same step (checkpoint/save.py) counts if that one never appeared.
     """
     found = [path for path in _entries(checkpoints) if re.fullmatch(_NAME, path.name)]
-    found += [aside for aside in asides(checkpoints) if not final_of(aside).exists()]
+    found += [aside for aside in set_aside_folders(checkpoints) if not final_of(aside).exists()]
     return sorted(found, key=step_of)
 
 
@@ -34,7 +34,7 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def asides(checkpoints: Path) -> list[Path]:
+def set_aside_folders(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that were moved aside while another one of the same step took their place."""
     return [path for path in _entries(checkpoints) if re.fullmatch(rf"\.{_NAME}\.replaced", path.name)]
 
@@ -54,7 +54,7 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
     return [folder.rename(_free_name(folder)) for folder in published(checkpoints) if step_of(folder) > step]
 
 
-def aside_of(final: Path) -> Path:
+def set_aside_name(final: Path) -> Path:
     """Returns the path of a checkpoint while another one of the same step takes its place."""
     return final.with_name(f".{final.name}.replaced")
 
@@ -63,7 +63,7 @@ def final_of(aside: Path) -> Path:
     return aside.with_name(aside.name.removeprefix(".").removesuffix(".replaced"))
 
 
-def superfluous(checkpoints: Path, newest: Path, keep: int) -> list[Path]:
+def folders_to_delete(checkpoints: Path, newest: Path, keep: int) -> list[Path]:
     """Returns the checkpoints to remove once `newest` is published: all but the last `keep` (with `newest`) and the best."""
     # Later ones are damaged, or come from a run that was resumed at an earlier step: they must not displace `newest`.
     before = [folder for folder in published(checkpoints) if step_of(folder) < step_of(newest)]

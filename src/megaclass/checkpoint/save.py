@@ -48,16 +48,16 @@ from torch import Tensor
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.checkpoint.manifest import CLASSES, RANK_PREFIX, SHARED, Manifest, SavedFile, write_file
 from megaclass.checkpoint.retention import (
-    aside_of,
-    asides,
     checkpoint_folder,
     final_of,
+    folders_to_delete,
+    set_aside_folders,
+    set_aside_name,
     step_of,
-    superfluous,
     unfinished_saves,
 )
 from megaclass.checkpoint.tensor_file import write_tensors
-from megaclass.data.fingerprint import DataMarks
+from megaclass.data.fingerprint import DataFingerprint
 from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.distributed.restart_progress import report_progress
@@ -108,16 +108,19 @@ class CheckpointWriter:
         keep: int,
         device: torch.device,
         class_names: bytes = b"",
-        data: DataMarks | None = None,
+        data: DataFingerprint | None = None,
         is_asynchronous: bool = True,
         group: dist.ProcessGroup | None = None,
+        on_published: Callable[[int], None] = lambda step: None,
     ) -> None:
         """keep: number of last checkpoints to keep besides the best. class_names: see checkpoint/class_names.py.
 
-        data: fingerprint of the training data; only rank 0 needs it.
+        data: fingerprint of the training data; only rank 0 needs it. on_published: called on rank 0, in the background
+        thread, with the step of each checkpoint that is complete.
         """
         self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
-        self._data = data or DataMarks()
+        self._data = data or DataFingerprint()
+        self._on_published = on_published
         self._device, self._group, self._is_asynchronous = device, group, is_asynchronous
         self._rank, self._world_size = group_rank(group), group_size(group)
         self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
@@ -162,7 +165,8 @@ class CheckpointWriter:
 
     def _start(self, snapshot: Snapshot) -> Path:
         self._failure = None
-        rows = self._rows_copy.take({**snapshot.head_rows, **_prefixed(snapshot.rank_state)})
+        own = {RANK_PREFIX + name: tensor for name, tensor in snapshot.rank_state.items()}
+        rows = self._rows_copy.take({**snapshot.head_rows, **own})
         shared = self._shared_copy.take(snapshot.shared) if self._rank == 0 else {}
         final = checkpoint_folder(self._checkpoints, snapshot.step)
         unfinished = self._checkpoints / f".{final.name}.{self._job}.partial"
@@ -291,7 +295,8 @@ class CheckpointWriter:
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)
         report_progress(snapshot.step)
-        for old in superfluous(self._checkpoints, save.final, self._keep):
+        self._on_published(snapshot.step)
+        for old in folders_to_delete(self._checkpoints, save.final, self._keep):
             # Renamed first: a partly removed checkpoint must not look like a complete one.
             name = checkpoint_folder(self._checkpoints, step_of(old)).name
             _remove(old.rename(old.with_name(f".{name}.{self._job}.partial")))
@@ -343,7 +348,7 @@ def _rename_over(unfinished: Path, final: Path) -> None:
     """Publishes the folder. A folder cannot be replaced in one step, so an existing one is first moved aside, to a name
     under which `published` still finds it.
     """
-    aside = aside_of(final)
+    aside = set_aside_name(final)
     if final.exists():
         _remove(aside)
         final.rename(aside)
@@ -356,7 +361,7 @@ def _clear_leftovers(checkpoints: Path, *, but: Path) -> None:
     for leftover in unfinished_saves(checkpoints):
         if leftover != but:
             _remove(leftover)
-    for aside in asides(checkpoints):
+    for aside in set_aside_folders(checkpoints):
         final = final_of(aside)
         if final.exists():
             _remove(aside)
@@ -369,10 +374,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _prefixed(rank_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {RANK_PREFIX + name: tensor for name, tensor in rank_state.items()}
 
 
 def _done() -> Future[None]:

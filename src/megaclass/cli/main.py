@@ -11,6 +11,7 @@ from megaclass.cli.data import add_data_commands
 from megaclass.cli.evaluate import add_evaluate_commands
 from megaclass.cli.hints import Parser, settings_for_options
 from megaclass.cli.logs import add_output_options, messages_on_stderr, print_error
+from megaclass.cli.recipes import add_recipe_commands
 from megaclass.cli.train import add_train_commands
 from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
 from megaclass.torch_version import check_torch
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_train_commands(commands)
+    add_recipe_commands(commands, parser)
     commands.add_parser("run", help="start a command on this machine or many, as horovodrun does")
     add_cluster_commands(commands)
     add_evaluate_commands(commands)

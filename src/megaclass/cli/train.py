@@ -1,8 +1,7 @@
-"""`megaclass train` and `megaclass import-config`."""
+"""`megaclass train`, `megaclass top` and `megaclass import-config`."""
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ _logger = logging.getLogger("megaclass.cli")
 
 
 def add_train_commands(commands: Any) -> None:
-    """Adds `train` and `import-config` to the parser's commands."""
+    """Adds `train`, `top` and `import-config` to the parser's commands."""
     train = commands.add_parser(
         "train",
         help="train, evaluate and export the model of a recipe",
-        description="Trains the model of a recipe: megaclass train recipes/demo.toml head.sample_rate=0.1 train.epochs=2",
+        description="Trains the model of a recipe: megaclass train demo head.sample_rate=0.1 train.epochs=2",
     )
-    train.add_argument("recipe", type=Path, help="TOML file with the settings")
+    train.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a recipe of the package")
     train.add_argument(
         "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
     )
@@ -43,6 +42,18 @@ def add_train_commands(commands: Any) -> None:
     )
     train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and exit")
     train.set_defaults(run=_train)
+
+    top = commands.add_parser(
+        "top",
+        help="show a running job: loss, speed, ranks, events",
+        description="Shows a run while it trains, from its files: megaclass top runs/demo. Ctrl-C ends the view, not the run.",
+    )
+    top.add_argument("folder", type=Path, metavar="RUN", help="run folder (train.run_dir), on any host that sees it")
+    top.add_argument(
+        "--once", action="store_true", help="print the view once; the default if the output is no terminal"
+    )
+    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two views (2)")
+    top.set_defaults(run=_top)
 
     recipe = commands.add_parser(
         "import-config",
@@ -82,7 +93,6 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         return 0
     from megaclass.train.run.launch_ranks import start_training
     from megaclass.train.run.restart import StartMode
-    from megaclass.world import world_from_environment
 
     mode = StartMode(
         resume=options.resume,
@@ -91,13 +101,15 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         trusts_numbers=options.same_numbers,
         command=("megaclass", *("--resume" if word == "--resume=auto" else word for word in given)),
     )
-    code = start_training(config, given[1:], mode)
-    if world_from_environment().size > 1:
-        # Some ranks aborted while the interpreter shut down (docs/decisions.md). Their work is done: skip that part.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return start_training(config, given[1:], mode)
+
+
+def _top(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.train.observe.top import watch_run
+
+    if not 0.1 <= options.interval <= 3600:
+        raise ConfigError(f"--interval {options.interval:g} is not in [0.1, 3600] seconds.")
+    return watch_run(options.folder, interval_s=options.interval, is_once=options.once)
 
 
 def _import_config(options: argparse.Namespace, given: list[str]) -> int:

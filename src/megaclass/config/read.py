@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from megaclass.config.recipes import recipe_names, recipe_path
 from megaclass.config.schema import MAY_CHANGE, Config
 from megaclass.errors import ConfigError
 
@@ -19,11 +20,20 @@ T = TypeVar("T")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file, then `section.key=value` arguments, which take precedence."""
-    values = _read_toml(path)
+    """Reads a TOML file, or a recipe of the package by its name; then `section.key=value` arguments, which take precedence."""
+    values = _read_toml(recipe_path(path))
     for override in overrides:
         _apply(values, override)
     return load_config_values(values, where=str(path))
+
+
+def flat_values(config: Config) -> dict[str, Any]:
+    """Returns all settings by section.key."""
+    return {
+        f"{section.name}.{key.name}": getattr(getattr(config, section.name), key.name)
+        for section in dataclasses.fields(config)
+        for key in dataclasses.fields(getattr(config, section.name))
+    }
 
 
 def changes_refused_on_resume(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -61,10 +71,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         found = f" That folder has: {', '.join(near[:8])}." if near else ""
-        raise ConfigError(f"There is no configuration file {path}.{found}") from None
+        shipped = f" Recipes of the package: {', '.join(recipe_names())}." if len(path.parts) == 1 else ""
+        raise ConfigError(f"There is no configuration file {path}.{found}{shipped}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    # TOMLDecodeError is a ValueError; numbers of thousands of digits and deep nesting raise the others.
+    except (ValueError, RecursionError) as error:
         hint = " To convert an InsightFace config, use megaclass import-config." if path.suffix == ".py" else ""
         raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from error
 
@@ -79,7 +91,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"Cannot read the argument {override!r}: expected section.key=value{hint}")
     try:
         parsed: dict[str, Any] = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = {}
     # More than one key means that the text contained a line break outside a value.
     value = parsed["value"] if len(parsed) == 1 else text

@@ -55,15 +55,17 @@ class DataConfig:
     mirror: bool = True
     """Mirror half of the training images at random; evaluation then adds the embedding of the mirrored image."""
     augment: str = ""
-    """Augmentations with their probabilities: crop:0.2,low_resolution,blur,colour,grey,occlusion,jpeg:0.1; empty for none."""
+    """Augmentations with their probabilities, such as crop:0.2,affine,jpeg:0.1, or pick:2,crop,blur,jpeg; see docs/data.md."""
     order: Literal["images", "classes"] = "images"
     """images: every image once per epoch; classes: all classes equally often, independent of their number of images."""
     images_per_class: int = 1
     """Number of consecutive images of the same class in a batch; requires data.order=classes."""
     keep_last: bool = False
     """Also train on the images after the last full batch of an epoch: they are spread over its last two batches."""
+    workers: int | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
+    """Number of loader processes per rank; 0: threads of the rank itself. auto: by CPU cores on a GPU, 0 on a CPU."""
     threads: int = field(default=1, metadata=MAY_CHANGE)
-    """Number of reader threads per process."""
+    """Number of reader threads per loader process, or of the rank itself if it has none."""
     max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE)
     """Largest fraction of unreadable images; they are replaced by others, and the run stops when there are more."""
     stage: str = field(default="", metadata=MAY_CHANGE)
@@ -74,6 +76,8 @@ class DataConfig:
         sides = (self.size,) if isinstance(self.size, int) else self.size
         is_size = self.size == 0 or all(8 <= side <= 4096 for side in sides)
         _require("data.size", self.size, is_size, "0, one number in [8, 4096], or two: [height, width]")
+        has_workers = self.workers == "auto" or 0 <= self.workers <= 256
+        _require("data.workers", self.workers, has_workers, "auto, or a number in [0, 256]")
         _require("data.threads", self.threads, 1 <= self.threads <= 256, "in [1, 256]")
         is_group = self.images_per_class == 1 or (self.images_per_class > 1 and self.order == "classes")
         _require("data.images_per_class", self.images_per_class, is_group, "1, or more with data.order=classes")
@@ -264,6 +268,20 @@ class TrainConfig:
     """Also write the metrics for TensorBoard into the run folder."""
     wandb_project: str = field(default="", metadata=MAY_CHANGE)
     """Also send the metrics to this Weights & Biases project; empty disables it."""
+    hang_after_s: float | None = field(default=None, metadata=MAY_CHANGE)
+    """Seconds without a finished step after which the job is ended as hung; 0 never; unset: 10 median steps, at least 30."""
+    mlflow_experiment: str = field(default="", metadata=MAY_CHANGE)
+    """Also send the metrics to this MLflow experiment, at MLFLOW_TRACKING_URI if that is set; empty disables it."""
+    trackio_project: str = field(default="", metadata=MAY_CHANGE)
+    """Also send the metrics to this trackio project; empty disables it."""
+    metrics_port: int = field(default=0, metadata=MAY_CHANGE)
+    """Port at which rank 0 offers the current metrics to Prometheus; 0 disables it."""
+    metrics_address: str = field(default="127.0.0.1", metadata=MAY_CHANGE)
+    """Address at which train.metrics_port listens; 0.0.0.0 for all networks of the host."""
+    profile: str = field(default="", metadata=MAY_CHANGE)
+    """Steps of which a Chrome trace and, on a GPU, a memory snapshot are written: first:stop, for example 100:110."""
+    profile_ranks: tuple[int, ...] = field(default=(0,), metadata=MAY_CHANGE)
+    """Ranks that train.profile records."""
     report_steps: int = field(default=20, metadata=MAY_CHANGE)
     """Number of steps per row of metrics.jsonl; evaluations and checkpoints always write a row."""
     evaluate_epochs: float = field(default=0.0, metadata=MAY_CHANGE)
@@ -291,6 +309,14 @@ class TrainConfig:
             "train.accumulate", self.accumulate, 1 <= self.accumulate <= self.global_batch, "in [1, train.global_batch]"
         )
         _require("train.ema", self.ema, 0 <= self.ema < 1, "in [0, 1)")
+        is_time = self.hang_after_s is None or self.hang_after_s == 0 or self.hang_after_s >= 1
+        _require("train.hang_after_s", self.hang_after_s, is_time, "0, or at least 1 second")
+        _require("train.metrics_port", self.metrics_port, 0 <= self.metrics_port < 65536, "in [0, 65535]")
+        _require("train.metrics_address", self.metrics_address, bool(self.metrics_address), "an address of this host")
+        is_range = self.profile == "" or self.profiled_steps()[0] < self.profiled_steps()[1]
+        _require("train.profile", self.profile, is_range, "first:stop with 0 <= first < stop, for example 100:110")
+        has_ranks = bool(self.profile_ranks) and all(rank >= 0 for rank in self.profile_ranks)
+        _require("train.profile_ranks", list(self.profile_ranks), has_ranks, "a list of ranks, for example [0, 8]")
         _require("train.report_steps", self.report_steps, self.report_steps >= 1, "at least 1")
         _require("train.evaluate_epochs", self.evaluate_epochs, self.evaluate_epochs >= 0, "0 or more")
         _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
@@ -298,6 +324,11 @@ class TrainConfig:
         has_means = self.init_centres != CLASS_MEANS or self.init_backbone is not None
         needed = "a path if train.init_backbone is unset: class means are computed with the initial backbone"
         _require("train.init_centres", self.init_centres, has_means, needed)
+
+    def profiled_steps(self) -> tuple[int, int]:
+        """Returns the first profiled step and the one after the last, counted from 0; (0, 0) for none."""
+        first, _, stop = self.profile.partition(":")
+        return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

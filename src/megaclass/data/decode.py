@@ -1,4 +1,4 @@
-"""Encoded images to pixels: whole batches into one uint8 tensor. JPEG by simplejpeg, everything else by Pillow.
+"""Encoded images to pixels: whole batches into one uint8 array. JPEG by simplejpeg, everything else by Pillow.
 
 Images are turned upright by their EXIF orientation, as OpenCV does. Images of another size are fitted to the wanted one:
 
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
@@ -127,14 +126,14 @@ def fit_image(image_HW3: NDArray[np.uint8], image_size: tuple[int, int], fit: Fi
     return padded_HW3
 
 
-def to_tensor(images_BHW3: NDArray[np.uint8]) -> torch.Tensor:
-    """Returns (B, 3, H, W), contiguous and still uint8, which is a quarter of the traffic to the device."""
-    return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2).contiguous()
+def encode_jpeg(image_HW3: NDArray[np.uint8], quality: int) -> bytes:
+    """Returns the image as a JPEG whose colours have the full resolution."""
+    import simplejpeg
 
-
-def normalise(images: torch.Tensor) -> torch.Tensor:
-    """Converts uint8 in [0, 255] to float32 in [-1, 1], as every InsightFace model expects."""
-    return images.to(torch.float32).div_(255).sub_(0.5).div_(0.5)
+    encoded: bytes = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(image_HW3), quality=quality, colorspace="RGB", colorsubsampling="444"
+    )
+    return encoded
 
 
 def image_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
@@ -178,7 +177,7 @@ def _jpeg_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
             height, width, _ = _pillow_dimensions(encoded, where)
         except DataError:
             raise DataError(
-                f"Cannot decode {where}: {len(encoded)} bytes that start like a JPEG but are not one ({_said(error)})."
+                f"Cannot decode {where}: {len(encoded)} bytes that start like a JPEG but are not one ({_brief(error)})."
             ) from error
     _require_reasonable(height, width, where)
     return height, width
@@ -195,7 +194,9 @@ def _decode_jpeg(encoded: bytes, where: str) -> NDArray[np.uint8]:
         try:
             return _decode_with_pillow(encoded, where)
         except DataError:
-            raise DataError(f"Cannot decode {where}: damaged JPEG of {len(encoded)} bytes ({_said(error)}).") from error
+            raise DataError(
+                f"Cannot decode {where}: damaged JPEG of {len(encoded)} bytes ({_brief(error)})."
+            ) from error
     return _upright(image_HW3, _jpeg_orientation(encoded))
 
 
@@ -235,14 +236,14 @@ def _pillow_failed(encoded: bytes, where: str, error: Exception) -> DataError:
         return error
     if isinstance(error, UnidentifiedImageError):
         return DataError(f"Cannot decode {where}: {_no_image(encoded)}.")
-    return DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({_said(error)}).")
+    return DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({_brief(error)}).")
 
 
 def _no_image(encoded: bytes) -> str:
     return f"{len(encoded)} bytes that are not an image (they start with {encoded[:8]!r})"
 
 
-def _said(error: Exception) -> str:
+def _brief(error: Exception) -> str:
     return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
 
 

@@ -16,8 +16,8 @@ _IMAGES_PER_CLASS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataMarks:
-    """Fingerprint of a source. Copies elsewhere or in another format have the same, as long as the images' bytes are equal."""
+class DataFingerprint:
+    """Fingerprint of a source. Copies elsewhere or in another format have the same one if the images' bytes are equal."""
 
     fingerprint: str = ""
     """Hash of all labels in order and of some images; empty: not known."""
@@ -25,18 +25,18 @@ class DataMarks:
     """Digests of the first, a middle and the last image of some classes, keyed by the number of the class."""
 
 
-def marks_of(source: ImageSource) -> DataMarks:
-    """Returns the marks of a source. Reads at most 256 images and all labels twice (about 1 s for 42 million labels)."""
+def fingerprint_of(source: ImageSource) -> DataFingerprint:
+    """Returns the fingerprint of a source. Reads at most 256 images and all labels twice (about 1 s for 42 million labels)."""
     class_images: dict[str, list[str]] = {}
     for label, images in _images_of(source, _spread(source.num_classes, _NUM_CLASSES)).items():
         chosen = images[_spread(len(images), _IMAGES_PER_CLASS)]
         digests = [digest for index in chosen if (digest := _digest(source, int(index)))]
         if digests:
             class_images[str(label)] = digests
-    return DataMarks(fingerprint=fingerprint(source), class_images=class_images)
+    return DataFingerprint(fingerprint=source_hash(source), class_images=class_images)
 
 
-def fingerprint(source: ImageSource) -> str:
+def source_hash(source: ImageSource) -> str:
     """Returns a hash of the labels and of 64 images spread over the source. Other images almost certainly change it."""
     digest = hashlib.sha256(f"{source.num_classes} {source.num_images} {source.image_size}".encode())
     digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
@@ -48,11 +48,11 @@ def fingerprint(source: ImageSource) -> str:
     return digest.hexdigest()[:16]
 
 
-def foreign_class(marks: DataMarks, source: ImageSource) -> int | None:
-    """Returns the first marked class that no longer holds any of its marked images; None if all do."""
-    labels = np.array([int(label) for label in marks.class_images], dtype=np.int64)
+def foreign_class(saved: DataFingerprint, source: ImageSource) -> int | None:
+    """Returns the first class of the saved fingerprint that no longer holds any of its images; None if all do."""
+    labels = np.array([int(label) for label in saved.class_images], dtype=np.int64)
     images = _images_of(source, labels)
-    for label, digests in marks.class_images.items():
+    for label, digests in saved.class_images.items():
         if not any(_digest(source, int(index)) in digests for index in images.get(int(label), ())):
             return int(label)
     return None

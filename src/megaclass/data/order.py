@@ -58,6 +58,7 @@ class ImageOrder:
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         assert 0 <= step < self.steps_per_epoch, (step, self.steps_per_epoch)
+        # Only this rank's rows are shuffled: the cost does not depend on the size of the data.
         positions = np.arange(self._start(step), self._start(step + 1))[rows]
         return shuffled(positions, self.num_images, self.seed, epoch)
 
@@ -108,12 +109,14 @@ class ClassOrder:
         order, first, count = self._classes
         k = self.images_per_class
         position = (epoch * self.steps_per_epoch + step) * self.global_batch + np.arange(self.global_batch)[rows]
+        # Group number -> how often all classes were visited before, and the place in this permutation of them.
         visit, which = np.divmod(position // k, len(first))
         row = permute(which, np.array(len(first)), combine64(self.seed, _CLASS_SALT, visit.astype(np.uint64)))
         # A visit takes k successive images of one permutation, so they differ if the class has k.
         visits_per_pass = np.maximum(count[row] // k, 1)
         passes, visit_in_pass = np.divmod(visit, visits_per_pass)
         within = (visit_in_pass * k + position % k) % count[row]
+        # Each class has another permutation of its images in every pass over them.
         key = combine64(self.seed, _WITHIN_SALT, row.astype(np.uint64), passes.astype(np.uint64))
         index = first[row] + permute(within, count[row], key)
         return index if order is None else order[index]
@@ -148,11 +151,13 @@ def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[n
     that falls outside is sent through it again until it lands inside, which keeps the map one to one.
     """
     limits = np.atleast_1d(np.asarray(sizes, dtype=np.uint64))
+    # Floating point may round, which is harmless: any rectangle that holds all values will do.
     num_rows = np.ceil(np.sqrt(limits)).astype(np.uint64)
     num_columns = (limits + num_rows - np.uint64(1)) // num_rows
     # (rounds, 1) where all share a permutation, (rounds, N) where they do not.
     round_keys = mix64(mix64(np.arange(_NUM_ROUNDS, dtype=np.uint64))[:, None] ^ np.atleast_1d(keys)[None])
     permuted = _feistel(values.astype(np.uint64), num_rows, num_columns, round_keys)
+    # Few values fall outside: the rectangle is larger than the size by less than a column.
     outside = np.flatnonzero(permuted >= limits)
     while len(outside):
         shared = (_at(array, outside) for array in (num_rows, num_columns, round_keys))
@@ -162,6 +167,7 @@ def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[n
 
 
 def _at(values: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    # One entry stands for all values; otherwise there is one per value.
     return values if values.shape[-1] == 1 else values[..., places]
 
 
@@ -174,6 +180,7 @@ def _feistel(
     """Rotates row and column in turn by a hash of the other. Every rotation can be undone, so this is a permutation."""
     row, column = np.divmod(values, num_columns)
     for number, keys in enumerate(round_keys):
+        # The rotation of one coordinate depends only on the other one, which this round leaves unchanged.
         if number % 2 == 0:
             row = (row + mix64(column ^ keys) % num_rows) % num_rows
         else:

@@ -3,6 +3,9 @@
 Without a process group (a script on one machine without a starter) the world has one rank and nothing is sent.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +13,29 @@ from torch import Tensor
 # torch 2.13 renamed these two functions and warns about the old names, which torch 2.11 and 2.12 still need.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_on_exchange: Callable[[bool], None] | None = None
+"""Who measures collectives: called with True before and False after each of them."""
+
+
+@contextmanager
+def exchanges_heard(on_exchange: Callable[[bool], None]) -> Iterator[None]:
+    """Calls `on_exchange` before (True) and after (False) each collective of this module while the block runs."""
+    global _on_exchange
+    _on_exchange = on_exchange
+    try:
+        yield
+    finally:
+        _on_exchange = None
+
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    if (heard := _on_exchange) is not None:
+        heard(True)
+    yield
+    if heard is not None:
+        heard(False)
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -26,7 +52,8 @@ def gather_blocks(block: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gathers blocks of equal shape: every rank gets (W, *block.shape), in order of rank. Not differentiable."""
     blocks_W = block.new_empty((group_size(group), *block.shape))
     if dist.is_initialized():
-        all_gather_single(blocks_W.view(-1), block.contiguous().view(-1), group=group)
+        with _exchanging():
+            all_gather_single(blocks_W.view(-1), block.contiguous().view(-1), group=group)
     else:
         blocks_W[0].copy_(block)
     return blocks_W
@@ -35,7 +62,8 @@ def gather_blocks(block: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def sum_over_ranks_(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-reduces the tensor by sum, in place. Not differentiable."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, group=group)
+        with _exchanging():
+            dist.all_reduce(tensor, group=group)
     return tensor
 
 
@@ -44,5 +72,6 @@ def scatter_sum(blocks_W: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if not dist.is_initialized():
         return blocks_W[0]
     block = torch.empty_like(blocks_W[0])
-    reduce_scatter_single(block.view(-1), blocks_W.contiguous().view(-1), group=group)
+    with _exchanging():
+        reduce_scatter_single(block.view(-1), blocks_W.contiguous().view(-1), group=group)
     return block

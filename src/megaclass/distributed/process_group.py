@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.devices import no_gpu
+from megaclass.distributed.gloo_exit import end_gloo
 from megaclass.distributed.network.addresses import source_towards
 from megaclass.distributed.network.connection_watch import Address, ConnectionWatch, network_timeout
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
@@ -26,7 +27,6 @@ from megaclass.world import World
 
 _log = logging.getLogger("megaclass.distributed")
 
-_GLOO_THREADS_END_S = 0.2
 _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -75,30 +75,10 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
                 time.sleep(_FAILED_RANK_FIRST_S)
             raise
         finally:
-            dist.destroy_process_group()
             if backend == "gloo":
-                wait_for_gloo_threads()
-
-
-def wait_for_gloo_threads() -> None:
-    """Waits until gloo's worker threads have ended, so that the interpreter does not end before them.
-
-    A worker thread that releases the last reference to a tensor needs the GIL for it. Python ends such a thread with
-    pthread_exit while it finalises, which unwinds through a C++ destructor and aborts the process with "terminate called
-    without an active exception" (backtrace in docs/decisions.md). The threads end with the last reference to the group. If
-    other code still has one (DistributedDataParallel has), they have at least time to release what they hold.
-    """
-    ends_at = time.monotonic() + _GLOO_THREADS_END_S
-    while time.monotonic() < ends_at and _has_gloo_threads():
-        time.sleep(0.01)
-
-
-def _has_gloo_threads() -> bool:
-    try:
-        return any(file.read_text().startswith("pt_gloo_runloop") for file in Path("/proc/self/task").glob("*/comm"))
-    except OSError:
-        # A thread ended while its name was read, or this process has no free file: assume that threads are left.
-        return True
+                end_gloo()
+            else:
+                dist.destroy_process_group()
 
 
 @contextmanager

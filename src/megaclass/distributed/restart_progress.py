@@ -14,7 +14,7 @@ _FILE_NAME = "megaclass-progress"
 _STEP = struct.Struct("<Q")
 
 
-class ProgressMark:
+class ProgressFile:
     """The file in memory, as the agent uses it: ranks write to it, the agent reads it."""
 
     def __init__(self) -> None:

@@ -148,8 +148,11 @@ def read_embeddings(path: Path) -> tuple[Rows, list[str]]:
     try:
         rows_ND = np.load(path, mmap_mode="r", allow_pickle=False)
         lines = listing.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise DataError(f"Cannot read the embeddings {path} and their list {listing}: {error}") from error
+    # NumPy's header parser raises a dozen types of exceptions on damaged bytes.
+    except Exception as error:
+        raise DataError(
+            f"Cannot read the embeddings {path} and their list {listing}: {error or type(error).__name__}"
+        ) from error
     if rows_ND.ndim != 2 or rows_ND.dtype != np.float32 or len(rows_ND) != len(lines):
         raise DataError(
             f"{path} holds {rows_ND.dtype} of shape {rows_ND.shape} and {listing} {len(lines)} lines: expected float32 of "

@@ -6,6 +6,7 @@ plausible but wrong numbers. The fit comes from the model (as it was trained) or
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image
 from megaclass.data.pair_file import PairSet
-from megaclass.data.sources.files import LeftOut, has_image_name, read_image_file
+from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
 from megaclass.distributed.collectives import group_rank
 from megaclass.errors import DataError
 from megaclass.evaluate.alignment import align
@@ -55,14 +56,43 @@ class Images(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairImages:
+class _FittedImages(ABC):
+    """Images that are fitted to the size of the model, or refused without a fit."""
+
+    image_size: ImageSize
+    fit: Fit | None = None
+    resized: set[int] = field(default_factory=set)
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Returns the name of the image for error messages."""
+
+    @abstractmethod
+    def _decoded(self, index: int) -> Pixels:
+        """Returns the image in its own size."""
+
+    def pixels(self, index: int) -> Pixels:
+        image_HW3 = self._decoded(index)
+        size = height_and_width(self.image_size)
+        if image_HW3.shape[:2] == size:
+            return image_HW3
+        if self.fit is None:
+            height, width = image_HW3.shape[:2]
+            raise OtherSizeError(
+                f"{self.name(index)} has {width} × {height} pixels, but the model takes {shown_size(self.image_size)}: use a "
+                f"model of that input size, or allow scaling with --resize or with --fit pad, crop or squash (in Python: "
+                f'fit="pad").'
+            )
+        self.resized.add(index)
+        return fit_image(image_HW3, size, self.fit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairImages(_FittedImages):
     """The 2N encoded images of a verification set."""
 
     pair_set: PairSet
-    image_size: ImageSize
     set_name: str = "the pairs"
-    fit: Fit | None = None
-    resized: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.pair_set.images)
@@ -70,20 +100,15 @@ class PairImages:
     def name(self, index: int) -> str:
         return f"image {index} of {self.set_name} (pair {index // 2})"
 
-    def pixels(self, index: int) -> Pixels:
-        name = self.name(index)
-        image_HW3 = decode_image(self.pair_set.images[index], name)
-        return _fitted(image_HW3, index, name, self.image_size, self.fit, self.resized)
+    def _decoded(self, index: int) -> Pixels:
+        return decode_image(self.pair_set.images[index], self.name(index))
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileImages:
+class FileImages(_FittedImages):
     """Image files, read on access."""
 
     paths: Sequence[Path]
-    image_size: ImageSize
-    fit: Fit | None = None
-    resized: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -91,20 +116,15 @@ class FileImages:
     def name(self, index: int) -> str:
         return str(self.paths[index])
 
-    def pixels(self, index: int) -> Pixels:
-        name = self.name(index)
-        image_HW3 = decode_image(read_image_file(self.paths[index]), name)
-        return _fitted(image_HW3, index, name, self.image_size, self.fit, self.resized)
+    def _decoded(self, index: int) -> Pixels:
+        return decode_image(read_image_file(self.paths[index]), self.name(index))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenImages:
+class GivenImages(_FittedImages):
     """Images that a caller gives: paths of files, Pillow images, arrays and tensors of bytes, in any mixture."""
 
     images: Sequence[object]
-    image_size: ImageSize
-    fit: Fit | None = None
-    resized: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -113,10 +133,8 @@ class GivenImages:
         image = self.images[index]
         return str(image) if isinstance(image, str | Path) else f"image {index} ({type(image).__name__})"
 
-    def pixels(self, index: int) -> Pixels:
-        name = self.name(index)
-        image_HW3 = pixels_of(self.images[index], name)
-        return _fitted(image_HW3, index, name, self.image_size, self.fit, self.resized)
+    def _decoded(self, index: int) -> Pixels:
+        return pixels_of(self.images[index], self.name(index))
 
 
 def pixels_of(image: object, name: str) -> Pixels:
@@ -181,34 +199,17 @@ def find_images(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"Cannot read the images of {folder}: the folder does not exist.")
     found: list[Path] = []
-    left_out = LeftOut()
+    skipped_files = SkippedFiles()
     for parent, folders, files in os.walk(folder, followlinks=False):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for name in sorted(files):
             if has_image_name(name) and name[0] != ".":
                 found.append(Path(parent, name))
             elif name[0] != ".":
-                left_out.add(str(Path(parent, name).relative_to(folder)))
+                skipped_files.add(str(Path(parent, name).relative_to(folder)))
     if not found:
-        others = f" ({left_out.describe()})" if left_out.num_files else ""
+        others = f" ({skipped_files.describe()})" if skipped_files.num_files else ""
         raise DataError(f"{folder} holds no images: looked for {', '.join(IMAGE_SUFFIXES)} in it and below{others}.")
-    if left_out.num_files and group_rank(None) == 0:
-        _log.info("%s: %s", folder, left_out.describe())
+    if skipped_files.num_files and group_rank(None) == 0:
+        _log.info("%s: %s", folder, skipped_files.describe())
     return sorted(found)
-
-
-def _fitted(
-    image_HW3: Pixels, index: int, name: str, image_size: ImageSize, fit: Fit | None, resized: set[int]
-) -> Pixels:
-    """Returns the image in the model's size: unchanged, or fitted if `fit` allows it."""
-    size = height_and_width(image_size)
-    if image_HW3.shape[:2] == size:
-        return image_HW3
-    if fit is None:
-        height, width = image_HW3.shape[:2]
-        raise OtherSizeError(
-            f"{name} has {width} × {height} pixels, but the model takes {shown_size(image_size)}: use a model of that "
-            f'input size, or allow scaling with --resize or with --fit pad, crop or squash (in Python: fit="pad").'
-        )
-    resized.add(index)
-    return fit_image(image_HW3, size, fit)

@@ -32,7 +32,7 @@ def read_pairs_list(path: Path, images: Path | None = None) -> PairsList:
         raise DataError(f"Cannot read the pairs {path}: {error}") from error
     numbered = [(number, line.split()) for number, line in enumerate(lines, start=1) if line.strip()]
     num_folds = 10
-    if numbered and len(numbered[0][1]) <= 2 and all(word.isdigit() for word in numbered[0][1]):
+    if numbered and len(numbered[0][1]) <= 2 and all(map(_is_number, numbered[0][1])):
         counts = numbered.pop(0)[1]
         num_folds = int(counts[0]) if len(counts) == 2 else 10
     if not numbered:
@@ -46,11 +46,16 @@ def read_pairs_list(path: Path, images: Path | None = None) -> PairsList:
     return PairsList(paths=paths, is_same_N=np.array(is_same), num_folds=num_folds)
 
 
+def _is_number(word: str) -> bool:
+    """Tells whether int() reads the word: str.isdigit() is also true of "²", and int() refuses thousands of digits."""
+    return word.isascii() and word.isdigit() and len(word) < 10
+
+
 def _pair(words: list[str], folder: Path, where: str) -> tuple[Path, Path, bool]:
     match words:
-        case [name, first, second] if first.isdigit() and second.isdigit():
+        case [name, first, second] if _is_number(first) and _is_number(second):
             return _numbered(folder, name, first, where), _numbered(folder, name, second, where), True
-        case [name, first, other, second] if first.isdigit() and second.isdigit():
+        case [name, first, other, second] if _is_number(first) and _is_number(second):
             return _numbered(folder, name, first, where), _numbered(folder, other, second, where), False
         case [left, right, ("0" | "1") as same]:
             return _existing(folder / left, where), _existing(folder / right, where), same == "1"
@@ -60,14 +65,21 @@ def _pair(words: list[str], folder: Path, where: str) -> tuple[Path, Path, bool]
 def _numbered(folder: Path, name: str, number: str, where: str) -> Path:
     stem = folder / name / f"{name}_{int(number):04d}"
     for suffix in IMAGE_SUFFIXES:
-        if stem.with_name(stem.name + suffix).is_file():
-            return stem.with_name(stem.name + suffix)
+        if _is_file(path := stem.with_name(stem.name + suffix)):
+            return path
     raise DataError(
         f"{where} names image {number} of {name}, but there is no {stem}.jpg (nor {', '.join(IMAGE_SUFFIXES[1:])})."
     )
 
 
 def _existing(path: Path, where: str) -> Path:
-    if not path.is_file():
+    if not _is_file(path):
         raise DataError(f"{where} names {path}, which does not exist.")
     return path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # a name that is too long, or a folder that may not be entered

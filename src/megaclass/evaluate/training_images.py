@@ -24,7 +24,7 @@ from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import OnProgress, embed_part
 from megaclass.evaluate.images import Pixels
-from megaclass.evaluate.protocols.centre_health import Centres, unit_rows_or_zero
+from megaclass.evaluate.protocols.centre_health import CentreReader, unit_rows_or_zero
 from megaclass.evaluate.results import read_arrays
 from megaclass.files import published_file
 from megaclass.image_size import ImageSize, height_and_width
@@ -101,7 +101,7 @@ class _SourceImages:
 def examine_training_images(
     network: nn.Module,
     source: ImageSource,
-    centres: Centres,
+    centres: CentreReader,
     *,
     image_size: ImageSize,
     fit: Fit,
@@ -190,7 +190,7 @@ def _embedded_sample(
 
 
 def _compared(
-    embeddings_ND: Tensor, labels_N: NDArray[np.int64], centres: Centres
+    embeddings_ND: Tensor, labels_N: NDArray[np.int64], centres: CentreReader
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
     """Returns the cosine with the own centre, with the closest other one, and the class of that one."""
     num_subcentres = centres.num_rows // max(1, centres.num_classes)

@@ -30,7 +30,11 @@ def compared_with_training_data(
     overlaps = find_overlaps(images, source, on_progress=on_progress) if bins else {}
     return [
         replace(
-            one, numbers={**one.numbers, "training_data": _said(overlaps[one.name], bins[one.name], data_path, drawn)}
+            one,
+            numbers={
+                **one.numbers,
+                "training_data": _overlap_numbers(overlaps[one.name], bins[one.name], data_path, drawn),
+            },
         )
         if one.name in overlaps
         else one
@@ -38,7 +42,7 @@ def compared_with_training_data(
     ]
 
 
-def _said(overlap: Overlap, path: Path, data_path: str, drawn: Path | None) -> dict[str, int | bool]:
+def _overlap_numbers(overlap: Overlap, path: Path, data_path: str, drawn: Path | None) -> dict[str, int | bool]:
     return {**overlap.to_json(), "is_held_out": path == drawn or is_unseen(path, data_path)}
 
 

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaclass.errors import DataError
 from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols import PROTOCOLS
 from megaclass.evaluate.results import headline, read_results
 from megaclass.image_size import shown_size
+from megaclass.metrics_file import read_summary
 
 
 def model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage: str) -> str:
     """Returns the text. run: folder with the summary and evaluation of training; None for a model without a run."""
-    summary = _summary(run)
+    summary = read_summary(run) if run is not None else {}
     results = read_results(run) if run is not None else []
     return "\n".join(
         [
@@ -52,17 +52,6 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage:
             "",
         ]
     )
-
-
-def _summary(run: Path | None) -> Mapping[str, Any]:
-    path = run / "summary.json" if run is not None else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read {path}: {error}") from error
-    return values if isinstance(values, dict) else {}
 
 
 def _data_lines(summary: Mapping[str, Any]) -> list[str]:

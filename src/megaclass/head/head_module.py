@@ -92,8 +92,10 @@ class HeadModule(nn.Module):
         header, own = StateHeader.read(state), self.classes
         saved = header.classes
         if header.num_classes != self.settings.num_classes or not saved.start <= own.start < own.stop <= saved.stop:
+            is_shard = header.num_classes == self.settings.num_classes
             raise HeadError(
-                f"The state holds classes [{saved.start}, {saved.stop}) of {header.num_classes}, but rank {self.rank} of "
+                f"The state holds classes [{saved.start}, {saved.stop}) of {header.num_classes}"
+                f"{', the part of one rank as state_dict() returns it' if is_shard else ''}, but rank {self.rank} of "
                 f"{self.world_size} holds [{own.start}, {own.stop}) of {self.settings.num_classes}: load it with load_rows(), "
                 f"or save with whole_state_dict(), which loads on any number of ranks."
             )

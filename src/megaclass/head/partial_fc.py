@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaclass.distributed.collectives import group_rank, group_size
+from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
 from megaclass.head.arguments import chosen_device, chosen_margin, chosen_optimizer
 from megaclass.head.choose_engine import choose_engine
@@ -42,7 +43,7 @@ from megaclass.head.state.state_dict import ModuleState
 from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.gather_batch import gather_batch
 from megaclass.head.step.plan import StepPlan
-from megaclass.head.step.stats import HeadMeasures
+from megaclass.head.step.stats import HeadStats
 
 
 class PartialFC(HeadModule):
@@ -98,6 +99,8 @@ class PartialFC(HeadModule):
         device: by default the head moves to the device of the first embeddings it is given.
         """
         super().__init__()
+        # A script of Lightning or Accelerate may end without destroying its group, which sometimes aborts the process.
+        end_gloo_at_exit()
         self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
         self.settings = HeadSettings(
             embedding_dim=embedding_dim,
@@ -194,7 +197,7 @@ class PartialFC(HeadModule):
         skip: bool | Tensor = False,
         loss_scale: float | Tensor = 1.0,
         is_measured: bool = False,
-    ) -> HeadMeasures | None:
+    ) -> HeadStats | None:
         """Forms the centres' gradient, moves the rows that took part, advances the step counter. Sends nothing.
 
         skip: a flag, on the host or on the device, that leaves everything as it was. It must be the same on all ranks.
@@ -205,11 +208,11 @@ class PartialFC(HeadModule):
         if not self._parts:
             raise HeadError("step() was called without a forward and a backward before it.")
         plan, parts = self._parts[0][0], [part for _, part in self._parts]
-        measures = self._engine.update(
+        stats = self._engine.update(
             plan, parts, lr, skip=skip, loss_scale=loss_scale, step=self.step_count, is_measured=is_measured
         )
         self._close_step()
-        return measures
+        return stats
 
     def _settle_on(self, device: torch.device) -> None:
         """Moves a head that was built without `device` to that of the first tensors it is given."""

@@ -16,7 +16,7 @@ from megaclass.hvd.collectives.allgather import allgather
 from megaclass.hvd.collectives.broadcast import broadcast_, broadcast_async_
 from megaclass.hvd.collectives.handles import synchronize
 from megaclass.hvd.exceptions import HorovodInternalError
-from megaclass.hvd.lifecycle import rank, size
+from megaclass.hvd.lifecycle import rank
 from megaclass.hvd.pickling import pickled
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 
@@ -145,12 +145,18 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Returns the objects of all ranks, ordered by rank; they are pickled."""
-    name = name if name is not None else _object_name(global_process_set)
-    envelope = _Envelope(name, global_process_set)
+    return gather_objects(obj, name, global_process_set)
+
+
+def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
+    """Returns the objects of the ranks of a process set, ordered by rank."""
+    name = name if name is not None else _object_name(process_set)
+    envelope = _Envelope(name, process_set)
     data = envelope.sealed(obj, rank())
-    lengths = allgather(torch.tensor([data.numel()]), name=f"{name}.sz").tolist()
-    gathered = allgather(data, name=f"{name}.t")
-    return [envelope.opened(part, sender) for sender, part in enumerate(gathered.split(lengths))][: size()]
+    lengths = allgather(torch.tensor([data.numel()]), name=f"{name}.sz", process_set=process_set).tolist()
+    gathered = allgather(data, name=f"{name}.t", process_set=process_set)
+    senders = _basics.job().members(process_set.process_set_id)
+    return [envelope.opened(part, sender) for sender, part in zip(senders, gathered.split(lengths), strict=True)]
 
 
 class _Envelope:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megaclass.distributed.rank_status import HANG_TIMEOUT
 from megaclass.errors import LaunchError
 
 CPU_OPERATIONS = ("auto", "ring", "gloo")
@@ -16,8 +17,8 @@ class Settings:
     fusion_threshold: int = 128 * 1024 * 1024
     """HOROVOD_FUSION_THRESHOLD: largest number of bytes that are reduced as one; 0 disables fusion."""
     cycle_time_s: float = 0.001
-    """HOROVOD_CYCLE_TIME (in ms there): how long an operation that no thread waits for is held back, so that others can travel
-    with it. While more keep coming: up to five times as long, or forty times if all of them together are below 1 MiB."""
+    """HOROVOD_CYCLE_TIME (in ms there): operations that no thread waits for are held back until none came for this long, and
+    then travel together. At most five times as long after the first, or forty times if all together are below 1 MiB."""
     cache_capacity: int = 1024
     """HOROVOD_CACHE_CAPACITY: number of lists of operations that ranks may refer to by a hash; 0: none."""
     stall_warning_s: float = 60.0
@@ -39,6 +40,8 @@ class Settings:
 
     auto: the ring up to the size where it is clearly faster than gloo (benchmarks/hvd_ring.md), gloo above.
     """
+    hang_timeout_s: float = 0.0
+    """MEGACLASS_HANG_TIMEOUT, from `megaclass run --hang-timeout`: how long a rank may wait for an operation; 0: any time."""
     dynamic_process_sets: bool = False
     """HOROVOD_DYNAMIC_PROCESS_SETS: whether process sets may be added and removed after init()."""
 
@@ -60,6 +63,7 @@ def settings_from_environment(env: Mapping[str, str] = os.environ) -> Settings:
         mark_cycles=_flag(env, "TIMELINE_MARK_CYCLES"),
         fuse_groups=not _flag(env, "DISABLE_GROUP_FUSION"),
         cpu_operations=_choice(env, "CPU_OPERATIONS", CPU_OPERATIONS),
+        hang_timeout_s=_seconds(env, HANG_TIMEOUT),
         dynamic_process_sets=_flag(env, "DYNAMIC_PROCESS_SETS"),
     )
 
@@ -75,6 +79,14 @@ def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     if choice not in allowed:
         raise LaunchError(f"HOROVOD_{name}={text!r} in the environment: expected {' or '.join(allowed)}.")
     return choice
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float:
+    """Reads a variable that the launcher has set; anything else than a number means that it has not."""
+    try:
+        return max(0.0, float(env.get(name, "") or 0.0))
+    except ValueError:
+        return 0.0
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

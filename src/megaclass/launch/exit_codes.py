@@ -5,6 +5,7 @@
 74   an error that may pass, such as a full disk (megaclass.errors.EXIT_TRY_AGAIN); a restart may help
 75   the ranks were asked to stop, saved, and can be resumed
 255  a host or its agent was lost before any rank failed; ssh uses the same code
+134  the job hung: no rank made progress for the allowed time, and the driver has printed which rank is the culprit
 128 + n  a rank, or the driver, was ended by signal n; any other code is that of the first rank that failed
 """
 
@@ -13,6 +14,7 @@ import signal
 EXIT_USER_ERROR = 2
 EXIT_RESUME_ME = 75
 EXIT_HOST_LOST = 255
+EXIT_HUNG = 128 + signal.SIGABRT
 
 
 def exit_status(code: int) -> int:

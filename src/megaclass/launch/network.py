@@ -4,7 +4,10 @@ import socket
 from collections.abc import Sequence
 
 from megaclass.distributed.network.addresses import interface_holding, interfaces, source_towards
+from megaclass.distributed.network.socket_offer import SocketOffer
 from megaclass.errors import LaunchError
+
+_BACKLOG = 4096
 
 
 def interface_towards(address: str) -> str | None:
@@ -57,7 +60,7 @@ def hold_store_port(address: str = "") -> socket.socket:
     """Holds a free port of the address, or of every interface, on which only processes of this user can listen meanwhile.
 
     The socket is bound with SO_REUSEPORT and never listens: the kernel gives the port to another socket only if that has
-    the same option and belongs to the same user, as rank 0's store does (distributed/network/store.py).
+    the same option and belongs to the same user, as that of `offer_store_socket` does.
     """
     is_any = not address and socket.has_dualstack_ipv6()
     held = socket.socket(socket.AF_INET6 if is_any or ":" in address else socket.AF_INET)
@@ -66,3 +69,19 @@ def hold_store_port(address: str = "") -> socket.socket:
         held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     held.bind((address, 0))
     return held
+
+
+def offer_store_socket(held: socket.socket, address: str) -> SocketOffer:
+    """Listens at the held port of one address and offers that socket to rank 0. OSError if it is no address of this host.
+
+    Ranks that start before rank 0 then connect at once and wait for it, and no other process ever gets the port.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((address, held.getsockname()[1]))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return SocketOffer(listener)

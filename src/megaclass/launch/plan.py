@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megaclass.distributed.network.job_secret import JOB_SECRET
+from megaclass.distributed.network.socket_offer import OFFER_NAME
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
-from megaclass.world import OWN_ADDRESS, OWN_PORT, TORCHRUN_VARIABLES, World, environment_of
+from megaclass.world import OWN_ADDRESS, OWN_PORT, STORE_PORT, TORCHRUN_VARIABLES, World, environment_of
 
 STARTER = "megaclass run"
 
@@ -23,7 +24,7 @@ PASSED_ON_PREFIXES = (
 PASSED_ON_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LANGUAGE", "TZ")
 # Every host decides which GPUs it offers, and a rank takes the GPU of its local rank. If the driver is itself a rank of
 # another job, that job's secret and store port must not reach this one.
-_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, "MEGACLASS_STORE_PORT")
+_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, STORE_PORT, OFFER_NAME)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +100,13 @@ def rank_environment(
     }
 
 
-def job_environment(secret: str, store_port: int) -> dict[str, str]:
+def job_environment(secret: str, store_port: int, store_socket: str = "") -> dict[str, str]:
     """Returns the job's secret and the port of its store, which all ranks share and no output shows.
 
-    store_port: 0 lets the store use MASTER_PORT.
+    store_port: 0 lets the store use MASTER_PORT. store_socket: where rank 0 gets the store's listening socket (SocketOffer).
     """
     # Empty rather than absent: the driver may have inherited the port of another job.
-    return {JOB_SECRET: secret, "MEGACLASS_STORE_PORT": str(store_port) if store_port else ""}
+    return {JOB_SECRET: secret, STORE_PORT: str(store_port) if store_port else "", OFFER_NAME: store_socket}
 
 
 def without_other_starters(env: Mapping[str, str], given: Mapping[str, str] | None = None) -> dict[str, str]:

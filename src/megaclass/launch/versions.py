@@ -1,5 +1,6 @@
 """Versions of the packages on this host, found without importing them. Standard library only."""
 
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -27,6 +28,45 @@ def differences(versions_by_host: dict[str, dict[str, str]]) -> dict[str, str]:
 
 def megaclass_version() -> str:
     return _written_in(Path(__file__).parents[1] / "__init__.py")
+
+
+# TensorFlow 2.16 is the first with Keras 3.
+OLDEST_TENSORFLOW = (2, 16)
+OLDEST_KERAS = (3,)
+_TENSORFLOW_PACKAGES = (
+    "tensorflow",
+    "tensorflow-cpu",
+    "tensorflow-intel",
+    "tensorflow-rocm",
+    "tf-nightly",
+    "tf-nightly-cpu",
+)
+
+
+def tensorflow_version() -> str | None:
+    """Returns the version of TensorFlow, whichever of its packages is installed; None if there is none."""
+    return _version_of("tensorflow", _TENSORFLOW_PACKAGES)
+
+
+def keras_version() -> str | None:
+    """Returns the version of Keras; None if it is not installed."""
+    return _version_of("keras", ("keras", "keras-nightly"))
+
+
+def _version_of(module: str, packages: tuple[str, ...]) -> str | None:
+    for package in packages:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # A package whose files were deleted by hand still has a version.
+        return version if importlib.util.find_spec(module) is not None else None
+    return None
+
+
+def is_at_least(version: str | None, oldest: tuple[int, ...]) -> bool:
+    """Returns whether the version, which may be absent, is not older."""
+    return version is not None and tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) >= oldest
 
 
 def _torch_version() -> str:

@@ -14,8 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.data.decode import decode_into, normalise
-from megaclass.data.loader import BadImages
+from megaclass.data.decode import decode_into
+from megaclass.data.loading.bad_images import BadImages
+from megaclass.data.pixel_tensors import normalise
 from megaclass.data.sources.source import PixelSource
 from megaclass.data.threaded_map import ordered_map
 from megaclass.distributed.agreement import on_every_rank
@@ -73,7 +74,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
     new_bar = progress_bar("class means", source.num_images) if world.is_main else nullcontext(None)
     starts = range(0, source.num_images, config.train.global_batch)
     nothing = torch.zeros((0, 3, *run.image_size), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
-    batches = data_errors.kept(_batches(run, starts), nothing)
+    batches = data_errors.keep_error(_batches(run, starts), nothing)
     is_failed = torch.zeros((), dtype=torch.bool)
     with evaluating(model.backbone), new_bar as bar:
         for start, (images_B, labels_B) in zip(starts, batches, strict=False):

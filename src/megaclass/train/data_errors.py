@@ -30,7 +30,7 @@ class DataErrors:
     def is_any(self) -> bool:
         return self._error is not None
 
-    def kept(self, batches: Iterable[T], instead: T) -> Iterator[T]:
+    def keep_error(self, batches: Iterable[T], instead: T) -> Iterator[T]:
         """Yields the batches; after an error, which is kept, yields `instead` without end."""
         try:
             yield from batches
@@ -40,7 +40,7 @@ class DataErrors:
                 yield instead
 
     @contextmanager
-    def heard_by_all(self, device: torch.device) -> Iterator[None]:
+    def raised_on_all_ranks(self, device: torch.device) -> Iterator[None]:
         """Wraps a step: if the head refuses `batch_of_no_class`, raises the kept error on every rank instead."""
         try:
             yield

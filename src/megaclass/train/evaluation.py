@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.distributed.rank_status import own_status
 from megaclass.evaluate.protocol import Evaluator, SetResult
 from megaclass.evaluate.results import headline
 from megaclass.evaluate.sets import evaluate_sets, find_sets
@@ -35,11 +36,17 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
         num_threads=config.data.threads,
         fit=config.data.fit,
         mirror=config.data.mirror,
+        on_progress=_note_progress,
     )
     with bar_on_demand("embedding images") if has_bar and run.world.is_main else nullcontext() as on_progress:
         results = evaluate_sets(replace(evaluator, on_progress=on_progress), chosen)
     found = {one.name for one in sets}
     return results + [_missing(name, config.data.path) for name in wanted if name not in found]
+
+
+def _note_progress(done: int, total: int) -> None:
+    """Shows the agent, and `megaclass top`, that the evaluation advances; it may take any time."""
+    own_status().progress(allowed_s=0.0, phase="evaluation", detail=f"{done:,} of {total:,} images")
 
 
 def _missing(name: str, data_path: str) -> SetResult:

@@ -13,6 +13,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from megaclass.train.build import Model, generator_states
 from megaclass.train.data_errors import DataErrors, batch_of_no_class
 from megaclass.train.evaluation import accuracies, evaluate_between_steps
 from megaclass.train.metrics import Meter, check_finite
+from megaclass.train.observe.observer import Observer
 from megaclass.train.run.run import Run
 from megaclass.train.run.signals import Stop, StopSignals
 from megaclass.train.run.sinks import Sink, no_sinks, open_sinks
@@ -38,7 +40,7 @@ _SHOWN_WAIT_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """How training ended; the same on every rank."""
 
     num_steps: int
@@ -51,7 +53,7 @@ class Outcome:
     """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
 
 
-def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, signals: StopSignals) -> Outcome:
+def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, signals: StopSignals) -> TrainingResult:
     """Collective. Trains from `first_step` to the last step, or until a signal asks to stop; saves checkpoints."""
     config, loader, device = run.config, run.loader, run.device
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
@@ -71,9 +73,11 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     model.parallel.train()
     new_bar = progress_bar("training", num_steps, start=first_step) if run.world.is_main else no_bar()
     new_sinks = open_sinks(config, run.folder, is_new=first_step == 0) if run.world.is_main else no_sinks()
+    observer = Observer(run, model.backbone, first_step)
     with ExitStack() as held, new_bar as bar:
         send_row = on_every_rank(partial(held.enter_context, new_sinks), device)
-        for step, batch in enumerate(meter.batches(data_errors.kept(batches, refused)), start=first_step):
+        run.events.note_begin(first_step, num_steps, run.world.size)
+        for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1
             is_last = done == num_steps
@@ -82,41 +86,58 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
             is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
-            with data_errors.heard_by_all(device):
-                meter.add(training_step(model, batch, config, lr=lr, step=step, device=device, is_measured=is_reported))
+            with data_errors.raised_on_all_ranks(device), observer.step(step, is_last=is_last):
+                meter.add(
+                    training_step(
+                        model,
+                        batch,
+                        config,
+                        lr=lr,
+                        step=step,
+                        device=device,
+                        is_measured=is_reported,
+                        clock=observer.clock,
+                    )
+                )
 
             detail, numbers = "", {}
             if is_evaluated:
-                with meter.paused():
+                with meter.paused(), observer.long_work("evaluation"):
                     results = evaluate_between_steps(run, model, done, reported_errors)
                 numbers = accuracies(results)
+                run.events.note("evaluation", done, seconds=meter.last_pause_s, **numbers)
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
+                row |= observer.read(meter, done)
                 numbers |= {"loss": row["loss"]}
                 # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
                 on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
-                detail = describe_row(row)
+                detail = describe_row(row, observer.describe_slow())
+                if row["skipped_steps"]:
+                    run.events.note("skip", done, num_steps=row["skipped_steps"])
                 # Signals are exchanged at reports only, so that other steps need no additional collective.
                 stop = Stop.NO if is_last else signals.of_any_rank(device)
             bar.advance_to(done, detail)
             if is_saved or stop:
                 # The best checkpoint is chosen by these numbers, so they must belong to this step or be empty.
-                save(model, writer, done, numbers, device)
+                with observer.long_work("saving"):
+                    save(model, writer, done, numbers, device)
             # The checkpoint is on its way: what the run has done is not lost.
             if stop:
                 break
-    return Outcome(done, meter.last_loss, meter.images_per_second(), stop, None if stop else results)
+    observer.finish()
+    return TrainingResult(done, meter.last_loss, meter.images_per_second(), stop, None if stop else results)
 
 
-def report(row: dict[str, float], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:
+def report(row: dict[str, Any], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:
     """Raises errors of this rank's data and gradients; otherwise rank 0 writes the row of metrics."""
     data_errors.check()
     check_finite(row, int(row["step"]), config.train.on_nan, model.loss_scale.is_dynamic)
     send_row(row)
 
 
-def describe_row(row: dict[str, float]) -> str:
-    """Returns the text behind the progress bar."""
+def describe_row(row: dict[str, Any], slow_rank: str = "") -> str:
+    """Returns the text behind the progress bar. slow_rank: which rank is slower than the others, and in which phase."""
     parts = [
         f"loss {row['loss']:.3f}",
         f"{row['images_per_second']:,.0f} images/s",
@@ -127,6 +148,8 @@ def describe_row(row: dict[str, float]) -> str:
         parts.append(f"waiting for data {row['data_wait_share']:.0%}")
     if "gpu_memory_gib" in row:
         parts.append(f"{row['gpu_memory_gib']:.1f} GiB")
+    if slow_rank:
+        parts.append(slow_rank)
     return "  ".join(parts)
 
 

@@ -4,11 +4,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from megaclass.data.loader import Batch
 from megaclass.errors import TrainError
 from megaclass.train.step import StepResult
+from megaclass.train.step_clock import StepClock
 
 
 class Meter:
@@ -19,9 +21,11 @@ class Meter:
         self._global_batch, self._device = global_batch, device
         self._begun = self._last = time.monotonic()
         self._results: list[StepResult] = []
+        self._clock = StepClock(device)
         self._waited_s = 0.0
         # Seconds spent on evaluations: since the last row, and in total.
         self._paused_s = self._all_paused_s = 0.0
+        self.last_pause_s = self.last_wait_s = self.last_step_s = 0.0
         self._num_steps = 0
         self.last_loss = earlier[-1].get("loss", float("nan")) if earlier else float("nan")
         self._last_speed = earlier[-1].get("images_per_second", 0.0) if earlier else 0.0
@@ -46,7 +50,8 @@ class Meter:
             yield
         finally:
             self._wait_for_device()
-            passed = time.monotonic() - begun
+            self._clock.forget()
+            self.last_pause_s = passed = time.monotonic() - begun
             self._paused_s += passed
             self._all_paused_s += passed
 
@@ -56,12 +61,13 @@ class Meter:
 
     def add(self, result: StepResult) -> None:
         self._results.append(result)
+        self._clock.end_step()
         self._num_steps += 1
 
     def read(self) -> dict[str, float]:
         """Returns the row of metrics since the last call; waits for the device. Skipped steps do not count in means.
 
-        The head's measures are those of the last step; they are missing if that one was skipped.
+        The head's statistics are those of the last step; they are missing if that one was skipped.
         """
         # One transfer for all steps since the last row.
         losses = torch.stack([result.loss for result in self._results]).double().cpu()
@@ -77,17 +83,21 @@ class Meter:
             "skipped_steps": int((~is_counted).sum()),
             "elapsed_s": now - self._begun,
         }
+        step_ms = self._clock.read()
+        if step_ms:
+            row["step_ms"], row["step_ms_p99"] = (float(np.percentile(step_ms, share)) for share in (50, 99))
         if self._paused_s:
             row["evaluation_s"] = self._paused_s
-        measures = self._results[-1].measures
-        if measures is not None and is_counted[-1]:
+        head_stats = self._results[-1].head_stats
+        if head_stats is not None and is_counted[-1]:
             row |= {
-                "target_cosine": float(measures.target_cosine),
-                "head_gradient_norm": float(measures.gradient_norm),
-                "sampled_share": float(measures.sampled_share),
+                "target_cosine": float(head_stats.target_cosine),
+                "head_gradient_norm": float(head_stats.gradient_norm),
+                "sampled_share": float(head_stats.sampled_share),
             }
         if self._device.type == "cuda":
             row["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        self.last_wait_s, self.last_step_s = self._waited_s, trained_s / len(self._results)
         self._last, self._results, self._waited_s, self._paused_s = now, [], 0.0, 0.0
         return row
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
-from megaclass.head.step.stats import HeadMeasures
+from megaclass.head.step.stats import HeadStats
 from megaclass.train.build import Model
+from megaclass.train.observe.phases import NO_CLOCK, PhaseClock
 
 # Keeps the division by a gradient norm of zero finite.
 _TINY = 1e-12
@@ -24,7 +25,7 @@ class StepResult:
     """Mean over the global batch, the same on every rank; NaN if the embeddings were."""
     was_skipped: Tensor
     """0-d bool, the same on every rank."""
-    measures: HeadMeasures | None = None
+    head_stats: HeadStats | None = None
     """Only if requested; meaningless if the step was skipped."""
 
 
@@ -37,12 +38,13 @@ def training_step(
     step: int,
     device: torch.device,
     is_measured: bool = False,
+    clock: PhaseClock = NO_CLOCK,
 ) -> StepResult:
-    """Collective. Trains on the global batch, of which every rank passes its own part."""
+    """Collective. Trains on the global batch, of which every rank passes its own part. clock: told about every phase."""
     # Batch norm changes its running statistics in the forward, before it is known whether the step counts.
     model.statistics.keep()
     try:
-        loss = _forward_backward(model, batch, config, step, device)
+        loss = _forward_backward(model, batch, config, step, device, clock)
     except NotFiniteError:
         # Raised on every rank in the same step. On a GPU nothing is raised here: a flag on the device masks the update.
         was_skipped = torch.ones((), dtype=torch.bool, device=device)
@@ -52,13 +54,17 @@ def training_step(
         # The other ranks abandon the same step, so their heads stay in step with this one.
         model.head.abandon_step()
         return StepResult(torch.full((), torch.nan, device=device), was_skipped)
-    was_skipped, measures = _update(model, config, lr, is_measured)
-    return StepResult(loss, was_skipped, measures)
+    clock.begin("update")
+    was_skipped, head_stats = _update(model, config, lr, is_measured)
+    return StepResult(loss, was_skipped, head_stats)
 
 
-def _forward_backward(model: Model, batch: Batch, config: Config, step: int, device: torch.device) -> Tensor:
+def _forward_backward(
+    model: Model, batch: Batch, config: Config, step: int, device: torch.device, clock: PhaseClock
+) -> Tensor:
+    clock.begin("forward")
     labels = batch.labels.to(device, non_blocking=True)
-    indices = torch.from_numpy(batch.indices).to(device, non_blocking=True)
+    indices = batch.indices_on(device) if model.dropouts else None
     model.optimizer.zero_grad()
     num_parts = config.train.accumulate
     if num_parts > 1:
@@ -68,20 +74,23 @@ def _forward_backward(model: Model, batch: Batch, config: Config, step: int, dev
     for part, rows in enumerate(torch.arange(len(labels)).tensor_split(num_parts)):
         here = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
         for dropout in model.dropouts:
+            assert indices is not None
             dropout.expect(indices[here], step)
         # DDP exchanges gradients once per step, in the backward of the last part.
         with nullcontext() if part == num_parts - 1 else model.parallel.no_sync():
+            clock.begin("forward")
             inputs = batch.prepared(device, here)
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
                 embeddings = model.parallel(inputs)
             loss = model.head(embeddings, labels[here])
+            clock.begin("backward")
             (loss * model.loss_scale.scale).backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
 
-def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple[Tensor, HeadMeasures | None]:
-    """Updates backbone and centres; returns whether the step was skipped, and the head's measures. The same on every rank.
+def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple[Tensor, HeadStats | None]:
+    """Updates backbone and centres; returns whether the step was skipped, and the head's statistics. The same on every rank.
 
     The backbone's gradients are averaged over the ranks by now, so every rank computes the same norm and decision.
     """
@@ -106,7 +115,7 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
         model.optimizer.step()
     # The centres follow the schedule of the backbone, scaled to their own peak.
     head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
-    measures = model.head.step(
+    head_stats = model.head.step(
         lr=lr * head_factor,
         skip=is_bad,
         loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
@@ -119,4 +128,4 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     if model.ema is not None:
         model.ema.follow(is_bad)
     model.statistics.put_back(is_bad)
-    return is_bad, measures
+    return is_bad, head_stats

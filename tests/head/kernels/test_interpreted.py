@@ -298,7 +298,7 @@ def _measure_on_ranks(kernel: str, options: dict[str, Any], num_parts: int) -> l
 @pytest.mark.parametrize("num_parts", [1, 2], ids=["whole", "accumulated"])
 @pytest.mark.parametrize("name", ["all classes", "half", "sub-centres"])
 def test_the_same_measures_on_any_number_of_ranks(run_ranks, name, num_parts):
-    """The reference's are compared with a dense classifier in tests/head/test_measures.py, for each number of ranks."""
+    """The reference's are compared with a dense classifier in tests/head/test_stats.py, for each number of ranks."""
     options = {"all classes": {}, "half": {"sample_rate": 0.5}, "sub-centres": {"num_subcentres": 2}}[name]
     (truth,) = run_ranks(1, _measure_on_ranks, "reference", options, 1)
     sizes = {1: (1, 3), 2: (2, 4)}[num_parts] if name == "half" else (3,)

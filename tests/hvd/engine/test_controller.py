@@ -149,6 +149,33 @@ def test_what_is_submitted_together_is_announced_together():
     job.stop()
 
 
+def test_lists_that_do_not_repeat_run_also_where_ranks_cut_them_at_different_places():
+    job = Job(cycle_time_s=60.0)
+
+    def submit(rank: int) -> None:
+        for first in range(0, 60, 6):
+            # Equal lists, and lists that rank 1 announces in two messages, in turn.
+            names = [f"noname.{number}" for number in range(first, first + 6)]
+            cuts = [names[:2], names[2:]] if rank == 1 and first % 12 == 0 else [names]
+            operations = []
+            for cut in cuts:
+                requests = [Request("allreduce", name, 0, ("float32",), ((4,),), 1, repeats=False) for name in cut]
+                operations += [Operation(request) for request in requests]
+                with job.controllers[rank].together(is_awaited=False):
+                    for operation in operations[-len(cut) :]:
+                        job.controllers[rank].submit(operation, is_urgent=False)
+            for operation in operations:
+                job.controllers[rank].wait(operation)
+
+    assert job.on_all(submit) == [None] * 3
+    orders = [[name for names in notes.performed for name in names] for notes in job.notes]
+    assert orders[0] == orders[1] == orders[2]
+    assert sorted(orders[0]) == sorted(f"noname.{number}" for number in range(60))
+    # A list that was answered in another way is not kept.
+    assert [len(controller._announced_lists) for controller in job.controllers] == [0, 0, 0]
+    job.stop()
+
+
 def test_operations_that_no_thread_waits_for_are_run_by_the_controllers_own_thread(job):
     operations = [Operation(_allreduce("x")) for _ in range(3)]
     for rank, operation in enumerate(operations):

@@ -7,6 +7,7 @@ from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Su
 from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.transport.arithmetic import DTYPES, finish_, scale_
+from megaclass.hvd.transport.fusion_buffers import FusionBuffers
 from megaclass.hvd.transport.small import add_payloads, deliver_payload, small_payload
 
 TRUTH = {
@@ -34,7 +35,7 @@ def test_payloads_of_all_ranks_are_combined_and_delivered(dtype, op):
     total = add_payloads(operations[0].request, [small_payload([operation], 3) for operation in operations])
     expected = TRUTH[op](torch.stack(by_rank).double()).to(dtype)
     for operation in operations:
-        deliver_payload([operation], total)
+        deliver_payload([operation], total, FusionBuffers())
         torch.testing.assert_close(operation.outputs[0], expected)
 
 
@@ -42,7 +43,7 @@ def test_several_tensors_and_operations_travel_as_one_and_joined_ranks_receive_n
     operations = [_operation(torch.ones(2), torch.ones(()), name="x"), _operation(torch.full((1, 3), 2.0), name="y")]
     payload = small_payload(operations, 2)
     assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == [1, 1, 1, 2, 2, 2]
-    deliver_payload(operations, add_payloads(operations[0].request, [payload, payload]))
+    deliver_payload(operations, add_payloads(operations[0].request, [payload, payload]), FusionBuffers())
     found = [out.tolist() for operation in operations for out in operation.outputs]
     assert found == [[2, 2], 2, [[4, 4, 4]]]
 
@@ -50,7 +51,7 @@ def test_several_tensors_and_operations_travel_as_one_and_joined_ranks_receive_n
 def test_the_inputs_are_scaled_before_and_the_result_after_and_the_inputs_stay():
     given = torch.tensor([1.0, 2.0])
     operation = _operation(given, prescale=0.5, postscale=10.0)
-    deliver_payload([operation], add_payloads(operation.request, [small_payload([operation], 2)] * 2))
+    deliver_payload([operation], add_payloads(operation.request, [small_payload([operation], 2)] * 2), FusionBuffers())
     assert operation.outputs[0].tolist() == [10.0, 20.0]
     assert given.tolist() == [1.0, 2.0]
 

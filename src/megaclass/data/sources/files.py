@@ -24,7 +24,7 @@ _CLASSES_PER_IMAGE = 1000
 _MAX_SPARSE_CLASSES = 2**26
 
 
-class LeftOut:
+class SkippedFiles:
     """Counts files whose names are not those of images, and keeps the first few names."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class FileSource:
         kind: str,
         names: Iterator[tuple[bytes, int]],
         num_classes: int | None,
-        left_out: LeftOut | None = None,
+        skipped_files: SkippedFiles | None = None,
     ) -> None:
-        """Reads all of `names`, pairs of (name, label). left_out: the iterator adds the files that it skips."""
+        """Reads all of `names`, pairs of (name, label). skipped_files: the iterator adds the files that it skips."""
         self.root = root
         self._kind = kind
-        self.left_out = left_out or LeftOut()
+        self.skipped_files = skipped_files or SkippedFiles()
         text = bytearray()
         ends, labels = array("q", [0]), array("q")
         for name, label in names:
@@ -81,7 +81,7 @@ class FileSource:
             ends.append(len(text))
             labels.append(label)
         if not labels:
-            others = f" ({self.left_out.describe()})" if self.left_out.num_files else ""
+            others = f" ({self.skipped_files.describe()})" if self.skipped_files.num_files else ""
             if nested := folders_of_identities(root):
                 raise DataError(
                     f"Cannot open the data at {root}: expected one folder per identity, but the identities are in the folders "
@@ -122,7 +122,7 @@ class FileSource:
         contents = f"{self.num_images:,} images of {self.num_classes:,} classes, {width} × {height}"
         num_empty = self.num_classes - len(np.unique(self.labels))
         without = f"; {num_empty:,} classes without images" if num_empty else ""
-        others = f"; {self.left_out.describe()}" if self.left_out.num_files else ""
+        others = f"; {self.skipped_files.describe()}" if self.skipped_files.num_files else ""
         return f"{self._kind} at {self.root}: {contents}{without}{others}"
 
 
@@ -142,17 +142,17 @@ class FolderFormat(SourceFormat):
             require_index(self.place / "train.rec")
 
     def open(self) -> FileSource:
-        left_out = LeftOut()
+        skipped_files = SkippedFiles()
         try:
             entries = sorted((entry.name, entry.is_dir()) for entry in os.scandir(self.place) if entry.name[0] != ".")
         except OSError as error:
             raise DataError(f"Cannot open the data at {self.place}: {error.strerror}.") from error
         for name, is_folder in entries:
             if not is_folder and has_image_name(name):
-                left_out.add(f"{name} (in no identity's folder)")
+                skipped_files.add(f"{name} (in no identity's folder)")
         identities = [name for name, is_folder in entries if is_folder]
-        names = _names_in_folders(self.place, identities, left_out)
-        return FileSource(self.place, "one folder per identity", names, len(identities), left_out)
+        names = _names_in_folders(self.place, identities, skipped_files)
+        return FileSource(self.place, "one folder per identity", names, len(identities), skipped_files)
 
     def files(self) -> Iterator[Path]:
         return _all_files(self.place)
@@ -209,7 +209,7 @@ def read_image_file(path: Path) -> bytes:
         raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _names_in_folders(root: Path, identities: list[str], left_out: LeftOut) -> Iterator[tuple[bytes, int]]:
+def _names_in_folders(root: Path, identities: list[str], skipped_files: SkippedFiles) -> Iterator[tuple[bytes, int]]:
     for label, identity in enumerate(identities):
         try:
             found = sorted(entry.name for entry in os.scandir(root / identity) if entry.name[0] != ".")
@@ -219,7 +219,7 @@ def _names_in_folders(root: Path, identities: list[str], left_out: LeftOut) -> I
             if has_image_name(name):
                 yield os.fsencode(f"{identity}/{name}"), label
             else:
-                left_out.add(f"{identity}/{name}")
+                skipped_files.add(f"{identity}/{name}")
 
 
 def _names_in_list(path: Path) -> Iterator[tuple[bytes, int]]:

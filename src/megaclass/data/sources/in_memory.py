@@ -7,7 +7,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import decode_batch
+from megaclass.data.decode import decode_batch, encode_jpeg
 from megaclass.data.sources.source import ImageSource, SourceFormat
 from megaclass.data.synthetic.faces import draw_faces
 from megaclass.errors import DataError
@@ -17,6 +17,7 @@ _DEFAULT_IMAGES = 2**20
 _DEFAULT_SIZE = 112
 # Enough that a batch is not one image repeated, and few enough to stay in memory.
 _NUM_KEPT = 256
+_JPEG_QUALITY = 92
 
 
 class SyntheticSource:
@@ -35,7 +36,7 @@ class SyntheticSource:
         return _fit(self._kept, image_size)[indices % _NUM_KEPT]
 
     def read(self, index: int) -> bytes:
-        return _encode(self._kept[index % _NUM_KEPT])
+        return encode_jpeg(self._kept[index % _NUM_KEPT], _JPEG_QUALITY)
 
     def name_of(self, index: int) -> str:
         return f"synthetic image {index}"
@@ -84,7 +85,8 @@ class DrawnSource:
         self.labels: NDArray[np.int64] = np.arange(self.num_images) % self.num_classes
 
     def read(self, index: int) -> bytes:
-        return _encode(draw_faces(0, self.labels[index : index + 1], np.array([index]), _DEFAULT_SIZE)[0])
+        face_HW3 = draw_faces(0, self.labels[index : index + 1], np.array([index]), _DEFAULT_SIZE)[0]
+        return encode_jpeg(face_HW3, _JPEG_QUALITY)
 
     def name_of(self, index: int) -> str:
         return f"drawn image {index}"
@@ -123,10 +125,3 @@ def _fit(kept: NDArray[np.uint8], image_size: tuple[int, int]) -> NDArray[np.uin
         return kept
     rows, columns = (np.arange(side) % had for side, had in zip(image_size, kept.shape[1:3], strict=True))
     return np.ascontiguousarray(kept[:, rows][:, :, columns])
-
-
-def _encode(image_HW3: NDArray[np.uint8]) -> bytes:
-    import simplejpeg
-
-    encoded: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(image_HW3), quality=92, colorspace="RGB")
-    return encoded

@@ -276,7 +276,7 @@ def _require_offsets_inside(reader: RecordReader, index: RecordIndex) -> None:
 
 
 def _find_images(scanned: _Scan, reader: RecordReader, index: RecordIndex) -> tuple[NDArray[np.bool_], bool]:
-    """Returns which records are images, and whether record 0 is a header that tells."""
+    """Returns which records are images, and whether record 0 is a header, which says where they end."""
     has_header = bool(index.keys[0] == 0 and scanned.has_several_labels[0] and scanned.is_empty[0])
     if not has_header:
         is_image = np.ones(len(index.keys), dtype=bool)

@@ -57,11 +57,6 @@ class Overlap:
         )
 
 
-def find_overlap(images: Iterable[bytes], source: ImageSource, max_looked_at: int = _MAX_LOOKED_AT) -> Overlap:
-    """Compares one set; see `find_overlaps`."""
-    return find_overlaps({"": images}, source, max_looked_at)[""]
-
-
 def find_overlaps(
     sets: Mapping[str, Iterable[bytes]],
     source: ImageSource,

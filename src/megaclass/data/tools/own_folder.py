@@ -22,8 +22,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def is_inside(name: str) -> bool:
-    """Tells whether a relative name stays below its folder."""
+    """Tells whether a relative name stays below its folder, and is one that the file system can have."""
     pure = PurePosixPath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
     return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and "\0" not in name
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.fingerprint import fingerprint
+from megaclass.data.fingerprint import source_hash
 from megaclass.data.pair_file import write_pairs
 from megaclass.data.sources.open_source import data_folders
 from megaclass.data.sources.source import ImageSource
@@ -76,7 +76,7 @@ class Split:
 
     def id_for(self, source: ImageSource) -> str:
         """Returns an ID that is equal for equal splits of equal data."""
-        told = f"{fingerprint(source)} {self.by} {self.share!r} {self.seed}"
+        told = f"{source_hash(source)} {self.by} {self.share!r} {self.seed}"
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -133,7 +133,7 @@ def split_data(
             if on_progress is not None:
                 on_progress(before + done, source.num_images)
 
-        if _mark_in(out / name / MARK) != split_id:
+        if _read_mark(out / name / MARK).get("id") != split_id:
             names = _names_of(part, class_names)
             pack(part, out / name, PackOptions(), class_names=names, num_threads=num_threads, on_progress=advance)
             _write_mark(out / name / MARK, split_id, split)
@@ -186,10 +186,6 @@ def _write_mark(path: Path, split_id: str, split: Split, **more: str) -> None:
         path.write_text(json.dumps({"id": split_id, **asdict(split), **more}) + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"Cannot write {path}: {error.strerror}.") from error
-
-
-def _mark_in(path: Path) -> str:
-    return str(_read_mark(path).get("id", ""))
 
 
 def _read_mark(path: Path) -> dict[str, object]:

@@ -49,14 +49,16 @@ _log = logging.getLogger("megaclass.distributed")
 LIMIT_NAME = "MEGACLASS_NETWORK_TIMEOUT"
 _DEFAULT_LIMIT_S = 30.0
 # Share of the limit after which a connection is ended; the rest is for the other ranks and the driver to learn of it.
-_JUDGED_AFTER = 0.9
+JUDGED_AFTER = 0.8
+# The same for attempts to connect while the ranks join: before that, each rank has spent seconds on imports.
+_JOINED_AFTER = 0.5
 _LEAVE_S = 2.0
 _ESTABLISHED, _SYN_SENT = 1, 2
 # struct tcp_info: 8 bytes (state, ca_state, retransmits, probes, backoff, …), then 13 numbers of 4 bytes each.
 _TCP_INFO = struct.Struct("8B13I")
 # Socket option of Linux 6.15 and later: the longest pause between two retransmissions, in ms (120 s by default).
 _TCP_RTO_MAX_MS = 44
-_RTO_MAX_MS = 5000
+_RTO_MAX_MS = 2000
 
 Address = tuple[str, int]
 
@@ -94,13 +96,21 @@ def network_timeout(env: Mapping[str, str] = os.environ) -> float:
 class ConnectionWatch:
     """Watches this process's connections to other hosts; closes dead ones, and ends the process if that does not help."""
 
-    def __init__(self, name: str, limit_s: float, *, describe: Callable[[Address], str] = lambda address: "") -> None:
+    def __init__(
+        self,
+        name: str,
+        limit_s: float,
+        *,
+        describe: Callable[[Address], str] = lambda address: "",
+        ends_process: bool = True,
+    ) -> None:
         """Creates the watch without starting it.
 
         Args:
             name: name of this rank, for messages.
             limit_s: MEGACLASS_NETWORK_TIMEOUT; 0 disables the watch.
             describe: returns which rank listens at an address, in parentheses, or an empty text.
+            ends_process: whether this process may be ended while joining. In an elastic job it joins again instead.
         """
         self.reason = ""
         self._name, self._limit_s, self._describe = name, limit_s, describe
@@ -110,7 +120,7 @@ class ConnectionWatch:
         self._tuned: set[str] = set()
         self._silent_since: dict[str | Address, float] = {}
         self._is_over = threading.Event()
-        self._ends_process = True
+        self._ends_process = ends_process
         self._thread = threading.Thread(target=self._run, daemon=True, name="megaclass-connections")
 
     def start(self) -> "ConnectionWatch":
@@ -146,14 +156,15 @@ class ConnectionWatch:
 
     def _find_dead(self, now: float) -> list[Connection]:
         """Returns the connections that have gone unanswered for too long, and updates the state."""
-        judged_s = _JUDGED_AFTER * self._limit_s
+        judged_s = JUDGED_AFTER * self._limit_s
+        joined_s = (_JOINED_AFTER if self._peers is None else JUDGED_AFTER) * self._limit_s
         dead: list[Connection] = []
         silent: dict[str | Address, float] = {}
         for connection in self._watched():
             if not connection.is_open:
                 key: str | Address = connection.remote
                 since = silent[key] = self._silent_since.get(key, now)
-                is_dead = now - since >= judged_s
+                is_dead = now - since >= joined_s
             else:
                 self._seen.add(connection.remote[0])
                 self._tune(connection)
@@ -181,7 +192,8 @@ class ConnectionWatch:
         if connection.inode in self._tuned:
             return
         self._tuned.add(connection.inode)
-        probe_s = max(1, round(self._limit_s / 6))
+        # Frequent enough that one probe after an outage of 20 s is answered before the connection is judged.
+        probe_s = max(1, round(self._limit_s / 15))
         with contextlib.suppress(OSError), _borrowed(connection.file) as held:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
@@ -195,7 +207,8 @@ class ConnectionWatch:
     def _end(self, dead: list[Connection]) -> None:
         """Reports the dead connections and closes all connections to their hosts."""
         first = dead[0]
-        what = f"has not been answered for {_JUDGED_AFTER * self._limit_s:g} s"
+        share = _JOINED_AFTER if self._peers is None and not first.is_open else JUDGED_AFTER
+        what = f"has not been answered for {share * self._limit_s:g} s"
         kind = "connection" if first.is_open else "attempt to connect"
         more = f", and {len(dead) - 1} other connection(s) likewise" if len(dead) > 1 else ""
         self.reason = (
@@ -211,6 +224,35 @@ class ConnectionWatch:
                 held.shutdown(socket.SHUT_RDWR)
         if self._ends_process and not self._is_over.wait(_LEAVE_S):
             os._exit(EXIT_TRY_AGAIN)
+
+
+class OwnConnections:
+    """The TCP sockets that this process has opened for one generation of an elastic job, to end all of them at once.
+
+    While joining, these are all sockets since the object was created; after settle() those that existed then, so that
+    connections that the program makes for other purposes stay.
+    """
+
+    def __init__(self) -> None:
+        self._before = {inode for _, inode in _sockets()}
+        self._own: set[str] | None = None
+
+    def settle(self) -> None:
+        """Notes the sockets that the generation has; later ones do not belong to it."""
+        self._own = {inode for _, inode in _sockets()} - self._before
+
+    def end(self) -> None:
+        """Shuts the connections down: threads that wait for one of them get an error. May be called from any thread.
+
+        Listening sockets stay as they are: gloo aborts the process if one of its own fails.
+        """
+        for file, inode in _sockets():
+            if inode in self._before or (self._own is not None and inode not in self._own):
+                continue
+            with contextlib.suppress(OSError), _borrowed(file) as held:
+                is_tcp = held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM
+                if is_tcp and not held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    held.shutdown(socket.SHUT_RDWR)
 
 
 def connections() -> Iterator[Connection]:

@@ -73,7 +73,7 @@ class LocalSecret:
                 try:
                     connection, _ = self._listener.accept()
                     with connection:
-                        if _user_of(connection) == os.geteuid():
+                        if user_of(connection) == os.geteuid():
                             connection.sendall(self.secret)
                             self._num_left -= 1
                 except OSError:
@@ -86,7 +86,7 @@ def local_secret(name: str) -> bytes:
         connection.settimeout(30.0)
         try:
             connection.connect(f"\0{name}")
-            is_own_user = _user_of(connection) == os.geteuid()
+            is_own_user = user_of(connection) == os.geteuid()
             secret = connection.recv(_SECRET_BYTES, socket.MSG_WAITALL) if is_own_user else b""
         except OSError as error:
             raise LaunchError(f"A rank cannot get the job's secret from another on this machine: {error}.") from error
@@ -98,7 +98,7 @@ def local_secret(name: str) -> bytes:
     return secret
 
 
-def _user_of(connection: socket.socket) -> int:
+def user_of(connection: socket.socket) -> int:
     """Returns the user id at the other end, as the kernel reports it."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return int(_PEER_CREDENTIALS.unpack(packed)[1])

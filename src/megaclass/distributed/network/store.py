@@ -18,10 +18,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megaclass.distributed.network.addresses import source_towards
-from megaclass.distributed.network.connection_watch import LIMIT_NAME, network_timeout
+from megaclass.distributed.network.connection_watch import JUDGED_AFTER, LIMIT_NAME, network_timeout
 from megaclass.distributed.network.rank0_address import is_one_machine
+from megaclass.distributed.network.socket_offer import OFFER_NAME, take_socket
 from megaclass.errors import ConnectionLostError, LaunchError
-from megaclass.world import World
+from megaclass.world import STORE_PORT, World
 
 _BACKLOG = 4096
 _MAC_BYTES = 32
@@ -48,7 +49,7 @@ def make_store(world: World, timeout_s: float, *, waits_for_all: bool = False) -
     address = "127.0.0.1" if is_one_machine(world) and not is_shared else world.address
     allow_many_connections()
     if not world.is_main and not is_one_machine(world):
-        _wait_while_refused(world, min(network_timeout(), timeout_s))
+        _wait_while_refused(world, min(JUDGED_AFTER * network_timeout(), timeout_s))
     options: dict[str, Any] = {"master_listen_fd": _listening(address, world.port)} if is_master else {}
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -82,8 +83,8 @@ def _wait_while_refused(world: World, limit_s: float) -> None:
                 raise ConnectionLostError(
                     f"{world.name()}: connections from {source_towards(world.address) or 'this host'} to {world.address} port "
                     f"{world.port} (rank 0) have been refused for {limit_s:g} s ({error.strerror}). Does a firewall reject "
-                    f"them, or is rank 0 not running? {LIMIT_NAME}={limit_s:g} is the limit in seconds: raise it if rank 0 "
-                    f"starts later."
+                    f"them, or is rank 0 not running? {LIMIT_NAME}={network_timeout():g} is the limit in seconds: raise it "
+                    f"if rank 0 starts later."
                 ) from error
         time.sleep(_RETRY_S)
 
@@ -102,11 +103,13 @@ def allow_many_connections() -> None:
 def _listening(address: str, port: int) -> int:
     """Returns the descriptor of a socket that listens on this address only; by default a TCPStore listens on all addresses."""
     info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if (handed_over := _handed_over(str(info[4][0]), port)) is not None:
+        return handed_over
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(info[0], socket.SOCK_STREAM))
         # The launcher may hold the port: with SO_REUSEPORT alone, only processes of the same user can bind it as well.
         # A port that is not held may still be in TIME_WAIT from an earlier connection, which SO_REUSEADDR ignores.
-        is_held = os.environ.get("MEGACLASS_STORE_PORT") == str(port)
+        is_held = os.environ.get(STORE_PORT) == str(port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if is_held else socket.SO_REUSEADDR, 1)
         try:
             listener.bind(info[4])
@@ -117,6 +120,14 @@ def _listening(address: str, port: int) -> int:
             ) from error
         undo.pop_all()
     return listener.detach()
+
+
+def _handed_over(address: str, port: int) -> int | None:
+    """Returns a copy of the socket with which the launcher listens for this store; None if there is none."""
+    listener = take_socket(name) if (name := os.environ.get(OFFER_NAME)) else None
+    if listener is not None and listener.getsockname()[:2] == (address, port):
+        return listener.detach()
+    return None
 
 
 class SignedStore(dist.Store):  # type: ignore[name-defined,misc]

@@ -29,7 +29,7 @@ _MAX_MULTIPLICATIONS = {"cpu": 10**12, "cuda": 10**16}
 _MIN_CHECKED = 100
 
 
-class Centres(Protocol):
+class CentreReader(Protocol):
     """Class centres, which need not fit into memory."""
 
     @property
@@ -165,7 +165,9 @@ def read_run_centres(run: Path) -> SavedCentres:
     return centres
 
 
-def centre_health(centres: Centres, *, device: torch.device, on_progress: OnProgress | None = None) -> CentreHealth:
+def centre_health(
+    centres: CentreReader, *, device: torch.device, on_progress: OnProgress | None = None
+) -> CentreHealth:
     """Measures the centres in two passes; in memory are one block and the centres whose neighbours are searched."""
     num_subcentres = centres.num_rows // max(1, centres.num_classes)
     probes_PD, rows_P, norms_R = _first_pass(centres, device)
@@ -199,7 +201,7 @@ def centre_health(centres: Centres, *, device: torch.device, on_progress: OnProg
     )
 
 
-def _first_pass(centres: Centres, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
+def _first_pass(centres: CentreReader, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
     """Returns the normalised rows whose neighbours are searched, their row numbers, and the length of every row."""
     num_rows = centres.num_rows
     norms_R = np.empty(num_rows, dtype=np.float32)

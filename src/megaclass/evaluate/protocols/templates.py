@@ -4,6 +4,7 @@ A feature is f(x) + f(mirrored x) of the aligned photo, times the score of the f
 media of the mean over each medium's frames, normalised. docs/evaluation.md describes the files and landmarks.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +35,7 @@ from megaclass.evaluate.protocol import (
 )
 from megaclass.evaluate.protocols.curves import curves_of
 from megaclass.evaluate.protocols.identification import Identification, numbers_of_scores, published_ijb_tpir
-from megaclass.evaluate.protocols.intervals import Interval
-from megaclass.evaluate.protocols.verification import (
-    FAR_TARGETS,
-    area_under,
-    equal_error_rate,
-    far_name,
-    roc_curve,
-    tar_at_far,
-    tar_intervals,
-)
+from megaclass.evaluate.protocols.verification import PairRates, pair_rates
 from megaclass.evaluate.search import search, shard_of_rank
 
 Integers = NDArray[np.int64]
@@ -72,33 +64,12 @@ class IjbSet:
     probes_T2: Integers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateVerification:
-    """The 1:1 numbers."""
-
-    num_pairs: int
-    num_same: int
-    auc: float
-    eer: float
-    tar_at_far: dict[float, float | None]
-    tar_intervals: dict[float, Interval | None]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_pairs": self.num_pairs,
-            "num_same": self.num_same,
-            "auc": self.auc,
-            "eer": self.eer,
-            "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
-            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
-        }
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TemplateResult:
     """All numbers of one model on one IJB set."""
 
-    verification: TemplateVerification
+    verification: PairRates
+    """The 1:1 numbers."""
     distances_M: NDArray[np.float64]
     is_same_M: NDArray[np.bool_]
     identification: dict[str, Identification]
@@ -261,19 +232,9 @@ def score_templates(
         here = slice(start, start + _PAIRS_AT_ONCE)
         first, second = templates_TD[rows_M2[here, 0]], templates_TD[rows_M2[here, 1]]
         distances_M[here] = 2 - 2 * np.einsum("md,md->m", first, second)
-    roc = roc_curve(distances_M, is_same_M)
-    num_same = int(is_same_M.sum())
-    verification = TemplateVerification(
-        num_pairs=len(is_same_M),
-        num_same=num_same,
-        auc=area_under(roc),
-        eer=equal_error_rate(roc),
-        tar_at_far=tar_at_far(roc, FAR_TARGETS, num_different=len(is_same_M) - num_same),
-        tar_intervals=tar_intervals(distances_M, is_same_M, FAR_TARGETS),
-    )
     identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group)
     return TemplateResult(
-        verification=verification,
+        verification=pair_rates(distances_M, is_same_M),
         distances_M=distances_M,
         is_same_M=is_same_M,
         identification=identification,
@@ -321,6 +282,11 @@ def _read_galleries(meta: Path, name: str, known: set[int]) -> tuple[dict[str, I
 def _template_list(path: Path, known: set[int]) -> Integers:
     """Reads (T, 2) template and subject. Some files list a template once per frame; it counts once."""
     rows = [row.split(",")[:2] for row in _text(path).splitlines()[1:] if row.strip()]
+    if not rows:
+        raise DataError(f"{path} lists no templates: expected lines `template,subject` after a line of titles.")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != 2:
+            raise DataError(f"Line {number} of {path} has one column: expected `template,subject`.")
     listed = _numbers(rows, path, first_line=2).astype(np.int64)
     _require_templates(set(listed[:, 0].tolist()), known, path)
     _, first = np.unique(listed[:, 0], return_index=True)
@@ -353,6 +319,8 @@ def _numbers(rows: Iterable[list[str]], path: Path, first_line: int = 1) -> NDAr
             numbers.append([float(text) for text in row])
         except ValueError as error:
             raise DataError(f"Line {number} of {path}: {error}.") from error
+        if not all(map(math.isfinite, numbers[-1])):
+            raise DataError(f"Line {number} of {path}: {' '.join(row)[:80]!r} holds a number that is not finite.")
     return np.array(numbers)
 
 

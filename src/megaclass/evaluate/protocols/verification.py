@@ -9,7 +9,7 @@ no interpolation. Published scripts interpolate TAR on a grid of 0.001; both agr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,35 @@ class Roc:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verification:
-    """The numbers of one model on one set of pairs."""
+class PairRates:
+    """The error rates of one model on one set of pairs, read from the ROC."""
 
     num_pairs: int
     num_same: int
+    auc: float
+    eer: float
+    """Error rate where false accepts and false rejects are equally frequent."""
+    tar_at_far: dict[float, float | None]
+    """Largest TAR whose FAR does not exceed the target; None with fewer than 1 / target different pairs."""
+    tar_intervals: dict[float, Interval | None]
+    """95 % confidence interval of each TAR."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values for json.dump; TAR at FAR has keys such as "1e-3"."""
+        return {
+            "num_pairs": self.num_pairs,
+            "num_same": self.num_same,
+            "auc": self.auc,
+            "eer": self.eer,
+            "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
+            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification(PairRates):
+    """All numbers of the published protocol: the rates, and accuracies over folds."""
+
     accuracy: float
     """Mean over the folds of the accuracy at the threshold that the other folds chose."""
     accuracy_std: float
@@ -50,32 +74,19 @@ class Verification:
     """Squared distance that separates all pairs best (the first of several): the one to deploy."""
     fold_accuracies: tuple[float, ...]
     fold_thresholds: tuple[float, ...]
-    auc: float
-    eer: float
-    """Error rate where false accepts and false rejects are equally frequent."""
-    tar_at_far: dict[float, float | None]
-    """Largest TAR whose FAR does not exceed the target; None with fewer than 1 / target different pairs."""
-    tar_intervals: dict[float, Interval | None]
-    """95 % confidence interval of each TAR."""
     published_tar: float
     """TAR at FAR 1e-3 as InsightFace prints it: see `published_tar_at_far`."""
     xnorm: float | None = None
     """Mean norm of the embeddings before normalisation, over both flips; None for distances without embeddings."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values for json.dump; TAR at FAR has keys such as "1e-3"."""
         return {
-            "num_pairs": self.num_pairs,
-            "num_same": self.num_same,
+            **PairRates.to_json(self),
             "accuracy": self.accuracy,
             "accuracy_std": self.accuracy_std,
             "threshold": self.threshold,
             "fold_accuracies": list(self.fold_accuracies),
             "fold_thresholds": list(self.fold_thresholds),
-            "auc": self.auc,
-            "eer": self.eer,
-            "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
-            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
             "published_tar_at_far_1e-3": self.published_tar,
             "xnorm": self.xnorm,
         }
@@ -115,13 +126,6 @@ def score_embeddings(
     return ScoredPairs(
         name=name, distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification
     )
-
-
-def verify_embeddings(
-    embeddings_2ND: NDArray[Any], is_same_N: NDArray[Any], *, xnorm: float | None = None, num_folds: int = 10
-) -> Verification:
-    """Returns only the numbers of `score_embeddings`."""
-    return score_embeddings("model", embeddings_2ND, is_same_N, xnorm=xnorm, num_folds=num_folds).verification
 
 
 def squared_distances(embeddings_2ND: NDArray[Any]) -> Floats:
@@ -164,22 +168,29 @@ def verify_distances(
     chosen_F = np.argmax(correct_T - correct_FT, axis=1)
     fold_sizes_F = [len(fold) for fold in np.array_split(distances_N, num_folds)]
     accuracies_F = correct_FT[np.arange(num_folds), chosen_F] / fold_sizes_F
-    roc = roc_curve(distances_N, is_same_N)
-    num_same = int(is_same_N.sum())
     return Verification(
-        num_pairs=len(distances_N),
-        num_same=num_same,
+        **asdict(pair_rates(distances_N, is_same_N)),
         accuracy=float(accuracies_F.mean()),
         accuracy_std=float(accuracies_F.std()),
         threshold=float(thresholds_T[np.argmax(correct_T)]),
         fold_accuracies=tuple(accuracies_F.tolist()),
         fold_thresholds=tuple(thresholds_T[chosen_F].tolist()),
+        published_tar=published_tar_at_far(distances_N, is_same_N, num_folds=num_folds),
+        xnorm=xnorm,
+    )
+
+
+def pair_rates(distances_N: Floats, is_same_N: Booleans) -> PairRates:
+    """Computes the error rates from distances; smaller means more alike."""
+    roc = roc_curve(distances_N, is_same_N)
+    num_same = int(is_same_N.sum())
+    return PairRates(
+        num_pairs=len(distances_N),
+        num_same=num_same,
         auc=area_under(roc),
         eer=equal_error_rate(roc),
         tar_at_far=tar_at_far(roc, FAR_TARGETS, num_different=len(distances_N) - num_same),
         tar_intervals=tar_intervals(distances_N, is_same_N, FAR_TARGETS),
-        published_tar=published_tar_at_far(distances_N, is_same_N, num_folds=num_folds),
-        xnorm=xnorm,
     )
 
 

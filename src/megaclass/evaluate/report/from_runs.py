@@ -1,6 +1,5 @@
 """Collects the content of a report from run folders; training and evaluation wrote everything it shows."""
 
-import json
 import logging
 import platform
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,12 @@ from megaclass.errors import DataError, UserError
 from megaclass.evaluate.embed import OnProgress
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report.page import ModelReport, ReportData
+from megaclass.evaluate.report.ranks import rank_rows
 from megaclass.evaluate.report.training import time_parts
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluate.training_images import TrainingImages, read_training_images
 from megaclass.files import published_file
-from megaclass.metrics_file import read_metrics
+from megaclass.metrics_file import read_metrics, read_summary
 
 _log = logging.getLogger("megaclass.evaluate")
 BASELINES_FOLDER = "baselines"
@@ -88,13 +88,16 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
     known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
-    summary = _read_summary(run / "summary.json")
+    summary = read_summary(run)
+    rows = _read_metrics(run / "metrics.jsonl")
     config = run / "config.toml"
-    metrics = _read_metrics(run / "metrics.jsonl")
+    metrics = [_drawable(row) for row in rows]
     return ModelReport(
         name=name,
         results=read_results(run),
         metrics=metrics,
+        rank_rows=rank_rows(rows),
+        profiles=sorted((run / "profile").glob("rank-*")),
         facts=_facts(summary, metrics),
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         centres=centres,
@@ -109,22 +112,17 @@ def _name_of(run: Path, runs: Sequence[Path]) -> str:
     return name if [one.resolve().name for one in runs].count(name) == 1 else f"{run.resolve().parent.name}/{name}"
 
 
-def _read_summary(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read {path}: {error}") from error
-    return values if isinstance(values, dict) else {}
-
-
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows with the values that can be drawn; damaged lines and other values are left out."""
+    """Returns the rows; damaged lines are left out, with a warning."""
     rows, num_damaged = read_metrics(path)
     if num_damaged:
         _log.warning("%s: %d damaged line(s) left out of the report.", path, num_damaged)
-    return [{key: value for key, value in row.items() if value is None or _is_number(value)} for row in rows]
+    return rows
+
+
+def _drawable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a row that can be drawn as curves."""
+    return {key: value for key, value in row.items() if value is None or _is_number(value)}
 
 
 def _is_number(value: object) -> bool:

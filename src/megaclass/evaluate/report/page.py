@@ -6,6 +6,7 @@ dark follows the reader's system.
 """
 
 import base64
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from megaclass.evaluate.protocols.centre_health import CentreHealth
 from megaclass.evaluate.report.charts import colour
 from megaclass.evaluate.report.classes import centres_section, training_images_section
 from megaclass.evaluate.report.pictures import picture
+from megaclass.evaluate.report.ranks import RankRow, rank_section
 from megaclass.evaluate.report.sets import ModelResults, set_sections
 from megaclass.evaluate.report.settings import differing_settings
 from megaclass.evaluate.report.training import times, training_figures
@@ -40,6 +42,10 @@ class ModelReport:
     """Shown in numbers and ROC, without histogram and images of its own."""
     metrics: Sequence[Mapping[str, Any]] = ()
     """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
+    rank_rows: Sequence[RankRow] = ()
+    """Times of the ranks, from the same rows."""
+    profiles: Sequence[Path] = ()
+    """Traces and memory snapshots of train.profile."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Facts about the run in the order shown: data and its fingerprint, ranks, classes, steps."""
     config_text: str = ""
@@ -61,19 +67,16 @@ class ReportData:
 def write_report(path: Path, report: ReportData) -> None:
     """Writes the page, which appears whole or not at all."""
     # The page may show faces.
-    write_text(path, render_report(report), is_private=True)
+    write_text(path, render_report(report, path), is_private=True)
 
 
-def render_report(report: ReportData) -> str:
-    """Returns the page. The template decides which sections appear: one without content is left out."""
+def render_report(report: ReportData, path: Path | None = None) -> str:
+    """Returns the page. The template decides which sections appear: one without content is left out.
+
+    path: the file of the page, to which links to other files of a run are relative.
+    """
     runs = [(place, model) for place, model in enumerate(report.models) if not model.is_baseline]
     trained = [(place, model.name, model.metrics) for place, model in runs if model.metrics]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
     values: dict[str, Any] = dict(
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
@@ -84,6 +87,11 @@ def render_report(report: ReportData) -> str:
         ),
         training_figures=training_figures(trained) if trained else [],
         times=times(trained),
+        ranks=[
+            section
+            for _, model in runs
+            if (section := rank_section(model.name, model.rank_rows, model.profiles, path)) is not None
+        ],
         centres=[
             centres_section(model.name, model.centres, model.training_images, is_alone=len(runs) == 1)
             for _, model in runs
@@ -101,9 +109,7 @@ def render_report(report: ReportData) -> str:
         ],
         configurations=[(model.name, model.config_text) for _, model in runs if model.config_text],
     )
-    return environment.get_template("report.html.j2").render(
-        title=report.title, contents=_contents(values), sections=SECTIONS, **values
-    )
+    return _template().render(title=report.title, contents=_contents(values), sections=SECTIONS, **values)
 
 
 # Sections in the order of the page: the template's value that must not be empty, anchor, title. The template asks for anchor
@@ -114,6 +120,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "overview": ("sets", "All sets"),
     "panels": ("set-by-set", "Set by set"),
     "training_figures": ("training", "Training"),
+    "ranks": ("ranks", "Ranks"),
     "centres": ("centres", "Class centres"),
     "training_images": ("labels", "Images that do not fit their class"),
     "sample_faces": ("images", "Training images"),
@@ -123,6 +130,17 @@ SECTIONS: dict[str, tuple[str, str]] = {
 
 def _contents(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [section for key, section in SECTIONS.items() if values[key]]
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("report.html.j2")
 
 
 def script_digest() -> str:

@@ -34,7 +34,7 @@ from megaclass.head.state.centres import Centres
 from megaclass.head.step.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, loss_part
 from megaclass.head.step.faults import FaultWatch
 from megaclass.head.step.plan import DrawnClasses, StepPlan
-from megaclass.head.step.stats import HeadMeasures, measure
+from megaclass.head.step.stats import HeadStats, head_stats
 from megaclass.keyed_random import Stream
 
 NoteFaults = Callable[[Tensor], None]
@@ -170,7 +170,7 @@ class StepEngine(ABC):
         loss_scale: float | Tensor,
         step: int,
         is_measured: bool,
-    ) -> HeadMeasures | None:
+    ) -> HeadStats | None:
         """Moves the rows that took part, and the margin's running values. Collective where is_measured."""
         # A GPU is not asked whether its centres were overwritten, because the host would wait: there the comparison
         # before each forward must suffice.
@@ -178,19 +178,19 @@ class StepEngine(ABC):
         device_skip = None
         if isinstance(skip, Tensor) and self.never_waits:
             device_skip, skip = skip.to(self.device), False
-        measures = None
+        stats = None
         if not skip:
             squares: list[Tensor] | None = [] if is_measured else None
             move = Move(lr, loss_scale, self.faults.first_fault, device_skip, step, squares)
             self._move_rows(plan, parts, move)
             self._move_margin_state(parts, move)
             if squares is not None:
-                measures = self._measure(plan, parts, squares)
+                stats = self._stats(plan, parts, squares)
         if not is_overwritten:
             self.store.seal.renew()
         for part in parts:
             part.problem.stored = None  # the loss may be kept a while; its exponentials are large
-        return measures
+        return stats
 
     def product_dtype(self, embeddings_BD: Tensor) -> torch.dtype:
         """Returns half precision where a GPU's embeddings or autocast ask for it; a CPU multiplies in the work dtype."""
@@ -221,12 +221,12 @@ class StepEngine(ABC):
         for name, new in self.margin.next_state(state, torch.stack(statistics).sum(0)).items():
             state[name].copy_(new if is_skipped is None else torch.where(is_skipped, state[name], new))
 
-    def _measure(self, plan: StepPlan, parts: list[LossPart], squares: list[Tensor]) -> HeadMeasures:
+    def _stats(self, plan: StepPlan, parts: list[LossPart], squares: list[Tensor]) -> HeadStats:
         num_local, classes_S = len(self.store.classes), plan.drawn.classes_S
         num_sampled = torch.full_like(plan.num_images, num_local)
         if classes_S is not None:
             num_sampled = (classes_S < num_local).sum()
-        return measure(
+        return head_stats(
             parts,
             squares,
             num_images=plan.num_images,

@@ -12,7 +12,7 @@ from megaclass.head.step.cross_entropy import LossPart
 
 
 @dataclass(frozen=True, slots=True)
-class HeadMeasures:
+class HeadStats:
     """0-d float64 each, the same on every rank."""
 
     target_cosine: Tensor
@@ -23,7 +23,7 @@ class HeadMeasures:
     """Share of the classes that took part."""
 
 
-def measure(
+def head_stats(
     parts: Sequence[LossPart],
     squares: Sequence[Tensor],
     *,
@@ -31,7 +31,7 @@ def measure(
     num_sampled: Tensor,
     num_classes: int,
     group: dist.ProcessGroup | None,
-) -> HeadMeasures:
+) -> HeadStats:
     """Collective: an all-reduce of 2 float64.
 
     squares: sums of squares of this rank's gradient, chunk by chunk. num_sampled: classes of this rank that took part.
@@ -39,4 +39,4 @@ def measure(
     cosines = torch.stack([torch.where(part.images.is_image_G, part.cosines_G, 0).sum() for part in parts]).sum()
     own = torch.stack([torch.stack([torch.zeros_like(cosines), *squares]).sum(), num_sampled.double()])
     square, num_sampled = sum_over_ranks_(own, group)
-    return HeadMeasures(cosines / num_images.clamp_min(1), square.sqrt(), num_sampled / num_classes)
+    return HeadStats(cosines / num_images.clamp_min(1), square.sqrt(), num_sampled / num_classes)

@@ -43,6 +43,7 @@ def _enqueue_allreduce(
     process_set: ProcessSet,
     *,
     wire: str = "",
+    keeps_error: bool = True,
     is_grouped: bool = False,
     is_urgent: bool = False,
 ) -> int:
@@ -62,7 +63,7 @@ def _enqueue_allreduce(
         prescale=prescale_factor,
         postscale=postscale_factor,
         wire=wire,
-        keeps_error=bool(wire),
+        keeps_error=bool(wire) and keeps_error,
         is_grouped=is_grouped,
         is_urgent=is_urgent,
     )
@@ -94,6 +95,7 @@ def allreduce_async_(
 ) -> int:
     """Starts an allreduce in place and returns its handle."""
     op = handle_average_backwards_compatibility(op, average)
+    # One list for both: enqueue() recognises an operation in place by it.
     tensors = [tensor]
     return _enqueue_allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -280,6 +282,7 @@ def grouped_allreduce(
         raise ValueError("8-bit compression takes groups of floating-point tensors only.")
     pairs = [(tensor, None) if wire else compression.compress(tensor) for tensor in tensors]
     packed, contexts = zip(*pairs, strict=True)
+    # Always through autograd: the cost is that of one function for the whole group.
     reduced = HorovodAllreduce.apply(True, name, op, prescale_factor, postscale_factor, process_set, wire, *packed)  # type: ignore[no-untyped-call]
     if wire:
         return list(reduced)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.hvd.basics import _basics
+from megaclass.distributed.rank_status import own_status
 from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
-from megaclass.hvd.engine.job import Job
+from megaclass.hvd.engine.job import Job, current
 from megaclass.hvd.engine.messages import Request, terms_of
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.exceptions import HorovodInternalError
@@ -69,7 +69,7 @@ def enqueue(
     is_urgent: bool = False,
 ) -> int:
     """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
-    job: Job = _basics.job()
+    job = current.running()
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
@@ -87,6 +87,8 @@ def enqueue(
             check_tensor(kind, tensor)
         inputs = [tensor.data for tensor in tensors]
         dtypes, shapes = tuple([DTYPES[tensor.dtype] for tensor in inputs]), tuple([tensor.shape for tensor in inputs])
+    # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
+    # but their hashes for the other ranks would differ.
     terms = terms_of(
         kind,
         number,
@@ -103,21 +105,25 @@ def enqueue(
         is_grouped,
         name is not None,
     )
-    operation = Operation(Request.under(job.next_name(number) if name is None else str(name), terms), inputs)
+    request = Request.under(job.next_name(number) if name is None else str(name), terms)
     if outputs is tensors:
-        operation.outputs = inputs
-        operation.result = tuple(outputs) if is_grouped else outputs[0]
+        operation = Operation(request, inputs, inputs, tuple(outputs) if is_grouped else outputs[0])
     elif outputs is not None:
-        operation.outputs = [
+        written = [
             given if out is tensor else out.data for given, tensor, out in zip(inputs, tensors, outputs, strict=True)
         ]
-        operation.result = tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
-    if inputs and inputs[0].is_cuda:
+        operation = Operation(
+            request, inputs, written, tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
+        )
+    else:
+        operation = Operation(request, inputs)
+    if terms.device == "cuda":
         # The executor's stream waits for this event: kernels that write the inputs may still be running.
         operation.ready = torch.cuda.Event()
         operation.ready.record(torch.cuda.current_stream(inputs[0].device))
+    # A refused operation (a duplicate name, a job that has ended) raises here and leaves no handle.
     job.controller.submit(operation, is_urgent=is_urgent)
-    handle = job.next_handle()
+    handle = next(job.handle_numbers)
     job.handles[handle] = operation
     return handle
 
@@ -159,7 +165,7 @@ def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
 
 def poll(handle: int) -> bool:
     """Returns True once the operation has completed, so that synchronize() returns at once."""
-    operation = _basics.job().handles.get(handle) if _basics.is_initialized() else None
+    operation = current.job.handles.get(handle) if current.job is not None else None
     if operation is None:
         raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
     return bool(operation.is_done)
@@ -175,18 +181,18 @@ _result = attrgetter("result")
 
 def fetch(handle: int, pick: Any) -> Any:
     """Waits for the operation and returns `pick(operation)`; None for an unknown handle."""
-    if not _basics.is_initialized():
+    job = current.job
+    operation = job.handles.get(handle) if job is not None else None
+    if job is None or operation is None:
         return None
-    job: Job = _basics.job()
-    operation = job.handles.get(handle)
-    if operation is None:
-        return None
-    try:
-        # When many handles are waited for in turn, most are done by the time the first one is.
-        if not operation.is_done or operation.error:
-            job.controller.wait(operation)
-    finally:
-        job.handles.pop(handle, None)
+    # When many handles are waited for in turn, most are done by the time the first one is.
+    if not operation.is_done or operation.error:
+        try:
+            _wait(job, operation)
+        except BaseException:
+            job.handles.pop(handle, None)
+            raise
+    job.handles.pop(handle, None)
     if operation.ready is not None:
         # `ready` now marks the end of the operation on the executor's stream; the caller's stream waits for it.
         stream = torch.cuda.current_stream(operation.inputs[0].device)
@@ -198,21 +204,37 @@ def fetch(handle: int, pick: Any) -> Any:
     return pick(operation)
 
 
+def _wait(job: Job, operation: Operation) -> None:
+    """Waits for the operation; with --hang-timeout the agent is told for what, and for how long it is worth waiting."""
+    limit_s = job.settings.hang_timeout_s
+    if not limit_s:
+        job.controller.wait(operation)
+        return
+    status, request = own_status(), operation.request
+    status.progress(allowed_s=limit_s, phase="waiting", detail=f"{request.kind} of {request.name}")
+    try:
+        job.controller.wait(operation)
+    finally:
+        status.progress(allowed_s=0.0)
+
+
 def join(device: int = -1) -> int:
     """Declares that this rank has no more data: until all ranks have joined, it contributes zeros to their allreduces.
 
     Returns the rank that joined last. `device` is accepted for Horovod's sake: the zeros are allocated on the device type
     of the other ranks' tensors.
     """
-    job: Job = _basics.job()
+    job = current.running()
     operation = Operation(Request("join", "join"))
     job.controller.submit_join(operation)
-    job.controller.wait(operation)
+    _wait(job, operation)
+    # Ranks with more data have used up more automatic names: all start again at the same number.
     job.restart_names()
     return int(operation.result)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
-    number = _basics.job().next_barrier(process_set.process_set_id)
+    # Each barrier has its own name, so that a rank that is one barrier behind cannot meet the wrong one.
+    number = current.running().next_barrier(process_set.process_set_id)
     synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))

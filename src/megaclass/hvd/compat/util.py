@@ -10,6 +10,7 @@ import torch
 
 from megaclass.even_parts import even_part
 from megaclass.hvd.basics import _basics
+from megaclass.launch.versions import OLDEST_TENSORFLOW, is_at_least, tensorflow_version
 
 T = TypeVar("T")
 
@@ -20,13 +21,24 @@ def _cache(f: Callable[..., T]) -> Callable[..., T]:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Returns True for torch, the only framework that is supported."""
-    return ext_base_name == "torch"
+    """Returns whether the framework can be used: torch always, tensorflow if it is installed."""
+    return ext_base_name == "torch" or (
+        ext_base_name == "tensorflow" and is_at_least(tensorflow_version(), OLDEST_TENSORFLOW)
+    )
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    if ext_name != "horovod.torch":
-        raise ImportError(f"Extension {ext_name} has not been built: megaclass.hvd supports PyTorch only.")
+    """Raises ImportError, with the reason, for a framework that cannot be used."""
+    if "mxnet" in ext_name:
+        raise ImportError(
+            f"Extension {ext_name} has not been built: Apache MXNet is retired since 2023, and megaclass.hvd does not support "
+            f"it. It supports PyTorch, TensorFlow and Keras."
+        )
+    if ext_name != "horovod.torch" and not extension_available("tensorflow"):
+        raise ImportError(
+            f"Extension {ext_name} has not been built: it needs TensorFlow 2.16 or later, and found "
+            f"{tensorflow_version() or 'none'}: pip install 'megaclass[tensorflow]'."
+        )
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
@@ -36,6 +48,10 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    if ext_base_name == "tensorflow" and extension_available("tensorflow"):
+        import tensorflow as tf
+
+        return bool(tf.config.list_physical_devices("GPU"))
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 

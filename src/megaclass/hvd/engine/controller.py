@@ -14,7 +14,7 @@ A controller ends in this order: a reason to stop -> STOP goes from rank 0 to al
 State; "driver" stands for the thread that holds `_seat.driving`:
 
     field                               written by                      read by           guarded by
-    _queue, _queued_*, _is_urgent       submit(), together(), driver    driver            _lock
+    _queue (submission_queue.py)        submit(), together(), driver    driver            _lock
     _num_together                       together()                      submit()          _lock
     _in_flight                          submit(), driver                submit(), driver  _lock
     _join, _wants_join                  submit_join(), driver           driver            _lock
@@ -22,13 +22,15 @@ State; "driver" stands for the thread that holds `_seat.driving`:
     closed                              _close()                        all threads       set once, under _lock
     _stop_reason, _drained, _is_over    driver                          driver            _seat.driving
     _senders, _receivers, _coordinator  driver                          driver            _seat.driving
+    _announced_lists                    driver (not on rank 0)          driver            _seat.driving
     process_sets                        driver (by the executor)        all threads       entries are added and removed whole
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,19 +39,25 @@ from megaclass.distributed.network.connection_watch import ConnectionWatch
 from megaclass.hvd.engine.control_connection import ControlConnection, MessageKind
 from megaclass.hvd.engine.coordinator import Coordinator
 from megaclass.hvd.engine.driver_seat import DriverSeat
-from megaclass.hvd.engine.messages import Answer, Key, Receiver, Request, Response, Sender, digest_of_all
+from megaclass.hvd.engine.messages import (
+    Agreement,
+    Answer,
+    Key,
+    Receiver,
+    Request,
+    Response,
+    Sender,
+    digest_of_all,
+    distinct_terms,
+)
 from megaclass.hvd.engine.operation import Operation, OperationRunner
+from megaclass.hvd.engine.submission_queue import SubmissionQueue
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.exceptions import DUPLICATE_NAME, SHUT_DOWN, HorovodInternalError
 from megaclass.hvd.settings import Settings
 
 _log = logging.getLogger("megaclass.hvd")
 _DRAIN_S = 30.0
-# Operations that no thread waits for are held back for at most this many cycle times while more of them keep coming. Small
-# ones are held back longer: ranks cut the stream of operations at different places, and each cut costs a round trip.
-_MOST_CYCLES = 5
-_MOST_CYCLES_OF_LITTLE = 40
-_WORTH_STARTING_BYTES = 1024 * 1024
 
 
 class Controller:
@@ -78,13 +86,11 @@ class Controller:
         self._coordinator = Coordinator(hosts, settings, process_sets) if rank == 0 else None
         self._senders = {peer: Sender(settings.cache_capacity) for peer in connections}
         self._receivers = {peer: Receiver() for peer in connections}
+        self._announced_lists: deque[tuple[bytes, list[Operation]]] = deque()
         self._by_file = {connection.fileno(): peer for peer, connection in connections.items()}
 
         self._lock = threading.Lock()
-        self._queue: list[Operation] = []
-        self._queued_since = self._queued_last = 0.0
-        self._queued_bytes = 0
-        self._is_urgent = False
+        self._queue = SubmissionQueue(settings.cycle_time_s)
         self._num_together = 0
         self._in_flight: dict[Key, Operation] = {}
         self._join: Operation | None = None
@@ -104,31 +110,29 @@ class Controller:
 
     def submit(self, operation: Operation, *, is_urgent: bool) -> None:
         """Queues the operation. `is_urgent`: the caller waits for it next, so it is announced without delay."""
+        request, queue = operation.request, self._queue
+        key = request.key
         with self._lock:
-            self._check_open()
-            key = operation.request.key
+            if self.closed:
+                raise HorovodInternalError(self.closed)
             if key in self._in_flight:
                 raise ValueError(DUPLICATE_NAME)
             self._in_flight[key] = operation
-            self._queued_last = time.monotonic()
-            if not self._queue:
-                self._queued_since = self._queued_last
-            self._queue.append(operation)
-            self._queued_bytes += operation.request.terms.num_bytes
-            self._is_urgent |= is_urgent
-            # The caller of an urgent operation drives next, or wakes the driver, inside wait().
-            if len(self._queue) == 1 and not is_urgent and not self._num_together:
+            queue.operations.append(operation)
+            queue.num_bytes += request.terms.num_bytes
+            # The caller of an urgent operation drives next, or wakes the driver, inside wait(). Any other operation wakes the
+            # driver only if it is the first one: the driver then looks at the queue until it is announced.
+            if is_urgent:
+                queue.is_urgent = True
+            elif len(queue.operations) == 1 and not self._num_together:
                 self._seat.wake_driver()
 
     def submit_join(self, operation: Operation) -> None:
         """Announces, after everything in the queue, that this rank has no more data. The caller waits for it next."""
         with self._lock:
-            self._check_open()
+            if self.closed:
+                raise HorovodInternalError(self.closed)
             self._join, self._wants_join = operation, True
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise HorovodInternalError(self.closed)
 
     @contextmanager
     def together(self, *, is_awaited: bool) -> Iterator[None]:
@@ -143,9 +147,17 @@ class Controller:
         finally:
             with self._lock:
                 self._num_together -= 1
-                self._is_urgent |= bool(self._queue)
-                if self._queue and not is_awaited:
+                self._queue.hurry()
+                if self._queue.operations and not is_awaited:
                     self._seat.wake_driver()
+
+    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Calls `call` once the operation is done, or now if it is: under the lock, so that it must not block."""
+        with self._lock:
+            if operation.is_done:
+                call()
+            else:
+                operation.on_done = call
 
     def wait(self, operation: Operation) -> None:
         """Returns when the operation is done; raises HorovodInternalError if it failed."""
@@ -153,7 +165,7 @@ class Controller:
             with self._lock:
                 if operation.is_done:
                     break
-                self._is_urgent |= bool(self._queue)
+                self._queue.hurry()
                 is_driver = self._seat.take()
                 if not is_driver and operation.waiter is None:
                     operation.waiter = threading.Lock()
@@ -192,6 +204,7 @@ class Controller:
         with self._lock:
             self._is_stopping = True
             self._seat.wake_all()
+        # Not without limit: an operation may wait for a rank that is gone until the transport's own timeout.
         self._thread.join(_DRAIN_S)
         # A thread that is stuck in an operation whose other ranks are gone still uses the files: they stay open.
         if not self._thread.is_alive():
@@ -204,7 +217,7 @@ class Controller:
         """Main function of the controller's own thread."""
         try:
             while not self._is_over:
-                if not self._seat.own_turn(self._sleep_s, lambda: bool(self._queue)):
+                if not self._seat.own_turn(self._sleep_s, lambda: bool(self._queue.operations)):
                     continue
                 with self._seat.driving, torch.no_grad():
                     if not self._is_over:
@@ -233,37 +246,22 @@ class Controller:
 
     def _sleep_s(self) -> float | None:
         """Returns the time until something is due; None: nothing is, so the driver sleeps until it is woken."""
-        deadlines = []
+        now = time.monotonic()
         with self._lock:
-            if self._queue:
-                if self._is_urgent:
-                    return 0.0
-                deadlines.append(self._due_at())
-        if (check := self._next_check()) is not None:
-            deadlines.append(check)
-        if not deadlines or min(deadlines) == float("inf"):
-            return None
-        return max(0.0, min(deadlines) - time.monotonic())
-
-    def _due_at(self) -> float:
-        """Returns when the queue is announced: one cycle time after the last submission, but not long after the first."""
-        cycle_s = self._settings.cycle_time_s
-        # An early start gains nothing where the whole queue travels in less time than it took to submit it.
-        most_cycles = _MOST_CYCLES if self._queued_bytes >= _WORTH_STARTING_BYTES else _MOST_CYCLES_OF_LITTLE
-        return min(self._queued_last + cycle_s, self._queued_since + most_cycles * cycle_s)
+            look = self._queue.next_look(now)
+        deadline = min((due for due in (look, self._next_check()) if due is not None), default=float("inf"))
+        return None if deadline == float("inf") else max(0.0, deadline - now)
 
     def _send_queue_if_due(self) -> None:
-        operations: list[Operation] = []
         with self._lock:
             if self.closed:
                 return
-            if self._queue and (self._is_urgent or time.monotonic() >= self._due_at()):
-                operations, self._queue, self._is_urgent = self._queue, [], False
-                self._queued_bytes = 0
+            operations = self._queue.take_if_due(time.monotonic())
             # A join is announced after everything that was submitted before it.
-            joins = self._wants_join and not self._queue
+            joins = self._wants_join and not self._queue.operations
             if joins:
                 self._wants_join = False
+        # Outside the lock: encoding and sending take long, and other threads submit meanwhile.
         if operations:
             self._announce(operations)
         if joins and self._coordinator is not None:
@@ -275,13 +273,30 @@ class Controller:
         self._timeline.mark_cycle()
         requests = [operation.request for operation in operations]
         digest = digest_of_all(requests)
+        # A rank does not know what the others announce. If the lists differ, the payload was sent in vain, which is cheap.
         payload = self._runner.small_payload(operations) if len(self._hosts) > 1 else b""
         if self._coordinator is not None:
             self._announced(0, digest, requests, payload)
         else:
-            repeats = all(request.terms.repeats for request in requests)
+            repeats = all(terms.repeats for terms in distinct_terms(requests))
+            if not repeats:
+                self._keep_announced(digest, operations)
             message = self._senders[0].pack(requests, digest, repeats=repeats)
             self._connections[0].send(MessageKind.REQUESTS, message, payload)
+
+    def _keep_announced(self, digest: bytes, operations: list[Operation]) -> None:
+        """Keeps the list for an Agreement that refers to it."""
+        # An Agreement comes before anything of its list has run, so that older lists were answered one by one.
+        while self._announced_lists and self._announced_lists[0][1][0].is_done:
+            self._announced_lists.popleft()
+        self._announced_lists.append((digest, operations))
+
+    def _take_announced(self, digest: bytes) -> list[Request]:
+        """Returns the list that rank 0 refers to; older lists were answered before it."""
+        while True:
+            announced, operations = self._announced_lists.popleft()
+            if announced == digest:
+                return [operation.request for operation in operations]
 
     def _receive_from(self, peer: int) -> None:
         connection = self._connections[peer]
@@ -291,6 +306,8 @@ class Controller:
                     self._announced(peer, *self._receivers[peer].unpack(content), payload)
                 case MessageKind.RESPONSES:
                     self._perform(self._receivers[peer].unpack(content)[1], payload)
+                case MessageKind.AGREEMENT:
+                    self._perform(Agreement.responses(content, self._take_announced), payload)
                 case MessageKind.JOIN:
                     assert self._coordinator is not None
                     self._answer(self._coordinator.join(peer))
@@ -354,6 +371,14 @@ class Controller:
         payload = b""
         if answer.payloads:
             payload = self._runner.add_payloads(answer.responses[0].requests[0], answer.payloads)
+        if answer.agreement is not None and not answer.repeats:
+            # The list will not come again, so that there is nothing to remember by its hash.
+            message = answer.agreement.to_bytes()
+            for connection in self._connections.values():
+                connection.send(MessageKind.AGREEMENT, message, payload)
+            self._perform(answer.responses, payload)
+            return
+        # The others start before rank 0, which has just as much to do itself.
         for peer, connection in self._connections.items():
             theirs = self._of_rank(answer, peer)
             if theirs.responses:
@@ -380,6 +405,7 @@ class Controller:
                 self._finish([self._join], "")
                 self._join = None
                 continue
+            # By key, not by position: this rank may have submitted them in another order, or joined (None).
             operations = [self._in_flight.get(request.key) for request in response.requests]
             names = [request.full_name for request in response.requests] if self._timeline.is_active else []
             self._timeline.negotiated(names)
@@ -409,10 +435,13 @@ class Controller:
                 if operation is None:
                     continue
                 self._in_flight.pop(operation.request.key, None)
+                # In this order: readers look at `is_done` first, without the lock.
                 operation.error = error
                 operation.is_done = True
                 if operation.waiter is not None:
                     operation.waiter.release()
+                if operation.on_done is not None:
+                    operation.on_done()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -447,9 +476,9 @@ class Controller:
     def _close(self, reason: str) -> None:
         """Fails all open operations, and all later ones, with the reason of the first call."""
         with self._lock:
+            # The first reason is the cause; later ones follow from it.
             self.closed = self.closed or reason
             self._queue.clear()
-            self._queued_bytes = 0
             operations = [*self._in_flight.values(), self._join]
             self._join = None
         self._finish(operations, self.closed)

@@ -14,10 +14,10 @@ Only rank 0's driver calls the coordinator, so that it needs no lock.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megaclass.hvd.engine.messages import Answer, Key, Request, Response
+from megaclass.hvd.engine.messages import Agreement, Answer, Key, Request, Response, Terms, distinct_terms
 from megaclass.hvd.settings import Settings
 
 # Two ranks that use one name for different operations, one for an allreduce and one for an allgather, have this long to submit
@@ -83,7 +83,7 @@ class Coordinator:
         While nothing else is open, a cycle is held until all ranks have sent theirs. If the hashes are equal and were answered
         before, the same answer is returned without a look at the single operations.
         """
-        if self._table or self._joined or any(request.terms.process_set for request in requests):
+        if self._table or self._joined or any(terms.process_set for terms in distinct_terms(requests)):
             self.open_held()
             self._open(rank, requests, now)
             return self._take()
@@ -97,18 +97,26 @@ class Coordinator:
         firsts = [cycles.popleft() for cycles in self._held]
         answer = self._answers.get(digest)
         if answer is None:
-            # All ranks announced the same operations in the same order: there is nothing to wait for and nothing to compare.
-            self._ready += [self._respond(dict.fromkeys(self._members(0), request)) for request in requests]
-            answer = self._take()
-            if answer is not None and answer.repeats:
+            answer = self._agree(digest, requests)
+            if answer.repeats:
                 self._remember(digest, answer)
-        if answer is not None:
-            payloads = [cycle.payload for cycle in firsts]
-            is_one = len(answer.responses) == 1 and not answer.responses[0].error
-            answer.payloads = payloads if is_one and all(payloads) else []
+        payloads = [cycle.payload for cycle in firsts]
+        is_one = len(answer.responses) == 1 and not answer.responses[0].error
+        answer.payloads = payloads if is_one and all(payloads) else []
         return answer
 
+    def _agree(self, digest: bytes, requests: list[Request]) -> Answer:
+        """Answers a list that all ranks have announced: there is nothing to wait for and nothing to compare."""
+        if any(terms.kind != "allreduce" for terms in distinct_terms(requests)):
+            ready = [self._respond(dict.fromkeys(self._members(0), request)) for request in requests]
+            return Answer(fuse(ready, self._settings))
+        # An allreduce of which all ranks know the same has neither errors nor sizes, so that it needs no response of its own.
+        parts = _fused_positions([request.terms for request in requests], self._settings)
+        responses = [Response(tuple([requests[i] for i in part])) for part in parts]
+        return Answer(responses, Agreement(digest, parts))
+
     def _remember(self, digest: bytes, answer: Answer) -> None:
+        # All at once: the lists of a job that still repeat come back within one step.
         if len(self._answers) >= self._settings.cache_capacity:
             self._answers.clear()
         if self._settings.cache_capacity:
@@ -118,6 +126,7 @@ class Coordinator:
         """Receives the message that a rank has no more data; returns the responses that became ready."""
         self.open_held()
         self._joined.append(rank)
+        # Operations that waited only for this rank are ready now: it contributes zeros.
         for key in list(self._table):
             self._settle(key)
         if len(self._joined) == self.size:
@@ -137,6 +146,7 @@ class Coordinator:
             pending = self._table.get(request.key)
             if pending is None:
                 pending = self._table[request.key] = _Pending(now)
+            # A rank has one operation per key in flight (its controller sees to that), so nothing is overwritten.
             pending.requests[rank] = request
             pending.changed, pending.was_compared = now, False
             self._settle(request.key)
@@ -336,38 +346,46 @@ def _plain(values: tuple[object, ...]) -> str:
 
 def fuse(responses: list[Response], settings: Settings) -> list[Response]:
     """Joins allreduces with equal labels into one response each, up to the fusion threshold, in the order of their firsts."""
-    if len(responses) < 2 or not settings.fusion_threshold:
-        return responses
-    fused: list[list[Response]] = []
-    open_buckets: dict[tuple[object, ...], tuple[int, list[Response]]] = {}
-    for response in responses:
-        label = _fusion_label(response, settings)
-        size = response.requests[0].terms.num_bytes if label is not None else 0
-        used, bucket = open_buckets.get(label, (0, None)) if label is not None else (0, None)
-        if bucket is not None and used + size <= settings.fusion_threshold:
-            bucket.append(response)
-        else:
-            bucket = [response]
-            fused.append(bucket)
-            used = 0
-        if label is not None:
-            open_buckets[label] = (used + size, bucket)
+    terms = [response.requests[0].terms if response.requests and not response.error else None for response in responses]
     return [
-        bucket[0] if len(bucket) == 1 else Response(tuple(response.requests[0] for response in bucket))
-        for bucket in fused
+        responses[part[0]]
+        if len(part) == 1
+        else Response(tuple([request for i in part for request in responses[i].requests]))
+        for part in _fused_positions(terms, settings)
     ]
 
 
-def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] | None:
-    """Returns a label; responses with equal labels may be fused. None: this one is not fused."""
-    if response.error or not response.requests or response.requests[0].kind != "allreduce":
+def _fused_positions(all_terms: Sequence[Terms | None], settings: Settings) -> list[list[int]]:
+    """Returns the positions of the operations that run as one, for each of these. None: an operation that runs alone."""
+    fused: list[list[int]] = []
+    open_parts: dict[tuple[object, ...], tuple[int, list[int]]] = {}
+    # A thousand operations in a row mostly share their terms, and thus the label.
+    latest: Terms | None = None
+    label: tuple[object, ...] | None = None
+    for position, terms in enumerate(all_terms):
+        if terms is None or terms is not latest:
+            label, latest = _fusion_label(terms, settings), terms
+        if terms is None or label is None:
+            fused.append([position])
+            continue
+        used, part = open_parts.get(label, (settings.fusion_threshold, None))
+        if part is None or used + terms.num_bytes > settings.fusion_threshold:
+            used, part = 0, []
+            fused.append(part)
+        part.append(position)
+        open_parts[label] = (used + terms.num_bytes, part)
+    return fused
+
+
+def _fusion_label(terms: Terms | None, settings: Settings) -> tuple[object, ...] | None:
+    """Returns a label; operations with equal labels may be fused. None: this one is not fused."""
+    if terms is None or terms.kind != "allreduce" or not settings.fusion_threshold:
         return None
-    first = response.requests[0].terms
-    if _REDUCTIONS[first.op] == "Adasum" or len(set(first.dtypes)) != 1:
+    if _REDUCTIONS[terms.op] == "Adasum" or len(set(terms.dtypes)) != 1:
         return None
-    if first.is_grouped and not settings.fuse_groups:
+    if terms.is_grouped and not settings.fuse_groups:
         return None
     # Compressed tensors are copied anyway, in order to be encoded.
-    if first.num_bytes > FUSED_TENSOR_BYTES and not first.wire:
+    if terms.num_bytes > FUSED_TENSOR_BYTES and not terms.wire:
         return None
-    return (first.dtypes[0], first.reduction)
+    return (terms.dtypes[0], terms.reduction)

@@ -1,9 +1,11 @@
 """The running job of this process: everything that exists between init() and shutdown()."""
 
+import itertools
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megaclass.distributed.network.connection_watch import ConnectionWatch
+from megaclass.distributed.network.connection_watch import ConnectionWatch, OwnConnections
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.meeting import Meeting
 from megaclass.hvd.engine.operation import Operation
@@ -24,11 +26,14 @@ class Job:
     sets: ProcessSetTable
     watch: ConnectionWatch
     controller: Controller
+    connections: OwnConnections | None = None
+    """The sockets of this generation, in an elastic job."""
     handles: dict[int, Operation] = field(default_factory=dict)
     """Operations whose results have not been fetched, by handle."""
+    handle_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Any thread takes the next one: a step of an iterator that is written in C needs no lock."""
     # Any thread counts, under the lock.
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _num_handles: int = 0
     _num_joins: int = 0
     _counts: dict[tuple[str, int | None], int] = field(default_factory=dict)
 
@@ -40,11 +45,6 @@ class Job:
     def members(self, process_set: int | None) -> tuple[int, ...]:
         """Returns the ranks of a process set; none if the set is not initialized."""
         return self.sets.ranks.get(process_set, ()) if process_set is not None else ()
-
-    def next_handle(self) -> int:
-        with self._lock:
-            self._num_handles += 1
-            return self._num_handles
 
     def next_name(self, process_set: int | None) -> str:
         """Returns the next automatic name.

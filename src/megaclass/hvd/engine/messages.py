@@ -5,7 +5,8 @@ concern. Lists travel as JSON the first time and as an 8-byte hash of it from th
 bytes to the coordinator and nine bytes back.
 
 A request consists of a name and terms. Many requests share their terms, which travel once and are replaced by a number from
-then on. A list that is new, which is always so for unnamed operations, therefore costs little more than its names.
+then on. A list that is new, which is always so for unnamed operations, therefore costs little more than its names. If all ranks
+announce the same new list, the answer is an Agreement, which does not repeat it.
 
 Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and the answer carries the sum (transport/small.py).
 """
@@ -13,7 +14,8 @@ Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and 
 import functools
 import json
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import accumulate, pairwise
@@ -137,19 +139,18 @@ class Request:
 
     def __init__(self, kind: str, name: str, *rest: Any, **more: Any) -> None:
         """`rest` and `more`: the other fields of Terms."""
-        self._fill(terms_of(kind, *rest, **more), name)
+        self.terms = terms = terms_of(kind, *rest, **more)
+        self.name = name
+        self.key: Key = (terms.process_set, terms.kind, name)
 
     @classmethod
     def under(cls, name: str, terms: Terms) -> "Request":
         """Returns a request with terms that exist already."""
         request = cls.__new__(cls)
-        request._fill(terms, name)
+        request.terms = terms
+        request.name = name
+        request.key = (terms.process_set, terms.kind, name)
         return request
-
-    def _fill(self, terms: Terms, name: str) -> None:
-        self.terms = terms
-        self.name = name
-        self.key: Key = (terms.process_set, terms.kind, name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Request) and self.name == other.name and self.terms == other.terms
@@ -199,14 +200,47 @@ class Response:
 class Answer:
     """Responses that are sent together, and what their sender needs to know about them."""
 
-    def __init__(self, responses: list[Response]) -> None:
+    def __init__(self, responses: list[Response], agreement: "Agreement | None" = None) -> None:
         self.responses = responses
-        self.digest = short_hash(b"".join([response.digest for response in responses]))
-        requests = [request for response in responses for request in response.requests]
-        self.repeats = all(request.terms.repeats for request in requests)
-        self.is_global = not any(request.terms.process_set for request in requests)
+        self.agreement = agreement
+        """The same, in short, if all ranks have announced the same list of plain operations; else None."""
+        terms = distinct_terms([request for response in responses for request in response.requests])
+        self.repeats = all(each.repeats for each in terms)
+        self.is_global = not any(each.process_set for each in terms)
         self.payloads: list[bytes] = []
         """The tensors of every rank, where they were small enough to travel with the requests; else empty."""
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        return short_hash(b"".join([response.digest for response in self.responses]))
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """An answer to ranks that have all announced the same list of operations.
+
+    Each rank has that list already. Only the division of the list into responses is sent, which are plain: none has an error
+    or sizes.
+    """
+
+    digest: bytes
+    """Hash of the list."""
+    parts: list[list[int]]
+    """Positions in the list, for each response."""
+
+    def to_bytes(self) -> bytes:
+        # Fusion makes most lists one response that is the whole list in its order.
+        is_whole = len(self.parts) == 1 and self.parts[0] == list(range(len(self.parts[0])))
+        return self.digest + (b"" if is_whole else _to_json(self.parts))
+
+    @staticmethod
+    def responses(message: bytes, announced: Callable[[bytes], Sequence[Request]]) -> list[Response]:
+        """Returns the responses. `announced` returns the list that this rank has announced, by its hash."""
+        digest, parts = message[:HASH_BYTES], message[HASH_BYTES:]
+        requests = announced(digest)
+        if not parts:
+            return [Response(tuple(requests))]
+        return [Response(tuple([requests[i] for i in part])) for part in json.loads(parts)]
 
 
 # The first byte of a message; the hash follows. After _NEW the JSON follows as well.
@@ -295,13 +329,19 @@ def _cut(requests: list[Request], cuts: list[Any]) -> list[Any]:
     ]
 
 
+def distinct_terms(requests: Iterable[Request]) -> list[Terms]:
+    """Returns the terms of the requests; those that many requests share come once."""
+    # By address: computing a thousand hashes would take longer than the callers save.
+    return list({id(request.terms): request.terms for request in requests}.values())
+
+
 def digest_of_all(requests: Sequence[Request]) -> bytes:
     """Returns a hash of the requests in their order."""
     # With the lengths of the names, ["ab", "c"] and ["a", "bc"] have different hashes.
     names = [request.name for request in requests]
-    lengths = ",".join([str(len(name)) for name in names])
+    lengths = array("Q", map(len, names)).tobytes()
     terms = b"".join([request.terms.digest for request in requests])
-    return short_hash(f"{lengths};{''.join(names)};".encode() + terms)
+    return short_hash(b"%d;%s%s%s" % (len(names), lengths, terms, "".join(names).encode()))
 
 
 def _to_json(content: list[Any]) -> bytes:

@@ -1,6 +1,7 @@
 """An operation that a caller submitted, from its submission until the caller fetches the result."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +33,8 @@ class Operation:
     is_done: bool = False
     waiter: "threading.Lock | None" = None
     """A lock that is held until the operation is done; created by the first thread that waits without driving."""
+    on_done: Callable[[], None] | None = None
+    """Called once when the operation is done, by the driver under the controller's lock: it must not block."""
     ready: torch.cuda.Event | None = None
     """CUDA event after which the inputs may be read; once the operation is done, after which the outputs may be read."""
 

@@ -21,7 +21,8 @@ from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.transport import small
 from megaclass.hvd.transport.adasum import adasum_
-from megaclass.hvd.transport.arithmetic import COMBINE, DTYPE_BY_NAME, HALF_PRECISION, finish_, scale_, views_like
+from megaclass.hvd.transport.arithmetic import COMBINE, DTYPE_BY_NAME, HALF_PRECISION, finish_, scale_
+from megaclass.hvd.transport.fusion_buffers import FusionBuffers
 from megaclass.hvd.transport.process_set_table import ProcessSetTable
 from megaclass.hvd.transport.ring import Ring
 
@@ -44,8 +45,7 @@ class Executor:
         self._timeline = timeline
         self._uses_nccl = uses_nccl
         self._sets = sets
-        # Fusion buffers and the like, by dtype, device and use.
-        self._buffers: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
+        self._buffers = FusionBuffers()
         # Rounding errors of compressed allreduces, by process set, name of the operation and number of the tensor.
         self._remainders: dict[tuple[int, str, int], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -109,7 +109,7 @@ class Executor:
         return small.add_payloads(request, payloads)
 
     def deliver_payload(self, operations: list[Operation | None], payload: bytes) -> None:
-        small.deliver_payload(operations, payload)
+        small.deliver_payload(operations, payload, self._buffers)
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -190,7 +190,6 @@ class Executor:
 
         A single tensor needs a buffer only if it is sent in another dtype.
         """
-        counts = [tensor.numel() for tensor in inputs]
         is_compressed = bool(request.wire) and inputs[0].is_floating_point()
         dtype = torch.float32 if is_compressed else inputs[0].dtype
         is_alone = len(inputs) == 1 and dtype is inputs[0].dtype
@@ -200,20 +199,19 @@ class Executor:
                 if outputs[0] is not inputs[0]:
                     outputs[0].copy_(inputs[0])
             else:
-                buffer = self._buffer(sum(counts), dtype, inputs[0].device)
-                parts = views_like(buffer, inputs)
-                torch._foreach_copy_(parts, inputs)
+                buffer, places = self._buffers.for_fusion(inputs, dtype)
+                torch._foreach_copy_(places, inputs)
         with self._timeline.phase(
             shown, f"{self._transport(request, 0 if is_compressed else buffer.nbytes)}_ALLREDUCE"
         ):
             if is_compressed:
-                self._reduce_compressed_(buffer, request, names, counts)
+                self._reduce_compressed_(buffer, request, names, [tensor.numel() for tensor in inputs])
             else:
                 self._reduce(buffer, buffer, request)
         if is_alone:
             return
         with self._timeline.phase(shown, "MEMCPY_OUT_FUSION_BUFFER"):
-            torch._foreach_copy_(outputs, parts)
+            torch._foreach_copy_(outputs, places)
 
     def _reduce_compressed_(
         self, buffer: Tensor, request: Request, names: list[tuple[int, str, int]], counts: list[int]
@@ -227,7 +225,8 @@ class Executor:
             remainder = kept[0]
         if len(kept) > 1:
             # One vector of all remainders, which the reduction reads and overwrites, like the buffer.
-            remainder = torch.cat(kept, out=self._buffer(sum(counts), torch.float32, buffer.device, "remainders"))
+            flat = self._buffers.flat(sum(counts), torch.float32, buffer.device, "remainders")
+            remainder = torch.cat(kept, out=flat)
         divisor = float(len(groups.ranks)) if request.op == Average else 1.0
         group = self._group(request)
         compressed_all_reduce_(buffer, WIRE_FORMATS[request.wire], group, divisor=divisor, remainder_N=remainder)
@@ -373,13 +372,6 @@ class Executor:
         copy = tensor.cpu()
         run(copy)
         tensor.copy_(copy)
-
-    def _buffer(self, count: int, dtype: torch.dtype, device: torch.device, use: str = "fusion") -> Tensor:
-        """Returns the start of a buffer that is kept and grows, so that the steady state allocates nothing."""
-        buffer = self._buffers.get((dtype, device, use))
-        if buffer is None or buffer.numel() < count:
-            buffer = self._buffers[dtype, device, use] = torch.empty(count, dtype=dtype, device=device)
-        return buffer[:count]
 
 
 def _deliver(operation: Operation, request: Request) -> None:

@@ -39,6 +39,7 @@ class Ring:
         self._to_next, self._from_previous = to_next, from_previous
         for connection in (to_next, from_previous):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # One thread serves both directions, so that neither may block it.
             connection.setblocking(False)
         self._scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
 
@@ -61,11 +62,13 @@ class Ring:
         self, given_N: Tensor, out_N: Tensor, combine: Callable[..., Tensor], finish: Callable[[Tensor], object]
     ) -> None:
         size, item_bytes = len(self._names), given_N.element_size()
+        # All members compute the same limits from the same length, so that no message carries them.
         starts = [given_N.numel() * place // size for place in range(size + 1)]
         given, out = _bytes_of(given_N), _bytes_of(out_N)
         # Blocks in the order of their arrival; each is passed on, except the last one.
         arriving = [(self._place - 1 - step) % size for step in range(2 * (size - 1))]
         blocks = [slice(starts[place] * item_bytes, starts[place + 1] * item_bytes) for place in range(size)]
+        # This rank starts the round of its own block, then sends the blocks on in the order in which they arrive.
         outgoing = _Outgoing([given[blocks[self._place]], *(out[blocks[place]] for place in arriving[:-1])])
         for step, place in enumerate(arriving):
             begin, end = starts[place], starts[place + 1]
@@ -81,11 +84,13 @@ class Ring:
                     outgoing.num_ready += part_N.numel() * item_bytes
                     begin = place_N.stop
             else:
+                # A complete block needs no scratch memory: it is received where it belongs.
                 block = out[blocks[place]]
                 while len(block):
                     count = self._receive(block, outgoing)
                     outgoing.num_ready += count
                     block = block[count:]
+        # The next rank may still wait for the last bytes after this one has all of its own.
         while not outgoing.is_done:
             if not self._send(outgoing):
                 self._wait(sends=True, receives=False)
@@ -110,6 +115,7 @@ class Ring:
     def _receive(self, into: memoryview, outgoing: "_Outgoing") -> int:
         """Receives at least one byte and returns the number of bytes; sends while it waits."""
         while True:
+            # Sending comes first: if every rank only received, the ring would stand still.
             has_sent = self._send(outgoing)
             try:
                 count = self._from_previous.recv_into(into)

@@ -16,8 +16,8 @@ from megaclass.hvd.transport.arithmetic import (
     finish_,
     flatten,
     scale_,
-    views_like,
 )
+from megaclass.hvd.transport.fusion_buffers import FusionBuffers
 
 _SMALL_BYTES = 256 * 1024
 
@@ -57,11 +57,15 @@ def add_payloads(request: Request, payloads: list[bytes]) -> bytes:
     return total.view(torch.uint8).numpy().tobytes()
 
 
-def deliver_payload(operations: list[Operation | None], payload: bytes) -> None:
+def deliver_payload(operations: list[Operation | None], payload: bytes, buffers: FusionBuffers) -> None:
     """Copies the combined payload into the outputs."""
     outputs = [out for operation in operations if operation is not None for out in operation.outputs]
-    flat = torch.frombuffer(bytearray(payload), dtype=outputs[0].dtype)
+    # frombuffer() needs memory that may be written to.
+    received = torch.frombuffer(bytearray(payload), dtype=outputs[0].dtype)
     if len(outputs) == 1:
-        outputs[0].copy_(flat.view(outputs[0].shape))
-    else:
-        torch._foreach_copy_(outputs, views_like(flat, outputs))
+        outputs[0].copy_(received.view(outputs[0].shape))
+        return
+    # Through a buffer whose division into these shapes is known from the previous step.
+    flat, places = buffers.for_fusion(outputs, outputs[0].dtype)
+    flat.copy_(received)
+    torch._foreach_copy_(outputs, places)

@@ -8,6 +8,16 @@ stdin is the lifeline: if it ends or falls silent, the driver, its ssh or the ca
     greeting, hello --"go"--> workers run --all ended, "end", a signal, or the driver lost--> ending --> "done", leave
 
 Everything happens in one thread, in `Agent._loop`; no field needs a lock.
+
+    field               changed by                              read by
+    _queue              _send, _write                           _balance: stops reading the workers while it is long
+    _pipes              _watch, _on_output at the end of a pipe  run: the rest of the output after the last process
+    _is_connected       _lose_driver, once                      _send: nothing is queued for a driver that is gone
+    _is_ending          _end                                    _is_over, and whether leftovers must still be ended
+    _helpers_until      _end_leftovers, after the last rank     _wait_s: polls until then
+    _heard_at           _on_stdin, for any byte                 _beat: the driver is lost after silence_s
+    _stopped            _beat                                   _beat: each stopped rank is reported once
+    _step               _note_progress                          _note_progress: only news are sent
 """
 
 import contextlib
@@ -24,10 +34,11 @@ from functools import partial
 from pathlib import Path
 
 from megaclass.distributed.network.addresses import interfaces
-from megaclass.distributed.restart_progress import FD_NAME, ProgressMark
+from megaclass.distributed.restart_progress import FD_NAME, ProgressFile
 from megaclass.errors import LaunchError
+from megaclass.launch.agent.hang_reporter import LOOK_S, HangReporter
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
-from megaclass.launch.network import hold_store_port, interface_towards, present, reserve_port
+from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, present, reserve_port
 from megaclass.launch.plan import interface_environment, job_environment, rank_environment, without_other_starters
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.versions import installed_versions
@@ -44,10 +55,10 @@ _JOB_S = 30.0
 _HELPERS_S = 0.5
 """Time for helper processes (Python's resource tracker, say) to leave after the last rank."""
 _TICK_S = 0.05
-"""How often processes that are being ended are looked at."""
+"""Interval at which processes that are being ended are checked."""
 
 
-def main() -> int:
+def main(kind: "type[Agent] | None" = None) -> int:
     """Reads the job from stdin, supervises its ranks, and leaves when nothing of them is left."""
     # Before anything else: the agent must not outlive a driver that gives up during the start.
     with SignalQueue([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as signals:
@@ -61,7 +72,7 @@ def main() -> int:
         with Supervisor(
             job["run_id"], grace_s=job["grace_s"], adopts=True, captures=True, silence_s=silence_s
         ) as supervisor:
-            agent = Agent(job, supervisor, signals, silence_s=silence_s, silence_grace_s=grace_s)
+            agent = (kind or Agent)(job, supervisor, signals, silence_s=silence_s, silence_grace_s=grace_s)
             agent.obey(rest)
             agent.run()
     return 0
@@ -90,8 +101,9 @@ class Agent:
         self._pipes: dict[int, tuple[Worker, str]] = {}
         self._is_reading_pipes = True
         self._stopped: set[int] = set()
-        self._progress = ProgressMark()
+        self._progress = ProgressFile()
         self._step: int | None = None
+        self._hangs = HangReporter(job["host"], job["hang_timeout_s"], self._say)
         self._is_connected = True
         self._is_ending = False
         self._helpers_until = 0.0
@@ -113,6 +125,7 @@ class Agent:
 
     def _loop(self, until: Callable[[], bool]) -> None:
         while not until():
+            # Every pass, because handling an event may have filled or emptied the queue.
             self._balance()
             for key, _ in self._selector.select(self._wait_s()):
                 key.data()
@@ -126,6 +139,7 @@ class Agent:
             data = os.read(sys.stdin.fileno(), _READ_BYTES)
         except BlockingIOError:
             return
+        # An error means the same as the end of the stream: the driver cannot be heard any more.
         except OSError:
             data = b""
         if data:
@@ -139,15 +153,23 @@ class Agent:
         """Carries out the driver's messages in `data`."""
         try:
             for message, _ in self._reader.feed(data):
-                match message.get("do"):
-                    case "go":
-                        self._start_workers(message)
-                    case "signal":
-                        self._supervisor.send_signal(int(message["number"]))
-                    case "end":
-                        self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
+                self._carry_out(message)
         except ProtocolError as error:
             self._lose_driver(f"the driver sent something else than messages: {error}")
+
+    def _carry_out(self, message: Message) -> None:
+        match message.get("do"):
+            case "go":
+                self._start_workers(message)
+            # Heartbeats need no case: any byte has already renewed _heard_at.
+            case "signal":
+                self._supervisor.send_signal(int(message["number"]))
+            case "stacks":
+                self._hangs.report_stacks(message["name"], self._supervisor.running(), self._read_stderr)
+            case "verdict":
+                self._hangs.keep_verdict(message)
+            case "end":
+                self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
 
     def _on_signals(self) -> None:
         if set(self._signals.taken()) - {signal.SIGCHLD}:
@@ -181,48 +203,68 @@ class Agent:
             workdir = Path(self._job["workdir"])
             if not workdir.is_dir():
                 raise LaunchError(f"There is no working folder {str(workdir)!r}; give another with --workdir.")
+            # Found out now, so that nothing is started anywhere if one host lacks the program.
             find_command(self._job["command"], self._env, workdir)
             if self._job["interfaces"]:
                 self._interfaces = present(self._job["interfaces"])
                 hello["address"] = interfaces()[self._interfaces[0]][0]
             if self._job["needs_versions"]:
                 hello["versions"] = installed_versions()
-            if self._worlds[0].is_main:
-                self._held_port = reserve_port(self._job["master_port"])
-                hello["port"] = self._held_port.getsockname()[1]
-                # If the user chose the port, it is the only one: a firewall may block all others.
-                if not self._job["master_port"]:
-                    self._store_port = hold_store_port("127.0.0.1" if len(self._worlds) == self._worlds[0].size else "")
-                    hello["store_port"] = self._store_port.getsockname()[1]
+            hello |= self._hold_ports()
         except LaunchError as error:
             hello = {"say": "refuse", "why": str(error)}
             self._end(0.0)
         self._say(hello)
 
+    def _hold_ports(self) -> Message:
+        """Holds the ports that rank 0 will use, if it is on this host, and returns them for the hello."""
+        if not self._worlds[0].is_main:
+            return {}
+        # Held for the whole run: the kernel gives it to no process that asks for any free port.
+        self._held_port = reserve_port(self._job["master_port"])
+        found = {"port": self._held_port.getsockname()[1]}
+        # If the user chose the port, it is the only one: a firewall may block all others.
+        if not self._job["master_port"]:
+            self._store_port = hold_store_port("127.0.0.1" if len(self._worlds) == self._worlds[0].size else "")
+            found["store_port"] = self._store_port.getsockname()[1]
+        return found
+
     def _start_workers(self, go: Message) -> None:
         interface = ",".join(self._interfaces) or interface_towards(go["address"])
+        is_one_machine = len(self._worlds) == self._worlds[0].size
+        address = "127.0.0.1" if is_one_machine else go["address"]
+        offer = None
+        if self._store_port is not None:
+            # If that fails, rank 0 cannot listen there either, and says why.
+            with contextlib.suppress(OSError):
+                offer = offer_store_socket(self._store_port, address)
+        shared = job_environment(self._job["secret"], go["store_port"], offer.name if offer else "")
         for world in self._worlds:
             given = self._job["given"]
             env = {
                 **self._env,
                 **(interface_environment(interface, self._env, given) if interface is not None else {}),
                 **rank_environment(world, host=self._job["host"], address=go["address"], port=go["port"], given=given),
-                **job_environment(self._job["secret"], go["store_port"]),
+                **shared,
                 "MEGACLASS_RESTART": str(self._job["restart"]),
             }
+            page = self._hangs.new_page(world.rank)
             try:
                 worker = self._supervisor.start(
                     world.rank,
                     self._job["command"],
-                    env | {FD_NAME: str(self._progress.fileno())},
+                    env | {FD_NAME: str(self._progress.fileno())} | self._hangs.environment(world.rank),
                     Path(self._job["workdir"]),
-                    pass_fds=[self._progress.fileno()],
+                    pass_fds=[self._progress.fileno(), page.fileno()],
                 )
                 self._watch(worker)
             except LaunchError as error:
+                # Some ranks of this host may run already; the driver ends those of the other hosts.
                 self._say({"say": "refuse", "why": str(error)})
                 self._end(None)
                 return
+        if offer:
+            offer.serve()
         self._say({"say": "started", "pids": {str(w.rank): w.pid for w in self._supervisor.workers}})
 
     def _watch(self, worker: Worker) -> None:
@@ -249,8 +291,15 @@ class Agent:
             assert closed is not None
             closed.close()
             return False
-        self._say({"say": "output", "rank": worker.rank, "stream": stream}, data)
+        if not self._hangs.take_output(worker.rank, stream, data):
+            self._say({"say": "output", "rank": worker.rank, "stream": stream}, data)
         return True
+
+    def _read_stderr(self, rank: int) -> None:
+        """Reads what a rank has printed on stderr, while the loop waits for its stacks."""
+        for pipe in [pipe for pipe, (owner, stream) in self._pipes.items() if (owner.rank, stream) == (rank, "stderr")]:
+            while self._on_output(pipe):
+                continue
 
     def _note_progress(self) -> None:
         if (step := self._progress.step()) != self._step:
@@ -259,16 +308,19 @@ class Agent:
 
     def _note_exits(self) -> None:
         for worker in self._supervisor.reap():
-            # Before its exit, upon which the driver decides whether the job may be restarted.
-            self._note_progress()
-            # Its last output is sent before its exit code. Two reads empty a pipe of Linux's default size.
-            for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
-                for _ in range(2):
-                    if pipe in self._pipes and not self._on_output(pipe):
-                        break
-            self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
+            self._note_exit(worker)
         if self._supervisor.workers and not self._supervisor.running() and not self._is_ending:
             self._end_leftovers()
+
+    def _note_exit(self, worker: Worker) -> None:
+        # Before its exit, upon which the driver decides whether the job may be restarted.
+        self._note_progress()
+        # Its last output is sent before its exit code. Two reads empty a pipe of Linux's default size.
+        for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
+            for _ in range(2):
+                if pipe in self._pipes and not self._on_output(pipe):
+                    break
+        self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
 
     def _end_leftovers(self) -> None:
         """Ends what the ranks left behind, after a moment in which helper processes may leave by themselves."""
@@ -289,12 +341,13 @@ class Agent:
         if self._is_ending or self._helpers_until:
             return _TICK_S
         now = time.monotonic()
-        return max(0.0, min(self._beat_at, self._heard_at + self._silence_s) - now)
+        return max(0.0, min(self._beat_at, self._heard_at + self._silence_s, now + LOOK_S) - now)
 
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._heard_at > self._silence_s:
             self._lose_driver(f"the driver has sent nothing for {now - self._heard_at:.1f} s")
+        self._hangs.look(self._supervisor.running(), is_beat=now >= self._beat_at)
         if now >= self._beat_at:
             self._beat_at = now + beat_interval(self._job["heartbeat_s"])
             # The orphan killers count a silent agent as dead, just as the driver does.
@@ -332,6 +385,7 @@ class Agent:
                 return
             self._queued_bytes -= written
             first = self._queue.popleft()
+            # The pipe took a part of the message; the rest goes first next time.
             if written < len(first):
                 self._queue.appendleft(first[written:])
 

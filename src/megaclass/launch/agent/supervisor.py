@@ -6,6 +6,7 @@ leaves the workers running when it is killed itself.
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -51,8 +52,9 @@ class _OrphanKiller:
 class Supervisor:
     """Supervises the workers of one run on this host; leaving the `with` block leaves no process of theirs.
 
-    Three layers, because each can be missing: this process ends them; if it dies, the kernel kills its direct children
-    (PR_SET_PDEATHSIG); those behind a shell are found by either of two orphan killers.
+    Several layers, because each can be missing: this process ends them; if it dies, the kernel kills its direct children
+    (PR_SET_PDEATHSIG) and their process groups (`_die_with_pipe`); those that have left the group are found by either of two
+    orphan killers.
 
     The end has two phases: `end` sends SIGTERM and sets `_kill_at`; from then on `continue_ending` is called repeatedly,
     sends SIGKILL when that time has come, and gives up at `_give_up_at`. All of it happens in the caller's thread.
@@ -73,9 +75,12 @@ class Supervisor:
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
         self._orphan_killers: list[_OrphanKiller] = []
+        self._lifelines: list[int] = []
+        """Writing ends of the workers' pipes, open for as long as this process lives (see `_die_with_pipe`)."""
 
     def __enter__(self) -> "Supervisor":
         if self._adopts:
+            # Orphans of the ranks then become children of this process instead of init's, and can be found and reaped.
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._orphan_killers = [self._start_orphan_killer() for _ in range(_NUM_ORPHAN_KILLERS)]
         return self
@@ -94,6 +99,8 @@ class Supervisor:
             os.close(killer.lifeline)
         for killer in self._orphan_killers:
             killer.process.wait()
+        for lifeline in self._lifelines:
+            os.close(lifeline)
 
     def start(
         self,
@@ -106,23 +113,28 @@ class Supervisor:
     ) -> Worker:
         """Starts one worker. Raises LaunchError if the command cannot be started."""
         pipe = subprocess.PIPE if self._captures else None
+        reader, lifeline = os.pipe()
+        self._lifelines.append(lifeline)
         try:
             process = subprocess.Popen(
                 list(command),
                 env={**env, orphan_killer.RUN_ID_NAME: self._run_id},
                 cwd=workdir,
+                # The agent's own stdin is its connection to the driver; no rank may read from it.
                 stdin=subprocess.DEVNULL if self._captures else None,
                 stdout=pipe,
                 stderr=pipe,
                 bufsize=0,
-                pass_fds=pass_fds,
+                pass_fds=[*pass_fds, reader],
                 # A session of its own: Ctrl-C in the terminal reaches it only through us, and a signal its whole group.
                 start_new_session=True,
-                preexec_fn=partial(_die_with_parent, os.getpid()),
+                preexec_fn=partial(_die_with_parent, os.getpid(), reader),
             )
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise LaunchError(f"Cannot start rank {rank} with {command[0]!r}: {reason}.") from error
+        finally:
+            os.close(reader)
         worker = Worker(rank, process)
         self.workers.append(worker)
         return worker
@@ -135,6 +147,7 @@ class Supervisor:
         """Sends a signal to every worker that runs, and to its children in the same process group."""
         for worker in self.running():
             with contextlib.suppress(ProcessLookupError):
+                # The worker leads its own session, so that its pid is also the number of its process group.
                 os.killpg(worker.pid, number)
 
     def end(self, grace_s: float | None = None, first: int = signal.SIGTERM) -> None:
@@ -187,6 +200,7 @@ class Supervisor:
         now = time.monotonic()
         if self._kill_at is None or now < self._kill_at:
             return False
+        # The first SIGKILL starts the clock for processes that cannot be killed.
         self._give_up_at = self._give_up_at or now + _UNKILLABLE_S
         if now > self._give_up_at:
             names = ", ".join(f"{pid} ({_name(pid)})" for pid in left)
@@ -214,6 +228,7 @@ class Supervisor:
         kept = {worker.pid for worker in self.running()} | {killer.process.pid for killer in self._orphan_killers}
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                # WNOWAIT leaves it a zombie: its exit code belongs to `reap` or to keep_watch.
                 if ended.si_pid in kept:
                     return
                 os.waitpid(ended.si_pid, 0)
@@ -252,11 +267,23 @@ def default_threads(num_processes: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
-def _die_with_parent(parent: int) -> None:
+def _die_with_parent(parent: int, reader: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _die_with_pipe(reader)
     # The parent may have died before this call; the kernel would never notice.
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _die_with_pipe(reader: int) -> None:
+    """Makes the kernel kill this process group when the writing end of the pipe is closed, which is when the supervisor dies.
+
+    PR_SET_PDEATHSIG reaches direct children only; a rank behind a shell is a grandchild, but inherits the group and the pipe.
+    The kernel itself sends the signal, so that killing every watcher at once does not help the ranks to live on.
+    """
+    fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _name(pid: int) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megaclass.distributed.network.addresses import interfaces
 from megaclass.launch.network import bound_socket, interface_towards
-from megaclass.launch.versions import installed_versions, megaclass_version
+from megaclass.launch.versions import installed_versions, keras_version, megaclass_version, tensorflow_version
 from megaclass.launch.wire.protocol import encode, greeting
 
 Facts = dict[str, Any]
@@ -81,6 +81,8 @@ def host_facts(workdir: str, config: str | None) -> Facts:
         "code": code_digest(),
         "config": _file_digest(Path(workdir, config)) if config else None,
         "torch": torch_facts(ends_with_stdin=True),
+        "tensorflow": tensorflow_version(),
+        "keras": keras_version(),
         "mpi": _mpi(),
         "driver": _driver_version(),
         "driver_cuda": _driver_cuda(),

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megaclass.launch.check.report import Finding, absent, bad, doubtful, good
-from megaclass.launch.versions import differences
+from megaclass.launch.versions import OLDEST_KERAS, OLDEST_TENSORFLOW, differences, is_at_least
 
 Facts = Mapping[str, Any]
 
@@ -28,6 +28,8 @@ def host_findings(facts: Facts, slots: int) -> list[Finding]:
     return [
         _python(facts),
         _torch(facts),
+        _optional("TensorFlow", facts["tensorflow"], OLDEST_TENSORFLOW),
+        _optional("Keras", facts["keras"], OLDEST_KERAS),
         _megaclass(facts),
         _cuda(facts),
         _driver(facts),
@@ -110,6 +112,19 @@ def _torch(facts: Facts) -> Finding:
     if _numbers(torch["version"]) < _OLDEST_TORCH:
         return bad("torch", torch["version"], 'Megaclass needs torch 2.11 or later: pip install "torch>=2.11"')
     return good("torch", torch["version"])
+
+
+def _optional(name: str, version: str | None, oldest: tuple[int, ...]) -> Finding:
+    """A framework that Horovod's API also supports."""
+    if version is None:
+        return absent(name, "not installed; only needed for megaclass.hvd.tensorflow")
+    if not is_at_least(version, oldest):
+        needed = ".".join(map(str, oldest))
+        package = name.lower()
+        return doubtful(
+            name, version, f'megaclass.hvd.tensorflow needs {needed} or later: pip install "{package}>={needed}"'
+        )
+    return good(name, version)
 
 
 def _megaclass(facts: Facts) -> Finding:

@@ -1,6 +1,6 @@
 """The driver's pipes to the agents, one per host. Standard library only.
 
-State of one pipe, as the driver sees it; only JobStart and JobRun change it:
+State of one pipe, as the driver sees it; JobStart, MessageHandler and LostAgents change it:
 
     STARTING --hello--> READY --"go" was sent--> RUNNING --"done"--> DONE
         |                 |                         |
@@ -41,7 +41,10 @@ class PipeState(Enum):
 class AgentPipe:
     """A process, `ssh` or the local agent, with its three pipes, none of which ever blocks."""
 
-    def __init__(self, placement: Placement, command: list[str], token: str) -> None:
+    def __init__(
+        self, placement: Placement, command: list[str], token: str, checker: AgentMessageChecker | None = None
+    ) -> None:
+        """checker: checks the agent's messages; by default, those of an agent with the placement's ranks."""
         self.placement = placement
         self.state = PipeState.STARTING
         self.hello: Message = {}
@@ -52,7 +55,7 @@ class AgentPipe:
         self._reader = MessageReader(
             after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
         )
-        self._checker = AgentMessageChecker([world.rank for world in placement.worlds])
+        self._checker = checker or AgentMessageChecker([world.rank for world in placement.worlds])
         self._unsent = bytearray()
         try:
             self.process = subprocess.Popen(
@@ -90,12 +93,13 @@ class AgentPipe:
         self.write()
 
     def write(self) -> None:
-        """Writes as much of the queue as the pipe takes. That the reader is gone is noticed at stdout."""
+        """Writes as much of the queue as the pipe takes. A reader that has gone is noticed at stdout."""
         while self._unsent and not self.stdin.closed:
             try:
                 written = os.write(self.stdin.fileno(), self._unsent)
             except BlockingIOError:
                 return
+            # Not an error yet: messages of the agent may still wait in stdout, for example why it ended.
             except BrokenPipeError:
                 self._unsent.clear()
                 return
@@ -127,6 +131,7 @@ class AgentPipe:
             data = os.read(self.stderr.fileno(), _READ_BYTES)
         except BlockingIOError:
             return b""
+        # Only the end is kept: login banners are long, and the error of ssh comes last.
         self.stderr_text = (self.stderr_text + data.decode(errors="replace"))[-_KEPT_STDERR_BYTES:]
         self.has_closed_stderr = not data
         return data or None
@@ -169,13 +174,15 @@ class AgentPipes:
         self.is_paused = False
         self._on_message = on_message
         self._on_stderr = on_stderr
-        self._token = token
+        self.token = token
 
-    def open(self, placement: Placement, command: list[str]) -> AgentPipe:
+    def open(self, placement: Placement, command: list[str], checker: AgentMessageChecker | None = None) -> AgentPipe:
         """Starts ssh or the local agent and listens to it."""
-        agent = AgentPipe(placement, command, self._token)
+        agent = AgentPipe(placement, command, self.token, checker)
         self.all.append(agent)
-        self._listen(agent)
+        # While paused, nothing is read; it is listened to when the screen has room again.
+        if not self.is_paused:
+            self._listen(agent)
         return agent
 
     def unfinished(self) -> list[AgentPipe]:
@@ -191,6 +198,7 @@ class AgentPipes:
         """Sets the last state of a pipe and stops listening to it."""
         agent.state = state
         for pipe in (agent.stdout, agent.stderr, agent.stdin):
+            # stderr may have ended before, and stdin is registered only while something is unsent.
             if not pipe.closed and pipe.fileno() in self.selector.get_map():
                 self.selector.unregister(pipe)
 
@@ -239,6 +247,7 @@ class AgentPipes:
         for agent in self.all:
             agent.hang_up()
         for agent in self.all:
+            # An agent that is done leaves at once; one that was lost may never do.
             agent.wait(2.0 if agent.state is PipeState.DONE else 0.1)
             agent.close()
         self.selector.close()

@@ -5,6 +5,7 @@ import signal
 from collections import deque
 
 from megaclass.launch.exit_codes import how_it_ended
+from megaclass.launch.wire.plain_text import plain_text
 
 _KEPT_LINES = 200
 _KEPT_LINE_BYTES = 2000
@@ -71,6 +72,4 @@ def _hint_about_horovod(text: str) -> str:
 
 
 def _plain(line: bytes) -> str:
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.decode(errors="replace"))
-    text = "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
-    return text if len(text) <= _SHOWN_WIDTH else f"{text[:_SHOWN_WIDTH]}…"
+    return plain_text(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.decode(errors="replace")), _SHOWN_WIDTH)

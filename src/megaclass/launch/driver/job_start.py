@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megaclass.distributed.network.addresses import is_own
+from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.errors import LaunchError
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
@@ -20,7 +20,7 @@ from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement, passed_on
 from megaclass.launch.versions import differences
-from megaclass.launch.wire.agent_messages import ip_address
+from megaclass.launch.wire.checks import ip_address
 
 
 class JobStart:
@@ -46,13 +46,30 @@ class JobStart:
         self._restart = restart
         self._run_id = secrets.token_hex(8)
         self._secret = new_secret()
+        self._remote_hosts = [placement.host.name for placement in placements if not placement.host.is_local]
+        # Only in the first start: the log of a restart is about what changed.
+        self._speaks_as_horovodrun = options.program_folder is not None and restart == 0
 
     def connect(self, pipes: AgentPipes) -> None:
         """Starts one agent per host and sends it the job."""
+        if self._speaks_as_horovodrun:
+            self._report_hosts()
         for number, placement in enumerate(self._placements):
             command = agent_command(placement.host, self._ssh)
             self._messages.detail(f"{placement.host.name}: {placement.ranks()}, {command}")
             pipes.open(placement, command).send(self._job_for(placement, number))
+
+    def _report_hosts(self) -> None:
+        """Shows the messages of horovodrun's start: scripts and people look for them in its log."""
+        show = self._messages.as_horovodrun
+        show("Filtering local host names.")
+        show(f"Remote host found: {' '.join(self._remote_hosts)}")
+        if self._remote_hosts:
+            show("Checking ssh on all remote hosts.")
+            return
+        show("All hosts are local, finding the interfaces with address 127.0.0.1")
+        loopback = [name for name, addresses in interfaces().items() if "127.0.0.1" in addresses]
+        show(f"Local interface found {' '.join(loopback)}")
 
     def run_id_of(self, number: int) -> str:
         """Returns the run id of one agent: two host names may be one machine, where no agent may end another's ranks."""
@@ -73,6 +90,7 @@ class JobStart:
 
     def compare_versions(self, pipes: AgentPipes) -> None:
         """Records a problem if the hosts have different versions of Python, torch or megaclass."""
+        # A single host was not asked for its versions (needs_versions).
         if len(pipes.all) == 1:
             return
         found = differences({agent.name: agent.hello.get("versions", {}) for agent in pipes.all})
@@ -87,6 +105,7 @@ class JobStart:
 
     def failure(self, num_hosts: int) -> Outcome:
         """Prints the problems and returns the outcome of a job that was not started."""
+        # One host may have several problems; a difference between hosts belongs to none of them.
         hosts = tuple(dict.fromkeys(host for host, _ in self.problems if host))
         for _, problem in self.problems:
             self._messages.say(problem)
@@ -96,10 +115,14 @@ class JobStart:
 
     def go(self, pipes: AgentPipes) -> None:
         """Tells every agent where rank 0 listens, upon which it starts its ranks."""
+        if self._speaks_as_horovodrun and self._remote_hosts:
+            # Every agent has answered, and those of other hosts did so over ssh.
+            self._messages.as_horovodrun("SSH was successful into all the remote hosts.")
         first = pipes.all[0]
-        address, port = _address_of_first_host(pipes.all), first.hello["port"]
+        address, port = address_of_first_host(pipes.all), first.hello["port"]
         self._messages.detail(f"run {self._run_id}: rank 0 listens at {address}, port {port} of {first.name}")
         for agent in pipes.all:
+            # Before the message is sent: from here on a lost agent may have left ranks behind.
             agent.state = PipeState.RUNNING
         store_port = first.hello.get("store_port", 0)
         pipes.send({"do": "go", "address": address, "port": port, "store_port": store_port})
@@ -109,6 +132,7 @@ class JobStart:
         return {
             "token": self.token,
             "secret": self._secret,
+            # By its run id in the environment, an orphan killer recognises the processes of this start.
             "run_id": self.run_id_of(number),
             "restart": self._restart,
             "host": placement.host.name,
@@ -123,16 +147,18 @@ class JobStart:
             "needs_versions": len(self._placements) > 1,
             "heartbeat_s": options.heartbeat_s,
             "grace_s": options.grace_s,
+            "hang_timeout_s": options.hang_timeout_s,
         }
 
 
-def _address_of_first_host(agents: Sequence[AgentPipe]) -> str:
+def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
     """Returns an address of host 0 that the other hosts reach, as an ssh connection has used it.
 
     The names in -H may be known to ssh alone, but ssh's connection has numeric addresses.
     """
     first = agents[0]
     remote = [agent for agent in agents if not agent.placement.host.is_local]
+    # --network-interface was given, and host 0 has told the address of that interface.
     if "address" in first.hello:
         return str(first.hello["address"])
     if not remote or len(agents) == 1:

@@ -60,6 +60,12 @@ class OutcomeDecision:
             self.report = report or self.report
         return counts
 
+    def explain(self, outcome: Outcome, report: str) -> None:
+        """Completes a fault that was decided before its cause was known; a signal that came since still counts."""
+        if self.reason is Reason.FAULT:
+            self._outcome = outcome
+        self.report = report
+
     def final(self) -> Outcome:
         """Returns the outcome when nothing of the job is left."""
         return self._outcome

@@ -146,6 +146,11 @@ class DriverMessages:
         if self.is_verbose:
             self.say(text)
 
+    def as_horovodrun(self, text: str) -> None:
+        """Shows one of horovodrun's messages where horovodrun does: on stdout, as it is, with --verbose only."""
+        if self.is_verbose:
+            self.screen.put("stdout", f"{plain_lines(text)}\n".encode())
+
 
 class RankOutput:
     """Shows the lines of all ranks in Horovod's format, and writes their bytes to files on request.
@@ -195,6 +200,16 @@ class RankOutput:
                 self._show(rank, stream, rest)
                 shown += rest
         return shown
+
+    @property
+    def folder(self) -> Path | None:
+        """Returns the folder of all ranks' files, or None without one."""
+        return self._folder
+
+    def write_stacks(self, rank: int, stacks: str) -> None:
+        """Writes the stacks of a rank that hangs beside its output, if that is written to files."""
+        if self._folder is not None:
+            self._store(rank, "stacks", stacks.encode(errors="replace"))
 
     def where(self, rank: int) -> str:
         """Returns a sentence about the rank's files, if it has any."""

@@ -11,12 +11,14 @@ _LEFT_EARLY_S = 60.0
 
 
 class RankTable:
-    """One row per rank. Written by JobRun from the agents' messages, read for reports."""
+    """One row per rank. Written by MessageHandler, read for reports, by JobEnd and by the check for hangs."""
 
     def __init__(self, placements: Sequence[Placement]) -> None:
         self.hosts = {world.rank: placement.host.name for placement in placements for world in placement.worlds}
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
+        self.printed_at = time.monotonic()
+        """Time at which a rank last printed anything, or at which all were started."""
         self._exit_times: dict[int, float] = {}
         self._last_lines = {rank: LastLines() for rank in self.hosts}
         self._has_named_early = False
@@ -24,6 +26,11 @@ class RankTable:
     @property
     def size(self) -> int:
         return len(self.hosts)
+
+    @property
+    def has_started(self) -> bool:
+        """Returns whether any rank ran."""
+        return bool(self.pids)
 
     @property
     def num_left(self) -> int:

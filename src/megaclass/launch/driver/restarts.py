@@ -75,6 +75,7 @@ class RestartLimit:
         # No rank ran: the hosts may be booting, and only the pause grows.
         if not result.has_started:
             return
+        # A program that has ever reported a checkpoint is judged by checkpoints alone.
         reports_checkpoints = step is not None or self.best_step is not None
         if has_advanced:
             self.best_step = step
@@ -137,6 +138,7 @@ def _run_with_restarts(job: RestartableJob, num_restarts: int, io: DriverIo) -> 
             return outcome
         if (number := _pause(limit, io)) is not None:
             return Outcome(exit_code=exit_status(-number), may_restart=False)
+        # The ranks read this number in MEGACLASS_RESTART; `megaclass train` then continues its run instead of starting as told.
         restart += 1
         io.messages.say(f"restart {restart} of {num_restarts}: {job.describe()}.")
 
@@ -149,6 +151,7 @@ def _pause(limit: RestartLimit, io: DriverIo) -> int | None:
         io.messages.say(f"{limit.num_short} starts ended within {SHORT_START_S:g} s: the next one in {pause_s:.0f} s.")
     while (left_s := ends_at - time.monotonic()) > 0:
         select.select([io.signals], [], [], left_s)
+        # Other signals are for ranks, and none runs now.
         for number in io.signals.taken():
             if number in ENDING_SIGNALS:
                 return number

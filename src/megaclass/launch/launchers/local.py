@@ -4,28 +4,34 @@
 this terminal themselves, without a driver between them and it.
 """
 
+import contextlib
 import os
 import secrets
 import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from megaclass.distributed.network.job_secret import new_secret
+from megaclass.distributed.rank_status import FD_NAME, StatusPage
 from megaclass.errors import LaunchError
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads
 from megaclass.launch.driver import driver
 from megaclass.launch.driver.failure_report import headline, stopped_message
-from megaclass.launch.exit_codes import EXIT_RESUME_ME, exit_status
+from megaclass.launch.elastic import driver as elastic
+from megaclass.launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
+from megaclass.launch.hang.local_watch import LocalHangWatch
 from megaclass.launch.hosts import Host
 from megaclass.launch.launchers.ssh import this_machine
-from megaclass.launch.network import hold_store_port, reserve_port
+from megaclass.launch.network import hold_store_port, offer_store_socket, reserve_port
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 
 GRACE_S = 3.0
+_HANG_TICK_S = 1.0
 _TICK_S = 0.05
 """How often processes that are being ended are looked at."""
 
@@ -34,7 +40,8 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on this machine, also inside an allocation of a batch system."""
     if others := [host.name for host in hosts if not host.is_local]:
         raise LaunchError(f"--launcher local starts everything here, but {others[0]} is another machine: leave -H out.")
-    return driver.run(options, hosts or [this_machine(options)])
+    start = elastic.run if options.is_elastic else driver.run
+    return start(options, hosts or [this_machine(options)])
 
 
 def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str] = os.environ) -> int:
@@ -45,7 +52,8 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
     A rank that fails ends the others: SIGTERM, and SIGKILL 3 s later. Ctrl-C once sends SIGINT to the ranks, twice SIGTERM,
     three times SIGKILL. SIGTERM and SIGUSR1 (preemption) are passed on, and the ranks take the time they need to save; only
     a second SIGTERM ends them within 3 s. SIGHUP (the terminal was closed) becomes SIGTERM, unless it is ignored as under
-    nohup. If this process dies, the ranks are killed.
+    nohup. If this process dies, the ranks are killed. If no step finishes in the time that the ranks allow for it, the
+    culprit is named, and the ranks are ended with exit code 134.
     """
     num_cores = len(os.sched_getaffinity(0))
     if num_processes > (most := max(16, 4 * num_cores)):
@@ -60,28 +68,37 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         SignalQueue(queued) as signals,
         reserve_port(0) as held,
         hold_store_port("127.0.0.1") as store,
+        contextlib.closing(offer_store_socket(store, "127.0.0.1")) as offer,
         Supervisor(secrets.token_hex(8), grace_s=GRACE_S, adopts=False) as supervisor,
     ):
         [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
-        shared = job_environment(new_secret(), store.getsockname()[1])
+        shared = job_environment(new_secret(), store.getsockname()[1], offer.name)
+        pages: dict[int, StatusPage] = {}
         for world in placement.worlds:
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
             base = {**threads, **without_other_starters(env)}
-            supervisor.start(world.rank, command, {**base, **placed, **shared, "MEGACLASS_STARTER": "megaclass"})
-        return _LocalJob(supervisor, signals).wait()
+            page = pages[world.rank] = StatusPage()
+            # MEGACLASS_STARTER tells the ranks that they are not under torchrun, whose variables they get.
+            own = {"MEGACLASS_STARTER": "megaclass", FD_NAME: str(page.fileno())}
+            whole = {**base, **placed, **shared, **own}
+            supervisor.start(world.rank, command, whole, pass_fds=[page.fileno()])
+        offer.serve()
+        return _LocalJob(supervisor, signals, LocalHangWatch(supervisor, pages, socket.gethostname())).wait()
 
 
 class _LocalJob:
     """Waits for the ranks of `run_local`; everything happens in the main thread."""
 
-    def __init__(self, supervisor: Supervisor, signals: SignalQueue) -> None:
+    def __init__(self, supervisor: Supervisor, signals: SignalQueue, hang_watch: LocalHangWatch) -> None:
         self._supervisor = supervisor
+        self._hang_watch = hang_watch
         self._signals = signals
         self._ladder = InterruptLadder()
         self._status: int | None = None
         """Exit code of the first rank that failed; a signal to this process replaces it."""
         self._has_passed_sigterm = False
+        self._has_been_signalled = False
         self._is_ending = False
         self._wants_resume = False
         self._stopped: set[int] = set()
@@ -89,8 +106,8 @@ class _LocalJob:
     def wait(self) -> int:
         """Returns the exit code of the job when all ranks have ended."""
         while self._supervisor.running():
-            # SIGCHLD wakes it when a rank ends or is stopped; a clock is needed only for the SIGKILL after the grace.
-            select.select([self._signals], [], [], _TICK_S if self._is_ending else None)
+            # SIGCHLD wakes it when a rank ends or is stopped; the clock is for hangs, and for the SIGKILL after the grace.
+            select.select([self._signals], [], [], _TICK_S if self._is_ending else _HANG_TICK_S)
             for number in self._signals.taken():
                 self._on_signal(number)
             self._name_stopped()
@@ -98,10 +115,17 @@ class _LocalJob:
                 self._note_exit(worker)
             if self._is_ending:
                 self._supervisor.continue_ending()
+            elif not self._has_been_signalled and (verdict := self._hang_watch.verdict(time.monotonic())) is not None:
+                _say(verdict)
+                self._status = EXIT_HUNG
+                self._end()
         self._supervisor.end()
+        # A rank that failed counts more than others that asked to be resumed.
         return self._status or (EXIT_RESUME_ME if self._wants_resume else 0)
 
     def _on_signal(self, number: int) -> None:
+        # A user who ends the job does not want to hear that it hangs while it saves.
+        self._has_been_signalled |= number != signal.SIGCHLD
         if number == signal.SIGINT:
             self._supervisor.send_signal(self._ladder.climb())
             self._status = exit_status(-signal.SIGINT)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
-from megaclass.launch.launchers.replace_process import become, variable_names, with_network_variables
+from megaclass.launch.launchers.replace_process import replace_process, variable_names, with_network_variables
 from megaclass.launch.options import RunOptions
 
 
 def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Replaces this process by mpirun."""
     options = with_network_variables(options)
-    return become(_mpirun_command(options, hosts), options, package="openmpi-bin")
+    return replace_process(_mpirun_command(options, hosts), options, package="openmpi-bin")
 
 
 def _mpirun_command(options: RunOptions, hosts: Sequence[Host]) -> list[str]:

@@ -73,6 +73,7 @@ class _RayJob:
         bundle = {"CPU": 1, "GPU": 1} if self._has_gpus else {"CPU": 1}
         group = _requested_group(self._ray, self._num_processes, bundle)
         try:
+            # Ray reserves all bundles or none, so that two jobs never wait for each other's rest.
             number = self._wait_for(group, bundle)
             if number is not None:
                 outcome = Outcome(exit_code=exit_status(-number), may_restart=False)
@@ -83,6 +84,7 @@ class _RayJob:
             self._ray.util.remove_placement_group(group)
 
     def exclude_failed_hosts(self, outcome: Outcome) -> bool:
+        # Ray itself avoids nodes that are gone.
         return False
 
     def describe(self) -> str:
@@ -108,6 +110,7 @@ def _connected_ray() -> Any:
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise LaunchError('--launcher ray needs Ray: pip install "megaclass[ray]"') from error
+    # Before ray.init, whose own error comes late and names no address.
     _check_address(os.environ.get("RAY_ADDRESS", ""))
     try:
         # The driver shows the ranks' output, line by line with its prefix; Ray's own log would repeat it.
@@ -172,6 +175,7 @@ class _RayRun:
             ).remote()
             for i in range(num_processes)
         ]
+        # Filled by _start, when Ray has told on which node each actor runs; indices are ranks from then on.
         self._worlds: list[World] = []
         self._hosts: list[str] = []
         self._pids: dict[int, int] = {}
@@ -185,6 +189,7 @@ class _RayRun:
             self._start()
             self._watch()
         finally:
+            # An actor's Supervisor ends with its process, and the orphan killers end what the rank has left.
             for actor in self._actors:
                 self._ray.kill(actor)
         if self._decision.report:
@@ -210,6 +215,7 @@ class _RayRun:
         self._worlds = [world for placed in place_ranks(on_nodes, len(places)) for world in placed.worlds]
         self._hosts = [place["host"] for place in places]
         self._last_lines = [LastLines() for _ in places]
+        # The actor of rank 0 holds the ports on its own node until the rank binds them.
         port = self._ray.get(self._actors[0].hold_port.remote(self._options.master_port))
         # A port that the user chose is the only one: a firewall may let no other through.
         is_chosen = bool(self._options.master_port)
@@ -236,6 +242,7 @@ class _RayRun:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             one = (f"{run_id}-{world.rank}", world.rank, self._options.command, env)
             starts.append(actor.start.remote(*one, self._options.workdir, self._options.grace_s))
+        # All starts are under way before the first one is waited for.
         for world, started in zip(self._worlds, starts, strict=True):
             try:
                 self._pids[world.rank] = self._ray.get(started)
@@ -283,6 +290,7 @@ class _RayRun:
         lines = self._last_lines[rank].shown()
         report = failure_report(rank, self._hosts[rank], self._pids[rank], code, lines) + self._io.output.where(rank)
         outcome = Outcome(exit_code=exit_status(code), may_restart=is_worth_restarting(code))
+        # Ranks that fail after the first one do so because of it.
         if not self._decision.decide(Reason.FAULT, outcome, report):
             return
         if self._options.restarts > self._restart and code == EXIT_USER_ERROR:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaclass.distributed.network.socket_offer import OFFER_NAME
 from megaclass.launch.agent.supervisor import Supervisor, find_command
-from megaclass.launch.network import hold_store_port, interface_towards, reserve_port
+from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, reserve_port
 from megaclass.launch.plan import without_other_starters
 
 _READ_BYTES = 1 << 18
@@ -54,6 +55,13 @@ class RankActor:
         if interface := interface_towards(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]):
             whole.setdefault("GLOO_SOCKET_IFNAME", interface)
         find_command(command, whole, Path(workdir))
+        is_one_machine = env["HOROVOD_LOCAL_SIZE"] == env["HOROVOD_SIZE"]
+        address = "127.0.0.1" if is_one_machine else env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+        if self._store_port is not None:
+            with contextlib.suppress(OSError):
+                offer = offer_store_socket(self._store_port, address)
+                whole[OFFER_NAME] = offer.name
+                offer.serve()
         self._supervisor = Supervisor(run_id, grace_s=grace_s, adopts=False, captures=True)
         self._supervisor.__enter__()
         # Ray's workers block SIGINT, and the processes they start inherit that.

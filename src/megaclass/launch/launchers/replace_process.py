@@ -23,7 +23,7 @@ def variable_names(options: RunOptions) -> list[str]:
     return sorted({*passed_on(), *options.given_env, "PYTHONUNBUFFERED"})
 
 
-def become(command: list[str], options: RunOptions, *, package: str) -> int:
+def replace_process(command: list[str], options: RunOptions, *, package: str) -> int:
     """Replaces this process by the command; with --dry-run only prints it. package: has the command, on Debian and Ubuntu."""
     if options.is_dry_run or options.is_verbose:
         print(shlex.join(command), file=sys.stdout if options.is_dry_run else sys.stderr, flush=True)

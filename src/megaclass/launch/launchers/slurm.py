@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
-from megaclass.launch.launchers.replace_process import become, with_network_variables
+from megaclass.launch.launchers.replace_process import replace_process, with_network_variables
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import place_ranks
 from megaclass.world import tasks_on_slurm_nodes
@@ -14,7 +14,7 @@ from megaclass.world import tasks_on_slurm_nodes
 def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Replaces this process by srun."""
     options = with_network_variables(options)
-    return become(_srun_command(options, hosts, os.environ), options, package="slurm-client")
+    return replace_process(_srun_command(options, hosts, os.environ), options, package="slurm-client")
 
 
 def _srun_command(options: RunOptions, hosts: Sequence[Host], env: Mapping[str, str]) -> list[str]:

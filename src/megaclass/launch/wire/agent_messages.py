@@ -5,10 +5,10 @@ and a range, control characters are removed from texts, and the number of remark
 is a ProtocolError, upon which the driver treats the host as failed.
 """
 
-import ipaddress
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from megaclass.launch.wire.checks import Check, ip_address, is_whole, number, one_of, text, truth, whole
 from megaclass.launch.wire.plain_text import plain_text
 from megaclass.launch.wire.protocol import Message, ProtocolError
 
@@ -20,19 +20,19 @@ MAX_OUTPUT_BYTES = 1 << 16
 MAX_REMARKS = 1000
 """Maximum number of an agent's remarks in one start; each becomes a message of the driver."""
 _MAX_PID = 1 << 22
-_MAX_STEP = 1 << 62
+MAX_STEP = 1 << 62
 _MAX_VERSIONS = 32
-_REMARKS = ("note", "refuse", "stopped")
-_ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress")
-
-Check = Callable[[Any], Any]
+_REMARKS = ("note", "refuse", "stopped", "kept")
+_ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress", "status", "stacks", "kept")
+_WITH_BYTES = ("output", "stacks")
+_STATES = ("answered", "stopped", "kernel", "silent", "ended")
 
 
 class AgentMessageChecker:
     """Checks the messages of one agent during one start. ranks: those that the agent was given."""
 
     def __init__(self, ranks: Collection[int]) -> None:
-        self._ranks = frozenset(ranks)
+        self._ranks = set(ranks)
         self._exited: set[int] = set()
         self._has_introduced_itself = False
         self._num_remarks = 0
@@ -48,7 +48,7 @@ class AgentMessageChecker:
             raise ProtocolError(f"an unknown message {_shown(kind)}")
         if kind in _ONLY_WHILE_RUNNING and not is_running:
             raise ProtocolError(f"{kind!r} before its ranks were started")
-        if payload and kind != "output":
+        if payload and kind not in _WITH_BYTES:
             raise ProtocolError(f"{kind!r} with {len(payload)} bytes of output")
         found: Message = {"say": kind}
         for name, (check, is_needed) in fields.items():
@@ -64,31 +64,39 @@ class AgentMessageChecker:
         return found
 
     def _fields(self) -> Mapping[str, Mapping[str, tuple[Check, bool]]]:
-        """Returns the fields of each kind of message: a check, and whether the field is required.
-
-        A check returns the value, or raises ValueError with what is allowed.
-        """
+        """Returns the fields of each kind of message: a check, and whether the field is required."""
         rank = (self._rank, True)
-        pid = (_whole_number(1, _MAX_PID), True)
+        pid = (whole(1, _MAX_PID), True)
         return {
             "beat": {},
             "done": {},
             "hello": {
                 "pid": pid,
-                "ssh": (_text, False),
+                "ssh": (text(), False),
                 "address": (ip_address, False),
-                "port": (_whole_number(1, 65535), 0 in self._ranks),
-                "store_port": (_whole_number(0, 65535), False),
+                "port": (whole(1, 65535), 0 in self._ranks),
+                "store_port": (whole(0, 65535), False),
                 "versions": (_versions, False),
             },
-            "refuse": {"why": (_text, True)},
-            "note": {"text": (_text, True)},
+            "refuse": {"why": (text(), True)},
+            "note": {"text": (text(), True)},
             "started": {"pids": (self._pids, True)},
-            "output": {"rank": rank, "stream": (_one_of(STREAMS), True)},
+            "output": {"rank": rank, "stream": (one_of(STREAMS), True)},
             # Signals 1 to 64 are negative; an exit code is one byte.
-            "exit": {"rank": rank, "pid": pid, "code": (_whole_number(-64, 255), True)},
+            "exit": {"rank": rank, "pid": pid, "code": (whole(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
-            "progress": {"step": (_whole_number(0, _MAX_STEP), True)},
+            "progress": {"step": (whole(0, MAX_STEP), True)},
+            # Where the ranks are: seconds since the last progress of any, and of one that is late.
+            "status": {"idle_s": (number, True), "silent_s": (number, False), "is_training": (truth, False)},
+            "kept": {"folder": (text(), True)},
+            "stacks": {
+                "rank": rank,
+                "pid": pid,
+                "state": (one_of(_STATES), True),
+                "step": (whole(-1, MAX_STEP), True),
+                "main_thread": (whole(0, (1 << 64) - 1), True),
+                **dict.fromkeys(("phase", "detail", "waits_for", "file_wait"), (text(), True)),
+            },
         }
 
     def _note_order(self, message: Message) -> None:
@@ -107,55 +115,20 @@ class AgentMessageChecker:
                 raise ProtocolError(f"more than {MAX_REMARKS} remarks")
 
     def _rank(self, value: Any) -> int:
-        if not _is_whole(value) or value not in self._ranks:
+        if not is_whole(value) or value not in self._ranks:
             raise ValueError("a rank of this host")
         return int(value)
 
     def _pids(self, value: Any) -> dict[int, int]:
+        return self._pids_of(value, self._ranks)
+
+    def _pids_of(self, value: Any, ranks: Collection[int]) -> dict[int, int]:
         what = "a pid for each rank of this host"
-        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in self._ranks}:
+        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in ranks}:
             raise ValueError(what)
-        if not all(_is_whole(pid) and 1 <= pid <= _MAX_PID for pid in value.values()):
+        if not all(is_whole(pid) and 1 <= pid <= _MAX_PID for pid in value.values()):
             raise ValueError(what)
         return {int(rank): pid for rank, pid in value.items()}
-
-
-def ip_address(value: Any) -> str:
-    """Returns a numeric address; raises ValueError for anything else."""
-    try:
-        if not isinstance(value, str):
-            raise ValueError
-        return str(ipaddress.ip_address(value.partition("%")[0]))
-    except ValueError:
-        raise ValueError("a numeric IP address") from None
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _whole_number(least: int, most: int) -> Check:
-    def check(value: Any) -> int:
-        if not _is_whole(value) or not least <= value <= most:
-            raise ValueError(f"a whole number from {least} to {most}")
-        return int(value)
-
-    return check
-
-
-def _one_of(allowed: Collection[str]) -> Check:
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"one of {', '.join(allowed)}")
-        return value
-
-    return check
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a text")
-    return plain_text(value)
 
 
 def _versions(value: Any) -> dict[str, str]:

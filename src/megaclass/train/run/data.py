@@ -4,11 +4,14 @@ import logging
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megaclass.backbones import check_backbone
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.loader import BatchLoader
+from megaclass.data.loading.choose import choose_processes
+from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.synthetic.synthesize import synthesize
@@ -42,9 +45,10 @@ def make_data(config: Config) -> None:
         )
 
 
-def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
+def open_data(config: Config, world: World, device: torch.device) -> tuple[ImageSource, BatchLoader]:
     """Opens the data and the loader of this rank; with data.stage, one rank per host first copies the data into memory."""
-    source = open_source(_staged(config))
+    path = _staged(config)
+    source = open_source(path)
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
@@ -56,7 +60,14 @@ def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
     warning = check_classes(source, config.data.path)
     if warning and world.is_main:
         _logger.warning(warning)
-    return source, make_loader(config, source, world)
+    processes = choose_processes(
+        path,
+        workers=config.data.workers,
+        threads=config.data.threads,
+        device=device,
+        num_local_ranks=world.local_size,
+    )
+    return source, make_loader(config, source, world, device, processes)
 
 
 def check_classes(source: ImageSource, path: str) -> str:
@@ -87,7 +98,13 @@ def how_to_verify(path: str) -> list[str]:
     ]
 
 
-def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoader:
+def make_loader(
+    config: Config,
+    source: ImageSource,
+    world: World,
+    device: torch.device,
+    processes: LoaderSettings | None = None,
+) -> BatchLoader:
     """Builds the loader that yields this rank's part of every global batch."""
     return BatchLoader(
         source,
@@ -107,6 +124,8 @@ def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoade
         num_parts=config.train.accumulate,
         # Batch norm needs two images for its statistics; the synchronised one counts those of all ranks.
         fewest_in_part=1 if config.backbone.batch_norm == "sync" and world.size > 1 else 2,
+        processes=processes,
+        device=device,
     )
 
 

@@ -34,7 +34,7 @@ from megaclass.image_size import ImageSize, compact_size, size_to_text
 from megaclass.model import weights_fingerprint
 from megaclass.progress import bar_on_demand, wrapped
 from megaclass.train.build import Model
-from megaclass.train.loop import Outcome
+from megaclass.train.loop import TrainingResult
 from megaclass.train.run.data import how_to_verify
 from megaclass.train.run.run import Run
 
@@ -43,7 +43,7 @@ _logger = logging.getLogger("megaclass.train")
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
 
 
-def finish_run(run: Run, model: Model, outcome: Outcome, results: list[SetResult]) -> None:
+def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[SetResult]) -> None:
     """Rank 0 alone. Writes model, summary, evaluation and report into the run folder, and prints where they are."""
     config, source, folder = run.config, run.source, run.folder.path
     image_size = compact_size(run.image_size)
@@ -60,7 +60,7 @@ def finish_run(run: Run, model: Model, outcome: Outcome, results: list[SetResult
     save_model(folder / "model.safetensors", model.backbone, metadata=metadata)
     summary: dict[str, Any] = {
         "data": config.data.path,
-        "data_fingerprint": run.data_marks.fingerprint,
+        "data_fingerprint": run.data_fingerprint.fingerprint,
         "num_classes": source.num_classes,
         "num_images": source.num_images,
         "image_size": image_size,

@@ -36,6 +36,9 @@ _TAKEN = "taken"
 _OWN_NAMES = (
     "config.toml",
     "metrics.jsonl",
+    "events.jsonl",
+    "hang",
+    "profile",
     "summary.json",
     "report.html",
     "model.safetensors",

@@ -110,7 +110,7 @@ def _check_people(path: Path, run: Run) -> None:
     if (path / NAME).is_file():
         manifest = read_manifest(path)
         saved = saved_classes(path, manifest)
-        check_same_people(manifest.data, run.data_marks, run.source, saved, run.classes, path)
+        check_same_people(manifest.data, run.data_fingerprint, run.source, saved, run.classes, path)
 
 
 def _read_centres(

@@ -16,11 +16,13 @@ from megaclass.config.schema import Config
 from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.distributed.process_group import process_group
+from megaclass.distributed.rank_status import own_status
 from megaclass.errors import CheckpointError, ExportError, TrainError
 from megaclass.launch.exit_codes import EXIT_RESUME_ME
+from megaclass.launch.hang.own_watch import watched_from_inside
 from megaclass.train.build import Model, build_model
 from megaclass.train.evaluation import evaluate_model
-from megaclass.train.loop import Outcome, train
+from megaclass.train.loop import TrainingResult, train
 from megaclass.train.run.data import describe_sizes, how_to_verify
 from megaclass.train.run.finish import finish_run
 from megaclass.train.run.folder import RunFolder
@@ -29,6 +31,7 @@ from megaclass.train.run.memory import out_of_memory_explained
 from megaclass.train.run.restart import StartMode, prepare_run, take_over
 from megaclass.train.run.resume import resume_run
 from megaclass.train.run.run import Run, open_run
+from megaclass.train.run.same_start import check_same_start
 from megaclass.train.run.signals import Stop, StopSignals
 from megaclass.world import World
 
@@ -39,12 +42,12 @@ _STDERR = 2
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A run after its last step, ready to be evaluated and exported."""
 
     run: Run
     model: Model
-    outcome: Outcome
+    outcome: TrainingResult
 
 
 def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
@@ -52,20 +55,27 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     if not faulthandler.is_enabled():
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
+    # The agent can ask this rank for its stacks at any time, also while it joins the others.
+    own_status().give_stacks()
     # `held` outlives the process group: the folder stays locked until rank 0 has written the last result.
-    with ExitStack() as held:
+    with ExitStack() as held, watched_from_inside(own_status(), world):
         with process_group(world, device=config.train.device) as device:
             with out_of_memory_explained(config, world, device):
                 trained = train_in_group(config, world, device, mode, held)
+            trained.run.events.note(
+                "end", trained.outcome.num_steps, outcome="stopped" if trained.outcome.stop else "finished"
+            )
             if trained.outcome.stop:
                 if world.is_main:
                     _logger.info(f"asked to stop; saved at step {trained.outcome.num_steps}, --resume continues.")
                 return EXIT_RESUME_ME if trained.outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
             # From here on the backbone has the weights that are evaluated and exported.
             held.enter_context(trained.model.for_evaluation())
-            results = trained.outcome.results or evaluate_model(trained.run, trained.model, has_bar=True)
+            with own_status().long_work("evaluation"):
+                results = trained.outcome.results or evaluate_model(trained.run, trained.model, has_bar=True)
         # The other ranks are done: export and report are the work of one rank.
         if world.is_main:
+            own_status().progress(allowed_s=0.0, phase="writing results")
             try:
                 finish_run(trained.run, trained.model, trained.outcome, results)
             except (OSError, ExportError, CheckpointError) as error:
@@ -77,13 +87,15 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     return 0
 
 
-def train_in_group(config: Config, world: World, device: torch.device, mode: StartMode, held: ExitStack) -> Trained:
+def train_in_group(config: Config, world: World, device: torch.device, mode: StartMode, held: ExitStack) -> TrainedRun:
     """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done."""
     folder = RunFolder(Path(config.train.run_dir))
+    hosts = check_same_start(config, device)
     mode = prepare_run(config, folder, world, device, mode, held)
     # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
-    run = replace(open_run(config, world, device, folder), command=mode.command)
+    own_status().name_folder(folder.path.absolute())
+    run = replace(open_run(config, world, device, folder, hosts), command=mode.command)
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
     model = build_model(config, run.source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
@@ -104,16 +116,17 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
         _logger.info(sizes)
         if Path(config.data.path).exists() and not verification_files(config.data.path):
             _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
-    outcome = _train_and_save(run, model, first_step)
+    with run.events.ending_noted():
+        outcome = _train_and_save(run, model, first_step)
     if run.loader.bad_images.num_bad:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
         _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
-    return Trained(run, model, outcome)
+    return TrainedRun(run, model, outcome)
 
 
-def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
-    """Collective. Trains with a checkpoint writer; signals are heard until the last checkpoint is on the disk."""
+def _train_and_save(run: Run, model: Model, first_step: int) -> TrainingResult:
+    """Collective. Trains with a checkpoint writer; signals are handled until the last checkpoint is on the disk."""
     config = run.config
     signals = StopSignals(is_main=run.world.is_main)
     with signals.heard():
@@ -123,8 +136,9 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> Outcome:
             keep=config.train.keep_checkpoints,
             device=run.device,
             class_names=run.classes.text,
-            data=run.data_marks,
+            data=run.data_fingerprint,
             is_asynchronous=config.train.async_checkpoints,
+            on_published=run.events.note_published,
         ) as writer:
             # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())

@@ -34,6 +34,7 @@ from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_main_rank_for_long, text_of_main_rank
 from megaclass.errors import CheckpointError, ConfigError
+from megaclass.train.observe.trackers import TRACKERS
 from megaclass.train.run.data import make_data
 from megaclass.train.run.folder import RunFolder
 from megaclass.world import NO_STARTER, World
@@ -129,11 +130,12 @@ def require_packages(config: Config) -> None:
 
     Only rank 0 exports and sends metrics, so only its host needs them.
     """
-    for is_asked, setting, off, extra, names in (
-        (config.export.onnx, "export.onnx", "false", "onnx", ("onnx", "onnxscript", "onnxruntime")),
-        (config.train.tensorboard, "train.tensorboard", "false", "tensorboard", ("tensorboard",)),
-        (config.train.wandb_project, "train.wandb_project", "''", "wandb", ("wandb",)),
-    ):
+    onnx = (config.export.onnx, "export.onnx", "false", "onnx", ("onnx", "onnxscript", "onnxruntime"))
+    services = [
+        (tracker.is_wanted(config.train), f"train.{tracker.setting}", tracker.off, tracker.extra, tracker.packages)
+        for tracker in TRACKERS
+    ]
+    for is_asked, setting, off, extra, names in (onnx, *services):
         missing = [name for name in names if not _is_installed(name)]
         if is_asked and missing:
             raise ConfigError(

@@ -28,7 +28,7 @@ from megaclass.checkpoint.retention import best_folder, published, set_aside_aft
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import changes_refused_on_resume, load_config_values
 from megaclass.config.schema import Config
-from megaclass.data.fingerprint import DataMarks, foreign_class
+from megaclass.data.fingerprint import DataFingerprint, foreign_class
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import (
     on_every_rank,
@@ -60,9 +60,9 @@ def resume_run(run: Run, model: Model, mode: StartMode) -> int:
         if not mode.matches_classes:
             _check_classes(saved, run.classes, folder)
         if not mode.trusts_numbers:
-            check_same_people(manifest.data, run.data_marks, run.source, saved, run.classes, folder)
-        if saved == run.classes and manifest.data.fingerprint not in ("", run.data_marks.fingerprint):
-            changed = _describe_fingerprints(manifest.data, run.data_marks, folder)
+            check_same_people(manifest.data, run.data_fingerprint, run.source, saved, run.classes, folder)
+        if saved == run.classes and manifest.data.fingerprint not in ("", run.data_fingerprint.fingerprint):
+            changed = _describe_fingerprints(manifest.data, run.data_fingerprint, folder)
             _logger.info(f"the data has changed, continuing with it: {changed}")
         _logger.info(f"resuming from {folder}, step {manifest.step}")
         _announce_learning_rate(run, manifest, folder)
@@ -172,7 +172,12 @@ def _check_classes(saved: ClassList, classes: ClassList, folder: Path) -> None:
 
 
 def check_same_people(
-    saved: DataMarks, marks: DataMarks, source: ImageSource, saved_list: ClassList, classes: ClassList, where: Path
+    saved: DataFingerprint,
+    current: DataFingerprint,
+    source: ImageSource,
+    saved_list: ClassList,
+    classes: ClassList,
+    where: Path,
 ) -> None:
     """Refuses to match classes by number if their images show that they are other people.
 
@@ -180,21 +185,21 @@ def check_same_people(
     recorded in its fingerprint. More or fewer images of the same classes are accepted, in any order or format, and so is
     everything if the classes have names.
     """
-    if saved_list.text or classes.text or not saved.fingerprint or saved.fingerprint == marks.fingerprint:
+    if saved_list.text or classes.text or not saved.fingerprint or saved.fingerprint == current.fingerprint:
         return
     left = {label: images for label, images in saved.class_images.items() if int(label) < source.num_classes}
-    foreign = foreign_class(DataMarks(fingerprint=saved.fingerprint, class_images=left), source)
+    foreign = foreign_class(DataFingerprint(fingerprint=saved.fingerprint, class_images=left), source)
     if foreign is not None:
         raise CheckpointError(
             f"{where} was trained on other data: class {foreign} holds none of the images recorded in the checkpoint "
-            f"({_describe_fingerprints(saved, marks, where)}). If the classes have the same numbers and their images were "
+            f"({_describe_fingerprints(saved, current, where)}). If the classes have the same numbers and their images were "
             f"only encoded again, use --same-numbers; with a classes.txt beside the data of both runs, classes are matched "
             f"by name instead."
         )
 
 
-def _describe_fingerprints(saved: DataMarks, marks: DataMarks, where: Path) -> str:
-    return f"fingerprint of the data {saved.fingerprint} in {where}, {marks.fingerprint} now"
+def _describe_fingerprints(saved: DataFingerprint, current: DataFingerprint, where: Path) -> str:
+    return f"fingerprint of the data {saved.fingerprint} in {where}, {current.fingerprint} now"
 
 
 def _check_same_run(manifest: Manifest, config: Config, folder: Path, command: Sequence[str]) -> None:
@@ -211,7 +216,7 @@ def _saved_config(manifest: Manifest, folder: Path) -> Config:
     try:
         # A setting that is newer than the checkpoint has its default.
         return load_config_values(tomllib.loads(manifest.config), where=f"the settings in {folder}")
-    except (ConfigError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ConfigError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
 
 

@@ -1,17 +1,18 @@
-"""Receivers of metrics: metrics.jsonl, which is authoritative, and copies for TensorBoard and Weights & Biases on request."""
+"""Receivers of metrics: metrics.jsonl, which is authoritative, and on request copies for other services and Prometheus."""
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
-from megaclass.errors import CheckpointError, ConfigError, UserError, is_transient
-from megaclass.files import make_private_folder
+from megaclass.errors import CheckpointError, UserError, is_transient
+from megaclass.train.observe.metrics_server import metrics_served
+from megaclass.train.observe.trackers import TRACKERS, SendNumbers, numbers_of
 from megaclass.train.run.folder import RunFolder
 
-Sink = Callable[[Mapping[str, float]], None]
+Sink = Callable[[Mapping[str, Any]], None]
 _logger = logging.getLogger("megaclass.train")
 
 
@@ -22,28 +23,33 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
     is_new: nothing was trained yet. If a sink cannot be opened, the run folder is then cleared for the next attempt.
     """
     with ExitStack() as opened:
-        # The first sink is the authoritative one.
-        sinks: list[Sink] = [opened.enter_context(_metrics_file(run))]
+        write = opened.enter_context(_metrics_file(run))
+        copies: list[tuple[str, SendNumbers]] = []
         try:
-            if config.train.tensorboard:
-                sinks.append(opened.enter_context(_tensorboard(run)))
-            if config.train.wandb_project:
-                sinks.append(opened.enter_context(_wandb(config, run)))
+            # The packages are installed: restart.require_packages has checked that before the first step.
+            copies += [
+                (tracker.title, opened.enter_context(tracker.open_session(config, run.path)))
+                for tracker in TRACKERS
+                if tracker.is_wanted(config.train)
+            ]
+            if config.train.metrics_port:
+                copies.append(("Prometheus", opened.enter_context(metrics_served(config.train))))
         except (UserError, OSError):
             if is_new:
                 opened.close()
                 run.clear()
             raise
 
-        def send(row: Mapping[str, float]) -> None:
-            for sink in list(sinks):
+        def send(row: Mapping[str, Any]) -> None:
+            write(row)
+            for title, copy in list(copies):
                 try:
-                    sink(row)
+                    copy(numbers_of(row), int(row["step"]))
                 except OSError as error:
-                    # A copy for display only: metrics.jsonl, the first sink, raises no OSError.
-                    sinks.remove(sink)
+                    # A copy for display only is not worth the run.
+                    copies.remove((title, copy))
                     _logger.warning(
-                        f"the copy of the metrics for TensorBoard cannot be written ({error}); the run continues without it."
+                        f"the copy of the metrics for {title} cannot be written ({error}); the run continues without it."
                     )
 
         yield send
@@ -52,9 +58,9 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
 @contextmanager
 def _metrics_file(run: RunFolder) -> Iterator[Sink]:
     """Yields the sink for metrics.jsonl. Rows that a full disk refuses are kept in memory and written with the next one."""
-    waiting: deque[Mapping[str, float]] = deque()
+    waiting: deque[Mapping[str, Any]] = deque()
 
-    def send(row: Mapping[str, float]) -> None:
+    def send(row: Mapping[str, Any]) -> None:
         waiting.append(dict(row))
         try:
             # Oldest first: rows stay in the order of their steps.
@@ -84,45 +90,3 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
 def no_sinks() -> Iterator[Sink]:
     """Yields a sink that ignores every row, for the ranks that do not report."""
     yield lambda row: None
-
-
-# The two packages below are installed: restart.require_packages has checked that before the first step.
-
-
-@contextmanager
-def _tensorboard(run: RunFolder) -> Iterator[Sink]:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # TensorBoard's files follow the umask; the private folder keeps other users out.
-    make_private_folder(run.path / "tensorboard")
-    writer = SummaryWriter(str(run.path / "tensorboard"))
-
-    def send(row: Mapping[str, float]) -> None:
-        for name, value in row.items():
-            if name != "step":
-                writer.add_scalar(name, value, int(row["step"]))
-
-    try:
-        yield send
-    finally:
-        writer.close()
-
-
-@contextmanager
-def _wandb(config: Config, run: RunFolder) -> Iterator[Sink]:
-    import wandb
-
-    try:
-        make_private_folder(run.path / "wandb")
-        session = wandb.init(
-            project=config.train.wandb_project, name=run.path.name, dir=str(run.path), config={"toml": to_toml(config)}
-        )
-    except wandb.Error as error:
-        raise ConfigError(
-            f"Weights & Biases did not open train.wandb_project={config.train.wandb_project}: {error} "
-            f"WANDB_MODE=offline writes to files; train.wandb_project='' disables it."
-        ) from error
-    try:
-        yield lambda row: session.log(dict(row), step=int(row["step"]))
-    finally:
-        session.finish()

@@ -210,7 +210,8 @@ def _start(args: Any) -> list[Any] | None:
         output_filename=args.output_filename,
         nics=args.nics,
         with_timestamp=args.prefix_output_with_timestamp,
-        verbose=args.verbose,
+        # The launcher would repeat the messages of _report_remote_hosts().
+        verbose=args.verbose and not args.hosts,
         env=config_parser.set_env_from_args({}, args),
     )
     return None

@@ -1,3 +1,16 @@
 from megaclass.hvd.compat.util import check_extension
 
 check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+
+from megaclass.hvd.tensorflow import *
+from megaclass.hvd.tensorflow import __all__ as _names
+from megaclass.hvd.tensorflow import __getattr__ as __getattr__
+
+from . import compression as compression
+from . import functions as functions
+from . import gradient_aggregation as gradient_aggregation
+from . import mpi_ops as mpi_ops
+from . import util as util
+from .util import _cache, _executing_eagerly
+
+__all__ = list(_names)

@@ -1,0 +1,65 @@
+"""Settings of the documentation site, which `make docs` builds with Sphinx, MyST and furo.
+
+The source folder is the root of the repository, so that pages link to README, SECURITY and the benchmark tables as on the web
+view of the repository. Any broken link or reference fails the build.
+"""
+
+import inspect
+from typing import Any
+
+import megaclass
+
+project = "Megaclass"
+author = "The Megaclass developers"
+copyright = "the Megaclass developers, Apache-2.0"
+version = release = megaclass.__version__
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "*.md", "benchmarks/*.md"]
+exclude_patterns = ["docs/_build/**", ".venv/**", "AGENTS.md", "README.zh-CN.md"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+
+# Anchors are made as GitHub makes them, so that links between pages work on both.
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+# Tables and remarks in the style of this project use these freely.
+suppress_warnings = ["myst.header"]
+nitpicky = False
+
+autoclass_content = "both"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+# Docstrings are Markdown-like prose; `name` is code in them.
+default_role = "code"
+
+html_theme = "furo"
+html_title = f"Megaclass {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide_tables.css"]
+# Sends the front page of the site to docs/index.html.
+html_extra_path = ["_extra"]
+html_copy_source = False
+html_show_sphinx = False
+
+
+def as_field_lists(app: object, what: str, name: str, documented: object, options: object, lines: list[str]) -> None:
+    """Turns the style of this project's docstrings into reStructuredText: `name: meaning` lines become fields."""
+    try:
+        parameters = set(inspect.signature(documented).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        parameters = set()
+    for number, line in enumerate(lines):
+        word, colon, meaning = line.partition(": ")
+        if colon and word in parameters:
+            # A field list begins after an empty line.
+            opening = (
+                "\n" if number and lines[number - 1].strip() and not lines[number - 1].startswith(":param") else ""
+            )
+            line = f"{opening}:param {word}: {meaning}"
+        lines[number] = line.replace("|", "\\|")
+    lines[:] = "\n".join(lines).split("\n")
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", as_field_lists)

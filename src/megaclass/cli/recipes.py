@@ -1,0 +1,55 @@
+"""`megaclass demo`, `megaclass recipes` and `megaclass completion`."""
+
+import argparse
+from typing import Any
+
+from megaclass.errors import ConfigError
+
+
+def add_recipe_commands(commands: Any, parser: argparse.ArgumentParser) -> None:
+    """Adds `demo`, `recipes` and `completion` to the parser's commands."""
+    demo = commands.add_parser(
+        "demo",
+        help="the whole job in two minutes on a CPU: train, evaluate, report, export",
+        description="Two processes train on identities drawn by code, evaluate on unseen ones, write a report and export a "
+        "model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo --overwrite",
+    )
+    demo.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that take precedence")
+    demo.set_defaults(run=_demo)
+    recipes = commands.add_parser("recipes", help="list the recipes that come with the package")
+    recipes.set_defaults(run=_recipes)
+    completion = commands.add_parser(
+        "completion",
+        help="print a completion script for your shell",
+        description='Prints a completion script. For bash: eval "$(megaclass completion bash)", for example in ~/.bashrc.',
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(run=lambda options, given: _completion(options, parser))
+
+
+def _demo(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.cli.main import main
+
+    return main(["train", "demo", "--overwrite", *options.settings])
+
+
+def _recipes(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.config.recipes import recipe_summaries
+
+    summaries = list(recipe_summaries())
+    width = max(len(name) for name, _ in summaries)
+    for name, summary in summaries:
+        print(f"{name:{width}}  {summary}")
+    print(
+        "\nTrain one by its name: megaclass train NAME data.path=FOLDER. All its settings: megaclass train NAME --show-config."
+    )
+    return 0
+
+
+def _completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise ConfigError("Completion needs the package shtab: pip install 'megaclass[ui]'.") from None
+    print(shtab.complete(parser, shell=options.shell))
+    return 0

@@ -1,0 +1,1 @@
+from megaclass.hvd.tensorflow.compression import Compression, Compressor, FP16Compressor, NoneCompressor

@@ -1,0 +1,1 @@
+from megaclass.hvd.tensorflow.gradient_aggregation import LocalGradientAggregationHelper

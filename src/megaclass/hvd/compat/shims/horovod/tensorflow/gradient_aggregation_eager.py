@@ -1,0 +1,3 @@
+from megaclass.hvd.tensorflow.gradient_aggregation import (
+    LocalGradientAggregationHelper as LocalGradientAggregationHelperEager,
+)

@@ -1,0 +1,154 @@
+"""Agents that ended, fell silent or broke the protocol before they said that they are done. Standard library only.
+
+The ranks of a lost agent end by themselves, because its orphan killers watch it. They may have died with it, so the driver
+also starts an orphan killer of its own on the host, through a new connection.
+"""
+
+import contextlib
+import subprocess
+import time
+from dataclasses import dataclass
+
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.job_end import LEAVE_S, JobEnd
+from megaclass.launch.driver.job_start import JobStart
+from megaclass.launch.driver.outcome import Outcome
+from megaclass.launch.driver.output import DriverMessages
+from megaclass.launch.driver.ssh import SshSettings, agent_command
+from megaclass.launch.exit_codes import EXIT_HOST_LOST, how_it_ended
+from megaclass.launch.hosts import Host
+
+_STDERR_READS = 16
+"""Reads of an agent's stderr after its end; an ssh that goes on writing there must not keep the driver."""
+_EXIT_CODE_S = 0.5
+"""Time for ssh or the local agent to end after it has closed stdout."""
+_MAX_ORPHAN_KILLERS = 64
+"""If more hosts are lost at once, the network is gone; the agents then end their ranks themselves."""
+_CONNECT_AND_KILL_S = 5.0
+"""Time beyond the grace for ssh to connect and for the processes to vanish. A dead host delays the end of a run by it."""
+
+
+class LostAgents:
+    """Excludes agents from the job, ends the job because of them, and kills what they left behind."""
+
+    def __init__(
+        self,
+        pipes: AgentPipes,
+        start: JobStart,
+        end: JobEnd,
+        ssh: SshSettings,
+        messages: DriverMessages,
+        grace_s: float,
+    ) -> None:
+        self._pipes = pipes
+        self._start = start
+        self._end = end
+        self._ssh = ssh
+        self._messages = messages
+        self._grace_s = grace_s
+        self._orphan_killers: list[OrphanKiller] = []
+
+    def note_end_of_stream(self, agent: AgentPipe) -> None:
+        """Handles the end of ssh or the local agent before it said that all is done."""
+        for _ in range(_STDERR_READS):
+            if not agent.read_stderr():
+                break
+        # ssh's exit code tells a failed login (255) from an agent that ended.
+        code = agent.wait(_EXIT_CODE_S)
+        if agent.state is PipeState.STARTING:
+            self._start.note_end_of(agent, code)
+            self._pipes.finish(agent, PipeState.LOST)
+        else:
+            who = "its agent" if agent.placement.host.is_local else "its agent, or the ssh connection to it,"
+            self._lose(agent, f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else ""))
+
+    def note_silence(self, agent: AgentPipe, silent_s: float) -> None:
+        """Gives up a host that has not answered for too long."""
+        self._lose(
+            agent,
+            f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone",
+            # An orphan killer could not reach it, either.
+            is_reachable=False,
+        )
+
+    def distrust(self, agent: AgentPipe, why: str) -> None:
+        """Excludes a host that breaks the protocol: it is faulty, or controlled by an attacker."""
+        if agent.state is PipeState.STARTING:
+            self._start.problems.append((agent.name, f"{agent.name} {why}."))
+            self._pipes.drop(agent)
+        else:
+            self._lose(agent, why)
+
+    def abandon_unfinished(self) -> None:
+        """Leaves the agents that were told to end their ranks and do not report that they have."""
+        for agent in self._pipes.unfinished():
+            if agent.state is PipeState.RUNNING:
+                self._kill_orphans_of(agent)
+            self._pipes.finish(agent, PipeState.LOST)
+            self._messages.say(
+                f"{agent.name} does not report that its {agent.placement.ranks()} ended; closing the connection."
+            )
+
+    def wait_for_orphan_killers(self) -> None:
+        """Waits until every orphan killer is done or its time is up."""
+        for orphan_killer in self._orphan_killers:
+            orphan_killer.wait()
+
+    def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True) -> None:
+        if agent.state is PipeState.RUNNING and is_reachable:
+            self._kill_orphans_of(agent)
+        self._pipes.drop(agent)
+        # While the job ends, ssh connections end in any order; only the first fault is worth a message.
+        if self._end.is_ending:
+            self._messages.detail(f"{agent.name} {why}")
+            return
+        last = "".join(f"\n    {line}" for line in agent.stderr_text.splitlines()[-3:])
+        lost = f"{agent.name} ({agent.placement.ranks()}) {why}."
+        self._messages.say(f"{lost} Its ranks end by themselves; all others are being stopped.{last}")
+        outcome = Outcome(exit_code=EXIT_HOST_LOST, failed_hosts=(agent.name,))
+        self._end.end(outcome, report=f"the run ended because {lost}")
+
+    def _kill_orphans_of(self, agent: AgentPipe) -> None:
+        if len(self._orphan_killers) == _MAX_ORPHAN_KILLERS:
+            return
+        run_id, grace_s = self._start.run_id_of(self._pipes.all.index(agent)), min(self._grace_s, LEAVE_S)
+        with contextlib.suppress(OSError):
+            orphan_killer = start_orphan_killer(
+                agent.placement.host, self._ssh, run_id, agent_pid=agent.hello["pid"], grace_s=grace_s
+            )
+            self._orphan_killers.append(orphan_killer)
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanKiller:
+    """A running orphan killer on one host."""
+
+    process: subprocess.Popen[bytes]
+    deadline: float
+
+    def wait(self) -> None:
+        """Waits until it is done or its time is up: the host may be down, which is why its agent was lost."""
+        try:
+            self.process.wait(max(0.0, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def start_orphan_killer(host: Host, ssh: SshSettings, run_id: str, *, agent_pid: int, grace_s: float) -> OrphanKiller:
+    """Starts to kill all processes of the run on the host, and does not wait. agent_pid: the lost agent's pid there."""
+    process = subprocess.Popen(
+        agent_command(host, ssh, "megaclass.launch.agent.orphan_killer"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    # The line is shorter than a pipe's buffer, so this never blocks.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(f"{run_id} {agent_pid} {grace_s}\n".encode("ascii"))
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    return OrphanKiller(process, time.monotonic() + grace_s + _CONNECT_AND_KILL_S)

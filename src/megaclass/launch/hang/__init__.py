@@ -1,0 +1,1 @@
+"""Finds out why no rank makes progress: collects stacks (stacks.py), groups them (verdict.py). Standard library only."""

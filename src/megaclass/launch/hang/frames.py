@@ -1,0 +1,109 @@
+"""Reads the stacks that Python's faulthandler writes, and says in words where a thread is."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_OWN_PACKAGE = "/megaclass/"
+# Files of other packages and of Python's library: the place that interests the reader is the one that called them.
+_LIBRARY = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/")
+_WAITS_FOR_GPU = {"synchronize"}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    file: str
+    line: str
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        return _OWN_PACKAGE not in self.file and bool(_LIBRARY.search(self.file) or self.file.startswith("<frozen"))
+
+    def shown(self) -> str:
+        """Returns a short place: inside this package "data/loader.py:142", elsewhere the last two parts of the path."""
+        if _OWN_PACKAGE in self.file:
+            path = self.file.rpartition(_OWN_PACKAGE)[2]
+        else:
+            path = "/".join(PurePosixPath(self.file).parts[-2:]).lstrip("/")
+        return f"{path}:{self.line}"
+
+
+Thread = list[Frame]
+"""Frames of one thread, the innermost first."""
+
+
+def threads_of(stacks: str) -> dict[int, Thread]:
+    """Returns the frames of each thread by its identifier, in the order of the text: the main thread is the last."""
+    threads: dict[int, Thread] = {}
+    current: Thread = []
+    for line in stacks.splitlines():
+        if match := _THREAD.match(line):
+            current = threads.setdefault(int(match[1], 16), [])
+        elif match := _FRAME.match(line):
+            current.append(Frame(match[1], match[2], match[3]))
+    return threads
+
+
+def main_thread_of(threads: dict[int, Thread], identifier: int) -> Thread:
+    """Returns the main thread's frames; without its identifier, which other programs do not tell, the last thread's."""
+    if identifier in threads:
+        return threads[identifier]
+    return next(reversed(threads.values()), [])
+
+
+def collective_of(thread: Thread) -> str:
+    """Returns the collective in which a thread waits, such as "all_gather"; empty if it is in none."""
+    inner = thread[:8]
+    for index, frame in enumerate(inner):
+        if frame.file.endswith("torch/distributed/distributed_c10d.py"):
+            # Of nested ones the outermost is what the program called: barrier, all_gather_object.
+            outer = [f.function for f in inner[index:] if f.file.endswith("torch/distributed/distributed_c10d.py")]
+            return _plain(outer[-1])
+        if not frame.is_library and not _is_engine(frame):
+            break
+    if inner and inner[0].function == "_engine_run_backward":
+        return "backward, which averages the gradients"
+    hvd = [frame for frame in inner if "/megaclass/hvd/" in frame.file]
+    return "a collective of hvd" if any(frame.function in ("synchronize", "wait") for frame in hvd) else ""
+
+
+def waits_for_gpu(thread: Thread) -> bool:
+    """Tells whether the thread waits for its GPU: for queued work, which may contain a collective."""
+    if thread and thread[0].function in _WAITS_FOR_GPU and "/torch/cuda/" in thread[0].file:
+        return True
+    return bool(thread) and thread[0].file.endswith("megaclass/train/metrics.py") and thread[0].function == "read"
+
+
+def place_of(thread: Thread) -> Frame | None:
+    """Returns the innermost frame that is not a library's, or the innermost one if all are."""
+    return next((frame for frame in thread if not frame.is_library), thread[0] if thread else None)
+
+
+def waits_for_other_thread(thread: Thread) -> bool:
+    """Tells whether a thread waits for another one of its process, as the loop waits for the threads that read images."""
+    names = ("threading.py", "concurrent/futures/_base.py", "queue.py", "concurrent/futures/thread.py")
+    return bool(thread) and thread[0].file.endswith(names)
+
+
+def busy_thread(threads: Sequence[Thread]) -> Thread:
+    """Returns the thread that works on data, for whose result the main thread waits; empty if there is none."""
+    for thread in threads:
+        is_idle = waits_for_other_thread(thread) or not thread
+        if not is_idle and any(_OWN_PACKAGE + "data/" in frame.file for frame in thread):
+            return thread
+    return []
+
+
+def _is_engine(frame: Frame) -> bool:
+    return _OWN_PACKAGE + "distributed/collectives.py" in frame.file
+
+
+def _plain(function: str) -> str:
+    """Names of torch's functions without the endings that tell how tensors are passed."""
+    for ending in ("_into_tensor", "_tensor", "_single", "_coalesced"):
+        function = function.removesuffix(ending)
+    return function

@@ -1,0 +1,127 @@
+"""Looks for hangs from inside a rank, for starters without an agent of ours: torchrun, srun, mpirun, Ray, one process.
+
+A thread per rank reads the rank's own page once per second. A rank that is late writes its stacks into the run folder, which
+all hosts share, waits for the others to do the same, and the lowest rank that has written prints the verdict; then all end with
+exit code 134, upon which the launcher ends the rest. Ranks that write nothing are the suspects: they are stopped, their host
+is lost, or native code holds the interpreter lock, without which this thread cannot run.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from megaclass.distributed.rank_status import OwnStatus, RankStatus
+from megaclass.files import make_private_folder, write_text
+from megaclass.launch.exit_codes import EXIT_HUNG
+from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for
+from megaclass.launch.hang.record import HANG_FOLDER, keep_stacks, keep_verdict
+from megaclass.launch.hang.sentence import hang_sentence, steps_done
+from megaclass.launch.hang.stacks import MAX_STACK_BYTES, RankReport
+from megaclass.launch.hang.verdict import find_verdict
+from megaclass.world import World
+
+_LOOK_S = 1.0
+_OTHERS_S = 5.0
+"""How long a rank waits for the reports of the others: their pages are looked at once per second, and disks take a moment."""
+_PRINT_FIRST_S = 2.0
+"""Ranks that do not print the verdict stay so much longer: launchers end all ranks as soon as one is gone."""
+_NO_SIGN = "wrote no stacks: it is stopped, in native code that keeps the interpreter lock, or its host is lost"
+
+
+@contextmanager
+def watched_from_inside(status: OwnStatus, world: World) -> Iterator[None]:
+    """Watches this rank while the block runs, unless an agent or parent does."""
+    if status.has_reader:
+        yield
+        return
+    is_over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(status, world, is_over), daemon=True, name="megaclass-hang-watch")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(_LOOK_S)
+
+
+def _watch(status: OwnStatus, world: World, is_over: threading.Event) -> None:
+    while not is_over.wait(_LOOK_S):
+        seen = status.read()
+        if seen.late_s(time.monotonic()) > 0:
+            _end_hung_rank(seen, world)
+
+
+def _end_hung_rank(seen: RankStatus, world: World) -> None:
+    """Reports this rank, and as the lowest one that can, prints the verdict; ends the process."""
+    silent_s = time.monotonic() - seen.progress_at
+    own = _report(seen, world)
+    reports = [own]
+    # The step is the same on all ranks, so that they find each other's files without exchanging anything.
+    name = f"step-{seen.step}"
+    folder = Path(seen.folder) if seen.folder else None
+    if folder is not None and world.size > 1:
+        begun = time.time()
+        keep_stacks(folder, name, [own])
+        with contextlib.suppress(OSError):
+            make_private_folder(folder / HANG_FOLDER / name)
+            write_text(folder / HANG_FOLDER / name / f"rank-{own.rank}.json", json.dumps(asdict(own)), is_private=True)
+        deadline = time.monotonic() + _OTHERS_S
+        while len(reports) < world.size and time.monotonic() < deadline:
+            time.sleep(0.2)
+            reports = _reports_of(folder / HANG_FOLDER / name, begun - _OTHERS_S, own)
+    elif folder is not None:
+        keep_stacks(folder, name, [own])
+    if own.rank == min(report.rank for report in reports):
+        found = {report.rank for report in reports}
+        missing = [rank for rank in range(world.size) if rank not in found]
+        reports += [RankReport(rank=rank, host="?", pid=0, state="lost", detail=_NO_SIGN) for rank in missing]
+        verdict = find_verdict(reports)
+        sentence = hang_sentence(silent_s, verdict)
+        where = f" Stacks: {folder / HANG_FOLDER / name}." if folder is not None else ""
+        print(f"megaclass: {sentence}{where}", file=sys.stderr, flush=True)
+        if folder is not None:
+            keep_verdict(folder, name, sentence, verdict, steps_done(reports))
+    else:
+        time.sleep(_PRINT_FIRST_S)
+    os._exit(EXIT_HUNG)
+
+
+def _report(seen: RankStatus, world: World) -> RankReport:
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read(MAX_STACK_BYTES).decode(errors="replace")
+    return RankReport(
+        rank=world.rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        state="answered",
+        step=seen.step,
+        phase=seen.phase,
+        detail=seen.detail,
+        main_thread=seen.main_thread,
+        waits_for=main_thread_waits_for(os.getpid()),
+        file_wait=file_wait(os.getpid()),
+        stacks=stacks,
+    )
+
+
+def _reports_of(folder: Path, not_before: float, own: RankReport) -> list[RankReport]:
+    """Reads the reports of this hang; those of an earlier one at the same step are older."""
+    found = {own.rank: own}
+    for file in folder.glob("rank-*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if file.stat().st_mtime >= not_before:
+                report = RankReport(**json.loads(file.read_text(encoding="utf-8")))
+                found[report.rank] = report
+    return list(found.values())

@@ -1,0 +1,17 @@
+"""The one message about a hang, the same from `megaclass run`, `megaclass train` and a rank without a launcher of ours."""
+
+from collections.abc import Sequence
+
+from megaclass.launch.hang.stacks import RankReport
+from megaclass.launch.hang.verdict import Verdict
+
+
+def hang_sentence(silent_s: float, verdict: Verdict, *, what: str = "no step has finished") -> str:
+    """Returns the message for the terminal. silent_s: time since the last progress; what: the progress that is missing."""
+    return f"the job hangs: {what} for {silent_s:.0f} s. {verdict.text}."
+
+
+def steps_done(reports: Sequence[RankReport]) -> int | None:
+    """Returns the number of steps that all ranks have done, or None if they do not train."""
+    steps = [report.step for report in reports if report.step >= 0]
+    return min(steps) if steps else None

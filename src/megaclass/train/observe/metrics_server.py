@@ -1,0 +1,79 @@
+"""train.metrics_port: rank 0 offers the newest metrics in Prometheus' text format, at http://ADDRESS:PORT/metrics.
+
+Written by hand instead of with prometheus-client: the format is one line per number, and the numbers exist already as a row.
+"""
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from megaclass.config.schema import TrainConfig
+from megaclass.errors import ConfigError
+from megaclass.train.observe.trackers import SendNumbers
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+_REQUEST_S = 10.0
+
+
+@contextmanager
+def metrics_served(settings: TrainConfig) -> Iterator[SendNumbers]:
+    """Serves the numbers of the last row while the block runs. Raises ConfigError if the port cannot be used."""
+    page = {"text": ""}
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _REQUEST_S
+
+        def do_GET(self) -> None:
+            is_known = self.path.split("?")[0] in ("/metrics", "/")
+            body = page["text"].encode() if is_known else b"The metrics are at /metrics.\n"
+            self.send_response(200 if is_known else 404)
+            self.send_header("Content-Type", _CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Requests are not logged: one comes every few seconds."""
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *arguments: object) -> None:
+            """A client that hangs up must not print a traceback between the lines of a run."""
+
+    address = (settings.metrics_address, settings.metrics_port)
+    try:
+        server = Server(address, Handler)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(
+            f"Cannot listen at {address[0]}:{address[1]} (train.metrics_address, train.metrics_port): {reason}. "
+            f"Choose another port, or train.metrics_port=0."
+        ) from error
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True, name="megaclass-metrics")
+    thread.start()
+
+    def send(numbers: Mapping[str, float], step: int) -> None:
+        page["text"] = prometheus_text({"step": float(step), **numbers})
+
+    try:
+        yield send
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def prometheus_text(numbers: Mapping[str, float]) -> str:
+    """Returns the numbers as gauges called megaclass_NAME."""
+    lines = []
+    for name, value in numbers.items():
+        full = "megaclass_" + _NOT_IN_NAMES.sub("_", name)
+        lines += [f"# TYPE {full} gauge", f"{full} {_number(value)}"]
+    return "\n".join([*lines, ""])
+
+
+def _number(value: float) -> str:
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))

@@ -1,0 +1,69 @@
+"""Everything that watches the training loop without changing it: limits for hangs, times per phase, slow ranks, profiles."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+
+from megaclass.distributed.rank_status import own_status
+from megaclass.train.metrics import Meter
+from megaclass.train.observe.hang_limit import HangLimit
+from megaclass.train.observe.phases import PhaseClock, SlowRank, find_slow_rank, gather_phases, phase_row
+from megaclass.train.observe.profile import StepProfile
+from megaclass.train.run.run import Run
+
+
+class Observer:
+    """Watches the loop of one rank; used by the loop alone."""
+
+    def __init__(self, run: Run, backbone: nn.Module, first_step: int) -> None:
+        self._run = run
+        self.clock = PhaseClock(run.device, backbone)
+        self._status = own_status()
+        self._limit = HangLimit(run.config.train, self._status, first_step)
+        self._profile = StepProfile(run)
+        self._num_steps = 0
+        self._slow: SlowRank | None = None
+
+    @contextmanager
+    def step(self, step: int, *, is_last: bool) -> Iterator[None]:
+        """Wraps the work of one step, counted from 0."""
+        self._profile.before(step)
+        with self.clock.heard():
+            yield
+        self._profile.after(step, is_last)
+        self._num_steps += 1
+        self._limit.step_done(step + 1)
+
+    def finish(self) -> None:
+        """Ends the limit: after the last step the slowest disk decides how long the last checkpoint takes."""
+        self._status.progress(allowed_s=0.0, phase="after the last step")
+
+    def long_work(self, phase: str) -> AbstractContextManager[None]:
+        """Allows the block any time; the time of the next step begins after it."""
+        return self._status.long_work(phase)
+
+    def read(self, meter: Meter, step: int) -> dict[str, Any]:
+        """Collective. Returns the fields of the metrics about phases and ranks. To be called right after Meter.read."""
+        self._limit.all_read()
+        own = self.clock.read(meter.last_wait_s, self._num_steps)
+        phases, memory = gather_phases(own, self._run.device)
+        self._num_steps = 0
+        slow = find_slow_rank(phases)
+        if slow is not None and (self._slow is None or (slow.rank, slow.phase) != (self._slow.rank, self._slow.phase)):
+            host, slower = self._run.hosts[slow.rank], round(slow.slower, 3)
+            self._run.events.note("slow_rank", step, rank=slow.rank, host=host, phase=slow.phase, slower=slower)
+        self._slow = slow
+        row = phase_row(phases, slow)
+        if self._run.device.type == "cuda":
+            on_gpu_s = sum(seconds for phase, seconds in own.items() if phase != "data")
+            row |= {"rank_gpu_memory_gib": memory, "gpu_busy_share": min(1.0, on_gpu_s / max(meter.last_step_s, 1e-9))}
+        return row
+
+    def describe_slow(self) -> str:
+        """Returns the part of the progress line about a slow rank; empty if none is slow."""
+        slow = self._slow
+        if slow is None:
+            return ""
+        return f"rank {slow.rank} ({self._run.hosts[slow.rank]}) {slow.slower:.0%} slower: {slow.phase}"

@@ -1,0 +1,48 @@
+"""A backbone for `backbone.name=hanging_backbone:HangingNet` that hangs on the last rank in its fourth training step.
+
+HANG_CAUSES names the cause of each start of the job, separated by commas; with --restarts one job tries them all.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megaclass.backbones.slim import SlimNet
+
+HANGS_IN_FORWARD = 4
+
+
+class HangingNet(SlimNet):
+    num_forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.training and self.num_forwards == HANGS_IN_FORWARD and dist.get_rank() == dist.get_world_size() - 1:
+            causes = os.environ["HANG_CAUSES"].split(",")
+            hang(causes[int(os.environ.get("MEGACLASS_RESTART", "0")) % len(causes)])
+        return super().forward(x)
+
+
+def hang(cause: str) -> None:
+    if cause == "python":
+        time.sleep(600)
+    elif cause == "native":
+        # PyDLL keeps the interpreter lock: no other Python thread of this process runs any more.
+        ctypes.PyDLL(None).sleep(600)
+    elif cause == "read":
+        pipe = Path(os.environ["HANG_PIPE"])
+        # Opened for writing, too, so that opening does not wait and reading does.
+        os.read(os.open(pipe, os.O_RDWR), 1)
+    elif cause == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif cause == "collective":
+        # One rank alone waits for a message that is never sent.
+        dist.recv(torch.zeros(1), src=0, tag=77)
+    elif cause == "cable":
+        Path(os.environ["HANG_PIPE"] + ".cut-now").touch()
+        time.sleep(600)

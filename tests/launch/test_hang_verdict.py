@@ -1,0 +1,119 @@
+"""The verdict on a hang: which ranks are named, and in which words, for stacks as faulthandler writes them."""
+
+import pytest
+
+from megaclass.distributed.rank_status import OwnStatus, StatusPage
+from megaclass.launch.hang.stacks import RankReport
+from megaclass.launch.hang.verdict import find_verdict
+
+LIB = "/usr/lib/python3.12"
+GATHER = [
+    "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py:4394:all_gather_into_tensor",
+    "/venv/lib/python3.12/site-packages/torch/distributed/c10d_logger.py:83:wrapper",
+    "/src/megaclass/distributed/collectives.py:29:gather_blocks",
+    "/src/megaclass/train/loop.py:91:train",
+]
+REDUCE = [GATHER[0].replace("all_gather_into_tensor", "all_reduce"), *GATHER[1:]]
+BACKWARD = [
+    "/venv/lib/python3.12/site-packages/torch/autograd/graph.py:824:_engine_run_backward",
+    "/src/megaclass/train/step.py:91:_forward_backward",
+]
+WAITS_FOR_LOADER = [
+    f"{LIB}/threading.py:355:wait",
+    f"{LIB}/concurrent/futures/_base.py:451:result",
+    "/src/megaclass/data/loader.py:142:batches",
+    "/src/megaclass/train/loop.py:80:train",
+]
+READS = ["/src/megaclass/data/sources/files.py:77:read", "/src/megaclass/data/loader.py:199:_read"]
+IDLE = [f"{LIB}/concurrent/futures/thread.py:81:_worker", f"{LIB}/threading.py:982:run"]
+OWN = ["/home/me/job/train.py:12:main", "/home/me/job/train.py:30:<module>"]
+
+
+def dumped(*threads: list[str]) -> str:
+    """As faulthandler writes it; the main thread is the last."""
+    text = ""
+    for number, thread in enumerate(threads, start=1):
+        text += f"Thread 0x{number:016x} [x] (most recent call first):\n"
+        for frame in thread:
+            file, line, function = frame.rsplit(":", 2)
+            text += f'  File "{file}", line {line} in {function}\n'
+        text += "\n"
+    return text
+
+
+def report(rank: int, *threads: list[str], state: str = "answered", step: int = 1233, **more) -> RankReport:
+    host = f"gpu-{1 + rank // 2}"
+    return RankReport(rank=rank, host=host, pid=100 + rank, state=state, step=step, stacks=dumped(*threads), **more)
+
+
+def test_the_rank_that_waits_for_a_file_is_named_with_the_file_and_the_others_with_their_collective():
+    odd = report(3, IDLE, READS, WAITS_FOR_LOADER, waits_for="futex", file_wait="read of /data/000123.jpg")
+    verdict = find_verdict([report(rank, IDLE, GATHER) for rank in range(16) if rank != 3] + [odd])
+    assert verdict.text == (
+        "rank 3 (gpu-2): in data/sources/files.py:77 (read), waiting in read of /data/000123.jpg; "
+        "the other 15 ranks wait for it in all_gather of step 1,234"
+    )
+    assert verdict.suspects == (3,)
+    assert verdict.groups[0][0] == (3,)
+    assert verdict.groups[1][0] == tuple(rank for rank in range(16) if rank != 3)
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"state": "stopped"}, "rank 1 (gpu-1): stopped in step 1,234 by SIGSTOP (pid 101)"),
+        ({"state": "kernel", "waits_for": "openat"}, "rank 1 (gpu-1): in the kernel, in openat and cannot be interrupted"),
+        ({"state": "lost"}, "rank 1 (gpu-1): its host does not answer: its cable, its network or itself is gone"),
+        ({"state": "silent", "waits_for": "clock_nanosleep"}, "rank 1 (gpu-1): gives no Python stacks"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_cannot_answer_is_the_suspect_wherever_the_others_are(odd, words):
+    reports = [report(0, GATHER), report(1, **odd), report(2, BACKWARD), report(3, OWN, waits_for="poll")]
+    verdict = find_verdict(reports)
+    assert verdict.suspects == (1,)
+    assert verdict.text.startswith(words)
+    assert "the other 3 ranks wait for it in" in verdict.text
+
+
+def test_a_rank_that_has_done_fewer_steps_comes_before_the_places():
+    """On a GPU the other ranks are steps ahead, and wait for their devices in another place than the slow one."""
+    gpu = ["/src/megaclass/train/metrics.py:66:read", "/src/megaclass/train/loop.py:101:train"]
+    verdict = find_verdict([report(0, gpu, step=20), report(1, GATHER, step=17), report(2, gpu, step=20)])
+    assert verdict.suspects == (1,)
+    assert verdict.text.endswith("the other 2 ranks wait for it in queued work of its GPU of step 21")
+
+
+def test_a_rank_in_another_collective_is_odd_and_equal_ranks_are_not():
+    odd = find_verdict([report(0, GATHER), report(1, GATHER), report(2, REDUCE)])
+    assert odd.suspects == (2,)
+    assert "rank 2 (gpu-2): waits in all_reduce of step 1,234" in odd.text
+    same = find_verdict([report(0, GATHER), report(1, GATHER)])
+    assert same.suspects == ()
+    assert same.text == "no rank differs from the others: all 2 are in all_gather of step 1,234"
+
+
+def test_ranks_of_any_program_are_told_apart_by_place_then_by_what_they_wait_for():
+    reports = [report(rank, OWN, step=-1, waits_for="futex") for rank in range(3)]
+    assert find_verdict(reports).suspects == ()
+    asleep = report(3, OWN, step=-1, waits_for="clock_nanosleep")
+    verdict = find_verdict([*reports, asleep])
+    assert verdict.suspects == (3,)
+    assert verdict.text.startswith(
+        "rank 3 (gpu-2): in job/train.py:12 (main), asleep; the other 3 ranks wait for it in"
+    )
+
+
+def test_a_rank_shows_its_reader_how_late_it_is_and_long_work_is_never_late():
+    page = StatusPage()
+    assert page.read().pid == 0
+    own = OwnStatus(page.fileno())
+    own.progress(step=7, phase="training", allowed_s=5.0)
+    status = page.read()
+    assert (status.step, status.phase, status.num_done) == (7, "training", 1)
+    assert status.late_s(status.progress_at + 4.9) < 0 < status.late_s(status.progress_at + 5.1)
+    with own.long_work("evaluation"):
+        during = page.read()
+        assert (during.phase, during.late_s(during.progress_at + 1e6)) == ("evaluation", 0.0)
+    after = page.read()
+    assert (after.phase, after.allowed_s, after.step) == ("training", 5.0, 7)
+    page.close()

@@ -1,0 +1,164 @@
+"""A job that hangs ends with one verdict that names the culprit: on several hosts, on one machine, for any Python command."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megaclass.events_file import read_events
+
+HERE = Path(__file__).parent
+HUNG = 134
+VERDICT_WITHIN_S = 10.0
+TRAIN = [
+    "data.path=synthetic:50x4000",
+    "data.size=32",
+    "backbone.name=hanging_backbone:HangingNet",
+    "backbone.embedding_dim=32",
+    "train.global_batch=40",
+    "train.report_steps=1",
+    "train.device=cpu",
+    "train.hang_after_s=3",
+    "train.checkpoint_epochs=0.01",
+    "export.onnx=false",
+]
+CAUSES = {
+    "python": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep",
+    "native": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep",
+    "read": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), waiting in read of \S+/pipe",
+    "stop": r"rank 1 \(h2\): stopped in step \d+ by SIGSTOP \(pid \d+\), so that it gives no stacks",
+    "collective": r"rank 1 \(h2\): waits in recv of step \d+ at launch/hanging_backbone\.py:\d+ \(hang\)",
+    "cable": r"rank 1 \(h2\): its host does not answer: its cable, its network or itself is gone",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text(f'[data]\npath = "debug"\n[train]\nrun_dir = "{tmp_path / "run"}"\n')
+    return file
+
+
+def environment(tmp_path: Path, causes: str) -> dict[str, str]:
+    os.mkfifo(tmp_path / "pipe")
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    return {"HANG_CAUSES": causes, "HANG_PIPE": str(tmp_path / "pipe"), "PYTHONPATH": path}
+
+
+def test_the_verdict_names_the_rank_on_two_hosts_for_every_cause_and_the_job_restarts(bed, tmp_path, recipe):
+    options = ["-H", "h1:1,h2:1", "--restarts", "5"]
+    for name, value in environment(tmp_path, ",".join(CAUSES)).items():
+        options += ["-x", f"{name}={value}"]
+    run = bed.start(*options, sys.executable, "-m", "megaclass", "train", str(recipe), *TRAIN)
+    try:
+        cut_now = tmp_path / "pipe.cut-now"
+        deadline = time.monotonic() + 280
+        while not cut_now.exists() and run.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        bed.do("cut", "h2")
+        code = run.wait(60)
+    finally:
+        bed.do("mend", "h2")
+    assert code == HUNG, run.story()
+    verdicts = re.findall(r"megaclass: (the job hangs: no step has finished for (\d+) s\. .*)", run.err)
+    assert len(verdicts) == len(CAUSES), run.story()
+    for (text, seconds), (cause, expected) in zip(verdicts, CAUSES.items(), strict=True):
+        assert re.search(expected + r".*; rank 0 waits for it in all_gather of step \d+\.", text), (cause, text)
+        assert int(seconds) <= 3 + VERDICT_WITHIN_S, (cause, text)
+    assert run.err.count("restart ") == len(CAUSES) - 1
+    # The stacks of every hang are kept, those of ranks that could answer, and the diary names the culprit.
+    hangs = [event for event in read_events(tmp_path / "run")[0] if event["event"] == "hang"]
+    assert [event["ranks"] for event in hangs] == [[1]] * len(CAUSES)
+    for event, (text, _) in zip(hangs, verdicts, strict=True):
+        folder = tmp_path / "run" / event["stacks"]
+        assert "in gather_batch" in (folder / "rank-0.txt").read_text()
+        assert event["text"] in text
+        assert event["text"] in (folder / "verdict.txt").read_text()
+    bed.seconds_until_nothing_is_left(timeout_s=40)
+
+
+def test_any_python_command_shows_where_it_hangs_and_a_slow_one_that_prints_is_left_alone(bed, script):
+    body = """
+def stuck():
+    if os.environ["MEGACLASS_RESTART"] == "0":
+        import re; re.match(r"(a?){40}a{40}", "a" * 40)
+    elif os.environ["MEGACLASS_RESTART"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+
+def waits():
+    time.sleep(600)
+
+for _ in range(4):
+    print("at work", flush=True); time.sleep(1)
+stuck() if rank else waits()
+"""
+    run = bed(
+        *("-H", "h1:1,h2:1", "--hang-timeout", "2", "--heartbeat", "5", "--restarts", "2", *script(body)), timeout_s=120
+    )
+    assert run.code == HUNG, run.story()
+    what = r"the job hangs: no rank has printed anything or made progress \(--hang-timeout\) for \d s\. "
+    verdicts = re.findall(what + r"(.*)", run.err)
+    assert len(verdicts) == 3, run.story()
+    waiting = r"; rank 0 waits for it in \S+worker\.py:\d+ \(waits\)\."
+    assert re.fullmatch(r"rank 1 \(h2\): in \S+worker\.py:\d+ \(stuck\), computing" + waiting, verdicts[0])
+    assert re.fullmatch(r"rank 1 \(h2\): stopped by SIGSTOP \(pid \d+\), .*" + waiting, verdicts[1])
+    assert re.fullmatch(r"rank 1 \(h2\): in \S+worker\.py:\d+ \(stuck\), asleep" + waiting, verdicts[2])
+    # Without a run folder the stacks are shown, each once, and not a second time as output of the ranks.
+    assert run.err.count("worker.py:12 in stuck") == 1, run.story()
+    assert "Fatal Python error" not in run.err
+    assert run.out.count("at work") == 3 * 2 * 4
+    bed.seconds_until_nothing_is_left(timeout_s=10)
+
+
+HVD = """
+import sys, time, torch
+import megaclass.hvd as hvd
+hvd.init()
+for number in range(3):
+    hvd.allreduce(torch.ones(3), name=f"gradient.{number}")
+if hvd.rank() == 1:
+    time.sleep(600)
+if hvd.rank() == 2:
+    # It prints without end, and yet the operation for which rank 0 waits is late.
+    while True:
+        print("still here", flush=True); time.sleep(0.5)
+hvd.allreduce(torch.ones(3), name="lost")
+"""
+
+
+def test_an_hvd_job_names_the_rank_that_an_operation_waits_for_although_another_one_prints(run, tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text(HVD)
+    logs = tmp_path / "logs"
+    done = run(
+        "-np", "3", "--hang-timeout", "15", "--output-filename", str(logs), sys.executable, str(program), timeout_s=120
+    )
+    assert done.code == HUNG, done.story()
+    assert re.search(
+        r"the job hangs: a collective has not finished for 1\d s\. rank 1 \(\S+\): in \S+/job\.py:9 \(<module>\), asleep; "
+        r"rank 2 .*; rank 0 waits for them in allreduce of lost\.",
+        done.err,
+    ), done.story()
+    assert "line 9 in <module>" in (logs / "rank.1" / "stacks").read_text()
+
+
+@pytest.mark.ranks
+def test_train_on_one_machine_names_the_rank_keeps_its_stacks_and_ends(tmp_path, recipe):
+    env = {**os.environ, **environment(tmp_path, "read")}
+    command = [sys.executable, "-m", "megaclass", "train", str(recipe), *TRAIN, "train.nproc=2"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == HUNG, done.stderr
+    expected = (
+        r"rank 1 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), waiting in read of \S+/pipe; rank 0 waits for it"
+    )
+    assert re.search(expected + r" in all_gather of step 4\. Stacks: \S+/run/hang/[-0-9]+\.", done.stderr), done.stderr
+    [event] = [event for event in read_events(tmp_path / "run")[0] if event["event"] == "hang"]
+    assert event["step"] == 3
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [len(rows[-1]["rank_seconds"][phase]) for phase in ("data", "forward", "exchange")] == [2, 2, 2]

@@ -1,0 +1,216 @@
+"""Recipes, InsightFace configs, lists, features, agents' messages and checkpoints under fire: a result or one clear line."""
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.checkpoint.test_save_and_load import save
+from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_json, mutate_text
+from tests.launch.test_hostile_agent import assert_harmless, mutated
+
+from megaclass.checkpoint.load import check_files
+from megaclass.checkpoint.manifest import read_manifest
+from megaclass.config.read import load_config
+from megaclass.data.tools.stage import stage, unstage
+from megaclass.evaluate.gallery import read_embeddings, read_megaface_features
+from megaclass.evaluate.pairs_list import read_pairs_list
+from megaclass.evaluate.protocols.templates import read_ijb
+from megaclass.insightface.config import import_config, recipe_text
+from megaclass.launch.hosts import hosts_from_file, hosts_from_option
+from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, AgentMessageChecker
+from megaclass.launch.wire.protocol import MessageReader, ProtocolError
+
+SAMPLE_MUTATIONS = 150
+RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
+
+INSIGHTFACE_CONFIG = """\
+from easydict import EasyDict as edict
+
+config = edict()
+config.margin_list = (1.0, 0.0, 0.4)
+config.network = "r50"
+config.resume = False
+config.output = None
+config.embedding_size = 512
+config.sample_rate = 0.1
+config.fp16 = True
+config.momentum = 0.9
+config.weight_decay = 5e-4
+config.batch_size = 128 * 2
+config.lr = 0.1 * config.batch_size / 256
+config.verbose = 2000
+config.dali = False
+config.rec = "/train_tmp/ms1m-retinaface-t1"
+config.num_classes = 93431
+config.num_image = 5179510
+config.num_epoch = 20
+config.warmup_epoch = config.num_epoch // 10
+config.val_targets = ["lfw", "cfp_fp", "agedb_30"]
+if config.dali:
+    config.lr = [x ** 2 for x in range(3)][-1]
+"""
+IJB = {
+    "ijbc_face_tid_mid.txt": "a.png 1 10\nb.png 1 11\nc.png 2 20\n",
+    "ijbc_name_5pts_score.txt": "".join(f"{name}.png 1 2 3 4 5 6 7 8 9.5 10 0.9\n" for name in "abc"),
+    "ijbc_template_pair_label.txt": "1 2 0\n1 1 1\n",
+    "ijbc_1N_gallery_G1.csv": "TEMPLATE_ID,SUBJECT_ID\n1,1\n",
+    "ijbc_1N_gallery_G2.csv": "TEMPLATE_ID,SUBJECT_ID\n2,2\n",
+    "ijbc_1N_probe_mixed.csv": "TEMPLATE_ID,SUBJECT_ID\n1,1\n2,2\n",
+}
+
+
+def make_target(name: str, folder: Path) -> Target:
+    """A real file and its reader. Kinds: NAMES."""
+    if name == "hosts":
+        text = b"gpu-1:8,10.0.0.1:4,[fd00::1]:2,user@host.domain:1"
+        return Target(text, lambda content: hosts_from_option(content.decode("latin1")))
+    if name == "agent's messages":
+        return Target(b"", _check_messages, _mutated_message, ProtocolError)
+    if name == "checkpoint files":
+        return _checkpoint_target(folder)
+    if name == ".staged.json":
+        return _staged_target(folder)
+    if name.startswith("IJB "):
+        return _ijb_target(name.removeprefix("IJB "), folder)
+    whole, change, file, read = {
+        "recipe": (RECIPE.read_bytes(), mutate_text, "recipe.toml", load_config),
+        "InsightFace config": (INSIGHTFACE_CONFIG.encode(), mutate_text, "ms1mv3_r50.py", _import),
+        "host file": (b"gpu-1 slots=8\n# comment\n10.0.0.1 slots = 4\n", mutate_text, "hosts", hosts_from_file),
+        "pairs.txt": (_pairs_list(folder), mutate_text, "pairs.txt", read_pairs_list),
+        "MegaFace feature": (
+            struct.pack("<4i", 8, 1, 4, 5) + np.arange(8, dtype="<f4").tobytes(),
+            mutate,
+            "feature.bin",
+            lambda path: read_megaface_features([path]),
+        ),
+        "embeddings.npy": (_embeddings(folder), mutate, "embeddings.npy", lambda path: read_embeddings(path)[0].sum()),
+    }[name]
+    return Target(whole, _written_to(folder / file, read), change)
+
+
+NAMES = [
+    "recipe",
+    "InsightFace config",
+    "hosts",
+    "host file",
+    "pairs.txt",
+    *(f"IJB {name}" for name in ("ijbc_face_tid_mid.txt", "ijbc_name_5pts_score.txt", "ijbc_1N_gallery_G1.csv")),
+    "MegaFace feature",
+    "embeddings.npy",
+    ".staged.json",
+    "agent's messages",
+    "checkpoint files",
+]
+
+
+def _written_to(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    def attempt(content: bytes) -> None:
+        path.write_bytes(content)
+        read(path)
+
+    return attempt
+
+
+def _import(path: Path) -> None:
+    config, remarks = import_config(path)
+    text = recipe_text(config, remarks, path)
+    (path.parent / "imported.toml").write_text(text)
+    assert load_config(path.parent / "imported.toml") == config
+
+
+def _pairs_list(folder: Path) -> bytes:
+    for name in ("Ann/Ann_0001.jpg", "Ann/Ann_0002.jpg", "Bob/Bob_0001.jpg"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"")
+    return b"10\t300\nAnn\t1\t2\nAnn\t1\tBob\t1\nAnn/Ann_0001.jpg Bob/Bob_0001.jpg 0\n"
+
+
+def _embeddings(folder: Path) -> bytes:
+    path = folder / "embeddings.npy"
+    np.save(path, np.arange(12, dtype=np.float32).reshape(3, 4))
+    (folder / "embeddings.txt").write_text("a/1.jpg\na/2.jpg\nb/1.jpg\n")
+    return path.read_bytes()
+
+
+def _ijb_target(file: str, folder: Path) -> Target:
+    (folder / "meta").mkdir()
+    for name, text in IJB.items():
+        (folder / "meta" / name).write_text(text)
+    return Target(
+        IJB[file].encode(), _written_to(folder / "meta" / file, lambda path: read_ijb(path.parents[1])), mutate_text
+    )
+
+
+def _staged_target(folder: Path) -> Target:
+    """A list of staged files that another process wrote: nothing outside the folder may be touched."""
+    data, staged, outside = folder / "data", folder / "staged", folder / "outside"
+    (data / "0").mkdir(parents=True)
+    (data / "0" / "a.jpg").write_bytes(b"a")
+    outside.write_text("as it was")
+    stage(str(data), staged)
+    whole = (staged / ".staged.json").read_bytes()
+
+    def attempt(content: bytes) -> None:
+        staged.mkdir(mode=0o700, exist_ok=True)
+        (staged / ".staged.json").write_bytes(content)
+        try:
+            stage(str(data), staged)
+            unstage(staged)
+        finally:
+            assert outside.read_text() == "as it was" and (data / "0" / "a.jpg").read_bytes() == b"a"
+
+    return Target(whole, attempt, lambda whole, rng: _with_paths(mutate_json(whole, rng), rng))
+
+
+def _with_paths(content: bytes, rng: np.random.Generator) -> bytes:
+    """Sometimes with names that lead outside."""
+    if rng.random() < 0.7:
+        return content
+    names = ["../outside", "/etc/passwd", "0/../../outside", "..", ".", "", "0", "a" * 300, "\0", "0/a.jpg/x", "\ud800"]
+    return json.dumps([[names[int(rng.integers(len(names)))], 1, 1]]).encode()
+
+
+def _mutated_message(whole: bytes, rng: np.random.Generator) -> bytes:
+    return mutated(random.Random(int(rng.integers(2**62))))
+
+
+def _check_messages(wire: bytes) -> None:
+    talk = AgentMessageChecker([1, 2])
+    reader = MessageReader(max_line_bytes=1 << 20, max_payload_bytes=MAX_OUTPUT_BYTES)
+    for message, payload in reader.feed(wire):
+        assert_harmless(talk.checked(message, payload, is_running=True), payload)
+
+
+def _checkpoint_target(folder: Path) -> Target:
+    """One file of a checkpoint is damaged: it must be found before use, unless nothing that counts has changed."""
+    saved = save(folder, 1)
+    original = {path: path.read_bytes() for path in sorted(saved.iterdir())}
+    manifest = read_manifest(saved)
+
+    def change(whole: bytes, rng: np.random.Generator) -> bytes:
+        path = list(original)[int(rng.integers(len(original)))]
+        return path.name.encode() + b"\0" + mutate(original[path], rng)
+
+    def attempt(content: bytes) -> None:
+        name, _, damaged = content.partition(b"\0")
+        path = saved / name.decode()
+        path.write_bytes(damaged)
+        try:
+            found = read_manifest(saved)
+            check_files(saved, found)
+            assert damaged == original[path] or found == manifest, "a damaged file was taken"
+        finally:
+            path.write_bytes(original[path])
+
+    return Target(b"", attempt, change)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_of_damaged_files_gives_a_result_or_one_line(name):
+    counts = fuzz(make_target, name, range(SAMPLE_MUTATIONS))
+    assert_clean(counts)
+    assert counts.refused > 0
