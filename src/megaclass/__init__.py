@@ -52,4 +52,6 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megaclass' has no attribute {name!r}")
+    if name != "UserError":
+        importlib.import_module("megaclass.torch_version").check_torch()
     return getattr(importlib.import_module(_PUBLIC[name]), name)

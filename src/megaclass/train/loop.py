@@ -103,7 +103,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             detail, numbers = "", {}
             if is_evaluated:
                 with meter.paused(), observer.long_work("evaluation"):
-                    results = evaluate_between_steps(run, model, reported_errors)
+                    results = evaluate_between_steps(run, model, done, reported_errors)
                 numbers = accuracies(results)
                 run.events.note("evaluation", done, seconds=meter.last_pause_s, **numbers)
             if is_reported:
