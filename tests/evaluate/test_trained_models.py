@@ -86,7 +86,7 @@ def test_a_model_whose_evaluation_is_of_other_weights_says_that_it_has_no_thresh
         json.dumps(json.loads((run / "evaluation.json").read_text()) | {"model": {"name": "x", "weights": "0"}})
     )
     model = megaclass.load(run)
-    with pytest.raises(DataError, match="No threshold is known for .*megaclass evaluate RUN --on SET"):
+    with pytest.raises(DataError, match=r"No threshold is known for .*megaclass evaluate RUN --on SET"):
         model.verify(first, second)
     verdict = model.verify(first, second, threshold=-1)
     assert verdict and verdict.threshold.far is None
