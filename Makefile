@@ -91,8 +91,8 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
 
 $(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
 	$(call install,megaclass and the tools of its tests,--editable ".[ui$(COMMA)onnx$(COMMA)dev]")
-	@echo "Installing TensorFlow and timm, which are optional: without them their tests are skipped."
-	@$(PIP) --quiet --editable ".[tensorflow]" && $(PIP) --quiet --no-deps timm || echo "They could not be installed."
+	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
+	@$(PIP) --quiet --editable ".[tensorflow]" || echo "TensorFlow could not be installed."
 	@touch $@ $(VENV)/.demo-installed
 
 COMMA := ,
