@@ -21,8 +21,8 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from megaclass.data import loader as loader_module
 from megaclass.data.loader import BatchLoader
+from megaclass.data.loading import reader as reader_module
 from megaclass.data.order import ImageOrder, rank_batch
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
@@ -147,15 +147,15 @@ def interpreter_s(folder: Path) -> float:
     """CPU seconds an image of everything but the decoding, which is what a worker holds the interpreter for."""
     source = open_source(folder)
     loader = BatchLoader(source, global_batch=BATCH)
-    decode = loader_module.decode_into
-    loader_module.decode_into = lambda out, encoded, name: None
+    decode = reader_module.decode_into
+    reader_module.decode_into = lambda out, encoded, name, fit: False
     try:
         steps = range(loader.steps_per_epoch)
         return min(measure(lambda: [loader.load(0, step) for step in steps])[0] for _ in range(5)) / (
             len(steps) * BATCH
         )
     finally:
-        loader_module.decode_into = decode
+        reader_module.decode_into = decode
 
 
 def write_large_index(path: Path, num_records: int) -> None:

@@ -48,14 +48,17 @@ def as_field_lists(app: object, what: str, name: str, documented: object, option
         parameters = set(inspect.signature(documented).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         parameters = set()
+    is_in_field = False
     for number, line in enumerate(lines):
         word, colon, meaning = line.partition(": ")
         if colon and word in parameters:
             # A field list begins after an empty line.
-            opening = (
-                "\n" if number and lines[number - 1].strip() and not lines[number - 1].startswith(":param") else ""
-            )
-            line = f"{opening}:param {word}: {meaning}"
+            opening = "\n" if number and lines[number - 1].strip() and not is_in_field else ""
+            line, is_in_field = f"{opening}:param {word}: {meaning}", True
+        elif is_in_field and line.strip():
+            line = f"    {line.strip()}"
+        else:
+            is_in_field = False
         lines[number] = line.replace("|", "\\|")
     lines[:] = "\n".join(lines).split("\n")
 

@@ -20,15 +20,15 @@ def speeds(waiting_share: float = 0.0, real: float = 100.0) -> list[SourceSpeed]
 
 @pytest.mark.parametrize("longest", ["host-to-device", "backbone", "head", "communication"])
 def test_the_longest_part_beside_decoding_bounds_the_run(longest):
-    bound_by, advice = verdict(speeds(), {**PARTS, "decode": 50.0, longest: 60.0}, 1)
+    bound_by, advice = verdict(speeds(), {**PARTS, "decode": 50.0, longest: 60.0}, "")
     assert bound_by == longest and advice.startswith("60.0 of the ")
     assert "1.20 times as fast" in advice
 
 
 def test_decoding_bounds_the_run_only_when_the_rest_is_done_sooner():
-    assert verdict(speeds(), {**PARTS, "decode": 40.0}, 1)[0] == "backbone"
-    assert verdict(speeds(), {**PARTS, "decode": 42.0}, 1)[0] == "decode"
-    bound_by, advice = verdict(speeds(waiting_share=0.6, real=40.0), PARTS, 3)
+    assert verdict(speeds(), {**PARTS, "decode": 40.0}, "")[0] == "backbone"
+    assert verdict(speeds(), {**PARTS, "decode": 42.0}, "")[0] == "decode"
+    bound_by, advice = verdict(speeds(waiting_share=0.6, real=40.0), PARTS, "data.threads (now 3)")
     assert bound_by == "decode"
     assert "waits 60% of its time" in advice and "3.00 times" in advice and "data.threads (now 3)" in advice
 

@@ -19,9 +19,8 @@ from megaclass.data.decode import (
     decode_into,
     fit_image,
     image_dimensions,
-    normalise,
-    to_tensor,
 )
+from megaclass.data.pixel_tensors import normalise, to_tensor
 from megaclass.errors import DataError
 
 

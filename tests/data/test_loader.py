@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-import megaclass.data.loader as loader_module
 from megaclass.data.loader import BatchLoader, mirrored
+from megaclass.data.loading import reader as reader_module
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.errors import DataError
@@ -190,7 +190,7 @@ def test_an_image_that_a_disk_refuses_for_a_moment_is_read_again_and_not_replace
                 raise DataError("Cannot read it.") from OSError(code, os.strerror(code))
             return source.read(index)
 
-    monkeypatch.setattr(loader_module, "_READ_AGAIN_S", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(reader_module, "_READ_AGAIN_S", (0.001, 0.001, 0.001))
     loader = BatchLoader(Refusing(), global_batch=16)
     batch = next(loader.batches())
     assert np.array_equal(batch.indices, expected.indices) and torch.equal(batch.images, expected.images)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaclass import ArcFace, CosFace, CurricularFace, PartialFC, RowAdagrad, RowAdamW, RowSGD, UserError
 from megaclass.head.sampling import is_drawn
+from megaclass.head.stored_memory import default_stored_bytes
 
 WIDTH = 12
 
@@ -373,6 +374,16 @@ def test_float32_is_as_exact_as_the_plain_float32_classifier():
     head(ours_x, y).backward()
     plain_error = (plain_x.grad.double() - truth_x.grad).abs().max()
     assert (ours_x.grad.double() - truth_x.grad).abs().max() <= 2 * plain_error
+
+
+def test_by_default_an_eighth_of_the_gpu_is_for_what_is_stored(monkeypatch):
+    gib, gpu = 1 << 30, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * gib)
+    for free, expected in ((100, 10), (30, 10), (4, 3)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * gib, 80 * gib))
+        assert default_stored_bytes(gpu) == expected * gib
+    assert default_stored_bytes(torch.device("cpu")) == 4 * gib
 
 
 @pytest.mark.parametrize("stored_bytes", [0, 40_000, 1 << 30], ids=["recompute", "some", "stored"])

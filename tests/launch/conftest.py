@@ -20,11 +20,12 @@ import pytest
 MARK = "MEGACLASS_TEST_MARK"
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "it") -> float:
-    """Seconds until the condition held."""
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, what: str | Callable[[], str] = "it") -> float:
+    """Seconds until the condition held. what: a name for it, or a function that tells the story when it is too late."""
     begun = time.monotonic()
     while not condition():
-        assert time.monotonic() - begun < timeout_s, f"{what} did not happen within {timeout_s} s"
+        if time.monotonic() - begun >= timeout_s:
+            raise AssertionError(f"{what if isinstance(what, str) else what()} did not happen within {timeout_s} s")
         time.sleep(0.02)
     return time.monotonic() - begun
 
@@ -78,7 +79,7 @@ class Run:
             assert (self.out + self.err).count(text) >= times or self.process.poll() is None, self.story()
             return (self.out + self.err).count(text) >= times
 
-        wait_until(is_said, timeout_s, f"{text!r}, {times} times, in\n{self.story()}")
+        wait_until(is_said, timeout_s, lambda: f"{text!r}, {times} times, in\n{self.story()}")
 
     def wait(self, timeout_s: float = 60.0) -> int:
         code = self.process.wait(timeout_s)

@@ -69,6 +69,11 @@ def test_a_change_of_hosts_counts_only_in_the_generation_it_was_announced_to(age
     agent.send(assignment(4))
     worker.rendezvous(Why.CHANGED)
     assert not worker.hosts_changed()
+    # A change that arrives together with the assignment.
+    agent.send(assignment(5))
+    agent.send({"say": "changed", "token": "token 5"})
+    worker.rendezvous(Why.CHANGED)
+    assert worker.hosts_changed() and not worker.has_only_removals
 
 
 def test_a_dismissed_worker_ends_with_exit_code_0_and_one_without_an_agent_says_so(agent_and_worker):

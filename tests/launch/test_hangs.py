@@ -116,6 +116,38 @@ stuck() if rank else waits()
     bed.seconds_until_nothing_is_left(timeout_s=10)
 
 
+HVD = """
+import sys, time, torch
+import megaclass.hvd as hvd
+hvd.init()
+for number in range(3):
+    hvd.allreduce(torch.ones(3), name=f"gradient.{number}")
+if hvd.rank() == 1:
+    time.sleep(600)
+if hvd.rank() == 2:
+    # It prints without end, and yet the operation for which rank 0 waits is late.
+    while True:
+        print("still here", flush=True); time.sleep(0.5)
+hvd.allreduce(torch.ones(3), name="lost")
+"""
+
+
+def test_an_hvd_job_names_the_rank_that_an_operation_waits_for_although_another_one_prints(run, tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text(HVD)
+    logs = tmp_path / "logs"
+    done = run(
+        "-np", "3", "--hang-timeout", "15", "--output-filename", str(logs), sys.executable, str(program), timeout_s=120
+    )
+    assert done.code == HUNG, done.story()
+    assert re.search(
+        r"the job hangs: a collective has not finished for 1\d s\. rank 1 \(\S+\): in \S+/job\.py:9 \(<module>\), asleep; "
+        r"rank 2 .*; rank 0 waits for them in allreduce of lost\.",
+        done.err,
+    ), done.story()
+    assert "line 9 in <module>" in (logs / "rank.1" / "stacks").read_text()
+
+
 @pytest.mark.ranks
 def test_train_on_one_machine_names_the_rank_keeps_its_stacks_and_ends(tmp_path, recipe):
     env = {**os.environ, **environment(tmp_path, "read")}

@@ -107,6 +107,8 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e"
         (encode({"say": "hello", "pid": 8}), "a second 'hello'"),
         (encode({"say": "note", "text": {"a": 1}}), "not a text"),
         (encode({"say": "note"}), "'note' without 'text'"),
+        (encode({"say": "stacks", "rank": 0, "pid": 8}), "'stacks' with rank = 0, not a rank of this host"),
+        (encode({"say": "status", "idle_s": "never"}), "'status' with idle_s = 'never', not a number"),
         (encode({"say": "note", "text": "x"}) * (MAX_REMARKS + 1), f"more than {MAX_REMARKS} remarks"),
         (encode({"say": ESCAPE}), "an unknown message"),
         (encode({"say": ["output"]}), "an unknown message"),

@@ -92,7 +92,7 @@ def test_a_batch_systems_hosts_are_detected_and_named(run, script, tmp_path):
         (["true"], "How many processes?"),
         (["-np", "3", "-H", "localhost:2", "true"], "-np 3 needs more slots than there are: 2"),
         (["-np", "2", "-H", "-oProxyCommand=touch owned:2", "true"], "-oProxyCommand=touch owned:2"),
-        (["-np", "2", "--min-np", "3", "true"], "--min-np 3 is more than the 2 processes to start with"),
+        (["-np", "2", "--min-np", "3", "true"], "--min-np 3 is more than -np 2"),
         (["-np", "2", "--python", "/no/python", "true"], "Cannot start '/no/python' for localhost: No such file"),
     ],
 )

@@ -75,10 +75,6 @@ def test_a_host_file_has_horovodruns_spellings(spelling):
         ["--num-nccl-streams", "2"],
         ["--thread-affinity", "1"],
         ["--gloo-timeout-seconds", "60"],
-        ["--max-np", "4"],
-        ["--slots-per-host", "2"],
-        ["--elastic-timeout", "60"],
-        ["--blacklist-cooldown-range", "1", "9"],
     ],
     ids=lambda flags: flags[0].split("=")[0],
 )
@@ -188,7 +184,11 @@ def test_two_dashes_before_the_command_are_not_part_of_it():
         (["--fusion-threshold-mb", "x", "true"], "--fusion-threshold-mb: invalid int value: 'x'"),
         (["--fusion-threshold-mb", "-1", "true"], "Fusion_threshold_mb=-1 must be >= 0"),
         (["--log-level", "LOUD", "true"], "--log-level: invalid choice: 'LOUD'"),
-        (["--host-discovery-script", "./hosts.sh", "true"], "elastic hosts are not supported"),
+        (["--host-discovery-script", "./hosts.sh", "true"], "needs --min-np N or -np N"),
+        (["--host-discovery-script", "x", "-np", "1", "-H", "a:1", "true"], "leave -H and --hostfile out"),
+        (["--min-np", "3", "--max-np", "2", "true"], "--min-np 3 is more than --max-np 2"),
+        (["-np", "3", "--max-np", "2", "true"], "-np 3 is more than --max-np 2"),
+        (["--blacklist-cooldown-range", "9", "1", "true"], "--blacklist-cooldown-range 9 1: the first number"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments, says):
@@ -222,3 +222,21 @@ def test_what_stands_behind_the_command_is_the_commands_own():
     options = parse_options(["-np", "1", "--launcher=mpi", "python", "a.py", "--launcher", "x", "--check-build"])
     assert (options.launcher, options.checks_build) == ("mpi", False)
     assert options.command == ("python", "a.py", "--launcher", "x", "--check-build")
+
+
+def test_elastic_jobs_have_horovodruns_options():
+    text = "--min-num-proc 2 --max-num-proc 8 --slots 4 --elastic-timeout 60 --reset-limit 3 --cooldown-range 1 9"
+    options = parse_options([*text.split(), "--host-discovery-script", "./hosts.sh -v", "true"])
+    assert options.is_elastic and not options.remarks
+    assert (options.min_ranks, options.max_ranks, options.slots_per_host, options.reset_limit) == (2, 8, 4, 3)
+    assert (options.elastic_timeout_s, options.cooldown_s) == (60.0, (1.0, 9.0))
+    assert options.host_discovery_script == "./hosts.sh -v"
+
+
+def test_a_minimum_with_excluded_hosts_is_one_of_restarts_and_not_of_an_elastic_job():
+    assert not parse_options(
+        ["-np", "4", "--min-np", "2", "--exclude-failed-hosts", "--restarts", "2", "true"]
+    ).is_elastic
+    assert parse_options(["-np", "4", "--min-np", "2", "true"]).is_elastic
+    assert not parse_options(["-np", "4", "--reset-limit", "2", "true"]).is_elastic
+    assert parse_options(["-np", "4", "--reset-limit", "2", "true"]).restarts == 2

@@ -400,6 +400,24 @@ def test_the_meter_leaves_skipped_steps_out_of_the_mean():
     assert row["skipped_steps"] == 1
 
 
+def test_the_meter_tells_the_median_and_the_longest_steps(monkeypatch):
+    # Ends of steps: the first one has no begin. After a pause the next step has none either.
+    clock = iter([1.0, 1.1, 1.3, 1.4, 9.0, 9.1, 9.3])
+    monkeypatch.setattr("megaclass.train.step_clock.time.perf_counter", lambda: next(clock))
+    meter = Meter(12, [], CPU)
+    for _ in range(4):
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+    row = meter.read()
+    assert row["step_ms"] == pytest.approx(100) and row["step_ms_p99"] == pytest.approx(198)
+    with meter.paused():
+        pass
+    meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+    assert "step_ms" not in meter.read()
+    for _ in range(2):
+        meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
+    assert meter.read()["step_ms"] == pytest.approx(150)
+
+
 def test_the_meter_leaves_evaluation_out_of_the_speed(monkeypatch):
     clock = iter([0.0, 2.0, 102.0, 4.0 + 100.0, 104.0])  # begun, pause begins, pause ends, read, end
     monkeypatch.setattr("megaclass.train.metrics.time.monotonic", lambda: next(clock))

@@ -20,6 +20,7 @@ import pytest
 from tests.conftest import free_port
 
 from megaclass.cli.main import main
+from megaclass.events_file import read_events
 
 pytestmark = pytest.mark.ranks
 
@@ -317,7 +318,8 @@ def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goe
     damaged = next(newest.glob("head-*"))
     damaged.write_bytes(damaged.read_bytes()[:-3])
     first_step = int(previous.name.removeprefix("step-"))
-    done = setting.train("--resume", f"train.run_dir={run_dir}", "train.nproc=2")
+    profile = ("train.profile=37:39", "train.profile_ranks=[1]")
+    done = setting.train("--resume", f"train.run_dir={run_dir}", "train.nproc=2", *profile)
     assert done.returncode == 0, done.stderr
     assert f"megaclass: passed over a checkpoint: {damaged} has" in done.stderr
     assert f"resuming from {previous}, step {first_step}\n" in done.stderr
@@ -325,6 +327,20 @@ def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goe
     assert list(losses) == list(range(1, NUM_STEPS + 1))
     assert [losses[step] for step in range(1, first_step + 1)] == list(alone.losses.values())[:first_step]
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
+    # What happened is in the diary, and the report shows the ranks and links the profile of the steps that were asked for.
+    events = read_events(run_dir)[0]
+    assert events[0]["event"] == "start"
+    change, resume = [event for event in events if event["event"] in ("rank_change", "resume")]
+    assert (change["before"], change["after"], resume["step"], resume["num_steps"]) == (1, 2, first_step, NUM_STEPS)
+    # On a busy machine one rank may well be slow.
+    last = [event["event"] for event in events if event["step"] in (39, 40) and event["event"] != "slow_rank"]
+    assert last == ["profile", "save", "end"]
+    assert events[-1]["outcome"] == "finished"
+    trace = json.loads((run_dir / "profile" / "rank-1.trace.json").read_text())["traceEvents"]
+    assert any("convolution" in event.get("name", "") for event in trace)
+    page = (run_dir / "report.html").read_text()
+    assert 'href="profile/rank-1.trace.json"' in page
+    assert page.count('<rect class="heat-') == 2 * NUM_STEPS
 
 
 def test_resuming_a_finished_run_writes_its_numbers_again(setting, alone, tmp_path):

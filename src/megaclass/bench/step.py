@@ -77,7 +77,7 @@ def bench_step(config: Config, arguments: Sequence[str], *, num_steps: int, is_j
             return run_local([sys.executable, "-m", "megaclass", "bench", "step", *arguments], config.train.nproc)
     with process_group(world, device=config.train.device) as device:
         on_main_rank(lambda: make_data(config), device)
-        source, loader = on_every_rank(lambda: open_data(config, world), device)
+        source, loader = on_every_rank(lambda: open_data(config, world, device), device)
         if world.is_main:
             _log.info(source.describe())
         model = build_model(config, source, world, device)
@@ -100,25 +100,28 @@ def measure_step(
     noise = SyntheticSource(source.num_classes, source.num_images, loader.image_size[0])
     loaders = {
         "real": loader,
-        "synthetic": make_loader(config, noise, world),
-        "debug": make_loader(config, DebugSource(source), world),
+        "synthetic": make_loader(config, noise, world, device),
+        "debug": make_loader(config, DebugSource(source), world, device),
     }
     model.parallel.train()
     speeds = [_run(name, each, config, model, device, num_steps) for name, each in loaders.items()]
     parts = _parts(config, model, loader, world, device)
-    bound_by, advice = verdict(speeds, parts, config.data.threads)
+    bound_by, advice = verdict(speeds, parts, _decoders(loader)[1])
     return StepBench(speeds, parts, bound_by, advice)
 
 
-def verdict(speeds: Sequence[SourceSpeed], parts_ms: dict[str, float], num_threads: int) -> tuple[str, str]:
-    """Returns the part that bounds the run, and advice. Decoding runs in parallel with the other parts, which run in turn."""
+def verdict(speeds: Sequence[SourceSpeed], parts_ms: dict[str, float], decoders: str) -> tuple[str, str]:
+    """Returns the part that bounds the run, and advice. Decoding runs in parallel with the other parts, which run in turn.
+
+    decoders: the setting by which more decoders are started, with its present value.
+    """
     rest_ms = sum(parts_ms.values()) - parts_ms["decode"]
     real, *without_io = speeds
     gain = max(speed.images_per_second for speed in without_io) / real.images_per_second
     if real.waiting_share > _WAITING_SHARE or parts_ms["decode"] > rest_ms:
         return "decode", (
             f"the run waits {real.waiting_share:.0%} of its time for data and would be {gain:.2f} times as fast without "
-            f"reading. Raise data.threads (now {num_threads}), or keep the data in memory with data.stage."
+            f"reading. Raise {decoders}, or keep the data in memory with data.stage."
         )
     longest = max((name for name in parts_ms if name != "decode"), key=lambda name: parts_ms[name])
     return longest, (
@@ -170,12 +173,20 @@ def _parts(config: Config, model: Model, loader: BatchLoader, world: World, devi
     head_messages_ms = _median_ms(lambda: _head_messages(block, world), device)
     gradient_ms = _median_ms(lambda: sum_over_ranks_(gradients, None), device)
     return {
-        "decode": decode_ms / config.data.threads,
+        "decode": decode_ms / _decoders(loader)[0],
         "host-to-device": _median_ms(lambda: batch.prepared(device), device),
         "backbone": backbone_ms,
         "head": max(0.0, head_ms - head_messages_ms),
         "communication": gradient_ms + head_messages_ms if world.size > 1 else 0.0,
     }
+
+
+def _decoders(loader: BatchLoader) -> tuple[int, str]:
+    """Returns how many threads decode at once, and the setting that changes it."""
+    processes = loader.processes
+    if processes is None:
+        return loader.num_workers, f"data.threads (now {loader.num_workers})"
+    return processes.num_processes * processes.num_threads, f"data.workers (now {processes.num_processes})"
 
 
 def _backbone_alone(model: Model, batch: Batch, inputs: torch.Tensor) -> None:

@@ -41,6 +41,10 @@ def add_data_commands(commands: Any) -> None:
 
     _add_split(below)
 
+    unpack = _command(below, "unpack", _unpack, "write any data as a folder of images, one subfolder per identity")
+    unpack.add_argument("path", help="the data, in any form that data.path accepts")
+    unpack.add_argument("--out", type=Path, required=True, help="folder to write")
+
     pairs = _command(below, "pairs", _pairs, "write a .bin file of verification pairs, half of them of the same class")
     pairs.add_argument("path", help="the data, in any form that data.path accepts")
     pairs.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="file to write")
@@ -126,7 +130,12 @@ def _add_pack(below: Any) -> None:
     )
     pack.add_argument("path", help="the data, in any form that data.path accepts")
     pack.add_argument("--out", type=Path, required=True, help="folder to write; an interrupted run is resumed")
-    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="output format (rec)")
+    pack.add_argument(
+        "--format",
+        choices=["rec", "tar", "pixels"],
+        default="rec",
+        help="output format (rec); pixels: decoded once, 37 kB per image of 112 x 112, nothing to decode in training",
+    )
     pack.add_argument(
         "--labels",
         choices=["auto", "float", "id2"],
@@ -183,6 +192,17 @@ def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         )
     text = f"{options.out}: {'drawn' if is_new else 'exists already, unchanged'}"
     return 0, {"out": str(options.out), "is_new": is_new}, text
+
+
+def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.sources.open_source import format_of, open_source
+    from megaclass.data.tools.unpack import unpack
+
+    source = open_source(options.path)
+    with _progress("unpacking") as on_progress:
+        unpack(source, options.out, class_names=format_of(options.path).class_names(), on_progress=on_progress)
+    text = f"{options.out}: {source.num_images:,} images of {source.num_classes:,} classes"
+    return 0, {"out": str(options.out), "images": source.num_images, "classes": source.num_classes}, text
 
 
 def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

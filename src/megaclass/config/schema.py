@@ -55,15 +55,19 @@ class DataConfig:
     mirror: bool = True
     """Mirror half of the training images at random; evaluation then adds the embedding of the mirrored image."""
     augment: str = ""
-    """Augmentations with their probabilities, such as crop:0.2,affine,warp,jpeg:0.1; see docs/data.md. Empty for none."""
+    """Augmentations with their probabilities, such as crop:0.2,affine,jpeg:0.1, or pick:2,crop,blur,jpeg; see docs/data.md."""
     order: Literal["images", "classes"] = "images"
     """images: every image once per epoch; classes: all classes equally often, independent of their number of images."""
     images_per_class: int = 1
     """Number of consecutive images of the same class in a batch; requires data.order=classes."""
     keep_last: bool = False
     """Also train on the images after the last full batch of an epoch: they are spread over its last two batches."""
+    workers: int | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
+    """Number of loader processes per rank; 0: threads of the rank itself. auto: by CPU cores on a GPU, 0 on a CPU."""
     threads: int = field(default=1, metadata=MAY_CHANGE)
-    """Number of reader threads per process."""
+    """Number of reader threads per loader process, or of the rank itself if it has none."""
+    on_gpu: bool = field(default=False, metadata=MAY_CHANGE)
+    """Decode all images once, at the start, and keep their pixels in the memory of every GPU; for sets that fit."""
     max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE)
     """Largest fraction of unreadable images; they are replaced by others, and the run stops when there are more."""
     stage: str = field(default="", metadata=MAY_CHANGE)
@@ -74,6 +78,8 @@ class DataConfig:
         sides = (self.size,) if isinstance(self.size, int) else self.size
         is_size = self.size == 0 or all(8 <= side <= 4096 for side in sides)
         _require("data.size", self.size, is_size, "0, one number in [8, 4096], or two: [height, width]")
+        has_workers = self.workers == "auto" or 0 <= self.workers <= 256
+        _require("data.workers", self.workers, has_workers, "auto, or a number in [0, 256]")
         _require("data.threads", self.threads, 1 <= self.threads <= 256, "in [1, 256]")
         is_group = self.images_per_class == 1 or (self.images_per_class > 1 and self.order == "classes")
         _require("data.images_per_class", self.images_per_class, is_group, "1, or more with data.order=classes")
@@ -157,8 +163,8 @@ class HeadConfig:
     """Treat negatives with a larger cosine as cosine 0, because they are probably mislabelled; unset disables the filter."""
     storage: Literal["float32", "bf16"] = "float32"
     """Data type in which class centres are stored."""
-    stored_gib: float = field(default=4.0, metadata=MAY_CHANGE)
-    """Memory in GiB per rank for exponentials kept for the backward pass; those that do not fit are recomputed."""
+    stored_gib: float | None = field(default=None, metadata=MAY_CHANGE)
+    """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
     kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
@@ -187,7 +193,7 @@ class HeadConfig:
         _require(
             "head.sample_rate", list(map(list, schedule)), is_rising, "a list of increasing steps that starts at 0"
         )
-        _require("head.stored_gib", self.stored_gib, self.stored_gib >= 0, "0 or more")
+        _require("head.stored_gib", self.stored_gib, self.stored_gib is None or self.stored_gib >= 0, "0 or more")
         _require("head.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
         _require("head.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
         _require("head.subcentres", self.subcentres, 1 <= self.subcentres <= 255, "in [1, 255]")

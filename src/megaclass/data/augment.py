@@ -1,8 +1,9 @@
 """Augmentations of whole batches on the training device. They depend on (seed, step, image) alone, never on the batch or rank.
 
-The random numbers, a few per image, are hashed on the host and copied to the device; the pixels never leave it. Images are
-floats in [-1, 1]. Each augmentation gathers the images that it changes, changes them together and puts them back.
-A new one is a function and a line in `AUGMENTATIONS`.
+The functions here are the reference and run on CPUs; on a GPU device/programs.py does the same in one launch, with the same
+random numbers, if it knows all augmentations that are asked for. Here the random numbers, a few per image, are hashed on the
+host. Images are floats in [-1, 1]. Each augmentation gathers the images that it changes, changes them together and puts them
+back. A new one is a function and a line in `AUGMENTATIONS`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from megaclass.errors import ConfigError
-from megaclass.keyed_random import combine64, name_key
+from megaclass.keyed_random import combine64, mix64, name_key
 
 _SALT = 0x6175676D656E74
 _DEFAULT_SHARE = 0.2
+PICK = "pick"
+"""First word of a setting that gives every image a fixed number of augmentations."""
+LOW_RESOLUTION_FACTORS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 # Random numbers per image and augmentation; the first decides whether the image is changed.
 _NUM_DRAWS = 8
 
@@ -31,34 +35,61 @@ class Augment:
     """Names of augmentations in the order of their application, each with the share of images that it changes."""
 
     shares: tuple[tuple[str, float], ...]
+    num_picked: int = 0
+    """If not 0, every image gets so many of the augmentations, chosen at random, and the shares do not matter."""
 
 
 def parse_augment(text: str) -> Augment | None:
-    """Parses a setting such as `crop:0.2,blur,jpeg:0.1`; the default share is 0.2. Returns None for an empty text."""
+    """Parses a setting such as `crop:0.2,blur,jpeg:0.1`; the default share is 0.2. Returns None for an empty text.
+
+    `pick:2,crop,blur,jpeg` gives every image two of those that are named, as RandAugment does.
+    """
     shares = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
+    num_picked = 0
+    for number, part in enumerate(filter(None, (piece.strip() for piece in text.split(",")))):
         name, colon, given = part.partition(":")
+        if name == PICK and number == 0 and given.isdigit() and int(given) > 0:
+            num_picked = int(given)
+            continue
+        if num_picked and colon:
+            raise ConfigError(
+                f"data.augment is {text!r}: after {PICK}:{num_picked} names have no share, but one is {part!r}."
+            )
         share = _number(given) if colon else _DEFAULT_SHARE
         if name not in AUGMENTATIONS or share is None or not 0 < share <= 1:
             raise ConfigError(
                 f"data.augment is {text!r}: cannot read {part!r}; expected names with an optional share in (0, 1], such as "
-                f"crop:0.2,blur,jpeg:0.1. Known: {', '.join(AUGMENTATIONS)}."
+                f"crop:0.2,blur,jpeg:0.1, or {PICK}:2,crop,blur,jpeg for two of them per image. Known: "
+                f"{', '.join(AUGMENTATIONS)}."
             )
         shares.append((name, share))
     if len({name for name, _ in shares}) != len(shares):
         raise ConfigError(f"data.augment is {text!r}: each augmentation may be named once.")
-    return Augment(tuple(shares)) if shares else None
+    if num_picked > len(shares):
+        raise ConfigError(
+            f"data.augment is {text!r}: {PICK}:{num_picked} must be followed by at least {num_picked} augmentations."
+        )
+    return Augment(tuple(shares), num_picked) if shares else None
 
 
 def augment_(images: Tensor, augment: Augment, seed: int, step: int, indices: NDArray[np.int64]) -> None:
     """Changes images (B, 3, H, W), floats in [-1, 1], in place."""
-    for name, share in augment.shares:
-        draws_BP = _draws(seed, step, indices, name)
-        rows = np.flatnonzero(draws_BP[:, 0] < share)
+    draws_ABP = np.stack([_draws(seed, step, indices, name) for name, _ in augment.shares])
+    for (name, _), draws_BP, is_changed_B in zip(augment.shares, draws_ABP, _chosen(augment, draws_ABP), strict=True):
+        rows = np.flatnonzero(is_changed_B)
         if len(rows):
             rows_R = torch.from_numpy(rows).to(images.device)
             changed = AUGMENTATIONS[name](images[rows_R].contiguous(), torch.from_numpy(draws_BP[rows, 1:]))
             images[rows_R] = changed.clamp_(-1, 1)
+
+
+def _chosen(augment: Augment, draws_ABP: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Tells which augmentation (A) changes which image (B): by its share, or as one of those with the lowest first draws."""
+    first_AB = draws_ABP[:, :, 0]
+    if not augment.num_picked:
+        return np.asarray(first_AB < np.array([share for _, share in augment.shares], dtype=np.float32)[:, None])
+    rank_AB = np.argsort(np.argsort(first_AB, axis=0, kind="stable"), axis=0, kind="stable")
+    return np.asarray(rank_AB < augment.num_picked)
 
 
 def mirror_(images: Tensor, is_mirrored: NDArray[np.bool_]) -> None:
@@ -116,7 +147,7 @@ def low_resolution(images: Tensor, draws: Tensor) -> Tensor:
     """Shrinks by a factor from 1.5 to 6 and enlarges again, like a face far from the camera."""
     # A few sizes instead of one per image, so that images of equal size are resized together. The choice is made on the host,
     # which otherwise would wait for the device.
-    factors = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
+    factors = LOW_RESOLUTION_FACTORS
     choice = (draws[:, 0] * len(factors)).long().clamp(max=len(factors) - 1)
     height, width = images.shape[-2:]
     for number, factor in enumerate(factors):
@@ -172,15 +203,34 @@ def grey(images: Tensor, draws: Tensor) -> Tensor:
 def occlusion(images: Tensor, draws: Tensor) -> Tensor:
     """Covers 2 to 25 % of the image with a rectangle of one colour."""
     draws = draws.to(images.device, non_blocking=True)
-    area, shape = _between(draws[:, 0], 0.02, 0.25), _between(draws[:, 1], -0.7, 0.7).exp()
+    is_hidden = _rectangle(images, draws, area=(0.02, 0.25), shape=0.7)
+    fill = _between(draws[:, 4:7], -1, 1)[:, :, None, None]
+    return torch.where(is_hidden[:, None], fill, images)
+
+
+def erase(images: Tensor, draws: Tensor) -> Tensor:
+    """Covers 2 to 33 % of the image with a rectangle of noise (random erasing)."""
     height, width = images.shape[-2:]
-    half_u, half_v = (area * shape).sqrt() / 2, (area / shape).sqrt() / 2
+    # The noise is a hash of the pixel's place and of two draws, so that a GPU can compute the same.
+    whole = (draws[:, 4:6].double().cpu().numpy() * 2**24).astype(np.uint64)
+    keys_R = whole[:, 0] + (whole[:, 1] << np.uint64(24))
+    bits_RN = mix64(keys_R[:, None] ^ mix64(np.arange(height * width, dtype=np.uint64))[None])
+    noise_R3N = np.stack([(bits_RN >> np.uint64(shift)) & np.uint64(0xFF) for shift in (0, 8, 16)], axis=1)
+    fill = torch.from_numpy(noise_R3N.astype(np.float32)).to(images.device).view(-1, 3, height, width) * (2 / 255) - 1
+    draws = draws.to(images.device, non_blocking=True)
+    is_hidden = _rectangle(images, draws, area=(0.02, 0.33), shape=1.2)
+    return torch.where(is_hidden[:, None], fill, images)
+
+
+def _rectangle(images: Tensor, draws: Tensor, area: tuple[float, float], shape: float) -> Tensor:
+    """Returns which pixels (R, H, W) lie in a rectangle of a random area, shape and place."""
+    areas, shapes = _between(draws[:, 0], *area), _between(draws[:, 1], -shape, shape).exp()
+    height, width = images.shape[-2:]
+    half_u, half_v = (areas * shapes).sqrt() / 2, (areas / shapes).sqrt() / 2
     v = ((torch.arange(height, device=images.device) + 0.5) / height)[None, :, None]
     u = ((torch.arange(width, device=images.device) + 0.5) / width)[None, None, :]
     centre_u, centre_v = draws[:, 2, None, None], draws[:, 3, None, None]
-    is_hidden = ((u - centre_u).abs() < half_u[:, None, None]) & ((v - centre_v).abs() < half_v[:, None, None])
-    fill = _between(draws[:, 4:7], -1, 1)[:, :, None, None]
-    return torch.where(is_hidden[:, None], fill, images)
+    return ((u - centre_u).abs() < half_u[:, None, None]) & ((v - centre_v).abs() < half_v[:, None, None])
 
 
 def jpeg(images: Tensor, draws: Tensor) -> Tensor:
@@ -188,7 +238,7 @@ def jpeg(images: Tensor, draws: Tensor) -> Tensor:
     draws = draws.to(images.device, non_blocking=True)
     quality = 20 + (draws[:, 0] * 70).floor()
     scale = torch.where(quality < 50, 5000 / quality, 200 - 2 * quality) / 100
-    basis, tables, to_ycc, to_rgb = (torch.from_numpy(values).to(images.device) for values in _JPEG_CONSTANTS)
+    basis, tables, to_ycc, to_rgb = (torch.from_numpy(values).to(images.device) for values in JPEG_CONSTANTS)
     steps = (tables[None] * scale[:, None, None, None]).round().clamp(1, 255)[:, :, None, None]
     height, width = images.shape[-2:]
     padded = F.pad(images, (0, -width % 8, 0, -height % 8), mode="replicate")
@@ -210,8 +260,14 @@ AUGMENTATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "colour": colour,
     "grey": grey,
     "occlusion": occlusion,
+    "erase": erase,
     "jpeg": jpeg,
 }
+
+
+def augmentation_key(seed: int, name: str) -> np.uint64:
+    """Returns the key of an augmentation before step and image are mixed in."""
+    return np.uint64(combine64(seed, _SALT, name_key(name)))
 
 
 def _draws(seed: int, step: int, indices: NDArray[np.int64], name: str) -> NDArray[np.float32]:
@@ -256,7 +312,7 @@ _CHROMA_STEPS = """
 17 18 24 47 99 99 99 99 18 21 26 66 99 99 99 99 24 26 56 99 99 99 99 99 47 66 99 99 99 99 99 99
 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99 99"""
 _TO_YCC = np.array([[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]], dtype=np.float32)
-_JPEG_CONSTANTS = (
+JPEG_CONSTANTS = (
     _cosines(),
     np.array([_LUMA_STEPS.split(), _CHROMA_STEPS.split(), _CHROMA_STEPS.split()], dtype=np.float32).reshape(3, 8, 8),
     _TO_YCC,

@@ -1,4 +1,4 @@
-"""Encoded images to pixels: whole batches into one uint8 tensor. JPEG by simplejpeg, everything else by Pillow.
+"""Encoded images to pixels: whole batches into one uint8 array. JPEG by simplejpeg, everything else by Pillow.
 
 Images are turned upright by their EXIF orientation, as OpenCV does. Images of another size are fitted to the wanted one:
 
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
@@ -135,16 +134,6 @@ def encode_jpeg(image_HW3: NDArray[np.uint8], quality: int) -> bytes:
         np.ascontiguousarray(image_HW3), quality=quality, colorspace="RGB", colorsubsampling="444"
     )
     return encoded
-
-
-def to_tensor(images_BHW3: NDArray[np.uint8]) -> torch.Tensor:
-    """Returns (B, 3, H, W), contiguous and still uint8, which is a quarter of the traffic to the device."""
-    return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2).contiguous()
-
-
-def normalise(images: torch.Tensor) -> torch.Tensor:
-    """Converts uint8 in [0, 255] to float32 in [-1, 1], as every InsightFace model expects."""
-    return images.to(torch.float32).div_(255).sub_(0.5).div_(0.5)
 
 
 def image_dimensions(encoded: bytes, where: str) -> tuple[int, int]:

@@ -1,11 +1,9 @@
-"""Batches of decoded images for one rank, prepared ahead of time by threads."""
+"""Batches of decoded images for one rank, prepared ahead of time by threads or by loader processes."""
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,21 +15,21 @@ import torch
 from numpy.typing import NDArray
 
 from megaclass.data.augment import Augment, augment_, mirror_
-from megaclass.data.decode import Fit, decode_into, normalise
-from megaclass.data.order import ClassOrder, ImageOrder, Order, rank_batch
-from megaclass.data.sources.source import ImageSource, PixelSource
-from megaclass.errors import DataError, is_transient
+from megaclass.data.decode import Fit
+from megaclass.data.device.prepare import can_prepare, mirroring_key, prepare
+from megaclass.data.loading.bad_images import BadImages
+from megaclass.data.loading.in_processes import ProcessBatches
+from megaclass.data.loading.processes import LoaderSettings
+from megaclass.data.loading.reader import BatchPlan, BatchReader
+from megaclass.data.loading.resident import ResidentImages, load_images
+from megaclass.data.order import Order, rank_batch
+from megaclass.data.pixel_tensors import normalise
+from megaclass.data.sources.source import ImageSource
+from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
 from megaclass.reused_memory import ReusedMemory
 
-_log = logging.getLogger("megaclass.data")
-
 _MIRROR_SALT = 0x6D6972726F72
-_REPLACE_SALT = 0x7265706C616365
-_MAX_REPLACEMENTS = 100
-_READ_AGAIN_S = (0.05, 0.5, 2.0)
-# With fewer images the share of bad ones says little; smaller sets are judged by their own size.
-_IMAGES_BEFORE_JUDGING = 10_000
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,33 @@ class Batch:
     """Counts from 0 within the epoch."""
     treatment: Treatment = field(default_factory=lambda: Treatment())
     """Changes to the pixels that are left to the training device."""
+    index_tensor: torch.Tensor | None = None
+    """The indices where the images are, if they are there already."""
+
+    def indices_on(self, device: torch.device) -> torch.Tensor:
+        """Returns the indices as a tensor on the device."""
+        indices = torch.from_numpy(self.indices) if self.index_tensor is None else self.index_tensor
+        return indices.to(device, non_blocking=True)
 
     def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
         """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
         # Copied as bytes, a quarter of the floats' traffic, and converted on the device.
-        images, indices_B = normalise(self.images[rows].to(device, non_blocking=True)), self.indices[rows]
-        if self.treatment.mirror:
-            mirror_(images, mirrored(self.treatment.seed, self.epoch, indices_B))
-        if self.treatment.augment is not None:
-            augment_(images, self.treatment.augment, self.treatment.seed, self.treatment.global_step, indices_B)
+        treatment, pixels = self.treatment, self.images[rows].to(device, non_blocking=True)
+        if device.type == "cuda" and can_prepare(treatment.augment):
+            return prepare(
+                pixels,
+                self.indices_on(device)[rows],
+                mirror_key=mirroring_key(treatment.seed, _MIRROR_SALT) if treatment.mirror else None,
+                epoch=self.epoch,
+                augment=treatment.augment,
+                seed=treatment.seed,
+                step=treatment.global_step,
+            )
+        images, indices_B = normalise(pixels), self.indices[rows]
+        if treatment.mirror:
+            mirror_(images, mirrored(treatment.seed, self.epoch, indices_B))
+        if treatment.augment is not None:
+            augment_(images, treatment.augment, treatment.seed, treatment.global_step, indices_B)
         return images.to(memory_format=torch.channels_last)
 
 
@@ -74,9 +90,9 @@ class Treatment:
 class BatchLoader:
     """Reads and decodes batches ahead of time. The global batches do not depend on the number of ranks or workers.
 
-    Workers are threads: decoding releases the interpreter lock, nothing is copied between processes, and no worker can
-    outlive its process. Each decodes whole batches. An image that cannot be read is replaced by another one, chosen by a
-    hash.
+    Workers are threads of this process, each of which decodes whole batches, or with `processes` processes of their own,
+    which leave the interpreter to training (loading/processes.py). An image that cannot be read is replaced by another
+    one, chosen by a hash. All modes yield the same bytes.
     """
 
     def __init__(
@@ -99,28 +115,50 @@ class BatchLoader:
         num_prefetched: int = 4,
         num_parts: int = 1,
         fewest_in_part: int = 2,
+        processes: LoaderSettings | None = None,
+        device: torch.device | None = None,
+        is_resident: bool = False,
     ) -> None:
         """Checks that every rank gets enough images in every step.
 
         image_size: (height, width), by default that of the source; `fit` tells how images of another size are fitted to it.
         num_parts: parts into which a step splits a rank's images, each of at least fewest_in_part.
+        processes: read in other processes, which open the data at a path themselves; num_workers threads are for None.
+        device: a GPU to which loader processes' batches are copied ahead of time.
+        is_resident: decode all images once, at the first step, and keep their pixels on the device.
         """
         self.source = source
-        self.order = _build_order(source, global_batch, seed, keep_last, order, images_per_class)
+        self.image_size = image_size or source.image_size
+        self.fit: Fit = fit
+        self.bad_images = BadImages(source, max_bad_fraction)
+        plan = BatchPlan(
+            global_batch=global_batch,
+            image_size=self.image_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            fit=fit,
+            keep_last=keep_last,
+            order=order,
+            images_per_class=images_per_class,
+        )
+        self._reader = BatchReader(source, plan, self.bad_images.add_bad)
+        self.order: Order = self._reader.order
         _require_fillable(source, self.order, global_batch, world_size, num_parts, fewest_in_part)
         self.rank = rank
         self.world_size = world_size
         self.mirror = mirror
         self.augment = augment
-        self.image_size = image_size or source.image_size
-        self.fit: Fit = fit
         self.num_resized = 0
         """Images of another size that this rank has fitted so far; workers add to it under _counting."""
         self._counting = threading.Lock()
         self.num_workers = max(1, num_workers)
         self.num_prefetched = max(self.num_workers + 1, num_prefetched)
-        self.bad_images = BadImages(source, max_bad_fraction)
-        self._batch_shape = (-(-global_batch // world_size), *self.image_size, 3)
+        self.processes = processes
+        self.device = device
+        self.is_resident = is_resident
+        self._resident: ResidentImages | None = None
+        self._batch_shape = (plan.max_rows, *self.image_size, 3)
         # Enough for the batches that wait, those in the making, and two in the hands of the caller.
         num_kept = self.num_prefetched + self.num_workers + 2
         self._memory = ReusedMemory(num_kept * math.prod(self._batch_shape))
@@ -132,10 +170,44 @@ class BatchLoader:
     def batches(self, epoch: int = 0, step: int = 0, *, num_steps: int | None = None) -> Iterator[Batch]:
         """Yields `num_steps` batches from (epoch, step) on, across epochs; by default up to the end of the epoch.
 
-        Closing the iterator, or dropping it, ends its threads. An error in a thread is raised here.
+        Closing the iterator, or dropping it, ends its threads or processes. An error in one of them is raised here.
         """
         first = epoch * self.steps_per_epoch + step
         stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
+        if self.is_resident:
+            return self._from_device(first, stop)
+        if self.processes is None:
+            return self._from_threads(first, stop)
+        return self._from_processes(self.processes, first, stop)
+
+    def load(self, epoch: int, step: int) -> Batch:
+        """Returns one batch, decoded in the calling thread."""
+        num_rows = self._reader.num_rows(step)
+        images_BHW3 = self._memory.take(math.prod(self._batch_shape)).reshape(self._batch_shape)[:num_rows]
+        indices_B: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
+        num_resized = self._reader.fill(epoch, step, range(num_rows), images_BHW3, indices_B)
+        self.bad_images.add_read(num_rows)
+        # Added once per batch, not per image, because all workers share the lock.
+        with self._counting:
+            self.num_resized += num_resized
+        labels_B = torch.from_numpy(self.source.labels[indices_B])
+        images = torch.from_numpy(images_BHW3).permute(0, 3, 1, 2)
+        return Batch(images, labels_B, indices_B, epoch, step, self._treatment(epoch, step))
+
+    def describe_resized(self) -> str:
+        """Returns a sentence about images of another size; empty if there were none."""
+        if not self.num_resized:
+            return ""
+        height, width = self.image_size
+        return (
+            f"{self.num_resized:,} of {self.bad_images.num_read:,} images had another size and were fitted to "
+            f"{width} × {height} (data.fit = {self.fit})."
+        )
+
+    def _treatment(self, epoch: int, step: int) -> Treatment:
+        return Treatment(self.order.seed, epoch * self.steps_per_epoch + step, self.mirror, self.augment)
+
+    def _from_threads(self, first: int, stop: int) -> Iterator[Batch]:
         pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="megaclass-decode")
         waiting: deque[Future[Batch]] = deque()
         upcoming = first
@@ -150,111 +222,36 @@ class BatchLoader:
             # Also when the caller drops the generator: no thread may read on after its run has ended.
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def load(self, epoch: int, step: int) -> Batch:
-        """Returns one batch, decoded in the calling thread."""
-        indices_B = rank_batch(self.order, epoch, step, self.rank, self.world_size)
-        if isinstance(self.source, PixelSource):
-            images_BHW3 = self.source.pixels(indices_B, self.image_size)
-        else:
-            # Memory of an earlier batch to which nothing refers any more. Fresh pages would have to be zeroed by the kernel.
-            whole = self._memory.take(math.prod(self._batch_shape)).reshape(self._batch_shape)
-            images_BHW3 = whole[: len(indices_B)]
-            num_resized = 0
-            for row, index in enumerate(indices_B.tolist()):
-                # A replaced image keeps its row but changes its index, and with it the label below.
-                indices_B[row], is_resized = self._fill(images_BHW3[row], index)
-                num_resized += is_resized
-            self.bad_images.add_read(len(indices_B))
-            # Added once per batch, not per image, because all workers share the lock.
-            with self._counting:
-                self.num_resized += num_resized
-        labels_B = torch.from_numpy(self.source.labels[indices_B])
-        treatment = Treatment(self.order.seed, epoch * self.steps_per_epoch + step, self.mirror, self.augment)
-        return Batch(torch.from_numpy(images_BHW3).permute(0, 3, 1, 2), labels_B, indices_B, epoch, step, treatment)
+    def _from_device(self, first: int, stop: int) -> Iterator[Batch]:
+        if self._resident is None:
+            device = self.device or torch.device("cpu")
+            self._resident = load_images(self._reader, self.bad_images, device, self.processes, self.num_workers)
+            self.num_resized += self._resident.num_resized
+        for number in range(first, stop):
+            epoch, step = divmod(number, self.steps_per_epoch)
+            indices = rank_batch(self.order, epoch, step, self.rank, self.world_size)
+            images, labels, indices_B, index_tensor = self._resident.batch(indices)
+            yield Batch(images, labels, indices_B, epoch, step, self._treatment(epoch, step), index_tensor)
 
-    def describe_resized(self) -> str:
-        """Returns a sentence about images of another size; empty if there were none."""
-        if not self.num_resized:
-            return ""
-        height, width = self.image_size
-        return (
-            f"{self.num_resized:,} of {self.bad_images.num_read:,} images had another size and were fitted to "
-            f"{width} × {height} (data.fit = {self.fit})."
-        )
-
-    def _fill(self, out_HW3: NDArray[np.uint8], index: int) -> tuple[int, bool]:
-        """Decodes the image, or else the first readable one of a chain that depends on the seed and the image alone.
-
-        Returns the index of the decoded image, and whether it had another size.
-        """
-        wanted = index
-        for attempt in range(_MAX_REPLACEMENTS):
-            try:
-                return index, decode_into(out_HW3, self._read(index), self.source.name_of(index), self.fit)
-            except DataError as error:
-                self.bad_images.add_bad(index, error)
-            # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
-            chain = combine64(self.order.seed, _REPLACE_SALT, wanted, attempt)
-            index = int(chain % np.uint64(self.source.num_images))
-        raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
-
-    def _read(self, index: int) -> bytes:
-        """Reads the image, and retries after errors that may pass (an I/O error, too many open files)."""
-        for pause_s in _READ_AGAIN_S:
-            try:
-                return self.source.read(index)
-            except (DataError, OSError) as error:
-                if not is_transient(error):
-                    raise
-                time.sleep(pause_s)
-        return self.source.read(index)
-
-
-class BadImages:
-    """Counts the images of a run that could not be read, reports each once, and stops the run when there are too many.
-
-    Workers update all fields under _lock.
-    """
-
-    def __init__(self, source: ImageSource, max_fraction: float) -> None:
-        self._source = source
-        self._max_fraction = max_fraction
-        self._lock = threading.Lock()
-        self.num_read = 0
-        """Images requested on this rank."""
-        self.num_bad = 0
-        """Failed attempts; an image that fails in every epoch counts every time."""
-        self.indices: set[int] = set()
-        """Indices of the images that failed."""
-
-    def describe(self) -> str:
-        return (
-            f"{self.num_bad:,} of {self.num_read:,} images could not be read and were replaced, "
-            f"{len(self.indices):,} different ones; megaclass data verify lists them."
-        )
-
-    def add_read(self, num_images: int) -> None:
-        with self._lock:
-            self.num_read += num_images
-
-    def add_bad(self, index: int, error: DataError) -> None:
-        with self._lock:
-            self.num_bad += 1
-            is_new = index not in self.indices
-            self.indices.add(index)
-            # A run that has only read a few images is judged as if it had read more, unless there are no more.
-            judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
-            # An image that fails in every epoch counts once here.
-            num_different = len(self.indices)
-            fraction = num_different / judged
-        if is_new:
-            _log.warning("skipped a bad image: %s", error)
-        if fraction > self._max_fraction:
-            raise DataError(
-                f"{num_different} of {judged} images could not be read, more than data.max_bad_fraction = "
-                f"{self._max_fraction} allows. The last one: {error} "
-                f"megaclass data verify lists them, and writes a clean copy with --repair."
-            )
+    def _from_processes(self, settings: LoaderSettings, first: int, stop: int) -> Iterator[Batch]:
+        processes = ProcessBatches(settings, self._reader, self.bad_images, self.device)
+        try:
+            for loaded in processes.batches(first, stop, self.steps_per_epoch):
+                self.num_resized += processes.take_num_resized()
+                pixels, treatment = loaded.pixels, self._treatment(loaded.epoch, loaded.step)
+                yield Batch(
+                    pixels.images,
+                    pixels.labels,
+                    pixels.indices,
+                    loaded.epoch,
+                    loaded.step,
+                    treatment,
+                    pixels.index_tensor,
+                )
+                # Otherwise this frame would hold the batch, and with it its slot, while the next one is awaited.
+                del loaded, pixels
+        finally:
+            processes.close()
 
 
 def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -264,12 +261,9 @@ def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bo
     return (bits >> np.uint64(63)).astype(bool)
 
 
-def _build_order(
-    source: ImageSource, global_batch: int, seed: int, keep_last: bool, kind: str, images_per_class: int
-) -> Order:
-    if kind == "images":
-        return ImageOrder(num_images=source.num_images, global_batch=global_batch, seed=seed, keep_last=keep_last)
-    return ClassOrder(source.labels, global_batch=global_batch, seed=seed, images_per_class=images_per_class)
+def _fitting_batch(num_images: int) -> int:
+    """Returns a power of two that gives a few steps per epoch, if there are that many images."""
+    return int(2 ** max(1, (max(2, num_images) // 4).bit_length() - 1))
 
 
 def _require_fillable(
@@ -283,7 +277,7 @@ def _require_fillable(
     if global_batch > source.num_images:
         raise DataError(
             f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
-            f"{source.describe()}."
+            f"{source.describe()}. Lower it, for example with train.global_batch={_fitting_batch(source.num_images)}."
         )
     # Only the last step of an epoch can be smaller than the others.
     smallest = order.batch_size(order.steps_per_epoch - 1)

@@ -133,6 +133,25 @@ class ClassOrder:
         return order, first, np.diff(first, append=len(by_class))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileOrder:
+    """All images once, in the order of the source; the last step has the rest."""
+
+    num_images: int
+    global_batch: int
+    seed: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_images // self.global_batch)
+
+    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        return np.arange(step * self.global_batch, step * self.global_batch + self.batch_size(step))[rows]
+
+    def batch_size(self, step: int) -> int:
+        return min(self.global_batch, self.num_images - step * self.global_batch)
+
+
 def rank_batch(order: Order, epoch: int, step: int, rank: int, world_size: int) -> NDArray[np.int64]:
     """Returns this rank's contiguous part of the step's images (B,)."""
     part = even_part(order.batch_size(step), rank, world_size)

@@ -15,7 +15,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _on_exchange: Callable[[bool], None] | None = None
-"""Who measures collectives: called with True before and False after each of them."""
+"""Listener that measures collectives: called with True before and False after each of them."""
 
 
 @contextmanager

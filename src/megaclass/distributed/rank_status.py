@@ -1,10 +1,10 @@
-"""Where a rank is right now, on a page of memory that it shares with its agent. Standard library only.
+"""The current place of a rank, on a page of memory that it shares with its agent. Standard library only.
 
 The agent (or `megaclass train` with train.nproc) creates one file in memory per rank and passes its descriptor. The rank
 writes its step, its phase and how long it may stay there; the agent reads them without the rank's help, over no network, also
 while the rank is stopped. Behind the page, in the same file, Python's faulthandler writes the stacks of all threads when the
 agent sends STACKS_SIGNAL; it does so from C, without the interpreter lock. A rank that was started in another way has a page
-of its own, which nobody reads.
+of its own, which no other process reads.
 
     bytes       field
     0 …         a counter that is odd while the rank writes, then the numbers of RankStatus
@@ -32,7 +32,7 @@ FD_NAME = "MEGACLASS_STATUS_FD"
 HANG_TIMEOUT = "MEGACLASS_HANG_TIMEOUT"
 """Tells the ranks the --hang-timeout of their job, in seconds."""
 STACKS_SIGNAL = signal.SIGRTMIN + 11
-"""Nobody else uses it; it is sent only to a process whose page says that it handles it."""
+"""No other software is known to use it; it is sent only to a process whose page says that it handles it."""
 PAGE_BYTES = 4096
 _FILE_NAME = "megaclass-status"
 _COUNTER = struct.Struct("<Q")
@@ -57,7 +57,7 @@ class RankStatus:
     num_done: int
     """Number of times that the rank made progress: steps, or operations of hvd."""
     progress_at: float
-    """When it did so last; time.monotonic() of this host, which all its processes share."""
+    """Time of the last progress; time.monotonic() of this host, which all its processes share."""
     allowed_s: float
     """How long the rank may take for its next progress; 0 for any time."""
     phase: str
@@ -75,8 +75,12 @@ class StatusPage:
 
     def __init__(self) -> None:
         self._handle = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self._handle, PAGE_BYTES)
-        self._memory = mmap.mmap(self._handle, PAGE_BYTES)
+        try:
+            os.ftruncate(self._handle, PAGE_BYTES)
+            self._memory = mmap.mmap(self._handle, PAGE_BYTES)
+        except OSError:
+            # A limit on the size of files (ulimit -f) holds for files in memory, too. The rank then finds no page.
+            self._memory = mmap.mmap(-1, PAGE_BYTES)
 
     def fileno(self) -> int:
         return self._handle
@@ -137,14 +141,14 @@ class OwnStatus:
         self._write({"phase": phase, "detail": detail})
 
     @contextmanager
-    def long_work(self, phase: str) -> Iterator[None]:
-        """Allows any time while the block runs, and starts the time of the next step after it."""
-        allowed_s, before = self._allowed_s, self.read().phase
-        self.progress(allowed_s=0.0, phase=phase)
+    def long_work(self, phase: str, *, allowed_s: float = 0.0) -> Iterator[None]:
+        """Allows `allowed_s`, or any time, while the block runs, and starts the time of the next step after it."""
+        usual_s, before = self._allowed_s, self.read().phase
+        self.progress(allowed_s=allowed_s, phase=phase)
         try:
             yield
         finally:
-            self.progress(allowed_s=allowed_s, phase=before)
+            self.progress(allowed_s=usual_s, phase=before)
 
     def name_folder(self, folder: Path) -> None:
         """Tells the reader where stacks and verdicts of this run are kept."""

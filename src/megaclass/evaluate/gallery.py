@@ -143,7 +143,13 @@ class _ImageFolder(Gallery):
 
 
 def read_embeddings(path: Path) -> tuple[Rows, list[str]]:
-    """Reads `embeddings.npy`, and the identities from `embeddings.txt` beside it, as `megaclass embed` writes them."""
+    """Returns the rows of `embeddings.npy`, and the identity of each: the name of the folder that holds its image."""
+    rows_ND, names = read_rows_and_names(path)
+    return rows_ND, [Path(name).parent.name for name in names]
+
+
+def read_rows_and_names(path: Path) -> tuple[Rows, list[str]]:
+    """Reads `embeddings.npy`, and the paths from `embeddings.txt` beside it, as `megaclass embed` writes them."""
     listing = path.with_suffix(".txt")
     try:
         rows_ND = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -158,7 +164,7 @@ def read_embeddings(path: Path) -> tuple[Rows, list[str]]:
             f"{path} holds {rows_ND.dtype} of shape {rows_ND.shape} and {listing} {len(lines)} lines: expected float32 of "
             f"shape (N, D) and N lines."
         )
-    return rows_ND, [Path(line).parent.name for line in lines]
+    return rows_ND, lines
 
 
 def read_megaface_features(paths: Sequence[Path]) -> NDArray[np.float32]:

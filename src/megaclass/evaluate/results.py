@@ -110,6 +110,12 @@ def read_results(folder: Path) -> list[SetResult]:
     return results
 
 
+def weights_in(folder: Path) -> str:
+    """Returns the digest of the weights that evaluation.json belongs to; empty if it does not say so."""
+    model = _read_json(folder / NUMBERS_FILE).get("model")
+    return str(model.get("weights", "")) if isinstance(model, dict) else ""
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -136,6 +142,8 @@ def _write_curves(path: Path, result: SetResult) -> None:
     if result.curves is not None:
         for name in ("far", "tar", "edges", "same", "different"):
             arrays[name] = getattr(result.curves, name)
+        if result.curves.thresholds is not None:
+            arrays["thresholds"] = result.curves.thresholds
         arrays["marks"] = np.array([result.curves.threshold, result.curves.num_different])
     if result.hard_pairs:
         described = [
@@ -179,9 +187,13 @@ def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair]]:
 def _curves_in(arrays: Mapping[str, NDArray[Any]]) -> Curves:
     threshold, num_different = arrays["marks"].astype(np.float64).tolist()
     parts = {name: arrays[name].astype(np.float64) for name in ("far", "tar", "edges", "same", "different")}
+    if "thresholds" in arrays:
+        parts["thresholds"] = arrays["thresholds"].astype(np.float64)
     if not all(part.ndim == 1 and len(part) and np.isfinite(part).all() for part in parts.values()):
         raise ValueError("curves must be one-dimensional and finite")
     curves = Curves(**parts, threshold=float(threshold), num_different=int(num_different))
+    if curves.thresholds is not None and len(curves.thresholds) != len(curves.far):
+        raise ValueError("an ROC needs one threshold per point")
     if len(curves.far) != len(curves.tar) or not (curves.far == 0).any():
         raise ValueError("an ROC must start where nothing is accepted")
     if (

@@ -96,8 +96,7 @@ def search(
     if with_faiss:
         own = _search_shard_with_faiss(probes, gallery, k, probe_labels_P, probe_keys_P)
     else:
-        block_bytes = max_block_bytes or _BLOCK_BYTES[device.type]
-        own = _search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, block_bytes)
+        own = search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, max_block_bytes)
     # Each rank has the best of its shard; the best of all are among them.
     scores_WPk = gather_blocks(own.other_scores_Pk.to(device), group)
     indices_WPk = gather_blocks(own.other_indices_Pk.to(device), group)
@@ -107,15 +106,16 @@ def search(
 
 
 @torch.no_grad()
-def _search_shard(
+def search_shard(
     probes_PD: Tensor,
     gallery: GalleryShard,
     k: int,
     device: torch.device,
-    probe_labels_P: NDArray[np.int64] | None,
-    probe_keys_P: NDArray[np.int64] | None,
-    max_block_bytes: int,
+    probe_labels_P: NDArray[np.int64] | None = None,
+    probe_keys_P: NDArray[np.int64] | None = None,
+    max_block_bytes: int | None = None,
 ) -> Neighbours:
+    """Searches the rows of this process; nothing is exchanged with other ranks."""
     num_probes = len(probes_PD)
     scores_Pk = torch.full((num_probes, k), _NOTHING, device=device)
     indices_Pk = torch.zeros((num_probes, k), dtype=torch.int64, device=device)
@@ -124,7 +124,7 @@ def _search_shard(
     keys_P = None if probe_keys_P is None else torch.as_tensor(probe_keys_P, device=device)
     # Blocks of the gallery are the outer loop: each is copied to the device once, whatever the number of probes.
     gallery_block = min(_MAX_GALLERY_BLOCK, max(1, len(gallery)))
-    probe_block = max(1, max_block_bytes // (4 * gallery_block))
+    probe_block = max(1, (max_block_bytes or _BLOCK_BYTES[device.type]) // (4 * gallery_block))
     with _full_precision():
         for start in range(0, len(gallery), gallery_block):
             rows_BD = torch.as_tensor(gallery.embeddings_ND[start : start + gallery_block]).to(device).float()

@@ -46,7 +46,9 @@ def require_same_when_opened(job: ExportJob, name: str) -> None:
     """Opens a file of the unfinished export as a user would, and compares its embeddings with the model's."""
     model, shown = job.model, job.out / name
     try:
-        network = load(job.folder / name, backbone=model.backbone if ":" in model.backbone else None).network
+        network = load(
+            job.folder / name, device="cpu", backbone=model.backbone if ":" in model.backbone else None
+        ).network
     except CheckpointError as error:
         raise ExportError(f"Not written: {shown}. The written file cannot be opened: {error}") from error
 

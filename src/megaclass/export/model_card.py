@@ -11,6 +11,12 @@ from megaclass.evaluate.results import headline, read_results
 from megaclass.image_size import shown_size
 from megaclass.metrics_file import read_summary
 
+# Those of the Hub's identifiers that models usually have.
+_HUB_LICENCES = {
+    *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "gpl-3.0", "lgpl-3.0", "agpl-3.0", "openrail", "unlicense"),
+    *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0"),
+}
+
 
 def model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage: str) -> str:
     """Returns the text. run: folder with the summary and evaluation of training; None for a model without a run."""
@@ -19,7 +25,7 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage:
     return "\n".join(
         [
             "---",
-            f"license: {json.dumps(licence)}",
+            *_licence_lines(licence),
             "library_name: megaclass",
             "---",
             "",
@@ -52,6 +58,13 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage:
             "",
         ]
     )
+
+
+def _licence_lines(licence: str) -> list[str]:
+    """Returns the licence as the Hugging Face Hub accepts it: an identifier that it knows, or "other" with a name."""
+    if licence.lower() in _HUB_LICENCES:
+        return [f"license: {licence.lower()}"]
+    return ["license: other", f"license_name: {json.dumps(licence)}"]
 
 
 def _data_lines(summary: Mapping[str, Any]) -> list[str]:

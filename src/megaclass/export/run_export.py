@@ -35,13 +35,15 @@ def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated
     """
     exporter: Exporter = importlib.import_module(EXPORTERS[form]).EXPORTER
     _require_own_folder(out, form, exporter)
-    model = load(path, backbone=backbone)
+    model = load(path, device="cpu", backbone=backbone)
     if model.backbone == "onnx":
         raise ExportError(
             f"{path} is an ONNX model, which has no parameters that could be exported. Export the run it came from."
         )
     run = path if path.is_dir() else None
     config = _config(model, exporter)
+    # So that the exported model verifies with the thresholds of its run.
+    config["verification"] = dict(model.known_thresholds)
     metadata = {key: _as_text(config[key]) for key in _METADATA_KEYS if key in config}
     with published_folder(out.resolve()) as unfinished:
         exporter.write(ExportJob(model=model, run=run, folder=unfinished, out=out, metadata=metadata))

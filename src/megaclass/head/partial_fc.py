@@ -44,6 +44,7 @@ from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.gather_batch import gather_batch
 from megaclass.head.step.plan import StepPlan
 from megaclass.head.step.stats import HeadStats
+from megaclass.head.stored_memory import default_stored_bytes
 
 
 class PartialFC(HeadModule):
@@ -74,7 +75,7 @@ class PartialFC(HeadModule):
         num_subcentres: int = 1,
         filter_above: float | None = None,
         correct_sampling: bool = False,
-        stored_bytes: int = 4 << 30,
+        stored_bytes: int | None = None,
         module_state: ModuleState = "refuse",
         device: torch.device | str | None = None,
     ) -> None:
@@ -93,7 +94,8 @@ class PartialFC(HeadModule):
         num_subcentres: centres per class; an image is compared with the closest one.
         filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
         correct_sampling: weight drawn negatives by 1 / sample rate, so that the softmax denominator is unbiased.
-        stored_bytes: most bytes of exponentials kept for backward; the rest is computed again.
+        stored_bytes: most bytes of exponentials kept for backward; the rest is computed again. By default an eighth of the
+            GPU's memory.
         module_state: behaviour of state_dict() of a module around a head on several ranks. "refuse" raises, "whole"
             gathers all classes (collective), "local" holds this rank's classes.
         device: by default the head moves to the device of the first embeddings it is given.
@@ -122,6 +124,7 @@ class PartialFC(HeadModule):
         self.embedding_dim, self.num_classes = embedding_dim, num_classes
         self.margin, self.optimizer = self.settings.margin, self.settings.optimizer
         self.step_count = 0
+        self._default_stored: tuple[torch.device, int] | None = None
         self.classes = class_range(num_classes, self.rank, self.world_size)
         follows_embeddings, device = device is None, chosen_device(device, group)
         if device.type == "meta":
@@ -166,13 +169,21 @@ class PartialFC(HeadModule):
                 step=self.step_count,
                 product_dtype=product_dtype,
                 wants_grad_images=is_training and embeddings_BD.requires_grad,
-                stored_bytes=self.settings.stored_bytes if is_training else 0,
+                stored_bytes=self._stored_bytes() if is_training else 0,
             )
         if not is_training:
             return loss
         plan.counts_before.append(part.images.counts_W)
         result: Tensor = _HeadLoss.apply(embeddings_BD, self._anchor, loss, self, plan, part)  # type: ignore[no-untyped-call]
         return result
+
+    def _stored_bytes(self) -> int:
+        if self.settings.stored_bytes is not None:
+            return self.settings.stored_bytes
+        # Asked once per device: later the step's own memory would count as taken.
+        if self._default_stored is None or self._default_stored[0] != self.device:
+            self._default_stored = self.device, default_stored_bytes(self.device)
+        return self._default_stored[1]
 
     def begin_step(self, labels: Tensor) -> None:
         """Collective. Opens a step of several forwards (gradient accumulation). Two small all-gathers.

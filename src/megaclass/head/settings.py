@@ -38,7 +38,7 @@ class HeadSettings:
     num_subcentres: int
     filter_above: float | None
     correct_sampling: bool
-    stored_bytes: int
+    stored_bytes: int | None
     module_state: ModuleState
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class HeadSettings:
             "gradient_scale": (self.gradient_scale in ("mean", "sum"), "'mean' or 'sum'"),
             "module_state": (self.module_state in MODULE_STATES, f"one of {', '.join(MODULE_STATES)}"),
             "storage": (self.storage in STORAGE_DTYPES, f"one of {', '.join(STORAGE_DTYPES)}"),
-            "stored_bytes": (self.stored_bytes >= 0, "0 or more"),
+            "stored_bytes": (self.stored_bytes is None or self.stored_bytes >= 0, "None, or 0 or more"),
             "filter_above": (self.filter_above is None or 0 < self.filter_above <= 1, "None or a cosine in (0, 1]"),
             "correct_sampling": (
                 not (self.correct_sampling and 0 in self.rates.rates),

@@ -4,6 +4,7 @@ lifecycle       init, shutdown, rank, size and the questions about the build
 collectives/    one file per operation: allreduce, allgather, broadcast, alltoall, reducescatter; handles: call -> handle
 optimizer       DistributedOptimizer
 functions       broadcasts of objects, parameters and optimizer states
+elastic/        jobs whose number of ranks changes: run, TorchState, ElasticSampler
 run_function    run(): calls a function on every rank, through the launcher
 engine/         how ranks agree on what to do next (read controller.py, then coordinator.py)
 transport/      how agreed operations are executed
@@ -34,7 +35,7 @@ _NOT_HERE = {"handle_average_backwards_compatibility", "is_homogeneous"}
 
 def __getattr__(name: str) -> Any:
     if name == "elastic":
-        raise AttributeError("hvd.elastic is not available: elastic jobs are not supported by megaclass.")
+        return import_module(f"{__name__}.elastic")
     # `from megaclass.hvd import <module>` asks here first; AttributeError makes Python import the module itself.
     if find_spec(f"{__name__}.{name}") is not None:
         raise AttributeError(f"module {__name__}.{name} is not imported yet")

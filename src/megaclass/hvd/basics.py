@@ -4,14 +4,16 @@ import atexit
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megaclass.distributed.gloo_exit import end_gloo
-from megaclass.distributed.network.connection_watch import ConnectionWatch
+from megaclass.distributed.network.connection_watch import ConnectionWatch, OwnConnections
 from megaclass.distributed.rank_status import own_status
-from megaclass.errors import ConnectionLostError
+from megaclass.errors import ConnectionLostError, UserError
+from megaclass.hvd.engine.control_connection import close_listeners
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.job import Job, current
 from megaclass.hvd.engine.meeting import Rendezvous, watch_connections
@@ -20,12 +22,18 @@ from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.settings import Settings, settings_from_environment
 from megaclass.hvd.transport.executor import Executor
 from megaclass.hvd.transport.process_set_table import ProcessSetTable
+from megaclass.launch.elastic.worker import Why, elastic_worker
+
+_MOST_ATTEMPTS = 10
+"""Generations of an elastic job that init() tries to join in a row before it raises the last error."""
 
 
 class _Basics:
     """Starts and ends the job of this process, and answers questions about it. There is one instance, `_basics`."""
 
     def __init__(self) -> None:
+        self.why_joining = Why.START
+        """Reason that init() tells the driver of an elastic job; set by abandon()."""
         self._rendezvous = Rendezvous()
         self._is_registered = False
         self._starting = threading.Lock()
@@ -61,6 +69,31 @@ class _Basics:
             current.job = self._start(list(comm) if comm else None, list(process_sets or []))
 
     def _start(self, ranks: list[int] | None, wanted: list[ProcessSet]) -> Job:
+        worker = elastic_worker()
+        if worker is None:
+            return self._start_once(ranks, wanted)
+        failure: Exception | None = None
+        for _ in range(_MOST_ATTEMPTS):
+            worker.rendezvous(self.why_joining)
+            # Every generation has a store of its own.
+            self._rendezvous = Rendezvous()
+            own = OwnConnections()
+            worker.when_broken(partial(_end_joining, own))
+            try:
+                job = self._start_once(ranks, wanted)
+            except (UserError, RuntimeError) as error:
+                # Most likely another member is gone, and the driver forms a generation without it.
+                failure, self.why_joining = error, Why.FAILED
+                worker.failed(str(error))
+                own.end()
+            else:
+                own.settle()
+                job.connections, self.why_joining = own, Why.START
+                return job
+        assert failure is not None
+        raise failure
+
+    def _start_once(self, ranks: list[int] | None, wanted: list[ProcessSet]) -> Job:
         settings = settings_from_environment()
         # Under `megaclass run` the agent can then ask for the stacks of this rank at any time.
         own_status().give_stacks()
@@ -107,6 +140,14 @@ class _Basics:
         """Leaves the job. Operations of other ranks that need this one fail there."""
         with self._starting:
             self._leave()
+
+    def abandon(self, why: Why) -> None:
+        """Leaves a generation of an elastic job; after a failure at once, without waiting for ranks that may be gone."""
+        self.why_joining = why
+        job = current.job
+        if why is Why.FAILED and job is not None and job.connections is not None:
+            job.connections.end()
+        self.shutdown()
 
     def _leave(self) -> None:
         job, current.job = current.job, None
@@ -203,6 +244,12 @@ class _Basics:
 
     def rocm_built(self) -> bool:
         return torch.version.hip is not None
+
+
+def _end_joining(own: OwnConnections) -> None:
+    """Makes everything fail that waits for another member of the generation, also while it is being joined."""
+    own.end()
+    close_listeners()
 
 
 def _add_sets(sets: ProcessSetTable, wanted: list[ProcessSet]) -> str:

@@ -1,6 +1,7 @@
 """The command line of `megaclass run`, with horovodrun's option names. Standard library only."""
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -30,17 +31,8 @@ _NO_EFFECT = {
     "--mpi-args": "no MPI is needed",
     "--binding-args": "no MPI is needed",
     "--disable-cache": "nothing is cached",
-    "--max-np": "elastic hosts are not supported",
-    "--max-num-proc": "elastic hosts are not supported",
-    "--slots-per-host": "elastic hosts are not supported",
-    "--elastic-timeout": "elastic hosts are not supported",
-    "--blacklist-cooldown-range": "elastic hosts are not supported",
 }
-_NUM_VALUES = {
-    **dict.fromkeys(("--mpi-args", "--binding-args", "--max-np", "--max-num-proc", "--slots-per-host"), 1),
-    "--elastic-timeout": 1,
-    "--blacklist-cooldown-range": 2,
-}
+_NUM_VALUES = dict.fromkeys(("--mpi-args", "--binding-args"), 1)
 HOROVOD_VERSION = "0.28.1"
 
 
@@ -55,6 +47,15 @@ class RunOptions:
     """Print the table of available features and end."""
     num_processes: int | None
     min_processes: int | None
+    max_processes: int | None
+    host_discovery_script: str | None
+    slots_per_host: int
+    """Slots of a host for which the discovery script names none."""
+    elastic_timeout_s: float
+    reset_limit: int | None
+    """Maximum number of generations after the first one of an elastic job; None for any number."""
+    cooldown_s: tuple[float, float] | None
+    """Shortest and longest time for which an elastic job does not use a host that failed; None: never again."""
     hosts: str | None
     hostfile: Path | None
     ssh_port: int | None
@@ -82,6 +83,22 @@ class RunOptions:
     remarks: tuple[str, ...]
     """One line per option that is accepted but has no effect."""
 
+    @property
+    def is_elastic(self) -> bool:
+        """Returns whether the number of ranks may change while the job runs."""
+        has_range = self.max_processes is not None or self.host_discovery_script is not None
+        return has_range or (self.min_processes is not None and not self.excludes_failed_hosts)
+
+    @property
+    def min_ranks(self) -> int:
+        """Returns the smallest number of ranks with which an elastic job runs."""
+        return self.min_processes or self.num_processes or 1
+
+    @property
+    def max_ranks(self) -> int:
+        """Returns the largest number of ranks of an elastic job: by default as many as there are slots."""
+        return self.max_processes or sys.maxsize
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -95,11 +112,7 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command and not given.check_build:
         parser.error("there is no command to run: megaclass run -np 2 python train.py")
-    if given.host_discovery_script is not None:
-        parser.error(
-            "--host-discovery-script: elastic hosts are not supported; give the hosts with -H, and choose what happens "
-            "if one is lost with --restarts and --exclude-failed-hosts"
-        )
+    _check_elastic(given, parser)
     given_env, handed_over = _environment(given, env)
     interfaces = ",".join(given.network_interfaces)
     return RunOptions(
@@ -108,6 +121,12 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         checks_build=given.check_build,
         num_processes=given.num_proc,
         min_processes=given.min_np,
+        max_processes=given.max_np,
+        host_discovery_script=given.host_discovery_script,
+        slots_per_host=given.slots_per_host,
+        elastic_timeout_s=given.elastic_timeout,
+        reset_limit=given.reset_limit if given.reset_limit is not None else given.restarts,
+        cooldown_s=tuple(given.blacklist_cooldown_range) if given.blacklist_cooldown_range else None,
         hosts=given.hosts,
         hostfile=given.hostfile,
         ssh_port=given.ssh_port,
@@ -126,13 +145,28 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         hang_timeout_s=given.hang_timeout,
         output_dir=given.output_filename,
         with_timestamp=given.prefix_output_with_timestamp,
-        restarts=given.restarts,
+        restarts=given.restarts if given.restarts is not None else given.reset_limit or 0,
         excludes_failed_hosts=given.exclude_failed_hosts,
         allows_mixed_versions=given.allow_mixed_versions,
         is_dry_run=given.dry_run,
         is_verbose=given.verbose,
         remarks=(*given.remarks, *handed_over),
     )
+
+
+def _check_elastic(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses elastic options that contradict each other."""
+    least, start, most = given.min_np, given.num_proc, given.max_np
+    known = [(flag, n) for flag, n in (("--min-np", least), ("-np", start), ("--max-np", most)) if n is not None]
+    for (low_flag, low), (high_flag, high) in itertools.pairwise(known):
+        if low > high:
+            parser.error(f"{low_flag} {low} is more than {high_flag} {high}")
+    if given.host_discovery_script is not None and (given.hosts or given.hostfile):
+        parser.error("--host-discovery-script names the hosts: leave -H and --hostfile out")
+    if given.host_discovery_script is not None and least is None and start is None:
+        parser.error("--host-discovery-script needs --min-np N or -np N: with how many processes may the job start?")
+    if (span := given.blacklist_cooldown_range) and span[0] > span[1]:
+        parser.error(f"--blacklist-cooldown-range {span[0]:g} {span[1]:g}: the first number must not be the larger one")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -207,13 +241,37 @@ def _parser() -> argparse.ArgumentParser:
         help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",
     )  # fmt: skip
     times.add_argument(
-        "--restarts", "--reset-limit", type=at_least(0), default=0, metavar="N",
-        help="number of restarts after failures (default 0)",
+        "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default 0)",
     )  # fmt: skip
     times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
-    times.add_argument(
+
+    elastic = parser.add_argument_group("elastic jobs, whose number of processes may change while they run")
+    elastic.add_argument(
         "--min-np", "--min-num-proc", type=at_least(1), metavar="N",
-        help="minimum number of processes after excluding hosts (default: all)",
+        help="minimum number of processes (default: -np); with --exclude-failed-hosts, of a restart",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--max-np", "--max-num-proc", type=at_least(1), metavar="N", help="maximum number of processes (default: all slots)",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--host-discovery-script", metavar="COMMAND",
+        help="prints the hosts to use, lines `host` or `host:slots`; run every second",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--slots-per-host", "--slots", type=at_least(1), default=1, metavar="N",
+        help="slots of hosts for which the script names none (default 1)",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--elastic-timeout", type=seconds, default=600.0, metavar="S",
+        help="time to wait for --min-np processes before the job ends (default 600)",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--reset-limit", type=at_least(0), metavar="N",
+        help="maximum number of changes (default: any number); without the options above, the same as --restarts",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--blacklist-cooldown-range", "--cooldown-range", type=seconds, nargs=2, metavar=("LOW", "HIGH"),
+        help="seconds for which a failed host gets no new processes; doubles with each failure (default: forever)",
     )  # fmt: skip
 
     output = parser.add_argument_group("output")
@@ -229,7 +287,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(remarks=[])
     for flag in _NO_EFFECT:
         parser.add_argument(flag, action=_Remark, nargs=_NUM_VALUES.get(flag, 0), help=argparse.SUPPRESS)
-    parser.add_argument("--host-discovery-script", help=argparse.SUPPRESS)
     parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
     add_flags(parser)
     return parser

@@ -34,6 +34,8 @@ def _refuse_unsupported(options: RunOptions) -> None:
     given = {
         "--exclude-failed-hosts": options.excludes_failed_hosts,
         "--min-np": options.min_processes is not None,
+        "--max-np": options.max_processes is not None,
+        "--host-discovery-script": options.host_discovery_script is not None,
         "--hang-timeout": options.hang_timeout_s,
         "--remote-prefix": options.remote_prefix,
         "--restarts": options.restarts,

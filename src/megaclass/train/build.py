@@ -108,7 +108,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         storage=config.head.storage,
         num_subcentres=config.head.subcentres,
         filter_above=config.head.filter_above,
-        stored_bytes=round(config.head.stored_gib * 2**30),
+        stored_bytes=None if config.head.stored_gib is None else round(config.head.stored_gib * 2**30),
         device=device,
     )
     parallel = data_parallel(_compiled(backbone, image_size) if config.train.compile else backbone)
@@ -156,7 +156,30 @@ def _build_backbone(
 ) -> tuple[nn.Module, list[KeyedDropout]]:
     # The initial weights depend on the seed alone: every rank draws the same ones, whatever ran before.
     torch.manual_seed(config.train.seed)
-    settings = config.backbone
+    backbone = _layers(config.backbone, image_size)
+    # After all layers are in place, and before anything wraps them.
+    dropouts = key_dropout(backbone, config.train.seed)
+    if config.backbone.batch_norm == "sync":
+        synchronise_batch_norm(backbone)
+    _freeze(backbone, config.backbone)
+    if config.backbone.checkpoint_activations:
+        _checkpoint_activations(backbone, config.backbone)
+    backbone.to(device)
+    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return backbone, dropouts
+
+
+def backbone_on_paper(settings: BackboneConfig, image_size: ImageSize) -> nn.Module:
+    """Builds the backbone on torch's default device for `megaclass plan`: its memory, not its values, are those of a run."""
+    backbone = _layers(settings, image_size)
+    _freeze(backbone, settings)
+    if settings.checkpoint_activations:
+        _checkpoint_activations(backbone, settings)
+    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return backbone
+
+
+def _layers(settings: BackboneConfig, image_size: ImageSize) -> nn.Module:
     backbone = build_backbone(settings.name, embedding_dim=settings.embedding_dim, image_size=image_size)
     if settings.dropout:
         if not isinstance(getattr(backbone, "dropout", None), nn.Dropout):
@@ -169,16 +192,7 @@ def _build_backbone(
                 f"only the transformers (vit_t to vit_h) have them, not {settings.name}: set both to 0."
             )
         backbone.regularise(settings.drop_path, settings.mask_patches)
-    # After all layers are in place, and before anything wraps them.
-    dropouts = key_dropout(backbone, config.train.seed)
-    if settings.batch_norm == "sync":
-        synchronise_batch_norm(backbone)
-    _freeze(backbone, settings)
-    if settings.checkpoint_activations:
-        _checkpoint_activations(backbone, settings)
-    backbone.to(device)
-    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return backbone, dropouts
+    return backbone
 
 
 def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:

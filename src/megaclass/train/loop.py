@@ -70,13 +70,13 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     done, stop = first_step, Stop.NO
     results: list[SetResult] | None = None
     reported_errors: set[str] = set()
-    run.events.note_begin(first_step, num_steps, run.world.size)
     model.parallel.train()
     new_bar = progress_bar("training", num_steps, start=first_step) if run.world.is_main else no_bar()
     new_sinks = open_sinks(config, run.folder, is_new=first_step == 0) if run.world.is_main else no_sinks()
     observer = Observer(run, model.backbone, first_step)
     with ExitStack() as held, new_bar as bar:
         send_row = on_every_rank(partial(held.enter_context, new_sinks), device)
+        run.events.note_begin(first_step, num_steps, run.world.size)
         for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1
@@ -103,7 +103,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             detail, numbers = "", {}
             if is_evaluated:
                 with meter.paused(), observer.long_work("evaluation"):
-                    results = evaluate_between_steps(run, model, reported_errors)
+                    results = evaluate_between_steps(run, model, done, reported_errors)
                 numbers = accuracies(results)
                 run.events.note("evaluation", done, seconds=meter.last_pause_s, **numbers)
             if is_reported:
@@ -111,7 +111,8 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
                 row |= observer.read(meter, done)
                 numbers |= {"loss": row["loss"]}
                 # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
-                on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
+                with observer.reporting():
+                    on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row, observer.describe_slow())
                 if row["skipped_steps"]:
                     run.events.note("skip", done, num_steps=row["skipped_steps"])

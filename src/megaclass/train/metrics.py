@@ -4,11 +4,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from megaclass.data.loader import Batch
 from megaclass.errors import TrainError
 from megaclass.train.step import StepResult
+from megaclass.train.step_clock import StepClock
 
 
 class Meter:
@@ -19,6 +21,7 @@ class Meter:
         self._global_batch, self._device = global_batch, device
         self._begun = self._last = time.monotonic()
         self._results: list[StepResult] = []
+        self._clock = StepClock(device)
         self._waited_s = 0.0
         # Seconds spent on evaluations: since the last row, and in total.
         self._paused_s = self._all_paused_s = 0.0
@@ -47,6 +50,7 @@ class Meter:
             yield
         finally:
             self._wait_for_device()
+            self._clock.forget()
             self.last_pause_s = passed = time.monotonic() - begun
             self._paused_s += passed
             self._all_paused_s += passed
@@ -57,6 +61,7 @@ class Meter:
 
     def add(self, result: StepResult) -> None:
         self._results.append(result)
+        self._clock.end_step()
         self._num_steps += 1
 
     def read(self) -> dict[str, float]:
@@ -78,6 +83,9 @@ class Meter:
             "skipped_steps": int((~is_counted).sum()),
             "elapsed_s": now - self._begun,
         }
+        step_ms = self._clock.read()
+        if step_ms:
+            row["step_ms"], row["step_ms_p99"] = (float(np.percentile(step_ms, share)) for share in (50, 99))
         if self._paused_s:
             row["evaluation_s"] = self._paused_s
         head_stats = self._results[-1].head_stats

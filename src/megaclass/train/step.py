@@ -64,7 +64,7 @@ def _forward_backward(
 ) -> Tensor:
     clock.begin("forward")
     labels = batch.labels.to(device, non_blocking=True)
-    indices = torch.from_numpy(batch.indices).to(device, non_blocking=True)
+    indices = batch.indices_on(device) if model.dropouts else None
     model.optimizer.zero_grad()
     num_parts = config.train.accumulate
     if num_parts > 1:
@@ -74,6 +74,7 @@ def _forward_backward(
     for part, rows in enumerate(torch.arange(len(labels)).tensor_split(num_parts)):
         here = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
         for dropout in model.dropouts:
+            assert indices is not None
             dropout.expect(indices[here], step)
         # DDP exchanges gradients once per step, in the backward of the last part.
         with nullcontext() if part == num_parts - 1 else model.parallel.no_sync():

@@ -12,7 +12,7 @@ from tests.compiled_programs import Usage, compile_for
 from megaclass.head.fused import image_programs as triton_images
 from megaclass.head.fused import row_programs as triton_rows
 from megaclass.head.kernels import fused_programs as triton_programs
-from megaclass.head.kernels.fused import Tiles, tiles_for
+from megaclass.head.kernels.cut import Tiles, tiles_for
 from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED
 
 # Compilation starts ptxas.

@@ -46,14 +46,15 @@ WIDTH = 24
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiles and chunks so small that tiny problems have several of each; every other test with descriptors."""
     if IS_INTERPRETED:
+        from megaclass.head.kernels import cut
         from megaclass.head.kernels import fused as triton_fused
 
-        tiles = triton_fused.Tiles(16, 32, 16, warps=4, stages=2, parts=2)
+        tiles = cut.Tiles(16, 32, 16, warps=4, stages=2, parts=2)
         monkeypatch.setattr(triton_fused, "FLOAT32_TILES", tiles)
-        monkeypatch.setattr(triton_fused, "SUBCENTRE_TILES", triton_fused.Tiles(16, 32, 16, warps=4, stages=2))
+        monkeypatch.setattr(triton_fused, "SUBCENTRE_TILES", cut.Tiles(16, 32, 16, warps=4, stages=2))
         monkeypatch.setattr(triton_fused, "tiles_for", _tiny(triton_fused, tiles))
-        monkeypatch.setattr(triton_fused, "_CHUNK_BYTES", 1 << 12)
-        monkeypatch.setattr(triton_fused, "_GRADIENT_BYTES", 1 << 14)
+        monkeypatch.setattr(cut, "_CHUNK_BYTES", 1 << 12)
+        monkeypatch.setattr(triton_fused, "GRADIENT_BYTES", 1 << 14)
         capability = (9, 0) if len(request.node.name) % 2 else (8, 0)
         monkeypatch.setattr(triton_fused, "_device_facts", lambda device: (capability, 3))
     yield

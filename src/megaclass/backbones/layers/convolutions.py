@@ -65,4 +65,5 @@ class StridedPointwise(torch.autograd.Function):
 
 
 def _is_channels_last_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
+    # Tensors of the meta device stand for those of a GPU when `megaclass plan` counts bytes.
+    return (x.is_cuda or x.is_meta) and x.is_contiguous(memory_format=torch.channels_last)

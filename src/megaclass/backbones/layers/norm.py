@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import prelu
 
+from megaclass.backbones.layers.norm_on_paper import NormOnPaper
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -29,9 +30,8 @@ def norm_and_input(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_fused(norm: nn.Module, x: Tensor) -> bool:
     return (
-        x.is_cuda
+        (x.is_meta or (x.is_cuda and _HAS_TRITON))
         and x.dtype != torch.float64
-        and _HAS_TRITON
         and isinstance(norm, (nn.BatchNorm2d, SyncBatchNorm))
         and norm.training
         and norm.affine
@@ -46,12 +46,13 @@ def _is_fused(norm: nn.Module, x: Tensor) -> bool:
 def _fused(
     norm: nn.Module, x: Tensor, slope: Tensor | None, skip: Tensor | None, *, gives_input: bool
 ) -> tuple[Tensor, Tensor]:
-    from megaclass.backbones.layers.fused_norm import FusedNorm  # needs Triton
-
     assert isinstance(norm, (nn.BatchNorm2d, SyncBatchNorm))
     if skip is not None:
         skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
-    outputs: tuple[Tensor, Tensor] = FusedNorm.apply(  # type: ignore[no-untyped-call]
-        x, norm.weight, norm.bias, slope, skip, norm, gives_input
-    )
+    function: type[torch.autograd.Function] = NormOnPaper
+    if not x.is_meta:
+        from megaclass.backbones.layers.fused_norm import FusedNorm  # needs Triton
+
+        function = FusedNorm
+    outputs: tuple[Tensor, Tensor] = function.apply(x, norm.weight, norm.bias, slope, skip, norm, gives_input)
     return outputs

@@ -96,13 +96,21 @@ def network_timeout(env: Mapping[str, str] = os.environ) -> float:
 class ConnectionWatch:
     """Watches this process's connections to other hosts; closes dead ones, and ends the process if that does not help."""
 
-    def __init__(self, name: str, limit_s: float, *, describe: Callable[[Address], str] = lambda address: "") -> None:
+    def __init__(
+        self,
+        name: str,
+        limit_s: float,
+        *,
+        describe: Callable[[Address], str] = lambda address: "",
+        ends_process: bool = True,
+    ) -> None:
         """Creates the watch without starting it.
 
         Args:
             name: name of this rank, for messages.
             limit_s: MEGACLASS_NETWORK_TIMEOUT; 0 disables the watch.
             describe: returns which rank listens at an address, in parentheses, or an empty text.
+            ends_process: whether this process may be ended while joining. In an elastic job it joins again instead.
         """
         self.reason = ""
         self._name, self._limit_s, self._describe = name, limit_s, describe
@@ -112,7 +120,7 @@ class ConnectionWatch:
         self._tuned: set[str] = set()
         self._silent_since: dict[str | Address, float] = {}
         self._is_over = threading.Event()
-        self._ends_process = True
+        self._ends_process = ends_process
         self._thread = threading.Thread(target=self._run, daemon=True, name="megaclass-connections")
 
     def start(self) -> "ConnectionWatch":
@@ -216,6 +224,35 @@ class ConnectionWatch:
                 held.shutdown(socket.SHUT_RDWR)
         if self._ends_process and not self._is_over.wait(_LEAVE_S):
             os._exit(EXIT_TRY_AGAIN)
+
+
+class OwnConnections:
+    """The TCP sockets that this process has opened for one generation of an elastic job, to end all of them at once.
+
+    While joining, these are all sockets since the object was created; after settle() those that existed then, so that
+    connections that the program makes for other purposes stay.
+    """
+
+    def __init__(self) -> None:
+        self._before = {inode for _, inode in _sockets()}
+        self._own: set[str] | None = None
+
+    def settle(self) -> None:
+        """Notes the sockets that the generation has; later ones do not belong to it."""
+        self._own = {inode for _, inode in _sockets()} - self._before
+
+    def end(self) -> None:
+        """Shuts the connections down: threads that wait for one of them get an error. May be called from any thread.
+
+        Listening sockets stay as they are: gloo aborts the process if one of its own fails.
+        """
+        for file, inode in _sockets():
+            if inode in self._before or (self._own is not None and inode not in self._own):
+                continue
+            with contextlib.suppress(OSError), _borrowed(file) as held:
+                is_tcp = held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM
+                if is_tcp and not held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    held.shutdown(socket.SHUT_RDWR)
 
 
 def connections() -> Iterator[Connection]:

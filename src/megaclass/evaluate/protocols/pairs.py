@@ -60,11 +60,15 @@ class PairProtocol(EvaluationProtocol):
         "accuracy_std": is_number,
         "threshold": is_number,
         "fold_accuracies": lambda value: isinstance(value, list),
+        "threshold_far": is_number,
+        "threshold_at_far": lambda value: isinstance(value, dict) and all(map(is_number_or_none, value.values())),
         "training_data": _is_training_data,
         "published_tar_at_far_1e-3": is_number_or_none,
         "xnorm": is_number_or_none,
     }
-    optional = frozenset({"training_data", "tar_at_far_95", "published_tar_at_far_1e-3", "xnorm"})
+    optional = frozenset(
+        {"training_data", "tar_at_far_95", "published_tar_at_far_1e-3", "xnorm", "threshold_far", "threshold_at_far"}
+    )
 
     def find(self, path: Path) -> list[EvaluationSet]:
         if path.suffix in (".bin", ".txt"):

@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
 
 FAR_TARGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,8 @@ class Roc:
     """False accept rate: share of the different pairs called "same", never decreasing."""
     tar: Floats
     """True accept rate: share of the same pairs called "same", never decreasing."""
+    thresholds: Floats | None = None
+    """Squared distance up to which a pair is called "same" at each point; the first accepts nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +73,10 @@ class Verification(PairRates):
     """Population standard deviation of the folds' accuracies."""
     threshold: float
     """Squared distance that separates all pairs best (the first of several): the one to deploy."""
+    threshold_far: float
+    """Share of the different pairs whose distance lies below `threshold`."""
+    threshold_at_far: dict[float, float | None]
+    """Largest threshold whose FAR does not exceed the target, as a squared distance; None as in `tar_at_far`."""
     fold_accuracies: tuple[float, ...]
     fold_thresholds: tuple[float, ...]
     published_tar: float
@@ -83,6 +90,8 @@ class Verification(PairRates):
             "accuracy": self.accuracy,
             "accuracy_std": self.accuracy_std,
             "threshold": self.threshold,
+            "threshold_far": self.threshold_far,
+            "threshold_at_far": {far_name(far): threshold for far, threshold in self.threshold_at_far.items()},
             "fold_accuracies": list(self.fold_accuracies),
             "fold_thresholds": list(self.fold_thresholds),
             "published_tar_at_far_1e-3": self.published_tar,
@@ -166,11 +175,14 @@ def verify_distances(
     chosen_F = np.argmax(correct_T - correct_FT, axis=1)
     fold_sizes_F = [len(fold) for fold in np.array_split(distances_N, num_folds)]
     accuracies_F = correct_FT[np.arange(num_folds), chosen_F] / fold_sizes_F
+    threshold = float(thresholds_T[np.argmax(correct_T)])
     return Verification(
         **asdict(pair_rates(distances_N, is_same_N)),
         accuracy=float(accuracies_F.mean()),
         accuracy_std=float(accuracies_F.std()),
-        threshold=float(thresholds_T[np.argmax(correct_T)]),
+        threshold=threshold,
+        threshold_far=float((distances_N[~is_same_N] < threshold).mean()),
+        threshold_at_far=threshold_at_far(distances_N[~is_same_N], FAR_TARGETS),
         fold_accuracies=tuple(accuracies_F.tolist()),
         fold_thresholds=tuple(thresholds_T[chosen_F].tolist()),
         published_tar=published_tar_at_far(distances_N, is_same_N, num_folds=num_folds),
@@ -198,7 +210,11 @@ def roc_curve(distances_N: NDArray[Any], is_same_N: NDArray[Any]) -> Roc:
     distinct = np.unique(distances_N)
     tar = np.searchsorted(np.sort(distances_N[is_same_N]), distinct, side="right") / is_same_N.sum()
     far = np.searchsorted(np.sort(distances_N[~is_same_N]), distinct, side="right") / (~is_same_N).sum()
-    return Roc(far=np.concatenate([[0.0], far]), tar=np.concatenate([[0.0], tar]))
+    return Roc(
+        far=np.concatenate([[0.0], far]),
+        tar=np.concatenate([[0.0], tar]),
+        thresholds=np.concatenate([[0.0], distinct]),
+    )
 
 
 def area_under(roc: Roc) -> float:
@@ -222,6 +238,18 @@ def tar_at_far(roc: Roc, targets: Sequence[float], *, num_different: int) -> dic
     # the same float as 0.29, whereas 0.29 * 100 is less than 29.
     return {
         target: float(roc.tar[roc.far <= target].max()) if 1 / num_different <= target else None for target in targets
+    }
+
+
+def threshold_at_far(different_M: Floats, targets: Sequence[float]) -> dict[float, float | None]:
+    """Returns the largest threshold below which at most the target's share of the M different pairs lies."""
+    different_M = np.sort(different_M)
+    rates_M = np.arange(1, len(different_M) + 1) / len(different_M)
+    allowed = {target: int(np.searchsorted(rates_M, target, side="right")) for target in targets}
+    # Below the distance of the first pair that would be one too many, by more than float32 embeddings are rounded.
+    return {
+        target: max(0.0, float(different_M[num]) - _ROUNDING) if num and num < len(different_M) else None
+        for target, num in allowed.items()
     }
 
 

@@ -18,6 +18,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaclass.head.kernels import fused_programs as programs
+from megaclass.head.kernels.cut import (
+    FLOAT32_TILES,
+    GRADIENT_BYTES,
+    SUBCENTRE_TILES,
+    cut_classes,
+    round_up,
+    tiles_for,
+)
 from megaclass.head.kernels.problem import CentreGradient, Problem, Stored
 
 # Logits up to 64 give exponentials whose sum over 1e9 classes fits float32; larger ones are shifted down to that.
@@ -25,54 +33,8 @@ from megaclass.head.kernels.problem import CentreGradient, Problem, Stored
 _UNSHIFTED_LOGIT = 64.0
 MAX_LOGIT = 128.0
 
-_CHUNK_BYTES = 512 << 20
-"""Most exponentials of one chunk: large enough to fill the GPU, small beside the centres."""
-_LEAST_CHUNK_BYTES = 128 << 20
 _ALIGNED = 32
 """Rows of a product are a multiple of this; tiles of classes are too."""
-_GRADIENT_BYTES = 128 << 20
-"""Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How the exponentials are cut into programs."""
-
-    images: int
-    classes: int
-    width: int
-    warps: int
-    stages: int
-    programs_per_sm: int = 1
-    flatten: bool = False
-    parts: int = 1
-
-
-# By compute capability: the first row that the device reaches. Shared memory a block may use: 227, 99, 163 KiB.
-TILES: list[tuple[tuple[int, int], Tiles]] = [
-    ((12, 0), Tiles(128, 128, 64, warps=8, stages=2)),
-    ((9, 0), Tiles(128, 128, 64, warps=8, stages=3, programs_per_sm=2, flatten=True, parts=2)),
-    ((8, 9), Tiles(128, 128, 64, warps=8, stages=2)),
-    ((8, 7), Tiles(128, 128, 64, warps=8, stages=3)),
-    ((8, 6), Tiles(128, 128, 64, warps=8, stages=2)),
-    ((8, 0), Tiles(128, 128, 64, warps=8, stages=3)),
-]
-# Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far beside the new
-# one; float32 operands take twice the room.
-LADEN_TILES = Tiles(128, 128, 64, warps=4, stages=3, programs_per_sm=2, flatten=True, parts=2)
-SUBCENTRE_TILES = Tiles(128, 128, 64, warps=8, stages=2)
-SMALL_TILES = Tiles(64, 64, 64, warps=8, stages=2)
-FLOAT32_TILES = Tiles(64, 64, 32, warps=8, stages=2)
-
-
-def tiles_for(capability: tuple[int, int], dtype: torch.dtype, num_subcentres: int, *, is_plain: bool) -> Tiles:
-    if dtype == torch.float32:
-        return FLOAT32_TILES
-    if num_subcentres > 1:
-        return SUBCENTRE_TILES if (9, 0) <= capability < (12, 0) else SMALL_TILES
-    if not is_plain:
-        return LADEN_TILES if (9, 0) <= capability < (10, 0) else SMALL_TILES
-    return next(tiles for least, tiles in TILES if capability >= least)
 
 
 def mass(problem: Problem) -> Tensor:
@@ -110,14 +72,14 @@ def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterato
     width, num_subcentres = first.weight_RD.shape[1], first.num_subcentres
     # A part of several must be added up in float32; one alone comes in the precision of its factors, at half the bytes.
     dtype = runs[0].exp_dtype if len(runs) == 1 else torch.float32
-    step = max(256, _GRADIENT_BYTES // (dtype.itemsize * runs[0].width * num_subcentres) // 256 * 256)
+    step = max(256, GRADIENT_BYTES // (dtype.itemsize * runs[0].width * num_subcentres) // 256 * 256)
     buffer = torch.empty((min(step, runs[0].plane) * num_subcentres, runs[0].width), dtype=dtype, device=runs[0].device)
     for start, stop in runs[0].chunks():
         chunks = [run.recall(start, stop) for run in runs]
         for here in range(start, stop, step):
             last = min(here + step, stop)
             # With the zeros behind the last class: odd sizes send cuBLAS to slow kernels.
-            height = _round_up(last - here, _ALIGNED)
+            height = round_up(last - here, _ALIGNED)
             grad_RD = buffer[: height * num_subcentres]
             for place, (chunk, images_GD) in enumerate(zip(chunks, weighted, strict=True)):
                 for m in range(num_subcentres):
@@ -176,18 +138,15 @@ class _Run:
         self.images_GD = problem.unit_GD
         if self.images_GD.shape[1] < self.width:
             self.images_GD = torch.nn.functional.pad(problem.unit_GD, (0, self.width - self.dim))
-        image_tiles = -(-self.num_images // self.tiles.images)
-        self.splits = max(1, num_sms * self.tiles.programs_per_sm // max(1, image_tiles))
-        row_bytes = max(1, self.num_images) * problem.num_subcentres * self.exp_dtype.itemsize
-        num_classes = problem.num_classes
-        # A chunk that is not kept takes room beside those that are: where little is kept, chunks are smaller.
-        chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, problem.stored_bytes // 4))
-        self.num_chunks = max(1, -(-num_classes // max(self.tiles.classes, chunk_bytes // row_bytes)))
-        # Every program gets as many tiles as the others, unless that would be much more than there is.
-        even = self.tiles.classes * self.splits
-        per_chunk = -(-num_classes // self.num_chunks)
-        self.plane = _round_up(per_chunk, even if per_chunk >= 16 * even else self.tiles.classes)
-        self.num_chunks = -(-num_classes // self.plane)
+        cut = cut_classes(
+            self.tiles,
+            num_images=self.num_images,
+            num_classes=problem.num_classes,
+            bytes_per_class=max(1, self.num_images) * problem.num_subcentres * self.exp_dtype.itemsize,
+            stored_bytes=problem.stored_bytes,
+            num_sms=num_sms,
+        )
+        self.splits, self.plane, self.num_chunks = cut.splits, cut.plane, cut.num_chunks
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.problem.num_classes, self.plane):
@@ -201,7 +160,7 @@ class _Run:
 
     def exponentials(self, start: int, stop: int, masses_NG: Tensor) -> _Chunk:
         problem, tiles = self.problem, self.tiles
-        num_subcentres, plane = problem.num_subcentres, _round_up(stop - start, tiles.classes)
+        num_subcentres, plane = problem.num_subcentres, round_up(stop - start, tiles.classes)
         centres_RD = self._unit_centres(start, stop, plane)
         exps_GR = torch.empty((self.num_images, num_subcentres * plane), dtype=self.exp_dtype, device=self.device)
         won_R = None
@@ -287,7 +246,7 @@ def _shift(problem: Problem) -> float:
 
 def operand_width(dim: int, dtype: torch.dtype) -> int:
     """Returns the columns of the products' operands: those of the embedding, filled up with zeros to whole tiles."""
-    return _round_up(dim, FLOAT32_TILES.width if dtype == torch.float32 else SUBCENTRE_TILES.width)
+    return round_up(dim, FLOAT32_TILES.width if dtype == torch.float32 else SUBCENTRE_TILES.width)
 
 
 def weight_factor(problem: Problem) -> float:
@@ -331,7 +290,3 @@ def _won(chunks: list[_Chunk], start: int, stop: int) -> Tensor | None:
             part = chunk.won_R.unflatten(0, (-1, chunk.plane))[:, start:stop].T.flatten() > 0
             won = part if won is None else won | part
     return won
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

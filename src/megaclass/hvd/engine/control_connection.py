@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -159,6 +160,7 @@ class AuthenticatedListener:
         self._key = self.endpoint.key(secret)
         self._callers: dict[socket.socket, _Caller] = {}
         self._is_closed = False
+        _listeners.add(self)
 
     def close(self) -> None:
         """Ends accept_ranks(), from another thread."""
@@ -251,6 +253,15 @@ class AuthenticatedListener:
         if self._callers.pop(caller.connection, None) is not None:
             selector.unregister(caller.connection)
             caller.connection.close()
+
+
+_listeners: "weakref.WeakSet[AuthenticatedListener]" = weakref.WeakSet()
+
+
+def close_listeners() -> None:
+    """Ends every accept_ranks() of this process: a rank for which one waits is gone. May be called from any thread."""
+    for listener in list(_listeners):
+        listener.close()
 
 
 @dataclass(eq=False)

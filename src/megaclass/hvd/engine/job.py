@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megaclass.distributed.network.connection_watch import ConnectionWatch
+from megaclass.distributed.network.connection_watch import ConnectionWatch, OwnConnections
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.meeting import Meeting
 from megaclass.hvd.engine.operation import Operation
@@ -26,6 +26,8 @@ class Job:
     sets: ProcessSetTable
     watch: ConnectionWatch
     controller: Controller
+    connections: OwnConnections | None = None
+    """The sockets of this generation, in an elastic job."""
     handles: dict[int, Operation] = field(default_factory=dict)
     """Operations whose results have not been fetched, by handle."""
     handle_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))

@@ -30,6 +30,7 @@ from megaclass.distributed.process_group import explained
 from megaclass.errors import LaunchError
 from megaclass.hvd.engine.control_connection import AuthenticatedListener, ControlConnection, Endpoint, connect
 from megaclass.hvd.settings import Settings
+from megaclass.launch.elastic.worker import is_elastic
 from megaclass.world import World, is_horovods, world_from_environment
 
 
@@ -112,7 +113,7 @@ def watch_connections() -> ConnectionWatch:
     """Watches the connections of this process to other hosts; there are none if all ranks are on one machine."""
     world = _world()
     limit_s = network_timeout() if world.local_size < world.size else 0.0
-    return ConnectionWatch(world.name(), limit_s).start()
+    return ConnectionWatch(world.name(), limit_s, ends_process=not is_elastic()).start()
 
 
 def new_group(

@@ -3,11 +3,10 @@
 import typing as _typing
 
 from megaclass.hvd.collectives.ops import Average
-from megaclass.hvd.keras import callbacks
+from megaclass.hvd.keras import callbacks, elastic
 from megaclass.hvd.tensorflow.compression import Compression
 from megaclass.hvd.tensorflow.keras import *
-from megaclass.hvd.tensorflow.keras import __all__ as _names
-from megaclass.hvd.tensorflow.keras import __getattr__ as __getattr__
+from megaclass.hvd.tensorflow.keras import __all__ as _names  # type: ignore[attr-defined]
 from megaclass.hvd.tensorflow.keras import optimizer as _optimizer
 
 

@@ -6,12 +6,14 @@ gradients              reduction of the gradients of one step; gradient_aggregat
 tape, optimizer        DistributedGradientTape, DistributedOptimizer
 functions, sessions    broadcasts of variables and objects; what is left of TensorFlow 1
 sync_batch_norm        SyncBatchNormalization
+elastic                run, TensorFlowState, TensorFlowKerasState
 keras/                 the API for Keras 3: optimizer, callbacks, load_model
 
 The engine is the one of the torch API, with its negotiation, fusion, process sets, timeline and error messages.
 """
 
 import typing as _typing
+from importlib import import_module as _import_module
 
 try:
     import tensorflow as _tf
@@ -60,7 +62,7 @@ if not _typing.TYPE_CHECKING:
         "keras",
         "mpi_ops",
     }
-    _MODULES |= {"optimizer", "reductions", "sessions", "sync_batch_norm", "tape"}
+    _MODULES |= {"elastic", "optimizer", "reductions", "sessions", "sync_batch_norm", "tape"}
     __all__ = [
         *(name for name in globals() if not name.startswith("_") and name not in _MODULES),
         "SyncBatchNormalization",
@@ -74,5 +76,5 @@ def __getattr__(name: str) -> _typing.Any:
 
         return SyncBatchNormalization
     if name == "elastic":
-        raise AttributeError("hvd.elastic is not available: elastic jobs are not supported by megaclass.")
+        return _import_module(f"{__name__}.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

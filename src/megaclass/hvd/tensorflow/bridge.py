@@ -8,11 +8,11 @@ operation. run() executes calls in one of three ways:
     v1 session     one node that submits and waits
 
 Why three nodes: a Python node that waits for other ranks occupies a thread of TensorFlow's pool. Ranks may run independent
-nodes in different orders, so that with a small pool each rank could wait inside a different collective, for ever. TensorFlow's
-queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished operations to
-`_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not wait. The
-three nodes are exempted from the automatic control dependencies, which would run all Python nodes in the order of tracing,
-so that only data decides when a collective starts. A v1 session offers no queue that another thread could fill.
+nodes in different orders, so that with a small pool each rank could wait inside a different collective, without end.
+TensorFlow's queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished
+operations to `_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not
+wait. The three nodes are exempted from the automatic control dependencies, which would run all Python nodes in the order of
+tracing, so that only data decides when a collective starts. A v1 session offers no queue that another thread could fill.
 
 State: `_started` maps tickets to submitted operations. submit adds entries and fetch removes them, each in one step under
 the interpreter's lock.
@@ -45,10 +45,13 @@ except ImportError:  # not a public name of TensorFlow
         return True
 
 
+# Marks functions that users call inside of tf.function. AutoGraph would otherwise rewrite them, and all they call.
+not_rewritten = tf.autograph.experimental.do_not_convert
+
 # torch has these dtypes but no arithmetic for them. They are sent as the signed integers of the same width.
 _SENT_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-_ARITHMETIC = (tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_SENDABLE = (*_ARITHMETIC, tf.bool, tf.uint16, tf.uint32, tf.uint64)
+_ARITHMETIC = {tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64}
+_SENDABLE = {*_ARITHMETIC, tf.bool, tf.uint16, tf.uint32, tf.uint64}
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,27 @@ def differentiable(
         results = forward(*inputs)
 
         def gradient(*gradients: Any) -> list[Any]:
-            return backward(results, [tf.convert_to_tensor(g) for g in gradients])
+            # TensorFlow passes None for integers and may do so for results that nothing uses.
+            return backward(
+                results,
+                [
+                    tf.zeros_like(r) if g is None else tf.convert_to_tensor(g)
+                    for r, g in zip(results, gradients, strict=True)
+                ],
+            )
 
         return results, gradient
 
     return list(operation(*tensors))
+
+
+def at_run_time(ask: Callable[[], int]) -> Any:
+    """Returns the answer; in a graph, as a tensor for which it is asked in every run, as ranks of an elastic job change."""
+    if tf.executing_eagerly():
+        return ask()
+    answer = tf.numpy_function(lambda: np.int64(ask()), [], tf.int64)
+    answer.set_shape([])
+    return answer
 
 
 # ---- tensors ----
@@ -125,6 +144,9 @@ def differentiable(
 
 def to_torch(tensor: Any) -> Tensor:
     """Returns an eager tensor or a numpy array as a tensor of torch that shares its memory. It must not be written to."""
+    if isinstance(tensor, np.generic):
+        # TensorFlow passes tensors without dimensions to Python nodes as numpy's scalars.
+        tensor = np.asarray(tensor)
     if not isinstance(tensor, np.ndarray):
         shared = torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
     elif tensor.dtype == tf.bfloat16.as_numpy_dtype:
@@ -206,7 +228,7 @@ class _Notifier:
         token = tf.constant(True)
         while True:
             # The queue has room for any number of tokens, so that this does not block.
-            self._finished.get().enqueue(token)
+            tf.raw_ops.QueueEnqueueV2(handle=self._finished.get().queue_ref, components=[token])
 
 
 _notifier = functools.cache(_Notifier)

@@ -10,31 +10,32 @@ from megaclass.hvd import functions
 from megaclass.hvd.collectives.allgather import allgather as allgather_of_torch
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+from megaclass.hvd.tensorflow.bridge import not_rewritten
 from megaclass.hvd.tensorflow.gathers import broadcast_
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
 
 
+@not_rewritten
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Overwrites variables with those of the root; in a graph, returns the operation that does so.
+    """Overwrites variables with those of the root; in the graph of a v1 session, returns the operation that does so.
 
     variables: of TensorFlow or Keras, in the same order on all ranks. `inplace` is accepted for Horovod's sake.
     """
     variables = list(variables)
-    if not tf.executing_eagerly():
-        return tf.group(*broadcast_(variables, root_rank, "broadcast_variables", process_set))
-    _check_counts(len(variables), process_set)
-    broadcast_(variables, root_rank, "broadcast_variables", process_set)
-    return None
+    if tf.executing_eagerly():
+        _check_counts(len(variables), process_set)
+    values = broadcast_(variables, root_rank, "broadcast_variables", process_set)
+    return None if tf.compat.v1.executing_eagerly_outside_functions() else tf.group(*values)
 
 
 def _check_counts(count: int, process_set: ProcessSet) -> None:
-    """Raises the same error on all ranks if they have different numbers of variables; they would wait for ever."""
+    """Raises the same error on all ranks if they have different numbers of variables; they would wait forever."""
     counts = allgather_of_torch(torch.tensor([count]), "broadcast_variables.count", process_set).tolist()
     if len(set(counts)) > 1:
         raise HorovodInternalError(

@@ -14,7 +14,7 @@ from megaclass.hvd.collectives.handles import enqueue
 from megaclass.hvd.collectives.ops import Average
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.tensorflow.bridge import Call, differentiable, operation_name, run
+from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run
 
 __all__ = ["allgather", "alltoall", "broadcast", "broadcast_", "grouped_allgather"]
 
@@ -52,6 +52,7 @@ def _gathered(operation: Operation) -> list[Tensor]:
     return [*operation.outputs, torch.tensor(operation.sizes, dtype=torch.int64)]
 
 
+@not_rewritten
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -62,6 +63,7 @@ def allgather(
     return _allgathered([tensor], name, ignore_name_scope, process_set, is_grouped=False)[0]
 
 
+@not_rewritten
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -83,7 +85,7 @@ def _allgathered(
 
     def backward(results: list[Any], gradients: list[Any]) -> list[Any]:
         sizes = results[-1]
-        place = process_set.rank() or 0
+        place = at_run_time(lambda: process_set.rank() or 0)
         own = []
         for number, gradient in enumerate(_averaged(gradients[:-1], process_set)):
             start = tf.reduce_sum(sizes[number, :place])
@@ -107,6 +109,7 @@ def broadcast_call(tensor: Any, root_rank: int, name: str | None, process_set: P
     )
 
 
+@not_rewritten
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -122,11 +125,13 @@ def broadcast(
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
         averaged = _averaged(gradients, process_set)
-        return averaged if _basics.rank() == root_rank else [gradient * 0 for gradient in averaged]
+        is_root = at_run_time(lambda: int(_basics.rank() == root_rank))
+        return [gradient * tf.cast(is_root, gradient.dtype) for gradient in averaged]
 
     return differentiable(forward, backward, [tf.convert_to_tensor(tensor)])[0]
 
 
+@not_rewritten
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -153,6 +158,7 @@ def broadcast_(
 # ---- alltoall ----
 
 
+@not_rewritten
 def alltoall(
     tensor: Any,
     splits: Any = None,

@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from megaclass.hvd.tensorflow.bridge import not_rewritten
+
 
 class LocalGradientAggregationHelper:
     """Adds up gradients on this rank, and lets every n-th pass communicate and change the weights.
@@ -21,6 +23,7 @@ class LocalGradientAggregationHelper:
         self._sums: list[Any] = []
         self._counter: Any = None
 
+    @not_rewritten
     def step(
         self,
         gradients: Sequence[Any],

@@ -10,7 +10,7 @@ import tensorflow as tf
 from megaclass.even_parts import even_part
 from megaclass.hvd.collectives.ops import Average
 from megaclass.hvd.process_sets import ProcessSet
-from megaclass.hvd.tensorflow.bridge import Call, differentiable, run
+from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, run
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.reductions import allreduce, allreduce_call
 
@@ -62,6 +62,7 @@ class GradientReducer:
         """Leaves the gradient of this variable out of the reduction."""
         self._local[variable_key(variable)] = variable
 
+    @not_rewritten
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients combined over ranks; None where there is none, as on all other ranks."""
         results = list(gradients)
@@ -100,9 +101,9 @@ class GradientReducer:
 
     def _scaled(self, gradient: Any) -> Any:
         """Makes the gradient of a local variable comparable with those that are averages over ranks."""
-        size = self.process_set.size() or 1
-        if not self.scale_local_gradients or size == 1:
+        if not self.scale_local_gradients:
             return gradient
+        size = tf.cast(at_run_time(lambda: self.process_set.size() or 1), gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size

@@ -13,11 +13,13 @@ from megaclass.hvd.engine.job import current as _current
 from megaclass.hvd.exceptions import *
 from megaclass.hvd.lifecycle import *
 from megaclass.hvd.process_sets import *
+from megaclass.hvd.tensorflow.bridge import not_rewritten as _not_rewritten
 from megaclass.hvd.tensorflow.gathers import *
 
 is_homogeneous = _basics.is_homogeneous
 
 
+@_not_rewritten
 def _question(ask: _typing.Callable[[], int], name: str | None, dtype: _typing.Any = _tf.int32) -> _typing.Any:
     """Returns the answer as a tensor; in a graph it is asked for in every run, as the answer may change between jobs."""
     if _tf.executing_eagerly():
@@ -58,14 +60,14 @@ def join() -> _typing.Any:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> _typing.Any:
-    """Waits until all ranks of the process set have called it; in a graph, returns the operation that waits."""
+    """Waits until all ranks of the process set have called it; in the graph of a v1 session, returns the operation."""
 
     def wait() -> int:
         _handles.barrier(process_set)
         return 0
 
     answer = _question(wait, None)
-    return None if _tf.executing_eagerly() else answer.op
+    return None if _tf.compat.v1.executing_eagerly_outside_functions() else answer.op
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:

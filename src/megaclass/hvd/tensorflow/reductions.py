@@ -5,13 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from megaclass.even_parts import even_sizes
 from megaclass.hvd.collectives.allreduce import _enqueue_allreduce
 from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility
 from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.collectives.reducescatter import _enqueue_reducescatter
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.tensorflow.bridge import Call, differentiable, operation_name, run
+from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.gathers import allgather, allgather_call, grouped_allgather
 from megaclass.hvd.transport.result_memory import empty_result
@@ -64,6 +63,7 @@ def allreduce_call(
     )
 
 
+@not_rewritten
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -91,6 +91,7 @@ def allreduce(
     return result
 
 
+@not_rewritten
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -181,9 +182,10 @@ def sparse_calls(
 
 def sparse_result(tensor: Any, values: Any, indices: Any, op: int, factor: float, process_set: ProcessSet) -> Any:
     """Returns the rows of all ranks as one tf.IndexedSlices; rows of the same index add up when it is used."""
-    factor = factor / (process_set.size() or 1) if op == Average else factor
     if factor != 1.0:
         values = values * tf.cast(factor, values.dtype)
+    if op == Average:
+        values = values / tf.cast(at_run_time(lambda: process_set.size() or 1), values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=tensor.dense_shape)
 
 
@@ -197,6 +199,7 @@ def _sparse_allreduce(tensor: Any, op: int, factor: float, name: str | None, pro
 # ---- reducescatter ----
 
 
+@not_rewritten
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -218,6 +221,7 @@ def reducescatter(
     return result
 
 
+@not_rewritten
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -256,28 +260,25 @@ def _reducescattered(
             ),
             lambda operation: list(operation.outputs),
             [tensor.dtype for tensor in packed],
-            [_shape_of_own_rows(tensor, process_set) for tensor in packed],
+            [_shape_of_own_rows(tensor) for tensor in packed],
         )
         return run([call])[0]
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
         # As in Horovod, gradients are averages over ranks, so that the one of a Sum is multiplied by their number.
-        factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
-        scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+        size = at_run_time(lambda: process_set.size() or 1) if op == Sum else 1
+        factor = prescale_factor * postscale_factor
+        scaled = [gradient * tf.cast(factor, gradient.dtype) * tf.cast(size, gradient.dtype) for gradient in gradients]
         return grouped_allgather(scaled, process_set=process_set)
 
     reduced = differentiable(forward, backward, [packed for packed, _ in pairs])
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
-def _shape_of_own_rows(tensor: Any, process_set: ProcessSet) -> Any:
+def _shape_of_own_rows(tensor: Any) -> Any:
     shape = tensor.shape
     if shape.rank is None:
         return shape
     if shape.rank == 0:
         raise ValueError("reducescatter needs a tensor with at least one dimension, along which it is split.")
-    if shape[0] is None:
-        return shape
-    # The engine refuses a rank that is not a member.
-    place = process_set.rank() if process_set.included() or process_set is global_process_set else 0
-    return tf.TensorShape([even_sizes(shape[0], process_set.size() or 1)[place or 0], *shape[1:]])
+    return tf.TensorShape([None, *shape[1:]])

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from megaclass.hvd.collectives.ops import Average
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
+from megaclass.hvd.tensorflow.bridge import not_rewritten
 from megaclass.hvd.tensorflow.compression import Compression
 from megaclass.hvd.tensorflow.gradients import GradientReducer, checked_groups
 
@@ -22,6 +23,7 @@ class _DistributedTape:
         """Leaves the gradient of this variable as this rank computed it."""
         self._reducer.keep_local(source)
 
+    @not_rewritten
     def gradient(
         self,
         target: Any,

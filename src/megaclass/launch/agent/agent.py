@@ -58,7 +58,7 @@ _TICK_S = 0.05
 """Interval at which processes that are being ended are checked."""
 
 
-def main() -> int:
+def main(kind: "type[Agent] | None" = None) -> int:
     """Reads the job from stdin, supervises its ranks, and leaves when nothing of them is left."""
     # Before anything else: the agent must not outlive a driver that gives up during the start.
     with SignalQueue([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as signals:
@@ -72,7 +72,7 @@ def main() -> int:
         with Supervisor(
             job["run_id"], grace_s=job["grace_s"], adopts=True, captures=True, silence_s=silence_s
         ) as supervisor:
-            agent = Agent(job, supervisor, signals, silence_s=silence_s, silence_grace_s=grace_s)
+            agent = (kind or Agent)(job, supervisor, signals, silence_s=silence_s, silence_grace_s=grace_s)
             agent.obey(rest)
             agent.run()
     return 0
@@ -153,20 +153,23 @@ class Agent:
         """Carries out the driver's messages in `data`."""
         try:
             for message, _ in self._reader.feed(data):
-                match message.get("do"):
-                    case "go":
-                        self._start_workers(message)
-                    # Heartbeats need no case: any byte has already renewed _heard_at.
-                    case "signal":
-                        self._supervisor.send_signal(int(message["number"]))
-                    case "stacks":
-                        self._hangs.report_stacks(message["name"], self._supervisor.running(), self._read_stderr)
-                    case "verdict":
-                        self._hangs.keep_verdict(message)
-                    case "end":
-                        self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
+                self._carry_out(message)
         except ProtocolError as error:
             self._lose_driver(f"the driver sent something else than messages: {error}")
+
+    def _carry_out(self, message: Message) -> None:
+        match message.get("do"):
+            case "go":
+                self._start_workers(message)
+            # Heartbeats need no case: any byte has already renewed _heard_at.
+            case "signal":
+                self._supervisor.send_signal(int(message["number"]))
+            case "stacks":
+                self._hangs.report_stacks(message["name"], self._supervisor.running(), self._read_stderr)
+            case "verdict":
+                self._hangs.keep_verdict(message)
+            case "end":
+                self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
 
     def _on_signals(self) -> None:
         if set(self._signals.taken()) - {signal.SIGCHLD}:
@@ -207,18 +210,24 @@ class Agent:
                 hello["address"] = interfaces()[self._interfaces[0]][0]
             if self._job["needs_versions"]:
                 hello["versions"] = installed_versions()
-            if self._worlds[0].is_main:
-                # Held for the whole run: the kernel gives it to no process that asks for any free port.
-                self._held_port = reserve_port(self._job["master_port"])
-                hello["port"] = self._held_port.getsockname()[1]
-                # If the user chose the port, it is the only one: a firewall may block all others.
-                if not self._job["master_port"]:
-                    self._store_port = hold_store_port("127.0.0.1" if len(self._worlds) == self._worlds[0].size else "")
-                    hello["store_port"] = self._store_port.getsockname()[1]
+            hello |= self._hold_ports()
         except LaunchError as error:
             hello = {"say": "refuse", "why": str(error)}
             self._end(0.0)
         self._say(hello)
+
+    def _hold_ports(self) -> Message:
+        """Holds the ports that rank 0 will use, if it is on this host, and returns them for the hello."""
+        if not self._worlds[0].is_main:
+            return {}
+        # Held for the whole run: the kernel gives it to no process that asks for any free port.
+        self._held_port = reserve_port(self._job["master_port"])
+        found = {"port": self._held_port.getsockname()[1]}
+        # If the user chose the port, it is the only one: a firewall may block all others.
+        if not self._job["master_port"]:
+            self._store_port = hold_store_port("127.0.0.1" if len(self._worlds) == self._worlds[0].size else "")
+            found["store_port"] = self._store_port.getsockname()[1]
+        return found
 
     def _start_workers(self, go: Message) -> None:
         interface = ",".join(self._interfaces) or interface_towards(go["address"])
@@ -299,16 +308,19 @@ class Agent:
 
     def _note_exits(self) -> None:
         for worker in self._supervisor.reap():
-            # Before its exit, upon which the driver decides whether the job may be restarted.
-            self._note_progress()
-            # Its last output is sent before its exit code. Two reads empty a pipe of Linux's default size.
-            for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
-                for _ in range(2):
-                    if pipe in self._pipes and not self._on_output(pipe):
-                        break
-            self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
+            self._note_exit(worker)
         if self._supervisor.workers and not self._supervisor.running() and not self._is_ending:
             self._end_leftovers()
+
+    def _note_exit(self, worker: Worker) -> None:
+        # Before its exit, upon which the driver decides whether the job may be restarted.
+        self._note_progress()
+        # Its last output is sent before its exit code. Two reads empty a pipe of Linux's default size.
+        for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
+            for _ in range(2):
+                if pipe in self._pipes and not self._on_output(pipe):
+                    break
+        self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
 
     def _end_leftovers(self) -> None:
         """Ends what the ranks left behind, after a moment in which helper processes may leave by themselves."""

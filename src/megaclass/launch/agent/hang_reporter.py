@@ -32,7 +32,7 @@ class HangReporter:
         self._hang_timeout_s = hang_timeout_s
         self._pages: dict[int, StatusPage] = {}
         self._aborted: dict[int, bytearray] = {}
-        """What ranks have printed on stderr since SIGABRT made them print their stacks."""
+        """Text that ranks have printed on stderr since SIGABRT made them print their stacks."""
         self._is_late = False
         self._look_at = 0.0
 
@@ -40,6 +40,11 @@ class HangReporter:
         """Returns the page that a rank inherits."""
         page = self._pages[rank] = StatusPage()
         return page
+
+    def forget(self, rank: int) -> None:
+        """Closes the page of a worker that has ended, in an elastic job, which may start many."""
+        if (page := self._pages.pop(rank, None)) is not None:
+            page.close()
 
     def environment(self, rank: int) -> dict[str, str]:
         """Returns the variables by which a rank finds its page."""

@@ -41,7 +41,10 @@ class PipeState(Enum):
 class AgentPipe:
     """A process, `ssh` or the local agent, with its three pipes, none of which ever blocks."""
 
-    def __init__(self, placement: Placement, command: list[str], token: str) -> None:
+    def __init__(
+        self, placement: Placement, command: list[str], token: str, checker: AgentMessageChecker | None = None
+    ) -> None:
+        """checker: checks the agent's messages; by default, those of an agent with the placement's ranks."""
         self.placement = placement
         self.state = PipeState.STARTING
         self.hello: Message = {}
@@ -52,7 +55,7 @@ class AgentPipe:
         self._reader = MessageReader(
             after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
         )
-        self._checker = AgentMessageChecker([world.rank for world in placement.worlds])
+        self._checker = checker or AgentMessageChecker([world.rank for world in placement.worlds])
         self._unsent = bytearray()
         try:
             self.process = subprocess.Popen(
@@ -171,13 +174,15 @@ class AgentPipes:
         self.is_paused = False
         self._on_message = on_message
         self._on_stderr = on_stderr
-        self._token = token
+        self.token = token
 
-    def open(self, placement: Placement, command: list[str]) -> AgentPipe:
+    def open(self, placement: Placement, command: list[str], checker: AgentMessageChecker | None = None) -> AgentPipe:
         """Starts ssh or the local agent and listens to it."""
-        agent = AgentPipe(placement, command, self._token)
+        agent = AgentPipe(placement, command, self.token, checker)
         self.all.append(agent)
-        self._listen(agent)
+        # While paused, nothing is read; it is listened to when the screen has room again.
+        if not self.is_paused:
+            self._listen(agent)
         return agent
 
     def unfinished(self) -> list[AgentPipe]:

@@ -18,8 +18,8 @@ from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import describe_plan, passed_on, place_ranks
 
-_FILES_PER_HOST = 8
-_FILES_PER_RANK = 2
+FILES_PER_HOST = 8
+FILES_PER_RANK = 2
 _OWN_FILES = 256
 
 
@@ -28,7 +28,7 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
         raise LaunchError(f"--min-np {options.min_processes} is more than the {num_processes} processes to start with.")
-    ssh = _ssh_settings(options)
+    ssh = ssh_settings(options)
     placements = place_ranks(hosts, num_processes)
     here = [placement.host.name for placement in placements if placement.host.is_local]
     if len(here) > 1:
@@ -49,7 +49,7 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         )
         print(plan)
         return 0
-    _raise_file_limit(_FILES_PER_HOST * len(placements) + _FILES_PER_RANK * num_processes)
+    raise_file_limit(FILES_PER_HOST * len(placements) + FILES_PER_RANK * num_processes)
     return run_job(lambda io: _SshJob(options, ssh, [*hosts], num_processes, io), options, num_processes)
 
 
@@ -86,7 +86,7 @@ class _SshJob:
         return f"{self._num_processes} ranks on {listed}"
 
 
-def _ssh_settings(options: RunOptions) -> SshSettings:
+def ssh_settings(options: RunOptions) -> SshSettings:
     return SshSettings(
         port=options.ssh_port,
         identity_file=options.ssh_identity_file,
@@ -97,7 +97,7 @@ def _ssh_settings(options: RunOptions) -> SshSettings:
     )
 
 
-def _raise_file_limit(num_files: int) -> None:
+def raise_file_limit(num_files: int) -> None:
     """Raises the soft limit of open files: three pipes per host and two files per rank may exceed the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files + _OWN_FILES

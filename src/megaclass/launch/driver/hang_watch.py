@@ -60,7 +60,8 @@ class HangWatch:
         now = time.monotonic()
         match message["say"]:
             case "status":
-                self._progress_at = max(self._progress_at, now - message["idle_s"])
+                # Not in the future, whatever a host says: it could keep a job that hangs alive.
+                self._progress_at = max(self._progress_at, now - max(0.0, message["idle_s"]))
                 if "silent_s" in message:
                     what = "no step has finished" if message.get("is_training") else "a collective has not finished"
                     self._late = (message["silent_s"], what)

@@ -52,11 +52,15 @@ class JobEnd:
         self.decision.decide(Reason.FAULT, outcome, report)
         self._order_end(grace_s, first)
 
-    def resume(self, rank: int) -> None:
-        """Notes that a rank was asked to stop, has saved and left; the other ranks are about to."""
+    def resume(self, who: str) -> None:
+        """Notes that a rank was asked to stop, has saved and left; the other ranks are about to. who: "rank 3 on h2"."""
         if self.decision.decide(Reason.RESUME, RESUME_ME):
             self._resume_deadline = time.monotonic() + _SAVE_S
-            self._messages.say(f"rank {rank} on {self._table.hosts[rank]} stopped as requested and can be resumed.")
+            self._messages.say(f"{who} stopped as requested and can be resumed.")
+
+    def finish(self) -> None:
+        """Lets the agents leave after the last rank of an elastic job has ended with exit code 0."""
+        self._order_end()
 
     def end_if_late(self, now: float) -> None:
         """Ends the ranks that have not saved and left in time after the first one did."""

@@ -119,7 +119,7 @@ class JobStart:
             # Every agent has answered, and those of other hosts did so over ssh.
             self._messages.as_horovodrun("SSH was successful into all the remote hosts.")
         first = pipes.all[0]
-        address, port = _address_of_first_host(pipes.all), first.hello["port"]
+        address, port = address_of_first_host(pipes.all), first.hello["port"]
         self._messages.detail(f"run {self._run_id}: rank 0 listens at {address}, port {port} of {first.name}")
         for agent in pipes.all:
             # Before the message is sent: from here on a lost agent may have left ranks behind.
@@ -151,7 +151,7 @@ class JobStart:
         }
 
 
-def _address_of_first_host(agents: Sequence[AgentPipe]) -> str:
+def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
     """Returns an address of host 0 that the other hosts reach, as an ssh connection has used it.
 
     The names in -H may be known to ssh alone, but ssh's connection has numeric addresses.

@@ -46,7 +46,7 @@ class LostAgents:
         self._ssh = ssh
         self._messages = messages
         self._grace_s = grace_s
-        self._orphan_killers: list[_OrphanKiller] = []
+        self._orphan_killers: list[OrphanKiller] = []
 
     def note_end_of_stream(self, agent: AgentPipe) -> None:
         """Handles the end of ssh or the local agent before it said that all is done."""
@@ -113,14 +113,14 @@ class LostAgents:
             return
         run_id, grace_s = self._start.run_id_of(self._pipes.all.index(agent)), min(self._grace_s, LEAVE_S)
         with contextlib.suppress(OSError):
-            orphan_killer = _start_orphan_killer(
+            orphan_killer = start_orphan_killer(
                 agent.placement.host, self._ssh, run_id, agent_pid=agent.hello["pid"], grace_s=grace_s
             )
             self._orphan_killers.append(orphan_killer)
 
 
 @dataclass(frozen=True, slots=True)
-class _OrphanKiller:
+class OrphanKiller:
     """A running orphan killer on one host."""
 
     process: subprocess.Popen[bytes]
@@ -135,7 +135,7 @@ class _OrphanKiller:
             self.process.wait()
 
 
-def _start_orphan_killer(host: Host, ssh: SshSettings, run_id: str, *, agent_pid: int, grace_s: float) -> _OrphanKiller:
+def start_orphan_killer(host: Host, ssh: SshSettings, run_id: str, *, agent_pid: int, grace_s: float) -> OrphanKiller:
     """Starts to kill all processes of the run on the host, and does not wait. agent_pid: the lost agent's pid there."""
     process = subprocess.Popen(
         agent_command(host, ssh, "megaclass.launch.agent.orphan_killer"),
@@ -151,4 +151,4 @@ def _start_orphan_killer(host: Host, ssh: SshSettings, run_id: str, *, agent_pid
         process.stdin.write(f"{run_id} {agent_pid} {grace_s}\n".encode("ascii"))
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-    return _OrphanKiller(process, time.monotonic() + grace_s + _CONNECT_AND_KILL_S)
+    return OrphanKiller(process, time.monotonic() + grace_s + _CONNECT_AND_KILL_S)

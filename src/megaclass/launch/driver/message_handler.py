@@ -88,7 +88,7 @@ class MessageHandler:
         if code == 0 or self._end.is_ending:
             return
         if code == EXIT_RESUME_ME:
-            self._end.resume(rank)
+            self._end.resume(f"rank {rank} on {self._table.hosts[rank]}")
             return
         self._messages.say(self._table.headline_of(rank))
         may_restart = is_worth_restarting(code)

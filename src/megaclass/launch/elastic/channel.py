@@ -115,6 +115,13 @@ class Channel:
             events.poll(min(left_s, 3600.0) * 1000)
             self.write()
 
+    def wait_readable(self, timeout_s: float) -> None:
+        """Waits until something arrives, or until the time is up."""
+        with contextlib.suppress(OSError, ValueError):
+            events = select.poll()
+            events.register(self._socket, select.POLLIN)
+            events.poll(timeout_s * 1000)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.close()

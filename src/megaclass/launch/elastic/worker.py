@@ -7,6 +7,8 @@ is new: the port, the secret, the token. A process that belongs to an old genera
     here = worker.rendezvous(Why.START)    blocks until the driver has published the next generation; sets os.environ
     worker.hosts_changed()                 one system call, no network: True if the driver wants another generation
     worker.committed(step)                 the state of this step is safe
+    worker.when_broken(end_connections)    a thread calls the function when a member of this generation is gone, so that
+                                           collectives that wait for it fail at once instead of after a time limit
     worker.rendezvous(Why.FAILED)          after a failed collective: leaves this generation, waits for the next one
     worker.rendezvous(Why.CHANGED)         after hosts_changed(), when all ranks have agreed to leave
 
@@ -22,23 +24,28 @@ States of a worker, with what it tells the driver:
 Messages go through the agent of this host (channel.py), and from there over ssh to the driver; each carries the token of the
 generation that the worker knows. Everything happens in the caller's thread, except that any thread may call hosts_changed().
 
-    field         written by                         read by       guarded by
-    here          rendezvous()                       all threads   assigned whole
-    _is_changed   _take, rendezvous()                all threads   _lock
-    _has_committed  committed(), rendezvous()        committed()   _lock
+    field            written by                   read by         guarded by
+    here             rendezvous()                 all threads     assigned whole
+    _is_changed      _take, rendezvous()          all threads     _lock
+    _is_broken       _take, rendezvous()          all threads     _lock
+    _has_committed   committed(), rendezvous()    committed()     _lock
 """
 
+import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from megaclass.errors import LaunchError
 from megaclass.launch.elastic.channel import FD_NAME, Channel, ChannelError, Message, inherited_channel
 from megaclass.world import World
+
+_TICK_S = 0.2
+"""How often the thread of when_broken() looks whether its generation is over."""
 
 
 class Why(StrEnum):
@@ -114,6 +121,8 @@ class ElasticWorker:
         self._lock = threading.Lock()
         self._is_changed = False
         self._has_only_removals = False
+        self._is_broken = False
+        self._has_left = False
         self._has_committed = False
 
     def hosts_changed(self) -> bool:
@@ -132,6 +141,28 @@ class ElasticWorker:
         """True if the change that hosts_changed() reported only removes hosts, so that no new rank needs the state."""
         return self._has_only_removals
 
+    def when_broken(self, end_connections: Callable[[], None]) -> None:
+        """Calls the function in a thread when a member of the current generation is gone, or has left it after a failure.
+
+        It ends with the generation. end_connections: see distributed/network/connection_watch.py:OwnConnections.
+        """
+        assert self.here is not None
+        arguments = (self.here.token, end_connections)
+        threading.Thread(target=self._wait_until_broken, args=arguments, name="megaclass-elastic", daemon=True).start()
+
+    def _wait_until_broken(self, token: str, end_connections: Callable[[], None]) -> None:
+        while True:
+            self._channel.wait_readable(_TICK_S)
+            with self._lock:
+                if self.here is None or self.here.token != token or self._has_left or not self._channel.is_open:
+                    return
+                with contextlib.suppress(LaunchError):
+                    self._take(self._receive(0.0))
+                is_broken = self._is_broken
+            if is_broken:
+                end_connections()
+                return
+
     def rendezvous(self, why: Why, timeout_s: float | None = None) -> Assignment:
         """Leaves the current generation and returns the next one, once the driver has published it.
 
@@ -145,20 +176,26 @@ class ElasticWorker:
         assert os.getpid() == self._pid, "a forked process has no place in the job"
         ends_at = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
         with self._lock:
+            self._has_left = True
             self._send({"do": "ready", "why": str(why)})
-            while True:
-                left_s = ends_at - time.monotonic()
-                if left_s <= 0:
-                    raise LaunchError(f"{self._name()} waited {timeout_s:g} s for the next generation of the job.")
-                message = next((m for m in self._receive(left_s) if m.get("say") in ("assignment", "dismissed")), None)
-                if message is not None:
-                    break
+            message, later = self._wait_for_answer(ends_at, timeout_s)
             if message["say"] == "dismissed":
                 raise Dismissed(str(message["why"]))
             self.here = _assignment(message)
-            self._is_changed = self._has_only_removals = self._has_committed = False
+            self._is_changed = self._has_only_removals = self._is_broken = self._has_left = self._has_committed = False
             os.environ.update({str(name): str(value) for name, value in message["env"].items()})
+            # What came together with the assignment already concerns the new generation.
+            self._take(later)
             return self.here
+
+    def _wait_for_answer(self, ends_at: float, timeout_s: float | None) -> tuple[Message, list[Message]]:
+        """Returns the answer to "ready" and the messages that came with it."""
+        while (left_s := ends_at - time.monotonic()) > 0:
+            messages = self._receive(left_s)
+            for number, message in enumerate(messages):
+                if message.get("say") in ("assignment", "dismissed"):
+                    return message, messages[number + 1 :]
+        raise LaunchError(f"{self._name()} waited {timeout_s:g} s for the next generation of the job.")
 
     def committed(self, step: int = 0) -> None:
         """Tells the driver that this generation has made progress. Only the first call in a generation sends anything."""
@@ -192,6 +229,8 @@ class ElasticWorker:
             if message.get("say") == "changed" and is_current:
                 self._is_changed = True
                 self._has_only_removals = bool(message.get("only_removals"))
+            if message.get("say") == "broken" and is_current:
+                self._is_broken = True
 
     def _name(self) -> str:
         place = self.here.world.name() if self.here is not None else f"a process on {socket.gethostname()}"

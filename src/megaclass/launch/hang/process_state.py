@@ -1,4 +1,4 @@
-"""What the kernel says about a process that may hang: whether it is stopped, and what its threads wait for."""
+"""The kernel's view of a process that may hang: whether it is stopped, and what its threads wait for."""
 
 import contextlib
 import platform

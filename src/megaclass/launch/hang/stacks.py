@@ -26,7 +26,7 @@ _STATES = {"T": "stopped", "t": "stopped", "D": "kernel", "Z": "ended", "X": "en
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What is known about one rank when the job hangs."""
+    """Everything known about one rank when the job hangs."""
 
     rank: int
     host: str

@@ -46,7 +46,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one rank is, as the rules see it."""
+    """The place of one rank, as the rules see it."""
 
     report: RankReport
     main: Thread

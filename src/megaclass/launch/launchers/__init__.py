@@ -33,7 +33,8 @@ class Launcher:
         return start(options, hosts)
 
 
-_DRIVER_ONLY = ("--exclude-failed-hosts", "--min-np", "--hang-timeout", "--remote-prefix")
+_ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
+_DRIVER_ONLY = ("--exclude-failed-hosts", *_ELASTIC, "--hang-timeout", "--remote-prefix")
 _NOT_THEIRS = (*_DRIVER_ONLY, "--restarts", "--output-filename", "--prefix-output-with-timestamp")
 LAUNCHERS = {
     "ssh": Launcher("ssh"),

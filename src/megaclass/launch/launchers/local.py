@@ -20,6 +20,7 @@ from megaclass.errors import LaunchError
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads
 from megaclass.launch.driver import driver
 from megaclass.launch.driver.failure_report import headline, stopped_message
+from megaclass.launch.elastic import driver as elastic
 from megaclass.launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
 from megaclass.launch.hang.local_watch import LocalHangWatch
 from megaclass.launch.hosts import Host
@@ -39,7 +40,8 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on this machine, also inside an allocation of a batch system."""
     if others := [host.name for host in hosts if not host.is_local]:
         raise LaunchError(f"--launcher local starts everything here, but {others[0]} is another machine: leave -H out.")
-    return driver.run(options, hosts or [this_machine(options)])
+    start = elastic.run if options.is_elastic else driver.run
+    return start(options, hosts or [this_machine(options)])
 
 
 def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str] = os.environ) -> int:

@@ -6,20 +6,25 @@ from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
 from megaclass.launch.driver import driver
+from megaclass.launch.elastic import driver as elastic
 from megaclass.launch.hosts import Host, hosts_from_batch_system
 from megaclass.launch.options import RunOptions
 
 
 def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on the given hosts, on those of the batch system, or else on this machine."""
+    if options.host_discovery_script is not None:
+        return elastic.run(options, [])
     if not hosts and (found := hosts_from_batch_system(os.environ)) is not None:
         hosts, what = found
         print(f"megaclass run: detected {what}", file=sys.stderr)
-    return driver.run(options, hosts or [this_machine(options)])
+    start = elastic.run if options.is_elastic else driver.run
+    return start(options, hosts or [this_machine(options)])
 
 
 def this_machine(options: RunOptions) -> Host:
     """Returns this machine with as many slots as there are processes to start."""
-    if options.num_processes is None:
+    num_slots = options.max_processes or options.num_processes or options.min_processes
+    if num_slots is None:
         raise LaunchError("How many processes? Give -np N, or hosts with their slots: -H gpu-1:8,gpu-2:8.")
-    return Host(name="localhost", slots=options.num_processes, is_local=True)
+    return Host(name="localhost", slots=num_slots, is_local=True)

@@ -20,7 +20,7 @@ MAX_OUTPUT_BYTES = 1 << 16
 MAX_REMARKS = 1000
 """Maximum number of an agent's remarks in one start; each becomes a message of the driver."""
 _MAX_PID = 1 << 22
-_MAX_STEP = 1 << 62
+MAX_STEP = 1 << 62
 _MAX_VERSIONS = 32
 _REMARKS = ("note", "refuse", "stopped", "kept")
 _ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress", "status", "stacks", "kept")
@@ -32,7 +32,7 @@ class AgentMessageChecker:
     """Checks the messages of one agent during one start. ranks: those that the agent was given."""
 
     def __init__(self, ranks: Collection[int]) -> None:
-        self._ranks = frozenset(ranks)
+        self._ranks = set(ranks)
         self._exited: set[int] = set()
         self._has_introduced_itself = False
         self._num_remarks = 0
@@ -85,7 +85,7 @@ class AgentMessageChecker:
             # Signals 1 to 64 are negative; an exit code is one byte.
             "exit": {"rank": rank, "pid": pid, "code": (whole(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
-            "progress": {"step": (whole(0, _MAX_STEP), True)},
+            "progress": {"step": (whole(0, MAX_STEP), True)},
             # Where the ranks are: seconds since the last progress of any, and of one that is late.
             "status": {"idle_s": (number, True), "silent_s": (number, False), "is_training": (truth, False)},
             "kept": {"folder": (text(), True)},
@@ -93,7 +93,7 @@ class AgentMessageChecker:
                 "rank": rank,
                 "pid": pid,
                 "state": (one_of(_STATES), True),
-                "step": (whole(-1, _MAX_STEP), True),
+                "step": (whole(-1, MAX_STEP), True),
                 "main_thread": (whole(0, (1 << 64) - 1), True),
                 **dict.fromkeys(("phase", "detail", "waits_for", "file_wait"), (text(), True)),
             },
@@ -120,8 +120,11 @@ class AgentMessageChecker:
         return int(value)
 
     def _pids(self, value: Any) -> dict[int, int]:
+        return self._pids_of(value, self._ranks)
+
+    def _pids_of(self, value: Any, ranks: Collection[int]) -> dict[int, int]:
         what = "a pid for each rank of this host"
-        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in self._ranks}:
+        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in ranks}:
             raise ValueError(what)
         if not all(is_whole(pid) and 1 <= pid <= _MAX_PID for pid in value.values()):
             raise ValueError(what)

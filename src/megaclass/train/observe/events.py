@@ -21,18 +21,25 @@ class RunEvents:
 
     folder: Path
     is_main: bool
+    has_begun: bool = False
+    """False until the loop starts. Before, nothing is written: a run that could not begin leaves its folder free."""
     has_failed: bool = False
     """True once the disk has refused an event, which is logged once."""
 
     def note(self, event: str, step: int | None = None, **fields: Any) -> None:
         """Rank 0 appends the event; no error of the disk ends a run because of it."""
-        if not self.is_main or append_event(self.folder, event, step=step, **fields) or self.has_failed:
+        if (
+            not (self.is_main and self.has_begun)
+            or append_event(self.folder, event, step=step, **fields)
+            or self.has_failed
+        ):
             return
         self.has_failed = True
         _logger.info(f"an event ({event}) could not be written to {self.folder}: events.jsonl will have gaps.")
 
     def note_begin(self, first_step: int, num_steps: int, world_size: int) -> None:
         """Notes the start or resumption of the run, and a number of ranks that differs from the one before."""
+        self.has_begun = True
         if not self.is_main:
             return
         earlier = [event["world_size"] for event in read_events(self.folder)[0] if "world_size" in event]

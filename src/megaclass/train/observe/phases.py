@@ -1,4 +1,4 @@
-"""Where the time of a step goes on this rank, and which rank is slower than the others.
+"""Time per phase of a step on this rank, and the rank that is slower than the others.
 
     data       waiting for the loader (measured on the host)
     forward    backbone and head, without their collectives

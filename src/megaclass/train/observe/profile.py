@@ -1,7 +1,6 @@
 """train.profile: a Chrome trace, and on a GPU a memory snapshot, of a few steps of chosen ranks, in the run folder."""
 
 import logging
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -78,8 +77,3 @@ class StepProfile:
     def _names(self, rank: int) -> list[str]:
         names = [f"{PROFILE_FOLDER}/rank-{rank}.trace.json"]
         return names + ([f"{PROFILE_FOLDER}/rank-{rank}.memory.pickle"] if self._run.device.type == "cuda" else [])
-
-
-def profile_files(run_folder: Path) -> list[Path]:
-    """Returns the traces and snapshots in a run folder."""
-    return sorted((run_folder / PROFILE_FOLDER).glob("rank-*"))

@@ -38,7 +38,7 @@ class RunView:
     events: list[dict[str, Any]]
     global_batch: int
     changed_at: float
-    """When metrics.jsonl or events.jsonl was last written, by the clock of their file system."""
+    """Time at which metrics.jsonl or events.jsonl was last written, by the clock of their file system."""
 
 
 def watch_run(folder: Path, *, interval_s: float, is_once: bool) -> int:

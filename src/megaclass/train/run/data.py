@@ -1,11 +1,17 @@
 """The training data of a run: drawn or found, staged into memory, opened, and described."""
 
+import logging
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from megaclass.backbones import check_backbone
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.loader import BatchLoader
+from megaclass.data.loading.choose import choose_processes
+from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.synthetic.synthesize import synthesize
@@ -17,6 +23,7 @@ from megaclass.progress import bar_on_demand
 from megaclass.train.build import input_size
 from megaclass.world import World
 
+_logger = logging.getLogger("megaclass.train")
 _MIB = 2**20
 
 
@@ -38,9 +45,10 @@ def make_data(config: Config) -> None:
         )
 
 
-def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
+def open_data(config: Config, world: World, device: torch.device) -> tuple[ImageSource, BatchLoader]:
     """Opens the data and the loader of this rank; with data.stage, one rank per host first copies the data into memory."""
-    source = open_source(_staged(config))
+    path = _staged(config)
+    source = open_source(path)
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
@@ -48,11 +56,57 @@ def open_data(config: Config, world: World) -> tuple[ImageSource, BatchLoader]:
             f"The images at {config.data.path} have {width} × {height} pixels, which is not a square. Set the input size: "
             f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{height},{width}] for rectangles."
         )
+    if config.data.on_gpu and device.type != "cuda":
+        raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
     check_backbone(config.backbone.name, compact_size(size))
-    return source, make_loader(config, source, world)
+    warning = check_classes(source, config.data.path)
+    if warning and world.is_main:
+        _logger.warning(warning)
+    processes = choose_processes(
+        path,
+        workers=config.data.workers,
+        threads=config.data.threads,
+        device=device,
+        num_local_ranks=world.local_size,
+    )
+    return source, make_loader(config, source, world, device, processes)
 
 
-def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoader:
+def check_classes(source: ImageSource, path: str) -> str:
+    """Refuses data of one class; returns a warning if no class has two images, empty otherwise."""
+    above = f"If {path} holds the images of one identity, set data.path={Path(path).resolve().parent}."
+    if source.num_classes < 2:
+        raise DataError(
+            f"{path} holds images of a single class, and a classifier needs two: expected one subfolder per identity. {above}"
+        )
+    # The labels of a large set are counted only if it may be one of single images.
+    if source.num_images > source.num_classes or np.bincount(source.labels).max(initial=0) > 1:
+        return ""
+    return (
+        f"each of the {source.num_classes:,} classes at {path} has one image: what images of an identity have in common "
+        f"cannot be learned from that. Expected several images per subfolder; if the file names tell the identities, move "
+        f"the files of each into one subfolder."
+    )
+
+
+def how_to_verify(path: str) -> list[str]:
+    """Returns the commands that make a verification set for data that has none beside it."""
+    place = Path(path).name or "data"
+    split = f"megaclass data split {path} --identities 0.1 --out {place}-split"
+    return [
+        f"there is no .bin file beside {path}: hold identities out with `{split}`, and train on the others",
+        f"  {split}",
+        f"  megaclass train RECIPE data.path={place}-split/train train.run_dir=runs/{place}-split",
+    ]
+
+
+def make_loader(
+    config: Config,
+    source: ImageSource,
+    world: World,
+    device: torch.device,
+    processes: LoaderSettings | None = None,
+) -> BatchLoader:
     """Builds the loader that yields this rank's part of every global batch."""
     return BatchLoader(
         source,
@@ -72,6 +126,9 @@ def make_loader(config: Config, source: ImageSource, world: World) -> BatchLoade
         num_parts=config.train.accumulate,
         # Batch norm needs two images for its statistics; the synchronised one counts those of all ranks.
         fewest_in_part=1 if config.backbone.batch_norm == "sync" and world.size > 1 else 2,
+        processes=processes,
+        device=device,
+        is_resident=config.data.on_gpu,
     )
 
 

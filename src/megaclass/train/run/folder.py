@@ -49,6 +49,7 @@ _OWN_NAMES = (
     "evaluation.json",
     "baselines",
     "faces.npz",
+    "training_images.npz",
 )
 # Fields of a row of metrics that a resumed run continues with.
 _READ_BACK = ("loss", "images_per_second")

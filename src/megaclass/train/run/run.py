@@ -35,6 +35,8 @@ class Run:
     """Names or numbers of the classes, the same on every rank."""
     data_fingerprint: DataFingerprint
     """Fingerprint of the data on rank 0; empty on the other ranks, which do not compute it."""
+    command: tuple[str, ...] = ()
+    """The command line as typed; empty if it is not known."""
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -47,7 +49,7 @@ def open_run(config: Config, world: World, device: torch.device, folder: RunFold
 
     The first rank of every host computes the fingerprint, which reads up to 256 images.
     """
-    source, loader = on_every_rank_for_long(lambda: open_data(config, world), device)
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device), device)
     classes = on_every_rank(lambda: class_list(config.data.path, source), device)
     data_fingerprint = on_every_rank_for_long(
         lambda: fingerprint_of(source) if world.local_rank == 0 else DataFingerprint(), device

@@ -1,7 +1,7 @@
 """Refuses to start if the ranks disagree on the recipe, the package's version, the data or the seed, and shows the difference.
 
 Each host has its own copy of the recipe, the package and perhaps the data. Ranks with different settings would hang in
-collectives of different sizes, or worse, train something that nobody asked for.
+collectives of different sizes, or worse, train something that no user asked for.
 """
 
 import hashlib

@@ -21,16 +21,10 @@ from megaclass.hvd.lifecycle import *
 from megaclass.hvd.process_sets import *
 from megaclass.hvd.tensorflow.compression import *
 from megaclass.hvd.tensorflow.functions import *
-from megaclass.hvd.tensorflow.keras import callbacks
+from megaclass.hvd.tensorflow.keras import callbacks, elastic
 from megaclass.hvd.tensorflow.keras.optimizer import *
 from megaclass.hvd.tensorflow.keras.values import *
 
 if not _typing.TYPE_CHECKING:
     # Type checkers take every name of this module that has no underscore.
     __all__ = [name for name in globals() if not name.startswith("_") and name not in ("optimizer", "values")]
-
-
-def __getattr__(name: str) -> _typing.Any:
-    if name == "elastic":
-        raise AttributeError("hvd.elastic is not available: elastic jobs are not supported by megaclass.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

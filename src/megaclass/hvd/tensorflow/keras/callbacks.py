@@ -48,10 +48,14 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._local[variable_key(var)] = var
 
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
-        is_built = self.model.built and (optimizer is None or optimizer.built)
+        if self.broadcast_done:
+            return
         # All ranks broadcast now, or all after the first batch.
-        if not self.broadcast_done and bool(allreduce(tf.constant(int(is_built)), op=Min)):
+        if bool(allreduce(tf.constant(int(self.model.built)), op=Min)):
+            optimizer = self.model.optimizer
+            if optimizer is not None and not optimizer.built:
+                # Keras would do so in the first step.
+                optimizer.build(self.model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

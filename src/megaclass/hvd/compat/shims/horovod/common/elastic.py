@@ -1,1 +1,9 @@
-raise ImportError("horovod.common.elastic is not available: elastic jobs are not supported by megaclass.")
+from megaclass.hvd.elastic.common import (
+    HostUpdateResult,
+    ObjectState,
+    State,
+    WorkerNotificationManager,
+    notification_manager,
+    run_fn,
+)
+from megaclass.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt

@@ -1,1 +1,2 @@
-raise ImportError("horovod.tensorflow.elastic is not available: elastic jobs are not supported by megaclass.")
+from megaclass.hvd.tensorflow.elastic import *
+from megaclass.hvd.tensorflow.elastic import HorovodInternalError, ObjectState, broadcast_object, broadcast_object_fn

@@ -1,4 +1,5 @@
-from typing import NoReturn
+import importlib
+from typing import Any
 
 from megaclass.hvd import *
 from megaclass.hvd import __all__ as _names
@@ -21,7 +22,7 @@ def _check_has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
     if name == "elastic":
-        raise AttributeError("hvd.elastic is not available: elastic jobs are not supported by megaclass.")
+        return importlib.import_module(f"{__name__}.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

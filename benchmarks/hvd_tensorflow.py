@@ -1,0 +1,162 @@
+"""megaclass.hvd.tensorflow against megaclass.hvd for torch, and a step of model.fit() with and without communication.
+
+    python benchmarks/hvd_tensorflow.py [--pairs 40] [--out benchmarks/hvd_tensorflow.md]
+
+Two ranks on this machine, float32, one thread each. Both APIs use the same engine in the same processes, so that the ratio of
+their times is the cost of the bridge between TensorFlow and the engine. Figures are medians over alternating pairs, as in
+benchmarks/hvd.py. The aim of the project's issue: the bridge adds at most 15 % at 1 MiB and above.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import keras
+import numpy as np
+import tensorflow as tf
+import torch
+
+import megaclass.hvd as torch_hvd
+import megaclass.hvd.keras as keras_hvd
+import megaclass.hvd.tensorflow as hvd
+from hvd import Time, alternate, milliseconds, ratio, start_ranks, verdict
+from megaclass.hvd.tensorflow import bridge
+
+SIZES = [("4 KB", 1024, 20), ("1 MiB", 256 * 1024, 10), ("16 MiB", 4 * 1024 * 1024, 2), ("64 MiB", 16 * 1024 * 1024, 1)]
+LIMIT = 1.15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="file for the table")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        sys.exit(start_ranks(2))
+    torch.set_num_threads(1)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+    load = os.getloadavg()[0]
+    rows = [*reductions(options.pairs), step_of_fit(options.pairs)]
+    memory = bridge_alone()
+    if hvd.rank() == 0:
+        table = render(rows, memory, options.pairs, load)
+        print(table)
+        if options.out:
+            options.out.write_text(table)
+
+
+def reductions(pairs: int) -> list[list[str]]:
+    rows = []
+    for label, count, repeats in SIZES:
+        ours, theirs = tf.zeros([count]), torch.zeros(count)
+        graph = tf.function(lambda t, n=label: hvd.allreduce(t, name=f"graph {n}", op=hvd.Sum))
+        runs: dict[str, Callable[[], Any]] = {
+            "torch": lambda t=theirs, n=label: torch_hvd.allreduce(t, name=f"torch {n}", op=hvd.Sum),
+            "eager": lambda t=ours, n=label: hvd.allreduce(t, name=f"eager {n}", op=hvd.Sum),
+            "graph": lambda t=ours, f=graph: f(t),
+        }
+        times = alternate(runs, repeats, pairs)
+        is_limited = count * 4 >= 1024 * 1024
+        for way, what in (("eager", "eager"), ("graph", "tf.function")):
+            rows.append(row(f"allreduce, {label}, {what}", times[way], times["torch"], LIMIT if is_limited else None))
+    return rows
+
+
+def net() -> Any:
+    """1.2 million parameters: the classic MNIST net."""
+    return keras.Sequential(
+        [
+            keras.layers.Input((28, 28, 1)),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(64, 3, activation="relu"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def step_of_fit(pairs: int) -> list[str]:
+    """Epochs of eight steps of 32 images per rank; the difference is communication, bridge and waiting for the other rank."""
+    images, labels = np.random.default_rng(0).normal(size=(256, 28, 28, 1)), np.arange(256) % 10
+
+    def epoch(optimizer: Any) -> Callable[[], Any]:
+        model = net()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss=loss, jit_compile=False)
+        return lambda: model.fit(images, labels, batch_size=32, epochs=1, verbose=0)
+
+    runs = {
+        "alone": epoch(keras.optimizers.SGD(0.01)),
+        "hvd": epoch(keras_hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))),
+    }
+    times = alternate(runs, 1, max(3, pairs // 4))
+    per_step = {name: [Time(one.wall / 8, one.cpu / 8) for one in found] for name, found in times.items()}
+    return row("step of model.fit, 1.2M parameters, against no communication", per_step["hvd"], per_step["alone"], None)
+
+
+def row(what: str, ours: list[Time], theirs: list[Time], limit: float | None) -> list[str]:
+    middle, low, high = ratio([one.wall / two.wall for one, two in zip(ours, theirs, strict=True)])
+    cpu = ratio([one.cpu / two.cpu for one, two in zip(ours, theirs, strict=True)])
+    return [
+        what,
+        milliseconds([one.wall for one in ours]),
+        milliseconds([one.wall for one in theirs]),
+        f"{middle:.2f} ({low:.2f} – {high:.2f})",
+        "" if limit is None else str(limit),
+        "" if limit is None else verdict(middle, limit),
+        milliseconds([one.cpu for one in ours]),
+        milliseconds([one.cpu for one in theirs]),
+        "{:.2f} ({:.2f} – {:.2f})".format(*cpu),
+    ]
+
+
+def bridge_alone() -> list[str]:
+    """Microseconds to pass a tensor to torch and back, by its size: the same for all sizes if nothing is copied."""
+    found = []
+    for label, count, _ in SIZES:
+        tensor = tf.zeros([count])
+        begun = time.perf_counter()
+        for _ in range(200):
+            bridge.to_tensorflow(bridge.to_torch(tensor), tf.float32)
+        found.append(f"{label} {(time.perf_counter() - begun) / 200 * 1e6:.1f} µs")
+    return found
+
+
+def render(rows: list[list[str]], memory: list[str], pairs: int, load: float) -> str:
+    titles = ["what", "TensorFlow", "compared with", "ratio (95 % interval)", "at most", "met"]
+    titles += ["CPU, TensorFlow", "CPU, compared with", "CPU ratio (95 % interval)"]
+    lines = [
+        "# Horovod's API for TensorFlow against the one for torch",
+        "",
+        f"{datetime.date.today()} · TensorFlow {tf.__version__}, Keras {keras.__version__}, torch {torch.__version__} · "
+        f"{os.cpu_count()} cores ({platform.machine()}), load {load:.1f} before the start · 2 ranks, float32, one thread "
+        f"each · {pairs} alternating pairs · written by `python benchmarks/hvd_tensorflow.py --pairs {pairs} --out "
+        f"benchmarks/hvd_tensorflow.md`",
+        "",
+        f"| {' | '.join(titles)} |",
+        "|---" * len(titles) + "|",
+        *(f"| {' | '.join(entry)} |" for entry in rows),
+        "",
+        "allreduce is compared with the torch API's allreduce into a new tensor. In `tf.function` the time includes the call",
+        "of the function itself.",
+        "",
+        f"To pass a tensor to torch and back, without a collective: {', '.join(memory)}.",
+        "The time does not depend on the size: nothing is copied.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

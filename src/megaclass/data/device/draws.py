@@ -1,0 +1,42 @@
+"""Random numbers of the program that prepares images: those of keyed_random.py, computed on the device."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mix_64(x):
+    """keyed_random.mix64_int on a uint64."""
+    x += tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def combine(state, part):
+    """One more key in keyed_random.combine64."""
+    return mix_64(mix_64(part) ^ state)
+
+
+@triton.jit
+def unsigned(x):
+    return x.to(tl.int64).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def uniform(key, number: tl.constexpr):
+    """Draw `number` of an image's key, in [0, 1)."""
+    bits = combine(combine(tl.full((), 0, tl.uint64), key), tl.full((), number, tl.uint64))
+    return (bits >> 40).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def between(uniform, low, high):
+    return low + uniform * (high - low)
+
+
+@triton.jit
+def clamp(x):
+    return tl.minimum(tl.maximum(x, -1.0), 1.0)

@@ -1,0 +1,82 @@
+"""How the GPU kernel cuts its classes into chunks; without Triton, so that `megaclass plan` knows it on any machine."""
+
+from dataclasses import dataclass
+
+import torch
+
+_CHUNK_BYTES = 512 << 20
+"""Most exponentials of one chunk: large enough to fill the GPU, small beside the centres."""
+_LEAST_CHUNK_BYTES = 128 << 20
+GRADIENT_BYTES = 128 << 20
+"""Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the exponentials are cut into programs."""
+
+    images: int
+    classes: int
+    width: int
+    warps: int
+    stages: int
+    programs_per_sm: int = 1
+    flatten: bool = False
+    parts: int = 1
+
+
+# By compute capability: the first row that the device reaches. Shared memory a block may use: 227, 99, 163 KiB.
+TILES: list[tuple[tuple[int, int], Tiles]] = [
+    ((12, 0), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((9, 0), Tiles(128, 128, 64, warps=8, stages=3, programs_per_sm=2, flatten=True, parts=2)),
+    ((8, 9), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((8, 7), Tiles(128, 128, 64, warps=8, stages=3)),
+    ((8, 6), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((8, 0), Tiles(128, 128, 64, warps=8, stages=3)),
+]
+# Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far beside the new
+# one; float32 operands take twice the room.
+LADEN_TILES = Tiles(128, 128, 64, warps=4, stages=3, programs_per_sm=2, flatten=True, parts=2)
+SUBCENTRE_TILES = Tiles(128, 128, 64, warps=8, stages=2)
+SMALL_TILES = Tiles(64, 64, 64, warps=8, stages=2)
+FLOAT32_TILES = Tiles(64, 64, 32, warps=8, stages=2)
+
+
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype, num_subcentres: int, *, is_plain: bool) -> Tiles:
+    if dtype == torch.float32:
+        return FLOAT32_TILES
+    if num_subcentres > 1:
+        return SUBCENTRE_TILES if (9, 0) <= capability < (12, 0) else SMALL_TILES
+    if not is_plain:
+        return LADEN_TILES if (9, 0) <= capability < (10, 0) else SMALL_TILES
+    return next(tiles for least, tiles in TILES if capability >= least)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Chunks of classes."""
+
+    splits: int
+    """Programs that share a tile of images."""
+    plane: int
+    """Classes of a chunk, but for the last one."""
+    num_chunks: int
+
+
+def cut_classes(
+    tiles: Tiles, *, num_images: int, num_classes: int, bytes_per_class: int, stored_bytes: int, num_sms: int
+) -> Cut:
+    """bytes_per_class: of the exponentials of one class, over all images and sub-centres."""
+    splits = max(1, num_sms * tiles.programs_per_sm // max(1, -(-num_images // tiles.images)))
+    # A chunk that is not kept takes room beside those that are: where little is kept, chunks are smaller.
+    chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, stored_bytes // 4))
+    num_chunks = max(1, -(-num_classes // max(tiles.classes, chunk_bytes // bytes_per_class)))
+    # Every program gets as many tiles as the others, unless that would be much more than there is.
+    even = tiles.classes * splits
+    per_chunk = -(-num_classes // num_chunks)
+    plane = round_up(per_chunk, even if per_chunk >= 16 * even else tiles.classes)
+    return Cut(splits, plane, -(-num_classes // plane))
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

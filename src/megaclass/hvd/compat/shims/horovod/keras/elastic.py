@@ -1,0 +1,1 @@
+from megaclass.hvd.keras.elastic import *

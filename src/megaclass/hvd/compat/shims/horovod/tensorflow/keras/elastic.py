@@ -1,0 +1,1 @@
+from megaclass.hvd.tensorflow.keras.elastic import *

@@ -1,1 +1,0 @@
-raise ImportError("horovod.torch.elastic is not available: elastic jobs are not supported by megaclass.")

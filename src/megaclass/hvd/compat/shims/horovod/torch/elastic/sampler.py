@@ -1,0 +1,2 @@
+from megaclass.hvd.elastic.sampler import ElasticSampler
+from megaclass.hvd.lifecycle import rank, size

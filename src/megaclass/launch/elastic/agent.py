@@ -1,0 +1,215 @@
+"""The agent of an elastic job: it starts and ends single workers and passes messages between them and the driver.
+
+    driver -> agent     start (workers), publish (a generation), changed (hosts), broken (a generation),
+                        dismiss (workers), kill (workers)
+    agent -> driver     started, ready, committed, failed, exit, spare (ports for the next generation)
+
+A worker has a number that no other worker of the job ever has; messages name it in the field `rank`, as those of other jobs
+name the rank. Its rank may change with every generation, and only the driver knows it. Standard library only.
+
+    field       changed by                      meaning
+    _channels   start, the worker's end         the channel to each worker
+    _tokens     publish                         the token that each worker knows: others are refused
+    _held       _hold_ports, publish            sockets that hold the ports of the last two generations with rank 0 here, and
+                                                the spare ones
+"""
+
+import os
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from megaclass.distributed.restart_progress import FD_NAME as PROGRESS_FD_NAME
+from megaclass.errors import LaunchError
+from megaclass.launch.agent.agent import Agent, main
+from megaclass.launch.agent.orphan_killer import processes_of, send
+from megaclass.launch.agent.supervisor import Worker
+from megaclass.launch.elastic.channel import FD_NAME, KEY_NAME, Channel, ChannelError, worker_key
+from megaclass.launch.network import hold_store_port, interface_towards, reserve_port
+from megaclass.launch.plan import interface_environment, job_environment, rank_environment
+from megaclass.launch.wire.protocol import Message
+from megaclass.world import World
+
+_NUM_HELD = 6
+"""Two sockets for the running generation, two for the one before, whose ranks may still leave it, and two spare ones."""
+_FORWARDED = ("ready", "committed", "failed")
+
+
+class ElasticAgent(Agent):
+    """Carries out the part of an elastic job that runs on this host."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        self._channels: dict[int, Channel] = {}
+        self._tokens: dict[int, str] = {}
+        self._held: list[socket.socket] = []
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+
+    # ---- messages of the driver ----
+
+    def _carry_out(self, message: Message) -> None:
+        match message.get("do"):
+            case "start":
+                self._start_all(message)
+            case "publish":
+                self._publish(message)
+            case "changed" | "broken":
+                said = {"say": message["do"], **{name: message[name] for name in message if name != "do"}}
+                for number, channel in self._channels.items():
+                    if self._tokens.get(number) == message["token"]:
+                        channel.send(said)
+            case "dismiss":
+                for number in message["workers"]:
+                    if number in self._channels:
+                        self._channels[number].send({"say": "dismissed", "why": message["why"]})
+            case "kill":
+                for worker in self._supervisor.running():
+                    may_live = message.get("if_stopped") and not self._supervisor.is_stopped(worker)
+                    if worker.rank in message["workers"] and not may_live:
+                        self._kill_session(worker)
+            case _:
+                super()._carry_out(message)
+
+    def _hold_ports(self) -> Message:
+        """Holds a pair of ports for the next generation whose rank 0 is on this host."""
+        self._held = [*self._held, reserve_port(0), hold_store_port()]
+        for old in self._held[:-_NUM_HELD]:
+            old.close()
+        self._held = self._held[-_NUM_HELD:]
+        port, store_port = (held.getsockname()[1] for held in self._held[-2:])
+        return {"port": port, "store_port": store_port}
+
+    def _start_all(self, start: Message) -> None:
+        """Starts the listed workers, each with its own channel."""
+        pids = {}
+        for entry in start["workers"]:
+            number = int(entry["worker"])
+            ours, theirs = socket.socketpair()
+            key = worker_key(self._job["secret"], number)
+            page = self._hangs.new_page(number)
+            env = {
+                **self._env,
+                **self._environment(World(**entry["world"]), start),
+                **self._hangs.environment(number),
+                PROGRESS_FD_NAME: str(self._progress.fileno()),
+                FD_NAME: str(theirs.fileno()),
+                KEY_NAME: key,
+                "MEGACLASS_RESTART": "0",
+                "HOROVOD_ELASTIC": "1",
+            }
+            try:
+                worker = self._supervisor.start(
+                    number,
+                    self._job["command"],
+                    env,
+                    Path(self._job["workdir"]),
+                    pass_fds=[self._progress.fileno(), page.fileno(), theirs.fileno()],
+                )
+            except LaunchError as error:
+                ours.close()
+                self._say({"say": "refuse", "why": str(error)})
+                self._end(None)
+                return
+            finally:
+                theirs.close()
+            self._watch(worker)
+            self._channels[number] = Channel(ours, key, is_agent=True)
+            self._tokens[number] = ""
+            self._selector.register(ours, selectors.EVENT_READ, partial(self._on_worker, number))
+            pids[str(number)] = worker.pid
+        self._say({"say": "started", "pids": pids})
+
+    def _environment(self, world: World, where: Message) -> dict[str, str]:
+        """Returns the variables of one generation: place, address, ports, secret and network interface."""
+        given = self._job["given"]
+        interface = ",".join(self._interfaces) or interface_towards(where["address"])
+        return {
+            **(interface_environment(interface, self._env, given) if interface is not None else {}),
+            **rank_environment(
+                world, host=self._job["host"], address=where["address"], port=where["port"], given=given
+            ),
+            **job_environment(where["secret"], where["store_port"]),
+        }
+
+    def _publish(self, generation: Message) -> None:
+        """Tells the workers of this host their places in the next generation."""
+        fields = ("generation", "token", "secret", "members", "previous_size", "needs_sync")
+        for number, world in generation["worlds"].items():
+            if (channel := self._channels.get(int(number))) is None:
+                continue  # it has ended meanwhile, which the driver learns as well
+            self._tokens[int(number)] = generation["token"]
+            env = self._environment(World(**world), generation)
+            channel.send(
+                {
+                    "say": "assignment",
+                    **{name: generation[name] for name in fields},
+                    "worker": int(number),
+                    "world": {**world, "address": generation["address"], "port": generation["store_port"]},
+                    "env": env,
+                }
+            )
+        if generation["uses_ports"]:
+            self._say({"say": "spare", **self._hold_ports()})
+
+    # ---- messages of the workers ----
+
+    def _on_worker(self, number: int) -> None:
+        channel = self._channels[number]
+        try:
+            messages = channel.receive()
+        except ChannelError as error:
+            self._say({"say": "note", "text": f"a worker sent {error} to its agent and is ended"})
+            self._close_channel(number)
+            self._carry_out({"do": "kill", "workers": [number]})
+            return
+        for message in messages:
+            kind = message.get("do")
+            # A token of an earlier generation: the worker is late, and what it says concerns that generation only.
+            if kind in _FORWARDED and message.get("token") == self._tokens[number]:
+                known: Message = {name: message[name] for name in ("why", "step", "text", "token") if name in message}
+                self._say({"say": kind, "rank": number, **known})
+        if not channel.is_open:
+            self._close_channel(number)
+
+    def _close_channel(self, number: int) -> None:
+        if (channel := self._channels.pop(number, None)) is not None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(channel.fileno())
+            channel.close()
+
+    def _balance(self) -> None:
+        for channel in self._channels.values():
+            channel.write()
+        super()._balance()
+
+    def _wait_s(self) -> float:
+        # Assignments of very large jobs may not fit into a socket at once.
+        is_waiting = any(channel.has_unsent for channel in self._channels.values())
+        return min(super()._wait_s(), 0.02) if is_waiting else super()._wait_s()
+
+    # ---- ends of the workers ----
+
+    def _note_exit(self, worker: Worker) -> None:
+        if worker.rank in self._channels:
+            self._on_worker(worker.rank)
+        self._close_channel(worker.rank)
+        super()._note_exit(worker)
+        # What it started ends with it; its pid may belong to another process later.
+        self._kill_session(worker)
+        self._supervisor.workers.remove(worker)
+        self._hangs.forget(worker.rank)
+
+    def _kill_session(self, worker: Worker) -> None:
+        for pid in processes_of("none", {worker.pid}):
+            send(pid, signal.SIGKILL)
+
+    def _end_leftovers(self) -> None:
+        """Does nothing: the driver may start further workers here, and ends the agent when the job ends."""
+
+
+if __name__ == "__main__":
+    os.environ.pop(FD_NAME, None)
+    sys.exit(main(ElasticAgent))

@@ -1,0 +1,217 @@
+"""The agents of an elastic job: one per host that is in use, opened and closed while the job runs. Standard library only."""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+
+from megaclass.distributed.network.job_secret import new_secret
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.job_end import LEAVE_S
+from megaclass.launch.driver.job_start import address_of_first_host
+from megaclass.launch.driver.lost_agents import OrphanKiller, start_orphan_killer
+from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
+from megaclass.launch.elastic.generation import Generation, WorkerRecord, publication, worlds_of, worlds_on
+from megaclass.launch.elastic.messages import ElasticMessageChecker
+from megaclass.launch.exit_codes import how_it_ended
+from megaclass.launch.hosts import Host
+from megaclass.launch.options import RunOptions
+from megaclass.launch.plan import Placement, passed_on
+from megaclass.launch.versions import differences
+from megaclass.launch.wire.protocol import Message
+from megaclass.world import World
+
+_STDERR_READS = 16
+_EXIT_CODE_S = 0.5
+_MAX_ORPHAN_KILLERS = 64
+_MODULE = "megaclass.launch.elastic.agent"
+
+
+class ElasticAgents:
+    """Opens agents, tells them what to do, and gives up those that are lost.
+
+    by_host has the agents that are not over. Everything happens in the driver's thread.
+    """
+
+    def __init__(self, pipes: AgentPipes, options: RunOptions, ssh: SshSettings) -> None:
+        self.by_host: dict[str, AgentPipe] = {}
+        self._pipes = pipes
+        self._options = options
+        self._ssh = ssh
+        self._run_id = secrets.token_hex(8)
+        self._secret = new_secret()
+        self._checkers: dict[str, ElasticMessageChecker] = {}
+        self._opened_at: dict[str, float] = {}
+        self._ports: dict[str, Message] = {}
+        """Ports that an agent holds for the next generation with rank 0 on its host."""
+        self._versions: dict[str, dict[str, str]] = {}
+        self._orphan_killers: list[OrphanKiller] = []
+
+    # ---- opening ----
+
+    def open(self, host: Host) -> None:
+        """Starts an agent on the host and sends it the job."""
+        # The agent computes the default number of threads from the number of worlds, which are not known yet.
+        placement = Placement(host=host, worlds=(World(),) * host.slots)
+        self._checkers[host.name] = ElasticMessageChecker()
+        agent = self._pipes.open(placement, agent_command(host, self._ssh, _MODULE), self._checkers[host.name])
+        self.by_host[host.name] = agent
+        self._opened_at[host.name] = time.monotonic()
+        agent.send(self._job_for(placement, self._pipes.all.index(agent)))
+
+    def greet(self, agent: AgentPipe, hello: Message) -> str:
+        """Notes an agent's hello; returns why the host cannot take part, or an empty text."""
+        agent.hello = hello
+        agent.state = PipeState.READY
+        self.note_ports(agent, hello)
+        self._versions[agent.name] = hello.get("versions", {})
+        found = differences({agent.name: self._versions[agent.name], **_first_of(self._versions, agent.name)})
+        if not found or self._options.allows_mixed_versions:
+            return ""
+        return (
+            f"The hosts differ: {'. '.join(found.values())}. Install the same versions, or add --allow-mixed-versions."
+        )
+
+    def note_ports(self, agent: AgentPipe, message: Message) -> None:
+        self._ports[agent.name] = {"port": message["port"], "store_port": message["store_port"]}
+
+    def late(self, now: float) -> list[AgentPipe]:
+        """Returns the agents that have not said hello within the start timeout."""
+        limit_s = self._options.start_timeout_s
+        return [
+            agent
+            for name, agent in self.by_host.items()
+            if agent.state is PipeState.STARTING and now - self._opened_at[name] > limit_s
+        ]
+
+    def is_any_starting(self) -> bool:
+        return any(agent.state is PipeState.STARTING for agent in self.by_host.values())
+
+    # ---- orders ----
+
+    def new_generation(self, number: int, members: Sequence[WorkerRecord]) -> Generation | None:
+        """Returns a generation with rank 0 on the host of the first member; None while its ports are not known."""
+        ports = self._ports.get(members[0].host)
+        if ports is None:
+            return None
+        hosts = dict.fromkeys(member.host for member in members)
+        address = address_of_first_host([self.by_host[host] for host in hosts])
+        return Generation(number=number, token=secrets.token_hex(16), secret=new_secret(), address=address, **ports)
+
+    def start(self, workers: Sequence[WorkerRecord], worlds: dict[int, World], generation: Generation) -> None:
+        """Starts new workers. Their environment has the given worlds, until they learn others at the rendezvous."""
+        for host in dict.fromkeys(worker.host for worker in workers):
+            here = [worker for worker in workers if worker.host == host]
+            entries = [{"worker": worker.number, "world": asdict(worlds[worker.number])} for worker in here]
+            self._checkers[host].expect({worker.number for worker in here})
+            agent = self.by_host[host]
+            agent.state = PipeState.RUNNING
+            agent.send({"do": "start", "workers": entries, **generation.where()})
+
+    def publish(self, generation: Generation, members: Sequence[WorkerRecord], previous_size: int) -> dict[int, World]:
+        """Tells all members their places; returns their worlds."""
+        worlds = worlds_of(members)
+        message = publication(generation, members, previous_size)
+        for host in dict.fromkeys(member.host for member in members):
+            uses_ports = host == members[0].host
+            if uses_ports:
+                del self._ports[host]
+            self.by_host[host].send({**message, "worlds": worlds_on(host, members, worlds), "uses_ports": uses_ports})
+        return worlds
+
+    def announce_change(self, token: str, *, only_removals: bool) -> None:
+        """Tells all workers of the generation that the hosts have changed."""
+        self._tell_all({"do": "changed", "token": token, "only_removals": only_removals})
+
+    def announce_break(self, token: str) -> None:
+        """Tells all workers of the generation that a member is gone, so that they do not wait for it."""
+        self._tell_all({"do": "broken", "token": token})
+
+    def _tell_all(self, message: Message) -> None:
+        for agent in self.by_host.values():
+            if agent.state is PipeState.RUNNING:
+                agent.send(message)
+
+    def order(self, what: str, workers: Collection[WorkerRecord], **more: object) -> None:
+        """Sends an order about workers to their agents."""
+        for host in dict.fromkeys(worker.host for worker in workers):
+            if host in self.by_host:
+                numbers = [worker.number for worker in workers if worker.host == host]
+                self.by_host[host].send({"do": what, "workers": numbers, **more})
+
+    def end(self, agent: AgentPipe) -> None:
+        """Lets the agent of a host leave that the job does not use any more."""
+        self.forget(agent)
+        agent.send({"do": "end", "grace_s": None})
+
+    # ---- the end of an agent ----
+
+    def why_ended(self, agent: AgentPipe) -> str:
+        """Returns why ssh or the agent has closed its output before it was done."""
+        for _ in range(_STDERR_READS):
+            if not agent.read_stderr():
+                break
+        code = agent.wait(_EXIT_CODE_S)
+        if agent.state is PipeState.STARTING:
+            return why_not_started(agent.placement.host, self._ssh, code, agent.stderr_text)
+        who = "its agent" if agent.placement.host.is_local else "its agent, or the ssh connection to it,"
+        return f"{agent.name} was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
+
+    def lose(self, agent: AgentPipe, *, is_reachable: bool) -> None:
+        """Closes the pipe of a lost agent, and kills what it left behind if its host can be reached."""
+        is_known = agent.state is PipeState.RUNNING and len(self._orphan_killers) < _MAX_ORPHAN_KILLERS
+        if is_known and is_reachable:
+            run_id, grace_s = self._run_id_of(self._pipes.all.index(agent)), min(self._options.grace_s, LEAVE_S)
+            with contextlib.suppress(OSError):
+                self._orphan_killers.append(
+                    start_orphan_killer(
+                        agent.placement.host, self._ssh, run_id, agent_pid=agent.hello["pid"], grace_s=grace_s
+                    )
+                )
+        self._pipes.drop(agent)
+        self.forget(agent)
+
+    def forget(self, agent: AgentPipe) -> None:
+        if self.by_host.get(agent.name) is agent:
+            del self.by_host[agent.name]
+            self._ports.pop(agent.name, None)
+            self._versions.pop(agent.name, None)
+
+    def finish(self, agent: AgentPipe, state: PipeState) -> None:
+        """Stops listening to an agent that is over."""
+        self._pipes.finish(agent, state)
+
+    def wait_for_orphan_killers(self) -> None:
+        for killer in self._orphan_killers:
+            killer.wait()
+
+    def _run_id_of(self, number: int) -> str:
+        return f"{self._run_id}-{number + 1}"
+
+    def _job_for(self, placement: Placement, number: int) -> Message:
+        options = self._options
+        return {
+            "token": self._pipes.token,
+            "secret": self._secret,
+            "run_id": self._run_id_of(number),
+            "restart": 0,
+            "host": placement.host.name,
+            "worlds": [asdict(world) for world in placement.worlds],
+            "command": options.command,
+            "workdir": options.workdir,
+            "passed": {} if placement.host.is_local else passed_on(),
+            "given": dict(options.given_env),
+            "interfaces": options.interfaces,
+            "master_port": 0,
+            "needs_versions": True,
+            "heartbeat_s": options.heartbeat_s,
+            "grace_s": options.grace_s,
+            # A rank that hangs is not told from one that waits at the rendezvous.
+            "hang_timeout_s": 0.0,
+        }
+
+
+def _first_of(versions: dict[str, dict[str, str]], apart_from: str) -> dict[str, dict[str, str]]:
+    name = next((name for name in versions if name != apart_from), None)
+    return {name: versions[name]} if name is not None else {}

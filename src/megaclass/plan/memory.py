@@ -1,0 +1,91 @@
+"""Bytes per rank, part by part, and the peak of a step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaclass.plan.head import HeadCosts, head_costs
+from megaclass.plan.job import Job
+
+LIBRARIES = 100 << 20
+"""Workspaces of cuBLAS and the scratch memory of the fused batch norm, in torch's count."""
+OUTSIDE_TORCH = 1 << 30
+"""CUDA's context, NCCL's buffers and loaded kernels, which torch does not count."""
+USABLE = 0.97
+"""Share of the rest that torch's allocator can hand out; the rest is lost in gaps between blocks."""
+_CAST_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the moment when most are in use."""
+
+    parts: dict[str, int]
+    """By name, in the order of the stacked bar; their sum is the peak."""
+    peak_moment: str
+    host_loader: int
+    """Bytes of decoded batches in host memory."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+    def fits(self, memory: int) -> bool:
+        """True if a GPU with this much memory has room for the peak."""
+        return self.peak <= (memory - OUTSIDE_TORCH) * USABLE
+
+
+def plan_memory(job: Job) -> Memory:
+    """Adds up what a rank holds all the time, and what it holds at each moment of a step."""
+    config, backbone, head = job.config, job.backbone(), head_costs(job)
+    trained = 4 * backbone.num_trained
+    state = {"adamw": 2 * trained, "sgd": trained * bool(config.optimizer.momentum)}[config.optimizer.name]
+    lasting = {
+        "backbone": 4 * backbone.num_parameters + 3 * backbone.buffer_bytes,
+        "gradients": trained,
+        "optimizer state": state,
+        "moving average": 4 * backbone.num_parameters if config.train.ema else 0,
+        "centres": head.centres,
+        "state of the centres": head.row_state,
+        "communication buffers": _communication(job),
+        "libraries": LIBRARIES,
+    }
+    moments = _moments(job, head)
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    height, width = job.image_size
+    threads = config.data.threads
+    batches = max(threads + 1, 4) + threads + 2
+    return Memory(
+        {name: size for name, size in (lasting | moments[moment]).items() if size},
+        moment,
+        host_loader=batches * job.max_batch * height * width * 3,
+    )
+
+
+def _moments(job: Job, head: HeadCosts) -> dict[str, dict[str, int]]:
+    """Returns the temporary bytes at the moments that may be the peak."""
+    step = job.backbone().at(job.part_batch)
+    kept = round(step.kept_for_backward())
+    backward = round(float(np.max(step.working[step.num_forward :])))
+    forward = round(float(np.max(step.working[: step.num_forward])))
+    return {
+        "drawing the first centres": {"logits": head.building - head.row_state},
+        "forward of the backbone": {"activations": forward, "batch in the head": 0, "logits": 0},
+        "forward of the head": {
+            "activations": kept,
+            "batch in the head": head.images,
+            "logits": head.stored + head.forward_extra,
+        },
+        "backward": {"activations": backward, "batch in the head": head.images, "logits": head.stored},
+        "update of the centres": {"batch in the head": head.images, "logits": head.stored + head.update_extra},
+    }
+
+
+def _communication(job: Job) -> int:
+    """Gradients are exchanged in place; a compressed format needs a copy and its rounding errors."""
+    trained = job.backbone().num_trained
+    compression = job.config.train.compression
+    if job.num_ranks == 1 or compression == "none":
+        return 0
+    narrow = {"fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}[compression]
+    return trained * (4 + 2 * narrow)

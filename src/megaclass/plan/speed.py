@@ -1,0 +1,66 @@
+"""Seconds of a step: the backbone's operations against the roofline of the GPU, the head's products, the updates.
+
+Shares of the stated speeds that our programs reach were measured on an H200 (benchmarks/plan.md, head-h200.md) and are
+taken to be the same on other GPUs; the operations themselves are counted.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaclass.plan.head import head_costs
+from megaclass.plan.job import Job
+
+REACHED_BY_BACKBONE = {"iresnet": 0.65, "vit": 0.58}
+"""Roofline time over measured time, by family of backbones."""
+REACHED_BY_OTHERS = 0.55
+FUSED_SHARE = 0.55
+"""Share of the traffic of operations without FLOPs that remains when torch.compile fuses them."""
+HEAD_FLOPS, HEAD_BANDWIDTH, HEAD_FIXED_S = 0.83, 1.42, 1.26e-3
+"""Fitted to benchmarks/head-h200.md; above 1, because part of the traffic stays in the L2 cache."""
+UPDATE_BANDWIDTH = 0.8
+LAUNCH_S = 6e-6
+"""Host time per operation: small batches wait for the host, not for the device."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on one rank, exchanges excluded."""
+
+    backbone: float
+    head: float
+    update: float
+    launches: float
+    """The host's time, in parallel with the device's."""
+
+    @property
+    def compute(self) -> float:
+        return max(self.backbone + self.head + self.update, self.launches)
+
+
+def step_time(job: Job) -> StepTime:
+    config, gpu, backbone, head = job.config, job.gpu, job.backbone(), head_costs(job)
+    step = backbone.at(job.part_batch)
+    is_fused = config.train.compile
+    traffic = np.where(step.flops > 0, step.traffic, step.traffic * (FUSED_SHARE if is_fused else 1.0))
+    roofline = float(np.maximum(step.flops / _flops(job), traffic / gpu.bandwidth).sum())
+    parts = config.train.accumulate
+    passes = {"sgd": 8, "adamw": 10}[config.optimizer.name] + 3 * bool(config.train.ema)
+    return StepTime(
+        backbone=parts * roofline / _reached(config.backbone.name),
+        head=head.flops / (HEAD_FLOPS * _flops(job))
+        + head.traffic / (HEAD_BANDWIDTH * gpu.bandwidth)
+        + parts * HEAD_FIXED_S,
+        update=passes * 4 * backbone.num_trained / (UPDATE_BANDWIDTH * gpu.bandwidth),
+        launches=parts * len(step.flops) * LAUNCH_S * (0.3 if is_fused else 1.0),
+    )
+
+
+def _reached(name: str) -> float:
+    return next((share for family, share in REACHED_BY_BACKBONE.items() if name.startswith(family)), REACHED_BY_OTHERS)
+
+
+def _flops(job: Job) -> float:
+    """float32 products run as TF32 at half the speed of bf16 at best, and without tensor cores far slower; torch's default is
+    the latter for products and the former for convolutions."""
+    return job.gpu.flops if job.dtype.itemsize == 2 else job.gpu.flops / 4

@@ -1,0 +1,170 @@
+"""The program that prepares batches on a GPU, run by Triton's interpreter, against the functions of augment.py.
+
+The interpreter must be asked for before Triton is imported, so its tests run in a pytest of their own.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.compiled_programs import compile_for
+
+from megaclass.data import augment as reference
+from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, mirror_, parse_augment
+from megaclass.data.device import codes, programs
+from megaclass.data.device import prepare as prepare_module
+from megaclass.data.device.prepare import can_prepare, mirroring_key, prepare
+from megaclass.data.loader import _MIRROR_SALT, mirrored
+from megaclass.data.pixel_tensors import normalise
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INDICES = np.array([3, 2**40 + 1, 17, 0])
+
+
+def interpreted(test: Any) -> Any:
+    """Collected by the interpreter's own pytest only."""
+    return test if IS_INTERPRETED else None
+
+
+def outside(test: Any) -> Any:
+    return None if IS_INTERPRETED else test
+
+
+@pytest.mark.ranks
+@outside
+def test_everything_below_holds_in_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+@pytest.mark.ranks
+@outside
+@pytest.mark.parametrize("operations", [(), (1, 4, 9)], ids=["none", "crop, low_resolution, jpeg"])
+def test_the_program_fits_a_hopper_gpu(operations: tuple[int, ...]):
+    types = {"pixels": "*u8", "out": "*fp32", "indices": "*i64", "keys": "*i64", "shares": "*fp32", "scratch": "*fp32"}
+    types |= {"small_sizes": "*i32", "tables": "*fp32"} | dict.fromkeys(("step", "epoch"), "i32")
+    types |= dict.fromkeys(("stride_b", "stride_c", "stride_h", "stride_w"), "i32")
+    packed = sum(number << (4 * place) for place, number in enumerate(operations))
+    constants = {"H": 112, "W": 112, "OPERATIONS": packed, "COUNT": len(operations), "PICK": len(operations) // 2}
+    constants |= {"MIRROR": True, "BLOCK": prepare_module._BLOCK}
+    usage = compile_for(
+        90, programs.prepare_images, types, constants, num_warps=prepare_module._NUM_WARPS, num_stages=1
+    )
+    # At least two programs share a multiprocessor, so that one computes while another reads.
+    assert usage.spilled_bytes == 0 and 2 * prepare_module._NUM_WARPS * 32 * usage.registers <= 65536
+
+
+def pictures(height: int, width: int) -> torch.Tensor:
+    """Smooth colours with some noise, in the channels-last layout of decoders."""
+    generator = np.random.default_rng(0)
+    coarse = torch.from_numpy(generator.uniform(0, 255, (len(INDICES), 3, 4, 4)).astype(np.float32))
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")
+    noisy = smooth + torch.from_numpy(generator.normal(0, 8, smooth.shape).astype(np.float32))
+    return noisy.clamp(0, 255).byte().contiguous(memory_format=torch.channels_last)
+
+
+def by_reference(pixels, augment: Augment | None, seed: int, step: int, epoch: int, is_mirroring: bool) -> torch.Tensor:
+    images = normalise(pixels)
+    if is_mirroring:
+        mirror_(images, mirrored(seed, epoch, INDICES))
+    if augment is not None:
+        augment_(images, augment, seed, step, INDICES)
+    return images
+
+
+def by_program(pixels, augment: Augment | None, seed: int, step: int, epoch: int, is_mirroring: bool) -> torch.Tensor:
+    key = mirroring_key(seed, _MIRROR_SALT) if is_mirroring else None
+    indices = torch.from_numpy(INDICES)
+    return prepare(pixels, indices, mirror_key=key, epoch=epoch, augment=augment, seed=seed, step=step)
+
+
+@interpreted
+@pytest.mark.parametrize("is_mirroring", [False, True])
+def test_without_augmentation_every_bit_is_that_of_the_reference(is_mirroring):
+    pixels = pictures(19, 26)
+    for epoch in (0, 3):
+        prepared = by_program(pixels, None, 7, 5, epoch, is_mirroring)
+        assert torch.equal(prepared, by_reference(pixels, None, 7, 5, epoch, is_mirroring))
+        assert prepared.is_contiguous(memory_format=torch.channels_last)
+    part = by_program(pixels[:, :, 2:-2], None, 7, 5, 3, is_mirroring)
+    assert torch.equal(part, by_reference(pixels[:, :, 2:-2], None, 7, 5, 3, is_mirroring))
+
+
+@interpreted
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_each_augmentation_is_that_of_the_reference(name):
+    # Neither side is a multiple of 8.
+    pixels = pictures(20, 29)
+    augment = Augment(((name, 1.0),))
+    expected = by_reference(pixels, augment, 3, 11, 0, False)
+    difference = (by_program(pixels, augment, 3, 11, 0, False) - expected).abs()
+    assert (expected - normalise(pixels)).abs().mean() > 0.001, "nothing was changed"
+    # A coefficient that lies between two steps of the JPEG may be rounded either way, which changes its block.
+    assert (difference > 2e-5).float().mean() <= (0.05 if name == "jpeg" else 0.001), difference.max()
+
+
+@interpreted
+def test_several_augmentations_change_the_same_images_in_the_same_order():
+    pixels = pictures(24, 24)
+    for text in ("grey:0.4,crop:0.5,occlusion:0.5,erase:0.3,colour:0.5,warp:0.4", "pick:2,crop,grey,colour,erase"):
+        augment = parse_augment(text)
+        for step in (0, 1):
+            expected = by_reference(pixels, augment, 9, step, 1, True)
+            difference = (by_program(pixels, augment, 9, step, 1, True) - expected).abs()
+            assert (difference > 1e-4).float().mean() < 0.001, difference.max()
+
+
+@outside
+def test_an_augmentation_of_the_users_own_is_left_to_their_function(monkeypatch):
+    assert can_prepare(None) and can_prepare(parse_augment("crop,jpeg,erase"))
+    monkeypatch.setitem(AUGMENTATIONS, "crop", lambda images, draws: images)
+    monkeypatch.setitem(AUGMENTATIONS, "own", lambda images, draws: images)
+    assert not can_prepare(parse_augment("crop")) and not can_prepare(parse_augment("blur,own"))
+    assert can_prepare(parse_augment("blur"))
+    monkeypatch.setattr(prepare_module, "_programs", lambda: None)
+    assert not can_prepare(parse_augment("blur"))
+
+
+@outside
+def test_every_augmentation_of_the_table_is_known_to_the_program():
+    for name, (number, function) in prepare_module._KNOWN.items():
+        assert AUGMENTATIONS[name] is function and getattr(codes, name.upper()).value == number
+    assert set(prepare_module._KNOWN) == set(AUGMENTATIONS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@outside
+@pytest.mark.parametrize("name", [*AUGMENTATIONS, ""])
+def test_a_gpu_gives_the_images_of_a_cpu(name):
+    pixels = pictures(112, 112)
+    augment = Augment(((name, 1.0),)) if name else None
+    expected = by_reference(pixels, augment, 3, 4, 2, True)
+    indices = torch.from_numpy(INDICES).cuda()
+    key = mirroring_key(3, _MIRROR_SALT)
+    prepared = prepare(pixels.cuda(), indices, mirror_key=key, epoch=2, augment=augment, seed=3, step=4).cpu()
+    difference = (prepared - expected).abs()
+    limit = {"jpeg": 0.05, "": 0.0}.get(name, 0.001)
+    assert (difference > (2e-5 if name else 0.0)).float().mean() <= limit, difference.max()
+
+
+@outside
+def test_pick_gives_every_image_as_many_of_the_augmentations_as_asked():
+    augment = parse_augment("pick:2,crop,blur,grey,colour,jpeg")
+    assert augment == replace(
+        Augment(tuple((name, 0.2) for name in ("crop", "blur", "grey", "colour", "jpeg"))), num_picked=2
+    )
+    indices = np.arange(4000)
+    draws_ABP = np.stack([reference._draws(1, 2, indices, name) for name, _ in augment.shares])
+    chosen_AB = reference._chosen(augment, draws_ABP)
+    assert (chosen_AB.sum(0) == 2).all() and np.abs(chosen_AB.mean(1) - 0.4).max() < 0.03
