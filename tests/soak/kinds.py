@@ -207,8 +207,8 @@ def strangers(data: Callable[[Job], bytes]) -> Callable[[Job], None]:
     def fault(job: Job) -> None:
         job.wait_for_ranks()
         held: list[socket.socket] = []
-        ends_at = time.monotonic() + 20
-        while time.monotonic() < ends_at and job.is_running and len(held) < 60:
+        # Counted from the first connection: ranks on a busy machine import for a minute before they listen.
+        while job.is_running and len(held) < 60 and (not held or time.monotonic() < job.struck_at + 20):
             for address, port in _listening(job.ranks()):
                 with contextlib.suppress(OSError):
                     held.append(socket.create_connection((address, port), timeout=0.2))
