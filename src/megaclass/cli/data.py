@@ -3,13 +3,13 @@
 import argparse
 import json
 import logging
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import DataError
+from megaclass.operating_system import num_cores
 
 if TYPE_CHECKING:
     from megaclass.image_size import ImageSize
@@ -403,4 +403,4 @@ def _size(text: str) -> "ImageSize":
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return num_cores()

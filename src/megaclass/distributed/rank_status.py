@@ -31,7 +31,8 @@ from pathlib import Path
 FD_NAME = "MEGACLASS_STATUS_FD"
 HANG_TIMEOUT = "MEGACLASS_HANG_TIMEOUT"
 """Tells the ranks the --hang-timeout of their job, in seconds."""
-STACKS_SIGNAL = signal.SIGRTMIN + 11
+# Real-time signals exist on Linux, as do the agents that send this one.
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
 """No other software is known to use it; it is sent only to a process whose page says that it handles it."""
 PAGE_BYTES = 4096
 _FILE_NAME = "megaclass-status"

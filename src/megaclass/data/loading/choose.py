@@ -12,6 +12,7 @@ import torch
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import format_of
 from megaclass.errors import ConfigError
+from megaclass.operating_system import num_cores
 
 _CGROUPS = Path("/sys/fs/cgroup")
 # Each decodes 5,300 to 5,700 JPEGs per second (benchmarks/loader.md): eight are enough for the small backbones, too.
@@ -54,7 +55,7 @@ def cores_of_rank(num_local_ranks: int) -> int:
 
 def available_cores() -> int:
     """Returns how many CPU cores this process may use: by affinity, and by the quota of its container."""
-    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), _quota())))
+    return max(1, math.ceil(min(num_cores(), _quota())))
 
 
 def _quota() -> float:

@@ -17,6 +17,7 @@ from megaclass.data.decode import IMAGE_SUFFIXES, MAX_ENCODED_BYTES, first_image
 from megaclass.data.sources.records import require_index
 from megaclass.data.sources.source import SourceFormat
 from megaclass.errors import DataError
+from megaclass.operating_system import open_flags
 
 _NUM_NAMED = 3
 # The largest label decides how much memory the classes take; more classes per image than this are a mistake.
@@ -191,7 +192,7 @@ def _all_files(folder: Path) -> Iterator[Path]:
 def read_image_file(path: Path) -> bytes:
     """Returns the content of a file. Never waits for a pipe, and never reads more than an image may have."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | open_flags("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
         try:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):

@@ -1,7 +1,6 @@
 """Explains an error of the allocator: how much was asked for, what takes the memory, and which settings to lower."""
 
 import re
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +34,8 @@ def out_of_memory_explained(config: Config, world: World, device: torch.device) 
         if found is None and not isinstance(error, MemoryError):
             raise
         asked_text = f"{int(found[1]) / _GIB:.2f} GiB" if found else "more"
+        import resource  # not on Windows
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         used = f"this process has used up to {peak / _GIB:.1f} GiB"
         raise TrainError(_text(config, world, device, asked_text, used)) from error
