@@ -16,7 +16,8 @@ import filelock, numpy, PIL.Image, torch, torch.distributed
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "tty", "curses", "syslog"):
     sys.modules[name] = None
 for name in ("memfd_create sched_getaffinity sched_setaffinity geteuid getuid getloadavg killpg setsid posix_fadvise fork "
-             "O_DIRECTORY O_NOFOLLOW O_CLOEXEC O_NONBLOCK pidfd_open posix_fallocate getpgid preadv pread sendfile eventfd").split():
+             "O_DIRECTORY O_NOFOLLOW O_CLOEXEC pidfd_open posix_fallocate getpgid preadv pread "
+             "sendfile eventfd").split():
     if hasattr(os, name):
         delattr(os, name)
 kept = {one.name: one.value for one in signal.Signals if one.name in "SIGINT SIGTERM SIGABRT SIGSEGV SIGFPE SIGILL".split()}
@@ -27,8 +28,8 @@ signal.Signals = enum.IntEnum("Signals", kept)
 for name in kept:
     setattr(signal, name, signal.Signals[name])
 from megaclass.cli.main import main
-small = ("synth.identities=10 synth.images_per_identity=4 synth.size=32 synth.pairs=20 backbone.embedding_dim=16 train.epochs=0.5 "
-         "train.global_batch=8 export.onnx=false").split()
+small = ("synth.identities=10 synth.images_per_identity=4 synth.size=32 synth.pairs=20 backbone.embedding_dim=16 "
+         "train.epochs=0.5 train.global_batch=8 export.onnx=false").split()
 assert main(["train", "demo", "train.nproc=1", *small]) == 0
 assert main(["evaluate", "runs/demo", "--on", "datasets/demo/verification.bin"]) == 0
 assert main(["data", "unpack", "datasets/demo", "--out", "photos"]) == 0
