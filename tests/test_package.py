@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -76,6 +77,9 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(wheel):
     assert sources <= names
     report = "megaclass/evaluate/report/report"
     assert {f"{report}.html.j2", f"{report}.css", f"{report}.js"} <= names
+    assert "megaclass/model/search.html.j2" in names
+    assert {f"megaclass/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")} <= names
+    assert {"hub", "ui", "onnx", "retrieval"} <= set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
     assert "megaclass/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"megaclass", f"megaclass-{megaclass.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
