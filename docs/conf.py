@@ -15,7 +15,7 @@ copyright = "the Megaclass developers, Apache-2.0"
 version = release = megaclass.__version__
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "*.md", "benchmarks/*.md"]
-exclude_patterns = ["docs/_build/**", ".venv/**", "AGENTS.md", "README.zh-CN.md"]
+exclude_patterns = ["docs/_build/**", ".venv/**", "AGENTS.md"]
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
 # Anchors are made as GitHub makes them, so that links between pages work on both.
