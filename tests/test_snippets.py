@@ -37,6 +37,8 @@ NOT_RUN = {
     r"import-config|work_dirs": "InsightFace's own files; tests/train/test_import_command.py and test_insightface.py have some",
     r"--host-discovery-script": "needs a script of the user; tests/launch has one",
     r"--distractors": "MegaFace's folders; tests/evaluate/test_identification.py runs it",
+    r"^megaclass push": "publishes; tests/evaluate/test_trained_models.py pushes to a small hub of its own",
+    r"^megaclass demo": "the demo's recipe in full; tests/test_package.py runs it small from the wheel",
     r"^torch.save": "one line of Python about a file of the user",
     r"^megaclass check$|check --json": "tests/launch/test_check.py runs it",
 }
