@@ -15,6 +15,7 @@ from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_heal
 from megaclass.evaluate.report.page import ModelReport, ReportData
 from megaclass.evaluate.report.ranks import rank_rows
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
+from megaclass.events_file import read_events
 from megaclass.files import published_file
 from megaclass.metrics_file import read_metrics, read_summary
 
@@ -82,6 +83,7 @@ def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
         results=read_results(run),
         metrics=[_drawable(row) for row in rows],
         rank_rows=rank_rows(rows),
+        events=read_events(run)[0],
         profiles=sorted((run / "profile").glob("rank-*")),
         facts=_facts(summary),
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",

@@ -33,6 +33,8 @@ from megaclass.evaluate.report.charts import (
 from megaclass.evaluate.report.pictures import picture
 from megaclass.evaluate.report.ranks import RankRow, rank_section
 from megaclass.evaluate.report.sets import ModelResults, set_sections
+from megaclass.evaluate.report.time_line import time_line
+from megaclass.evaluate.report.verdict import verdict
 from megaclass.evaluate.results import headline
 from megaclass.files import write_text
 
@@ -52,6 +54,8 @@ class ModelReport:
     """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
     rank_rows: Sequence[RankRow] = ()
     """Times of the ranks, from the same rows."""
+    events: Sequence[Mapping[str, Any]] = ()
+    """Rows of events.jsonl."""
     profiles: Sequence[Path] = ()
     """Traces and memory snapshots of train.profile."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -90,6 +94,8 @@ def render_report(report: ReportData, path: Path | None = None) -> str:
         script=Markup(_text("report.js")),
         script_digest=script_digest(),
         tiles=_tiles(report.models),
+        verdicts=[(model.name, verdict(model.metrics, model.events)) for _, model in trained],
+        time_lines=[(model.name, rows) for _, model in runs if (rows := time_line(model.events))],
         **set_sections(
             [ModelResults(name=one.name, results=one.results, is_baseline=one.is_baseline) for one in report.models]
         ),
