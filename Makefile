@@ -11,6 +11,7 @@ SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openm
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass demo
+	@echo; echo "To use the command megaclass in this terminal: . $(BIN)/activate"
 
 # Tests other than `unit` use real processes, daemons and networks, which a busy machine can upset: one that fails is run once
 # more and listed. Unit tests run once. Hundreds of processes are started, so byte code is kept.
@@ -65,21 +66,36 @@ docs: $(VENV)/.dev-installed
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . docs/_build/html
 	@echo "the site: docs/_build/html/index.html"
 
+# pip says what it downloads and installs; what is there already it need not list. sed keeps no exit code, so pip leaves a mark.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+define install
+	@echo "Installing $(1) into $(VENV), once. This takes a few minutes."
+	@rm -f $(VENV)/.pip-failed
+	@($(PIP) $(2) 2>&1 || touch $(VENV)/.pip-failed) | sed -u '/^Requirement already satisfied/d; /^  *Preparing\|^  *Getting\|^  *Installing build/d'
+	@test ! -e $(VENV)/.pip-failed
+endef
+
 # A torch that the given Python already has is used; otherwise the version this project is developed on is installed.
 $(VENV)/.torch-installed:
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "megaclass needs Python 3.11 or later; set PYTHON=" && false)
-	if $(PYTHON) -c "import torch; v = torch.__version__.split('.'); exit((int(v[0]), int(v[1])) < (2, 11))" 2>/dev/null; \
-	then $(PYTHON) -m venv --system-site-packages $(VENV); \
-	else $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet torch==2.13.0; fi
-	touch $@
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "megaclass needs Python 3.11 or later, but $(PYTHON) is $$($(PYTHON) --version 2>&1): make $(MAKECMDGOALS) PYTHON=python3.12" && false)
+	@if $(PYTHON) -c "import torch; v = torch.__version__.split('.'); exit((int(v[0]), int(v[1])) < (2, 11))" 2>/dev/null; \
+	then echo "Making $(VENV), which uses the torch of $(PYTHON)." && $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else echo "Making $(VENV)." && $(PYTHON) -m venv $(VENV); fi
+	@if $(BIN)/python -c "import torch" 2>/dev/null; then exit 0; fi; \
+	echo "Installing torch 2.13.0 into $(VENV), once: several hundred megabytes."; $(PIP) torch==2.13.0
+	@touch $@
 
 $(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[ui,onnx]"
-	touch $@
+	$(call install,megaclass with its progress bar and ONNX exporter,--editable ".[ui$(COMMA)onnx]")
+	@touch $@
 
 $(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[ui,onnx,dev]"
-	touch $@ $(VENV)/.demo-installed
+	$(call install,megaclass and the tools of its tests,--editable ".[ui$(COMMA)onnx$(COMMA)dev]")
+	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
+	@$(PIP) --quiet --editable ".[tensorflow]" || echo "TensorFlow could not be installed."
+	@touch $@ $(VENV)/.demo-installed
+
+COMMA := ,
 
 clean:
 	rm -rf $(VENV) build dist runs datasets docs/_build

@@ -73,7 +73,9 @@ def draw(folder: Path) -> None:
 
 
 def measure(name: str, data: Path, run: Path, settings: list[str]) -> dict[str, object]:
+    # Each part is printed as soon as it is known: a run that is cut short has still measured something.
     before = in_own_process(name)
+    print(f"{name}: step alone {before['images_per_second']:,.0f} images/s", flush=True)
     num_steps = max(4 * REPORT_STEPS, int(SECONDS * before["images_per_second"] / BATCH) // REPORT_STEPS * REPORT_STEPS)
     backbone, augment, share, enough = ROWS[name]
     steps_per_epoch = NUM_IDENTITIES * IMAGES_PER_IDENTITY // BATCH
@@ -89,9 +91,10 @@ def measure(name: str, data: Path, run: Path, settings: list[str]) -> dict[str, 
     begun = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     whole_s = time.perf_counter() - begun
-    after = in_own_process(name)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][SKIPPED_ROWS:]
     speed = statistics.median(row["images_per_second"] for row in rows)
+    print(f"{name}: whole run {speed:,.0f} images/s, {speed / before['images_per_second']:.3f} of it", flush=True)
+    after = in_own_process(name)
     alone = statistics.mean(result["images_per_second"] for result in (before, after))
     return {
         "name": name,

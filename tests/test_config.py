@@ -168,8 +168,9 @@ def test_numbers_that_are_not_finite_are_refused(recipe, number):
 
 @pytest.mark.parametrize("argument", ["epochs=2", "train.epochs", "=2", ".epochs=2", "train.=2", "", "train"])
 def test_an_argument_that_is_no_setting_is_shown_the_form(recipe, argument):
-    expected = "expected section.key=value, for example train.epochs=2."
-    assert refusal(recipe(), argument) == f"Cannot read the argument {argument!r}: {expected}"
+    meant = argument.strip(".") == "epochs=2"
+    hint = "; did you mean train.epochs=2?" if meant else ", for example train.epochs=2."
+    assert refusal(recipe(), argument) == f"Cannot read the argument {argument!r}: expected section.key=value{hint}"
 
 
 def test_a_setting_without_default_must_be_given(recipe):

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from megaclass.errors import UserError as UserError
@@ -52,4 +52,6 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megaclass' has no attribute {name!r}")
+    if name != "UserError":
+        importlib.import_module("megaclass.torch_version").check_torch()
     return getattr(importlib.import_module(_PUBLIC[name]), name)

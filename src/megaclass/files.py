@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megaclass.errors import UserError
+from megaclass.operating_system import open_flags
 
 _PRIVATE_FILE_MODE = 0o600
 _PRIVATE_FOLDER_MODE = 0o700
@@ -143,4 +144,5 @@ def _umask() -> int:
 
 
 def _open_private(follows_links: bool, path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW), _PRIVATE_FILE_MODE)
+    more = open_flags("O_CLOEXEC") if follows_links else open_flags("O_CLOEXEC", "O_NOFOLLOW")
+    return os.open(path, flags | more, _PRIVATE_FILE_MODE)

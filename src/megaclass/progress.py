@@ -1,14 +1,32 @@
 """One progress bar per job: drawn by rich on a terminal, otherwise (or without rich) as plain lines."""
 
 import logging
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Protocol, TextIO
 
 # Interval of lines in a log file: often enough to show progress, rarely enough not to fill the log.
 _LINE_EVERY_S = 10.0
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Returns the text broken between words at the width of a terminal; unchanged where the stream is a file or a pipe."""
+    if not stream.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return "\n".join(
+        # Paths and options stay whole, so that they can be copied.
+        textwrap.fill(
+            line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        )
+        if len(line) > width
+        else line
+        for line in text.splitlines()
+    )
 
 
 class Bar(Protocol):

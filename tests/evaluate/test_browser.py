@@ -26,7 +26,7 @@ _PROBE = """
 const found = {errors: window.seenErrors};
 const visible = (element) => element.getClientRects().length > 0;
 found.images = [...document.images].map((image) => image.complete && image.naturalWidth > 0);
-const tabs = [...document.querySelectorAll("[role=tablist]")][0];
+const tabs = document.querySelector("[id^=sets-tab-]").parentElement;
 const panels = () => [...document.querySelectorAll("[id^=sets-panel-]")].map(visible);
 found.tablist_shown = visible(tabs);
 found.panels_before = panels();
@@ -43,6 +43,13 @@ key.click();
 found.line.push(visible(line));
 key.click();
 found.line.push(visible(line));
+found.contents = [...document.querySelectorAll("nav a")].map((link) => !!document.querySelector(link.getAttribute("href")));
+const chart = document.querySelector("svg[aria-label=ROC]");
+const box = chart.getBoundingClientRect();
+chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width * 0.95, clientY: box.top + 20}));
+found.values = chart.nextElementSibling.textContent;
+chart.dispatchEvent(new PointerEvent("pointerleave"));
+found.values_after = chart.nextElementSibling.textContent;
 found.width = [document.documentElement.scrollWidth, window.innerWidth];
 found.background = getComputedStyle(document.body).backgroundColor;
 const said = document.createElement("pre");
@@ -117,6 +124,11 @@ def test_images_are_shown_and_tabs_and_legend_work(page):
     assert found["panels_after_click"] == [False, True, False]
     assert found["panels_after_key"] == [False, False, True]
     assert found["line"] == [True, False, True]
+    assert len(found["contents"]) >= 6 and all(found["contents"]), "every entry of the contents leads to a section"
+    assert re.fullmatch(
+        r"false accept rate [\d.]+: true accept rate (second|first) [\d.]+, (second|first) [\d.]+", found["values"]
+    )
+    assert found["values_after"] == ""
 
 
 def test_a_phone_needs_no_sideways_scrolling_and_dark_is_dark(page):

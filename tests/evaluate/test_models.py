@@ -90,7 +90,7 @@ def test_one_image_in_every_form_gives_the_same_row(make_run, tmp_path, picture,
         (np.zeros((32, 32, 4), np.uint8), r"shape \(32, 32, 4\) and uint8: expected RGB bytes"),
         (7, "an object of int: expected the path of an image"),
         ([None], "Cannot embed image 0"),
-        (tmp_path, "is a folder: give its files"),
+        ([tmp_path], "is a folder: give its files"),
         (np.zeros((16, 16, 3), np.uint8), 'fit="pad"'),
     ):
         with pytest.raises(DataError, match=words):

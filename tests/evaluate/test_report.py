@@ -19,9 +19,9 @@ from megaclass.evaluate.report.page import (
     ReportData,
     render_report,
     script_digest,
-    time_parts,
     write_report,
 )
+from megaclass.evaluate.report.training import time_parts
 
 _NUM_PAIRS = 60
 _VOID = {"meta", "img", "br", "link", "hr", "input"}
@@ -200,8 +200,8 @@ def test_all_charts_are_there_with_titles():
     page = Page(render_report(_report()))
     titles = [attributes["aria-label"] for name, attributes in page.seen if name == "svg"]
     assert titles == [
-        *["ROC", "Similarity of pairs: ours"] * 2,
-        *["Loss", "Learning rate", "Throughput", "Verification during training"],
+        *["ROC", "DET", "Similarity of pairs: ours"] * 2,
+        *["Loss", "Verification during training", "Learning rate", "Throughput"],
         *["Length of the centres", "Nearest centre of another class"],
     ]
 
@@ -218,7 +218,7 @@ def test_several_models_lie_over_each_other_in_one_roc():
 
 def test_health_of_the_centres_names_the_closest():
     words = Page(render_report(_report())).words()
-    assert "anna anna <2> 0.987" in words
+    assert "0.987 anna · anna <2>" in words
     assert "1,200 classes; the nearest of another class was looked for from 1,000" in words
     assert "3 are zero or not finite" in words
 

@@ -72,7 +72,9 @@ def test_verify_uses_the_thresholds_of_the_evaluation_and_their_false_accept_rat
         assert (threshold.evaluated_on, threshold.num_different) == ("lfw", 20)
         assert bool(verdicts[0]) is verdicts[0].is_same
         assert re.search(r"(same|different): cosine .*, threshold .* \(false accept rate .* on lfw\)", str(verdicts[0]))
-    with pytest.raises(DataError, match=r"false accept rate of 0.001 from lfw \(20 different pairs\): measured are 1e-1"):
+    with pytest.raises(
+        DataError, match=r"false accept rate of 0.001 from lfw \(20 different pairs\): measured are 1e-1"
+    ):
         model.verify(images[0], images[1], far=1e-3)
     with pytest.raises(DataError, match="no threshold from 'cfp': it was evaluated on lfw"):
         model.verify(images[0], images[1], evaluation_set="cfp")
@@ -84,7 +86,7 @@ def test_a_model_whose_evaluation_is_of_other_weights_says_that_it_has_no_thresh
         json.dumps(json.loads((run / "evaluation.json").read_text()) | {"model": {"name": "x", "weights": "0"}})
     )
     model = megaclass.load(run)
-    with pytest.raises(DataError, match="No threshold is known for .*megaclass evaluate RUN --on SET"):
+    with pytest.raises(DataError, match=r"No threshold is known for .*megaclass evaluate RUN --on SET"):
         model.verify(first, second)
     verdict = model.verify(first, second, threshold=-1)
     assert verdict and verdict.threshold.far is None
@@ -154,7 +156,10 @@ except megaclass.UserError as error:
 def test_loading_and_searching_need_no_extras(run, gallery):
     query = str(gallery / "person-3" / "1.png")
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, str(run), str(gallery), query], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_EXTRAS, str(run), str(gallery), query],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

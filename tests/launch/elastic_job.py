@@ -5,8 +5,8 @@ usage: elastic_job.py NUM_SAMPLES NUM_EPOCHS SECONDS_PER_STEP [FILE]
 FILE: the training ends with the epoch in which this file appears.
 
 It has no torch.optim, whose import takes longer than all others together. The counts are part of the state: a step that is
-undone after a failure takes its counts with it. Samples that the sampler deals out twice, to give all ranks as many, are not counted.
-The last line of each rank says whether every sample was trained on once per epoch.
+undone after a failure takes its counts with it. Samples that the sampler deals out twice, to give all ranks as many, are not
+counted. The last line of each rank says whether every sample was trained on once per epoch.
 """
 
 import os

@@ -169,7 +169,7 @@ def test_a_stopped_rank_is_replaced_and_cannot_return(run, quick, tmp_path):
     os.kill(stopped, signal.SIGSTOP)
     job.says("is stopped: it received SIGSTOP; SIGCONT lets it continue. If it stays stopped, it is killed.")
     job.says("ended with signal SIGKILL; 1 rank(s) go on.")
-    job.says("generation 2: 1 ranks on localhost:1; before: 2.")
+    job.says("generation 2: 1 rank on localhost:1; before: 2.")
     job.says("generation 3: 2 ranks on localhost:2; before: 1.")
     assert stopped not in run.processes()
     (tmp_path / "end").touch()

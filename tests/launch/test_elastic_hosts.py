@@ -40,7 +40,7 @@ def test_a_training_survives_a_cut_cable_a_host_that_wakes_up_late_and_a_dead_ho
         wait_until(lambda: not bed.pids_of("h2", "elastic"), 30, "the end of the ranks of an old generation")
         # A dead host.
         bed.do("kill", "h3")
-        job.says("generation 5: 1 ranks on h1:1; before: 2.", timeout_s=60)
+        job.says("generation 5: 1 rank on h1:1; before: 2.", timeout_s=60)
         job.says("generation 5 trains", timeout_s=60)
         stop.touch()
         assert job.wait(120) == 0, job.story()

@@ -71,18 +71,18 @@ class Soak:
     # ---- the state of the job, from its output ----
 
     def generation(self) -> int:
-        found = re.findall(r"generation (\d+): \d+ ranks", self.run.err)
+        found = re.findall(r"generation (\d+): \d+ ranks?", self.run.err)
         return int(found[-1]) if found else 0
 
     def is_steady(self) -> bool:
         """All ranks of the last generation train."""
-        found = re.findall(r"generation (\d+): (\d+) ranks", self.run.err)
+        found = re.findall(r"generation (\d+): (\d+) ranks?", self.run.err)
         # The lines of all generations before the last one add up to the sum of their sizes.
         return bool(found) and self.run.out.count(" from epoch ") >= sum(int(size) for _, size in found)
 
     def workers(self) -> dict[int, str]:
         """Hosts of the members of the last generation that run, by pid. The job is steady."""
-        sizes = re.findall(r"generation \d+: (\d+) ranks", self.run.err)
+        sizes = re.findall(r"generation \d+: (\d+) ranks?", self.run.err)
         members = re.findall(r"pid (\d+) rank \d+ of", self.run.out)[-int(sizes[-1]) :]
         found = {}
         for pid in map(int, members):

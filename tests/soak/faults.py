@@ -241,7 +241,7 @@ def table(trials: list[Trial]) -> str:
     for name, some in sorted(by_kind.items()):
         seconds = [trial.seconds for trial in some if not trial.error and trial.was_met]
         times = f"{statistics.median(seconds):.0f} | {max(seconds):.0f}" if seconds else "— | —"
-        passed = sum(not trial.error for trial in some)
+        passed = sum(not trial.error and trial.was_met for trial in some)
         late, missed = sum(trial.num_late for trial in some), sum(not trial.was_met for trial in some)
         lines.append(f"| {name} | {len(some)} | {passed} | {late} | {missed} | {times} |")
     for trial in failed:

@@ -332,13 +332,15 @@ def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goe
     assert events[0]["event"] == "start"
     change, resume = [event for event in events if event["event"] in ("rank_change", "resume")]
     assert (change["before"], change["after"], resume["step"], resume["num_steps"]) == (1, 2, first_step, NUM_STEPS)
-    assert [event["event"] for event in events if event["step"] in (39, 40)] == ["profile", "save", "end"]
+    # On a busy machine one rank may well be slow.
+    last = [event["event"] for event in events if event["step"] in (39, 40) and event["event"] != "slow_rank"]
+    assert last == ["profile", "save", "end"]
     assert events[-1]["outcome"] == "finished"
     trace = json.loads((run_dir / "profile" / "rank-1.trace.json").read_text())["traceEvents"]
     assert any("convolution" in event.get("name", "") for event in trace)
     page = (run_dir / "report.html").read_text()
     assert 'href="profile/rank-1.trace.json"' in page
-    assert page.count('<rect class="heat-') == 2 * (NUM_STEPS - first_step)
+    assert page.count('<rect class="heat-') == 2 * NUM_STEPS
 
 
 def test_resuming_a_finished_run_writes_its_numbers_again(setting, alone, tmp_path):

@@ -5,8 +5,10 @@ A new one is a file and a line in `BACKBONES`; with a static method `arguments_o
 
 import difflib
 import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 
@@ -68,11 +70,16 @@ def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> n
 
 def _own_backbone(name: str) -> Callable[[int, ImageSize], object]:
     module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # `python -m megaclass` looks in the working folder, too; last, so that nothing there hides an installed package.
+        sys.path.append(here)
     try:
         maker = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"backbone.name is {name!r}, expected package.module:Class on the Python path: {error}"
+            f"backbone.name is {name!r}, expected package.module:Class on the Python path: {error}; looked in {here} and on "
+            f"the Python path. A file mynets.py in this folder with a class Net is mynets:Net."
         ) from error
     if not callable(maker):
         raise ConfigError(f"backbone.name is {name!r}, which is not a class or function.")

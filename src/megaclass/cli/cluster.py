@@ -4,12 +4,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from megaclass.cli.data import add_bench_step
 from megaclass.launch.options import at_least, seconds
 
 
-def add_cluster_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_cluster_commands(commands: Any) -> None:
     """Adds `check` and `bench`."""
     check = commands.add_parser(
         "check",

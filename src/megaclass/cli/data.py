@@ -3,13 +3,13 @@
 import argparse
 import json
 import logging
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import DataError
+from megaclass.operating_system import num_cores
 
 if TYPE_CHECKING:
     from megaclass.image_size import ImageSize
@@ -40,6 +40,10 @@ def add_data_commands(commands: Any) -> None:
     shuffle.add_argument("--seed", type=int, default=0, help="random seed of the order (0)")
 
     _add_split(below)
+
+    unpack = _command(below, "unpack", _unpack, "write any data as a folder of images, one subfolder per identity")
+    unpack.add_argument("path", help="the data, in any form that data.path accepts")
+    unpack.add_argument("--out", type=Path, required=True, help="folder to write")
 
     pairs = _command(below, "pairs", _pairs, "write a .bin file of verification pairs, half of them of the same class")
     pairs.add_argument("path", help="the data, in any form that data.path accepts")
@@ -188,6 +192,17 @@ def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         )
     text = f"{options.out}: {'drawn' if is_new else 'exists already, unchanged'}"
     return 0, {"out": str(options.out), "is_new": is_new}, text
+
+
+def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.sources.open_source import format_of, open_source
+    from megaclass.data.tools.unpack import unpack
+
+    source = open_source(options.path)
+    with _progress("unpacking") as on_progress:
+        unpack(source, options.out, class_names=format_of(options.path).class_names(), on_progress=on_progress)
+    text = f"{options.out}: {source.num_images:,} images of {source.num_classes:,} classes"
+    return 0, {"out": str(options.out), "images": source.num_images, "classes": source.num_classes}, text
 
 
 def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -388,4 +403,4 @@ def _size(text: str) -> "ImageSize":
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return num_cores()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megaclass.progress import wrapped
+
 _LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
 
 
@@ -56,7 +58,12 @@ class _StderrHandler(logging.Handler):
     """Writes to whatever sys.stderr is at that moment, so that a redirection by the caller takes effect."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        print(wrapped(self.format(record), sys.stderr), file=sys.stderr, flush=True)
+
+
+def print_error(error: BaseException) -> None:
+    """Prints an error that the user can fix, without a traceback."""
+    print(wrapped(f"megaclass: {error}", sys.stderr), file=sys.stderr, flush=True)
 
 
 class _Formatter(logging.Formatter):

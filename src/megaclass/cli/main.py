@@ -9,12 +9,14 @@ from megaclass import __version__
 from megaclass.cli.cluster import add_cluster_commands
 from megaclass.cli.data import add_data_commands
 from megaclass.cli.evaluate import add_evaluate_commands
-from megaclass.cli.logs import add_output_options, messages_on_stderr
+from megaclass.cli.hints import Parser, settings_for_options
+from megaclass.cli.logs import add_output_options, messages_on_stderr, print_error
 from megaclass.cli.models import add_model_commands
 from megaclass.cli.plan import add_plan_command
 from megaclass.cli.recipes import add_recipe_commands
 from megaclass.cli.train import add_train_commands
 from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
+from megaclass.torch_version import check_torch
 
 # Launchers end the other ranks as soon as the failed one is gone, which takes a while on a busy machine.
 _FAILED_RANK_FIRST_S = 10.0
@@ -39,11 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"megaclass: {shown} is not UTF-8: rename the file or folder, or use a symbolic link.", file=sys.stderr
             )
             return 2
+    Parser.given = given
     parser = _parser()
     options, later = parser.parse_known_args(given)
     # argparse collects adjacent settings only; those behind an option are left over.
     if any(a.startswith("-") for a in later) or (later and "settings" not in options):
-        parser.error(f"unrecognized arguments: {' '.join(later)}")
+        meant = settings_for_options(given, later) if "settings" in options else ""
+        hint = f"\nSettings are written section.key=value: {meant}" if meant else ""
+        parser.error(f"unrecognized arguments: {' '.join(later)}{hint}")
     if later:
         options.settings += later
     with messages_on_stderr(options.output):
@@ -52,23 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _call(options: argparse.Namespace, given: list[str]) -> int:
     try:
+        check_torch()
         code: int = options.run(options, given)
     except AgreedError as error:
         # The failed rank prints the error and must end first, so that its launcher names it as the cause.
         is_printed = _speaks_for_its_host()
         if is_printed:
-            print(f"megaclass: {error}", file=sys.stderr, flush=True)
+            print_error(error)
         time.sleep(_FAILED_RANK_FIRST_S)
         if not is_printed:
-            print(f"megaclass: {error}", file=sys.stderr, flush=True)
+            print_error(error)
         return EXIT_TRY_AGAIN if is_transient(error) else 2
     except UserError as error:
-        print(f"megaclass: {error}", file=sys.stderr)
+        print_error(error)
         return EXIT_TRY_AGAIN if is_transient(error) else 2
     except OSError as error:
         if not is_transient(error):
             raise
-        print(f"megaclass: {error}", file=sys.stderr)
+        print_error(error)
         return EXIT_TRY_AGAIN
     except KeyboardInterrupt:
         return 130
@@ -84,7 +90,7 @@ def _speaks_for_its_host() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megaclass", description="Training of classifiers with millions of classes, on one machine or many."
     )
     parser.add_argument("--version", action="version", version=f"megaclass {__version__}")

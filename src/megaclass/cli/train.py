@@ -99,6 +99,7 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         overwrite=options.overwrite,
         matches_classes=options.match_classes,
         trusts_numbers=options.same_numbers,
+        command=("megaclass", *("--resume" if word == "--resume=auto" else word for word in given)),
     )
     return start_training(config, given[1:], mode)
 

@@ -86,9 +86,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
-        raise ConfigError(
-            f"Cannot read the argument {override!r}: expected section.key=value, for example train.epochs=2."
-        )
+        meant = [f"{full}={text}" for full in settings_named(name.strip())] if equals else []
+        hint = f"; did you mean {meant[0]}?" if meant else ", for example train.epochs=2."
+        raise ConfigError(f"Cannot read the argument {override!r}: expected section.key=value{hint}")
     try:
         parsed: dict[str, Any] = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -160,6 +160,14 @@ def _place(given: Any, where: str) -> str:
     """Names the origin of a value: the command line if all of it came from there, otherwise the file."""
     values = given.values() if isinstance(given, dict) and given else [given]
     return "command line" if all(isinstance(value, _Argument) for value in values) else where
+
+
+def settings_named(key: str) -> list[str]:
+    """Returns the settings of this name as section.key; the closest names if there is none."""
+    known = {f"{section}.{name}": name for section, hint in _hints(Config).items() for name in _hints(hint)}
+    same = [full for full, name in known.items() if name == key]
+    close = difflib.get_close_matches(key, known.values(), n=1, cutoff=0.7)
+    return same or [full for full, name in known.items() if name in close]
 
 
 def _nearest(key: str, siblings: Sequence[str] | dict[str, Any], prefix: str) -> str:

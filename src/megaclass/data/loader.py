@@ -261,6 +261,11 @@ def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bo
     return (bits >> np.uint64(63)).astype(bool)
 
 
+def _fitting_batch(num_images: int) -> int:
+    """Returns a power of two that gives a few steps per epoch, if there are that many images."""
+    return int(2 ** max(1, (max(2, num_images) // 4).bit_length() - 1))
+
+
 def _require_fillable(
     source: ImageSource, order: Order, global_batch: int, world_size: int, num_parts: int, fewest_in_part: int
 ) -> None:
@@ -272,7 +277,7 @@ def _require_fillable(
     if global_batch > source.num_images:
         raise DataError(
             f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
-            f"{source.describe()}."
+            f"{source.describe()}. Lower it, for example with train.global_batch={_fitting_batch(source.num_images)}."
         )
     # Only the last step of an epoch can be smaller than the others.
     smallest = order.batch_size(order.steps_per_epoch - 1)

@@ -31,7 +31,8 @@ from pathlib import Path
 FD_NAME = "MEGACLASS_STATUS_FD"
 HANG_TIMEOUT = "MEGACLASS_HANG_TIMEOUT"
 """Tells the ranks the --hang-timeout of their job, in seconds."""
-STACKS_SIGNAL = signal.SIGRTMIN + 11
+# Real-time signals exist on Linux, as do the agents that send this one.
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
 """No other software is known to use it; it is sent only to a process whose page says that it handles it."""
 PAGE_BYTES = 4096
 _FILE_NAME = "megaclass-status"
@@ -141,14 +142,14 @@ class OwnStatus:
         self._write({"phase": phase, "detail": detail})
 
     @contextmanager
-    def long_work(self, phase: str) -> Iterator[None]:
-        """Allows any time while the block runs, and starts the time of the next step after it."""
-        allowed_s, before = self._allowed_s, self.read().phase
-        self.progress(allowed_s=0.0, phase=phase)
+    def long_work(self, phase: str, *, allowed_s: float = 0.0) -> Iterator[None]:
+        """Allows `allowed_s`, or any time, while the block runs, and starts the time of the next step after it."""
+        usual_s, before = self._allowed_s, self.read().phase
+        self.progress(allowed_s=allowed_s, phase=phase)
         try:
             yield
         finally:
-            self.progress(allowed_s=allowed_s, phase=before)
+            self.progress(allowed_s=usual_s, phase=before)
 
     def name_folder(self, folder: Path) -> None:
         """Tells the reader where stacks and verdicts of this run are kept."""

@@ -110,6 +110,8 @@ class Curves:
     threshold: float
     """Cosine above which a pair is called "same"."""
     num_different: int
+    thresholds: Floats | None = None
+    """Cosine from which on a pair is called "same" at each point of the ROC; None in older files."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -142,6 +142,8 @@ def _write_curves(path: Path, result: SetResult) -> None:
     if result.curves is not None:
         for name in ("far", "tar", "edges", "same", "different"):
             arrays[name] = getattr(result.curves, name)
+        if result.curves.thresholds is not None:
+            arrays["thresholds"] = result.curves.thresholds
         arrays["marks"] = np.array([result.curves.threshold, result.curves.num_different])
     if result.hard_pairs:
         described = [
@@ -185,9 +187,13 @@ def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair]]:
 def _curves_in(arrays: Mapping[str, NDArray[Any]]) -> Curves:
     threshold, num_different = arrays["marks"].astype(np.float64).tolist()
     parts = {name: arrays[name].astype(np.float64) for name in ("far", "tar", "edges", "same", "different")}
+    if "thresholds" in arrays:
+        parts["thresholds"] = arrays["thresholds"].astype(np.float64)
     if not all(part.ndim == 1 and len(part) and np.isfinite(part).all() for part in parts.values()):
         raise ValueError("curves must be one-dimensional and finite")
     curves = Curves(**parts, threshold=float(threshold), num_different=int(num_different))
+    if curves.thresholds is not None and len(curves.thresholds) != len(curves.far):
+        raise ValueError("an ROC needs one threshold per point")
     if len(curves.far) != len(curves.tar) or not (curves.far == 0).any():
         raise ValueError("an ROC must start where nothing is accepted")
     if (

@@ -9,11 +9,16 @@ from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.overlap import Overlap, find_overlaps
 from megaclass.data.tools.split import is_unseen
+from megaclass.evaluate.embed import OnProgress
 from megaclass.evaluate.protocol import SetResult
 
 
 def compared_with_training_data(
-    results: Sequence[SetResult], source: ImageSource, data_path: str, drawn: Path | None = None
+    results: Sequence[SetResult],
+    source: ImageSource,
+    data_path: str,
+    drawn: Path | None = None,
+    on_progress: OnProgress | None = None,
 ) -> list[SetResult]:
     """Returns the results with `training_data` added to each .bin: how many of its images are training images, and whether
     `megaclass data split` held its identities out of the data at `data_path`.
@@ -21,7 +26,8 @@ def compared_with_training_data(
     drawn: a .bin of synthetic identities, which are not in the training data by construction.
     """
     bins = {one.name: Path(one.path) for one in results if one.error is None and one.path.endswith(".bin")}
-    overlaps = find_overlaps({name: read_pairs(path).images for name, path in bins.items()}, source) if bins else {}
+    images = {name: read_pairs(path).images for name, path in bins.items()}
+    overlaps = find_overlaps(images, source, on_progress=on_progress) if bins else {}
     return [
         replace(
             one,

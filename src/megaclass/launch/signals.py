@@ -4,10 +4,11 @@ import errno
 import os
 import signal
 import socket
-import termios
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
+
+from megaclass.operating_system import signals_named
 
 
 class SignalQueue:
@@ -50,7 +51,7 @@ class SignalQueue:
         self._writer.close()
 
 
-DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+DRIVER_SIGNALS = signals_named("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """Signals that a driver queues: the first three end the job, the others are passed on to the ranks."""
 ENDING_SIGNALS = DRIVER_SIGNALS[:3]
 
@@ -58,7 +59,7 @@ ENDING_SIGNALS = DRIVER_SIGNALS[:3]
 class InterruptLadder:
     """Chooses the signal that each Ctrl-C sends to the ranks: SIGINT asks, SIGTERM insists, SIGKILL ends them."""
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    _SIGNALS = signals_named("SIGINT", "SIGTERM", "SIGKILL")
 
     def __init__(self) -> None:
         self._num_interrupts = 0
@@ -82,6 +83,10 @@ def is_heeded(number: int) -> bool:
 
 def leave_closed_terminal() -> None:
     """Redirects standard streams on a closed terminal to /dev/null: a write to them would fail and end its writer."""
+    try:
+        import termios
+    except ImportError:  # Windows has no terminals of this kind
+        return
     for number in (0, 1, 2):
         try:
             termios.tcgetattr(number)

@@ -1,4 +1,4 @@
-"""What a step sends: bytes of every collective and its estimated time, by the formulas of docs/how-it-works.md."""
+"""Exchanges of a step: bytes of every collective and its estimated time, by the formulas of docs/how-it-works.md."""
 
 from dataclasses import dataclass
 

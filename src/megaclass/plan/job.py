@@ -18,7 +18,7 @@ _DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True)
 class Job:
-    """What a plan is made for. The letters are those of CONTRIBUTING.md."""
+    """Settings, ranks, data and GPU of a job. The letters are those of CONTRIBUTING.md."""
 
     config: Config
     gpu: Gpu

@@ -137,7 +137,7 @@ def _forward_under_autocast(forward: Callable[[Tensor], Tensor], dtype: torch.dt
 
 
 class _AutocastOfGpu(TorchFunctionMode):
-    """What torch.autocast("cuda") does to tensors of the meta device, for which torch has no autocast."""
+    """Autocast of a GPU for tensors of the meta device, for which torch has none."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,24 +1,34 @@
 """Evaluation of the model in training by all ranks together, at the end or between two steps."""
 
 import logging
+from contextlib import nullcontext
+from dataclasses import replace
 
 from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.distributed.rank_status import own_status
 from megaclass.evaluate.protocol import Evaluator, SetResult
+from megaclass.evaluate.results import headline
 from megaclass.evaluate.sets import evaluate_sets, find_sets
+from megaclass.progress import bar_on_demand
 from megaclass.train.build import Model
 from megaclass.train.run.run import Run
 
 _logger = logging.getLogger("megaclass.train")
 
 
-def evaluate_model(run: Run, model: Model) -> list[SetResult]:
+def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[SetResult]:
     """Collective. Evaluates the *.bin files beside the data by the published ten-fold protocol; all ranks embed a part.
 
     A set that cannot be evaluated has the error in its result, because it must not end a long run.
+    has_bar: rank 0 shows the progress; not between steps, where the bar of the training is on the screen.
     """
     config = run.config
+    sets = find_sets(verification_files(config.data.path))
+    wanted = config.train.evaluate_sets
+    chosen = [one for one in sets if not wanted or one.name in wanted]
+    if chosen and run.world.is_main:
+        _logger.info(f"evaluating on {', '.join(one.name for one in chosen)}")
     evaluator = Evaluator(
         network=model.backbone,
         image_size=run.image_size,
@@ -28,9 +38,8 @@ def evaluate_model(run: Run, model: Model) -> list[SetResult]:
         mirror=config.data.mirror,
         on_progress=_note_progress,
     )
-    sets = find_sets(verification_files(config.data.path))
-    wanted = config.train.evaluate_sets
-    results = evaluate_sets(evaluator, [one for one in sets if not wanted or one.name in wanted])
+    with bar_on_demand("embedding images") if has_bar and run.world.is_main else nullcontext() as on_progress:
+        results = evaluate_sets(replace(evaluator, on_progress=on_progress), chosen)
     found = {one.name for one in sets}
     return results + [_missing(name, config.data.path) for name in wanted if name not in found]
 
@@ -45,10 +54,11 @@ def _missing(name: str, data_path: str) -> SetResult:
     return SetResult(name=name, kind="pairs", path=f"{name}.bin", error=reason)
 
 
-def evaluate_between_steps(run: Run, model: Model, reported_errors: set[str]) -> list[SetResult]:
+def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: set[str]) -> list[SetResult]:
     """Collective. Evaluates the weights that would be exported now; training continues unchanged afterwards.
 
-    Rank 0 logs why a set could not be evaluated, once: errors in `reported_errors` are not repeated, new ones are added.
+    Rank 0 logs the accuracies after `step` steps, and why a set could not be evaluated, once: errors in `reported_errors`
+    are not repeated, new ones are added.
     """
     # With local batch norm each rank has statistics of its own; the exported model has their average.
     average_buffers_(model.backbone)
@@ -56,6 +66,8 @@ def evaluate_between_steps(run: Run, model: Model, reported_errors: set[str]) ->
         results = evaluate_model(run, model)
     errors = {f"{result.name}: {result.error}" for result in results if result.error is not None} - reported_errors
     if run.world.is_main:
+        if done := [f"{result.name} {headline(result)}" for result in results if result.error is None]:
+            _logger.info(f"step {step:,}: {', '.join(done)}")
         for error in sorted(errors):
             _logger.info(f"not evaluated: {error}")
     reported_errors |= errors

@@ -103,7 +103,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             detail, numbers = "", {}
             if is_evaluated:
                 with meter.paused(), observer.long_work("evaluation"):
-                    results = evaluate_between_steps(run, model, reported_errors)
+                    results = evaluate_between_steps(run, model, done, reported_errors)
                 numbers = accuracies(results)
                 run.events.note("evaluation", done, seconds=meter.last_pause_s, **numbers)
             if is_reported:
@@ -111,7 +111,8 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
                 row |= observer.read(meter, done)
                 numbers |= {"loss": row["loss"]}
                 # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
-                on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
+                with observer.reporting():
+                    on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
                 detail = describe_row(row, observer.describe_slow())
                 if row["skipped_steps"]:
                     run.events.note("skip", done, num_steps=row["skipped_steps"])

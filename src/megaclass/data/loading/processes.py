@@ -34,11 +34,12 @@ from megaclass.data.loading.ring import NO_IMAGE, Ring, RingLayout, new_ring
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.even_parts import even_part
+from megaclass.operating_system import signals_named
 
 _log = logging.getLogger("megaclass.data")
 
 _WORKER = "megaclass.data.loading.worker"
-_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
+_CRASHES = frozenset(signals_named("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"))
 _MAX_STARTS = 3
 _END_S = 2.0
 # Smaller pieces cost more in messages than they gain in balance.

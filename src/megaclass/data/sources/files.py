@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from array import array
@@ -16,6 +17,7 @@ from megaclass.data.decode import IMAGE_SUFFIXES, MAX_ENCODED_BYTES, first_image
 from megaclass.data.sources.records import require_index
 from megaclass.data.sources.source import SourceFormat
 from megaclass.errors import DataError
+from megaclass.operating_system import open_flags
 
 _NUM_NAMED = 3
 # The largest label decides how much memory the classes take; more classes per image than this are a mistake.
@@ -81,6 +83,12 @@ class FileSource:
             labels.append(label)
         if not labels:
             others = f" ({self.skipped_files.describe()})" if self.skipped_files.num_files else ""
+            if nested := folders_of_identities(root):
+                raise DataError(
+                    f"Cannot open the data at {root}: expected one folder per identity, but the identities are in the folders "
+                    f"{' and '.join(one.name for one in nested[:3])} below it. Train on one of them with "
+                    f"data.path={nested[0]}{_how_to_verify(nested)}"
+                )
             raise DataError(
                 f"Cannot open the data at {root}: {kind}, but there is no image in it{others}. "
                 f"Names of images end in {', '.join(IMAGE_SUFFIXES)}."
@@ -184,7 +192,7 @@ def _all_files(folder: Path) -> Iterator[Path]:
 def read_image_file(path: Path) -> bytes:
     """Returns the content of a file. Never waits for a pipe, and never reads more than an image may have."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | open_flags("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
         try:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
@@ -235,3 +243,26 @@ def _parse_line(line: bytes, where: str) -> tuple[bytes, int]:
             f"{where} names {os.fsdecode(name)!r}: paths must be relative to the list and stay below its folder."
         )
     return name, int(label)
+
+
+def folders_of_identities(root: Path) -> list[Path]:
+    """Returns the folders in `root` that hold one folder per identity each, such as train/ and val/; train/ first."""
+    found = [
+        folder
+        for folder in (root.iterdir() if root.is_dir() else ())
+        if folder.is_dir() and any(_holds_an_image(inner) for inner in itertools.islice(folder.iterdir(), 100))
+    ]
+    return sorted(found, key=lambda folder: (not folder.name.startswith("train"), folder.name))
+
+
+def _holds_an_image(folder: Path) -> bool:
+    return folder.is_dir() and any(has_image_name(name.name) for name in itertools.islice(folder.iterdir(), 100))
+
+
+def _how_to_verify(nested: list[Path]) -> str:
+    if len(nested) == 1:
+        return "."
+    return (
+        f", and verify on another with pairs of its images: megaclass data pairs {nested[1]} "
+        f"--out {nested[0] / nested[1].name}.bin"
+    )

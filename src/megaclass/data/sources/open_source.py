@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megaclass.data.sources.files import FolderFormat, ListFormat
+from megaclass.data.sources.files import FolderFormat, ListFormat, has_image_name
 from megaclass.data.sources.in_memory import DebugSource, DrawnSource, SyntheticFormat
 from megaclass.data.sources.joined import JoinedSource
 from megaclass.data.sources.pixel_file import PixelFormat
@@ -88,6 +88,12 @@ def format_of(path: Path | str) -> SourceFormat:
             raise DataError(f"Cannot open the data at {place}: expected a folder, or a {suffixes} file.")
         if place.is_dir():
             contents = ", ".join(filter(None, (candidate.contents for candidate in FORMATS)))
+            if any(has_image_name(file.name) for file in place.iterdir()):
+                raise DataError(
+                    f"Cannot open the data at {place}: it holds images, but one folder per identity is expected; "
+                    f"{list_names(place)}. If they show one identity, set data.path={place.parent}; otherwise move the images "
+                    f"of each identity into a folder of their own."
+                )
             raise DataError(
                 f"Cannot open the data at {place}: looked for {contents}, all of them missing; {list_names(place)}."
             )

@@ -24,6 +24,7 @@ from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWrite
 from megaclass.data.synthetic.faces import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, draw_faces
 from megaclass.errors import DataError
 from megaclass.files import published_folder
+from megaclass.operating_system import num_cores
 
 JPEG_QUALITY = 92
 _ARGUMENTS_FILE = "synth.json"
@@ -80,7 +81,7 @@ def synthesize(
     arguments = _SynthesisArguments(num_identities, images_per_identity, image_size, seed, num_pairs)
     if num_processes is None:
         num_images = num_identities * images_per_identity + 2 * num_pairs
-        num_processes = max(1, min(len(os.sched_getaffinity(0)), num_images // _IMAGES_WORTH_A_PROCESS))
+        num_processes = max(1, min(num_cores(), num_images // _IMAGES_WORTH_A_PROCESS))
     if num_processes < 1:
         raise DataError(
             f"Cannot draw synthetic identities with num_processes = {num_processes}: at least one is needed."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +58,10 @@ class Overlap:
 
 
 def find_overlaps(
-    sets: Mapping[str, Iterable[bytes]], source: ImageSource, max_looked_at: int = _MAX_LOOKED_AT
+    sets: Mapping[str, Iterable[bytes]],
+    source: ImageSource,
+    max_looked_at: int = _MAX_LOOKED_AT,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Overlap]:
     """Compares the images of each set with all training images, or with a sample spread over them, in one pass.
 
@@ -75,6 +78,8 @@ def find_overlaps(
         except (DataError, OSError):
             continue
         num_looked_at += 1
+        if on_progress is not None:
+            on_progress(num_looked_at, len(chosen))
         if time.monotonic() > deadline:
             break
     return {

@@ -17,8 +17,10 @@ from types import TracebackType
 from typing import IO
 
 from megaclass.errors import DataError
+from megaclass.operating_system import open_flags
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Flags that Windows lacks are 0 there, so that the module can be imported; staging itself is for Linux.
+_FOLDER = os.O_RDONLY | open_flags("O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC")
 
 
 def is_inside(name: str) -> bool:

@@ -4,7 +4,6 @@
 """
 
 import errno
-import fcntl
 import ipaddress
 import socket
 import struct
@@ -55,6 +54,8 @@ def interfaces() -> dict[str, list[str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
+                import fcntl  # not on Windows
+
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue  # an interface without an IPv4 address

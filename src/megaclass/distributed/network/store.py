@@ -9,7 +9,6 @@ import contextlib
 import errno
 import hmac
 import os
-import resource
 import socket
 import time
 from datetime import timedelta
@@ -95,6 +94,8 @@ def allow_many_connections() -> None:
     The store and gloo keep every connection open, also those of strangers, and gloo aborts the process when no file
     descriptor is left for another one.
     """
+    import resource  # not on Windows
+
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -6,7 +6,7 @@ Letters: C classes, R = C x M rows (the M sub-centres of a class are adjacent), 
 
 import itertools
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from megaclass.checkpoint.class_names import ClassList, saved_classes
 from megaclass.checkpoint.load import newest_whole
 from megaclass.checkpoint.manifest import Manifest, read_manifest
 from megaclass.errors import CheckpointError
+from megaclass.evaluate.embed import OnProgress
 from megaclass.evaluate.search import GalleryShard, search
 
 _NEAREST_SHOWN = 20
@@ -148,6 +149,8 @@ class CentreHealth:
     """Two names and their cosine, closest first, each pair once."""
     num_unusable: int
     """Number of centres that are zero or not finite."""
+    closest_numbers: list[tuple[int, int]] = field(default_factory=list)
+    """The classes of closest_pairs by number."""
 
 
 def read_run_centres(run: Path) -> SavedCentres:
@@ -162,7 +165,9 @@ def read_run_centres(run: Path) -> SavedCentres:
     return centres
 
 
-def centre_health(centres: CentreReader, *, device: torch.device) -> CentreHealth:
+def centre_health(
+    centres: CentreReader, *, device: torch.device, on_progress: OnProgress | None = None
+) -> CentreHealth:
     """Measures the centres in two passes; in memory are one block and the centres whose neighbours are searched."""
     num_subcentres = centres.num_rows // max(1, centres.num_classes)
     probes_PD, rows_P, norms_R = _first_pass(centres, device)
@@ -175,19 +180,24 @@ def centre_health(centres: CentreReader, *, device: torch.device) -> CentreHealt
     for first, rows in centres.blocks():
         stop = first + len(rows)
         classes_B = np.arange(first, stop) // num_subcentres
-        block = GalleryShard(embeddings_ND=_unit(rows), labels_N=classes_B, first=first)
+        block = GalleryShard(embeddings_ND=unit_rows_or_zero(rows), labels_N=classes_B, first=first)
         found = search(probes_PD, block, k=1, device=device, probe_labels_P=classes_P)
         scores = found.other_scores_Pk[:, 0].cpu().numpy()
         is_closer_P = scores > scores_P
         scores_P = np.where(is_closer_P, scores, scores_P)
         nearest_P = np.where(is_closer_P, found.other_indices_Pk[:, 0].cpu().numpy() // num_subcentres, nearest_P)
+        if on_progress is not None:
+            on_progress(stop, centres.num_rows)
+    pairs = _closest(scores_P, classes_P, nearest_P)
+    names = centres.names_of({number for pair in pairs for number in pair})
     return CentreHealth(
         num_classes=centres.num_classes,
         num_checked=len(np.unique(classes_P)),
         norms=norms_R[is_usable_R],
         nearest=scores_P[np.isfinite(scores_P)],
-        closest_pairs=_closest(scores_P, classes_P, nearest_P, centres),
+        closest_pairs=[(names[low], names[high], score) for (low, high), score in pairs.items()],
         num_unusable=int((~is_usable_R).sum()),
+        closest_numbers=list(pairs),
     )
 
 
@@ -208,12 +218,12 @@ def _first_pass(centres: CentreReader, device: torch.device) -> tuple[Tensor, ND
         norms_R[first : first + len(rows)] = norms
         here = wanted[(wanted >= first) & (wanted < first + len(rows))] - first
         here = here[np.isfinite(norms[here]) & (norms[here] > 0)]
-        probes.append(_unit(rows[torch.from_numpy(here)]))
+        probes.append(unit_rows_or_zero(rows[torch.from_numpy(here)]))
         chosen.append(here + first)
     return torch.cat(probes), np.concatenate(chosen), norms_R
 
 
-def _unit(rows_BD: Tensor) -> Tensor:
+def unit_rows_or_zero(rows_BD: Tensor) -> Tensor:
     """Normalises rows; a row that is zero or not finite becomes zeros, whose cosine with every row is 0."""
     norms_B1 = rows_BD.norm(dim=1, keepdim=True)
     is_usable_B1 = torch.isfinite(norms_B1) & (norms_B1 > 0)
@@ -221,13 +231,12 @@ def _unit(rows_BD: Tensor) -> Tensor:
 
 
 def _closest(
-    scores_P: NDArray[np.float32], first_P: NDArray[np.int64], second_P: NDArray[np.int64], centres: CentreReader
-) -> list[tuple[str, str, float]]:
+    scores_P: NDArray[np.float32], first_P: NDArray[np.int64], second_P: NDArray[np.int64]
+) -> dict[tuple[int, int], float]:
     pairs: dict[tuple[int, int], float] = {}
     for place in np.argsort(-scores_P, kind="stable").tolist():
         if not np.isfinite(scores_P[place]) or len(pairs) == _NEAREST_SHOWN:
             break
         low, high = sorted((int(first_P[place]), int(second_P[place])))
         pairs.setdefault((low, high), float(scores_P[place]))
-    names = centres.names_of({number for pair in pairs for number in pair})
-    return [(names[low], names[high], score) for (low, high), score in pairs.items()]
+    return pairs

@@ -21,6 +21,7 @@ def curves_of(distances_N: Floats, is_same_N: NDArray[np.bool_], *, threshold: f
     return Curves(
         far=roc.far,
         tar=roc.tar,
+        thresholds=None if roc.thresholds is None else (1 - roc.thresholds / 2).clip(-1.0, 1.0),
         edges=edges,
         same=np.histogram(inside_N[is_same_N], edges)[0] / max(1, is_same_N.sum()),
         different=np.histogram(inside_N[~is_same_N], edges)[0] / max(1, (~is_same_N).sum()),
@@ -39,4 +40,5 @@ def thinned_roc(roc: Roc) -> Roc:
     kept = np.searchsorted(roc.far, wanted, side="right") - 1
     last_without_accepts = int(np.searchsorted(roc.far, 0.0, side="right")) - 1
     indices = np.unique(np.concatenate([[0, last_without_accepts, len(roc.far) - 1], kept]))
-    return Roc(far=roc.far[indices], tar=roc.tar[indices])
+    thresholds = None if roc.thresholds is None else roc.thresholds[indices]
+    return Roc(far=roc.far[indices], tar=roc.tar[indices], thresholds=thresholds)

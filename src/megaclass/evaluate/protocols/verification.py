@@ -33,6 +33,8 @@ class Roc:
     """False accept rate: share of the different pairs called "same", never decreasing."""
     tar: Floats
     """True accept rate: share of the same pairs called "same", never decreasing."""
+    thresholds: Floats | None = None
+    """Squared distance up to which a pair is called "same" at each point; the first accepts nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +210,11 @@ def roc_curve(distances_N: NDArray[Any], is_same_N: NDArray[Any]) -> Roc:
     distinct = np.unique(distances_N)
     tar = np.searchsorted(np.sort(distances_N[is_same_N]), distinct, side="right") / is_same_N.sum()
     far = np.searchsorted(np.sort(distances_N[~is_same_N]), distinct, side="right") / (~is_same_N).sum()
-    return Roc(far=np.concatenate([[0.0], far]), tar=np.concatenate([[0.0], tar]))
+    return Roc(
+        far=np.concatenate([[0.0], far]),
+        tar=np.concatenate([[0.0], tar]),
+        thresholds=np.concatenate([[0.0], distinct]),
+    )
 
 
 def area_under(roc: Roc) -> float:

@@ -8,7 +8,7 @@ column, so a drawing for a narrow column gets a smaller size to keep its text re
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 WIDE = (480, 300)
 NARROW = (360, 240)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 20, 12, 46
+_EPOCHS_HEIGHT = 12
 _NUM_COLOURS = 8
 
 
@@ -59,6 +60,8 @@ class Axis:
     ticks: tuple[float, ...]
     is_log: bool = False
     tick_text: Callable[[float], str] = lambda value: f"{value:g}"
+    epochs: tuple[tuple[float, str], ...] = ()
+    """Positions and texts of a second scale above the drawing."""
 
     def share(self, value: float) -> float:
         """Returns the position of a value: 0 at the low end, 1 at the high end."""
@@ -87,6 +90,13 @@ def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False,
     return Axis(label=label, low=ticks[0], high=ticks[-1], ticks=ticks, tick_text=_text_for_step(step, ticks))
 
 
+def with_epochs(axis: Axis, steps_per_epoch: float) -> Axis:
+    """Adds a second scale in epochs to an axis in steps; nothing if it covers no whole number of epochs."""
+    epochs = linear_axis("epoch", [axis.low / steps_per_epoch, axis.high / steps_per_epoch], is_tight=True)
+    ticks = tuple((tick * steps_per_epoch, epochs.tick_text(tick)) for tick in epochs.ticks)
+    return replace(axis, epochs=ticks)
+
+
 def fixed_axis(label: str, ticks: Sequence[float], *, tick_text: Callable[[float], str] | None = None) -> Axis:
     """Returns an axis that ends at its first and last tick."""
     return Axis(
@@ -110,7 +120,11 @@ def line_chart(
 ) -> Markup:
     """Draws lines over two axes, later ones over earlier ones."""
     plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
-    return plot.svg([f'<path class="line {escape(one.css)}" d="{_line_path(one, plot)}"/>' for one in series], title)
+    lines = [
+        f'<path class="line {escape(one.css)}" data-name="{escape(one.name)}" d="{_line_path(one, plot)}"/>'
+        for one in series
+    ]
+    return plot.svg(lines, title, has_values=True)
 
 
 def histogram_chart(
@@ -132,7 +146,7 @@ def histogram_chart(
         drawn.append(f'<path class="area {escape(css)}" d="M{"L".join(plot.point(x, y) for x, y in outline)}Z"/>')
     if marker is not None:
         at = plot.x(marker)
-        drawn.append(f'<line class="marker" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{plot.bottom}"/>')
+        drawn.append(f'<line class="marker" x1="{at:.1f}" x2="{at:.1f}" y1="{plot.top}" y2="{plot.bottom}"/>')
     return plot.svg(drawn, title)
 
 
@@ -161,6 +175,11 @@ class _Plot:
         return self.size[1] - _BOTTOM
 
     @property
+    def top(self) -> int:
+        """Leaves room for the scale in epochs."""
+        return _TOP + (_EPOCHS_HEIGHT if self.x_axis.epochs else 0)
+
+    @property
     def right(self) -> int:
         return self.size[0] - _RIGHT
 
@@ -168,19 +187,25 @@ class _Plot:
         return _LEFT + min(max(self.x_axis.share(value), 0.0), 1.0) * (self.right - _LEFT)
 
     def y(self, value: float) -> float:
-        return self.bottom - min(max(self.y_axis.share(value), 0.0), 1.0) * (self.bottom - _TOP)
+        return self.bottom - min(max(self.y_axis.share(value), 0.0), 1.0) * (self.bottom - self.top)
 
     def point(self, x: float, y: float) -> str:
         return f"{self.x(float(x)):.1f} {self.y(float(y)):.1f}"
 
-    def svg(self, drawn: Sequence[str], title: str) -> Markup:
+    def svg(self, drawn: Sequence[str], title: str, *, has_values: bool = False) -> Markup:
         width, height = self.size
-        middle_x, middle_y = (_LEFT + self.right) / 2, (_TOP + self.bottom) / 2
+        middle_x, middle_y = (_LEFT + self.right) / 2, (self.top + self.bottom) / 2
         # Safe to mark as markup: all text of the drawing is escaped here.
         parts = [
-            f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
+            f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"'
+            f"{self._scales() if has_values else ''}>",
             *(self._y_tick(tick) for tick in self.y_axis.ticks),
             *(self._x_tick(tick) for tick in self.x_axis.ticks),
+            *(self._epoch(at, text) for at, text in self.x_axis.epochs),
+            *(
+                [f'<text class="tick" x="{_LEFT - 18}" y="12" text-anchor="end">epoch</text>']
+                * bool(self.x_axis.epochs)
+            ),
             *drawn,
             f'<line class="axis" x1="{_LEFT}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>',
             f'<text class="axis-label" x="{middle_x:g}" y="{height - 8}" text-anchor="middle">'
@@ -189,6 +214,25 @@ class _Plot:
             f"{escape(self.y_axis.label)}</text></svg>",
         ]
         return Markup("".join(parts))
+
+    def _scales(self) -> str:
+        """Returns the attributes by which the script turns a position into the values at it."""
+        scales = [
+            ("x", self.x_axis, _LEFT, self.right),
+            ("y", self.y_axis, self.bottom, self.top),
+        ]
+        return "".join(
+            f' data-{name}="{axis.low:.9g} {axis.high:.9g} {first} {last} {int(axis.is_log)}" '
+            f'data-{name}-label="{escape(axis.label)}"'
+            for name, axis, first, last in scales
+        )
+
+    def _epoch(self, at: float, text: str) -> str:
+        x = self.x(at)
+        return (
+            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top}" y2="{self.bottom}"/>'
+            f'<text class="tick" x="{x:.1f}" y="12" text-anchor="middle">{escape(text)}</text>'
+        )
 
     def _x_tick(self, tick: float) -> str:
         at = self.x(tick)

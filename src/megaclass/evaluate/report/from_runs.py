@@ -11,10 +11,13 @@ import torch
 
 import megaclass
 from megaclass.errors import DataError, UserError
+from megaclass.evaluate.embed import OnProgress
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report.page import ModelReport, ReportData
 from megaclass.evaluate.report.ranks import rank_rows
+from megaclass.evaluate.report.training import time_parts
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
+from megaclass.evaluate.training_images import TrainingImages, read_training_images
 from megaclass.events_file import read_events
 from megaclass.files import published_file
 from megaclass.metrics_file import read_metrics, read_summary
@@ -24,11 +27,22 @@ BASELINES_FOLDER = "baselines"
 _FACES_FILE = "faces.npz"
 
 
-def report_of_runs(runs: Sequence[Path], *, device: torch.device) -> ReportData:
-    """Reads the runs (or folders that `megaclass evaluate --out` wrote) in the given order."""
+def report_of_runs(
+    runs: Sequence[Path],
+    *,
+    device: torch.device,
+    on_progress: OnProgress | None = None,
+    known_centres: Mapping[Path, CentreHealth | None] | None = None,
+) -> ReportData:
+    """Reads the runs (or folders that `megaclass evaluate --out` wrote) in the given order.
+
+    known_centres: of runs whose centres have been measured already.
+    """
+    known_centres = known_centres or {}
     models: list[ModelReport] = []
     for run in runs:
-        models.append(_read_run(run, _name_of(run, runs), device))
+        centres = known_centres[run] if run in known_centres else measured_centres(run, device, on_progress)
+        models.append(_read_run(run, _name_of(run, runs), centres))
         # Baselines are the same for every run on the same data; a comparison of runs goes without them.
         if len(runs) == 1:
             models += [
@@ -71,23 +85,25 @@ def read_faces(run: Path) -> list[list[bytes]]:
     return list(rows.values())
 
 
-def _read_run(run: Path, name: str, device: torch.device) -> ModelReport:
+def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport:
     known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
     summary = read_summary(run)
     rows = _read_metrics(run / "metrics.jsonl")
     config = run / "config.toml"
+    metrics = [_drawable(row) for row in rows]
     return ModelReport(
         name=name,
         results=read_results(run),
-        metrics=[_drawable(row) for row in rows],
+        metrics=metrics,
         rank_rows=rank_rows(rows),
         events=read_events(run)[0],
         profiles=sorted((run / "profile").glob("rank-*")),
-        facts=_facts(summary),
+        facts=_facts(summary, metrics),
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-        centres=_centres(run, device),
+        centres=centres,
+        training_images=_training_images(run),
         sample_faces=read_faces(run),
     )
 
@@ -115,8 +131,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
 
 
-def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
+def _facts(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     shown = {
+        "finished_at": ("Date", "{}"),
+        "command": ("Command", "{}"),
+        "host": ("Host", "{}"),
+        "version": ("Version of megaclass", "{}"),
         "data": ("Data", "{}"),
         "data_fingerprint": ("Data fingerprint", "{}"),
         "num_classes": ("Classes", "{:,}"),
@@ -135,6 +155,9 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         if value is not None:
             is_plain = text == "{}" or _is_number(value)
             facts[title] = text.format(value) if is_plain else str(value)
+    seconds = sum(time_parts(metrics).values())
+    if seconds:
+        facts["Duration"] = _duration(seconds)
     size = summary.get("image_size")
     if isinstance(size, int):
         facts["Image size"] = f"{size} × {size}"
@@ -144,12 +167,26 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _centres(run: Path, device: torch.device) -> CentreHealth | None:
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def _training_images(run: Path) -> TrainingImages | None:
+    try:
+        return read_training_images(run)
+    except DataError as error:
+        _log.warning("The report has no section on training images: %s", error)
+        return None
+
+
+def measured_centres(run: Path, device: torch.device, on_progress: OnProgress | None) -> CentreHealth | None:
     """Returns None if there is no checkpoint; the page then has no section on centres."""
     if not (run / "checkpoints").is_dir():
         return None
     try:
-        return centre_health(read_run_centres(run), device=device)
+        return centre_health(read_run_centres(run), device=device, on_progress=on_progress)
     except UserError as error:
         _log.warning("The report has no section on class centres: %s", error)
         return None

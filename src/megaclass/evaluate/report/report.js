@@ -1,4 +1,4 @@
-// The only script of the report: tabs, and legend keys that hide a line. Without it the page shows everything at once.
+// The only script of the report: tabs, legend keys that hide a line, and the values of a chart under the pointer. Without it the page shows everything at once.
 "use strict";
 for (const list of document.querySelectorAll("[role=tablist]")) {
   const tabs = [...list.querySelectorAll("[role=tab]")];
@@ -29,5 +29,56 @@ for (const key of document.querySelectorAll("button.toggle")) {
     for (const drawn of key.closest("figure").querySelectorAll("svg ." + key.dataset.series)) {
       drawn.style.display = isOn ? "" : "none";
     }
+  });
+}
+// A chart says how its axes map values to positions; its lines hold the positions. A pointer reads the values back.
+const shown = (value) => {
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(2);
+  return value.toLocaleString("en", {maximumSignificantDigits: 5});
+};
+for (const chart of document.querySelectorAll("svg[data-x]")) {
+  const scale = (name) => {
+    const [low, high, first, last, isLog] = chart.dataset[name].split(" ").map(Number);
+    return (at) => {
+      const share = (at - first) / (last - first);
+      return isLog ? low * Math.pow(high / low, share) : low + share * (high - low);
+    };
+  };
+  const [x, y] = [scale("x"), scale("y")];
+  const lines = [...chart.querySelectorAll("path.line")].map((path) => ({
+    path,
+    name: path.dataset.name,
+    points: path.getAttribute("d").split(/[ML]/).filter(Boolean).map((point) => point.split(" ").map(Number)),
+  })).filter((line) => line.points.length);
+  const readout = document.createElement("div");
+  readout.className = "readout";
+  readout.setAttribute("aria-live", "off");
+  chart.after(readout);
+  const cursor = document.createElementNS(chart.namespaceURI, "line");
+  cursor.setAttribute("class", "cursor");
+  cursor.setAttribute("visibility", "hidden");
+  const [bottom, top] = chart.dataset.y.split(" ").slice(2, 4);
+  cursor.setAttribute("y1", top);
+  cursor.setAttribute("y2", bottom);
+  chart.append(cursor);
+  const read = (event) => {
+    const box = chart.getBoundingClientRect();
+    const at = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
+    const visible = lines.filter((line) => line.path.style.display !== "none");
+    if (!visible.length) return;
+    const nearest = (line) => line.points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
+    const found = visible.map((line) => [line.name, nearest(line)]);
+    const place = found[0][1][0];
+    cursor.setAttribute("x1", place);
+    cursor.setAttribute("x2", place);
+    cursor.setAttribute("visibility", "visible");
+    const values = found.map(([name, point]) => (found.length > 1 ? name + " " : "") + shown(y(point[1])));
+    readout.textContent = chart.dataset.xLabel + " " + shown(x(place)) + ": " + chart.dataset.yLabel + " " + values.join(", ");
+  };
+  chart.addEventListener("pointermove", read);
+  chart.addEventListener("pointerdown", read);
+  chart.addEventListener("pointerleave", () => {
+    cursor.setAttribute("visibility", "hidden");
+    readout.textContent = "";
   });
 }

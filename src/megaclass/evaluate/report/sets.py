@@ -1,5 +1,6 @@
 """The report's sections on evaluation sets: one table over all sets, and for each set numbers, charts and hardest pairs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,8 @@ class Panel:
     """Names of the models."""
     rows: list[Row]
     figures: list[Figure]
+    operating_points: list[tuple[str, list[Row]]] = field(default_factory=list)
+    """For each model: the threshold, TAR and false accepts at each false accept rate."""
     mistakes: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -96,13 +99,19 @@ def _panel(name: str, models: Sequence[ModelResults]) -> Panel | None:
     alike = [(place, model, result) for place, model, result in done if result.kind == kind]
     protocol, numbers = PROTOCOLS[kind], [result.numbers for _, _, result in alike]
     drawn = [(place, model, result.curves) for place, model, result in alike if result.curves is not None]
-    figures = [_roc_figure([(place, model.name, curves) for place, model, curves in drawn])] if drawn else []
+    named = [(place, model.name, curves) for place, model, curves in drawn]
+    figures = [_roc_figure(named), _det_figure(named)] if drawn else []
     figures += [_histogram_figure(model.name, curves) for _, model, curves in drawn if not model.is_baseline]
     return Panel(
         lead=f"{protocol.lead(numbers[0])} {protocol.remark(numbers[0])}".rstrip(),
         columns=[model.name for _, model, _ in alike],
         rows=protocol.rows(numbers),
         figures=figures,
+        operating_points=[
+            (model.name, rows)
+            for _, model, curves in drawn
+            if not model.is_baseline and (rows := operating_points(curves))
+        ],
         mistakes=[
             {
                 "model": model.name,
@@ -146,6 +155,48 @@ def _roc_figure(drawn: Sequence[tuple[int, str, Curves]]) -> Figure:
         title="ROC",
     )
     return Figure(title="ROC", svg=svg, legend=[(curve.name, curve.css) for curve in curves], has_toggles=True)
+
+
+def _det_figure(drawn: Sequence[tuple[int, str, Curves]]) -> Figure:
+    """Draws errors against errors, both logarithmic: good models, which a ROC shows as one corner, lie apart."""
+    curves = []
+    for place, title, one in drawn:
+        # Neither axis has a zero: points without a false accept or without a false reject are left out.
+        rejected = 1 - one.tar
+        is_shown = (one.far > 0) & (rejected > 1e-12)
+        far, frr = one.far[is_shown], rejected[is_shown]
+        curves.append(Series(name=title, xs=far.tolist(), ys=frr.tolist(), css=colour(place)))
+    if not any(curve.xs for curve in curves):
+        return Figure(title="DET")
+    smallest = min(min(curve.ys) for curve in curves if curve.ys)
+    svg = line_chart(
+        curves[::-1],
+        log_axis("false accept rate", 1 / max(max(one.num_different for _, _, one in drawn), 10), 1.0),
+        log_axis("false reject rate", min(0.1, 10.0 ** math.floor(math.log10(smallest))), 1.0),
+        title="DET",
+    )
+    return Figure(title="DET", svg=svg, legend=[(curve.name, curve.css) for curve in curves], has_toggles=True)
+
+
+def operating_points(curves: Curves) -> list[Row]:
+    """Returns (FAR, cells) from 0.1 down to the smallest FAR that the number of different pairs can show."""
+    rows: list[Row] = []
+    if curves.thresholds is None:
+        return rows
+    for exponent in range(1, 9):
+        target = 10.0**-exponent
+        if curves.num_different * target < 1 - 1e-9:
+            break
+        # The last point at or below the target accepts the most same pairs.
+        place = int(np.flatnonzero(curves.far <= target)[-1])
+        accepted = round(curves.far[place] * curves.num_different)
+        cells = [
+            f"{curves.thresholds[place]:.4f}",
+            f"{curves.tar[place]:.2%}",
+            f"{accepted:,} of {curves.num_different:,}",
+        ]
+        rows.append((f"1e-{exponent}", [Cell(text) for text in cells]))
+    return rows
 
 
 def _histogram_figure(model: str, curves: Curves) -> Figure:

@@ -29,7 +29,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the rules look at."""
+    """Metrics and events of a run, at which the rules look."""
 
     rows: Sequence[Row]
     events: Sequence[Row]

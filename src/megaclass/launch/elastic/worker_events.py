@@ -83,7 +83,8 @@ class WorkerEvents:
             member.rank = member.shown_rank = worlds[member.number].rank
             member.is_ready = False
         change = f"; before: {previous_size}" if previous_size else ""
-        self._messages.say(f"generation {number}: {len(members)} ranks on {listed(members)}{change}.")
+        ranks = f"{len(members)} rank{'s' if len(members) > 1 else ''}"
+        self._messages.say(f"generation {number}: {ranks} on {listed(members)}{change}.")
         self._generation = number
         self.broken_at = None
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from megaclass import operating_system
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.distributed.rank_status import FD_NAME, StatusPage
 from megaclass.errors import LaunchError
@@ -55,7 +56,7 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
     nohup. If this process dies, the ranks are killed. If no step finishes in the time that the ranks allow for it, the
     culprit is named, and the ranks are ended with exit code 134.
     """
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = operating_system.num_cores()
     if num_processes > (most := max(16, 4 * num_cores)):
         raise LaunchError(
             f"{num_processes} processes were requested on this machine: with {num_cores} cores, at most {most} are "

@@ -11,7 +11,11 @@ from megaclass.train.metrics import Meter
 from megaclass.train.observe.hang_limit import HangLimit
 from megaclass.train.observe.phases import PhaseClock, SlowRank, find_slow_rank, gather_phases, phase_row
 from megaclass.train.observe.profile import StepProfile
+from megaclass.train.observe.trackers import TRACKERS
 from megaclass.train.run.run import Run
+
+_SERVICES_S = 300.0
+_SLOW_REPORTS = 3
 
 
 class Observer:
@@ -25,6 +29,7 @@ class Observer:
         self._profile = StepProfile(run)
         self._num_steps = 0
         self._slow: SlowRank | None = None
+        self._num_slow = 0
 
     @contextmanager
     def step(self, step: int, *, is_last: bool) -> Iterator[None]:
@@ -44,6 +49,14 @@ class Observer:
         """Allows the block any time; the time of the next step begins after it."""
         return self._status.long_work(phase)
 
+    def reporting(self) -> AbstractContextManager[None]:
+        """Wraps the report of a row. A service that gets a copy may answer slowly without the job counting as hung."""
+        limit_s = self._limit.limit_s()
+        has_services = any(tracker.is_wanted(self._run.config.train) for tracker in TRACKERS)
+        return self._status.long_work(
+            "report", allowed_s=max(limit_s, _SERVICES_S) if limit_s and has_services else limit_s
+        )
+
     def read(self, meter: Meter, step: int) -> dict[str, Any]:
         """Collective. Returns the fields of the metrics about phases and ranks. To be called right after Meter.read."""
         self._limit.all_read()
@@ -51,7 +64,10 @@ class Observer:
         phases, memory = gather_phases(own, self._run.device)
         self._num_steps = 0
         slow = find_slow_rank(phases)
-        if slow is not None and (self._slow is None or (slow.rank, slow.phase) != (self._slow.rank, self._slow.phase)):
+        is_same = slow is not None and self._slow is not None and slow.rank == self._slow.rank
+        self._num_slow = self._num_slow + 1 if is_same else 1
+        # Chance makes one rank or the other slow in single reports; the diary names those that stay slow, once.
+        if slow is not None and self._num_slow == _SLOW_REPORTS:
             host, slower = self._run.hosts[slow.rank], round(slow.slower, 3)
             self._run.events.note("slow_rank", step, rank=slow.rank, host=host, phase=slow.phase, slower=slower)
         self._slow = slow

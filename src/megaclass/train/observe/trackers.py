@@ -30,8 +30,11 @@ class Tracker:
     packages: tuple[str, ...]
     open_session: Callable[[Config, Path], AbstractContextManager[SendNumbers]]
 
+    value: Callable[[TrainConfig], object]
+    """Returns the value of the setting."""
+
     def is_wanted(self, settings: TrainConfig) -> bool:
-        return bool(getattr(settings, self.setting))
+        return bool(self.value(settings))
 
     @property
     def extra(self) -> str:
@@ -140,10 +143,12 @@ def _refused(title: str, setting: str, config: Config, error: Exception, advice:
 
 
 TRACKERS = (
-    Tracker("TensorBoard", "tensorboard", "false", ("tensorboard",), _tensorboard),
-    Tracker("Weights & Biases", "wandb_project", "''", ("wandb",), _wandb),
-    Tracker("MLflow", "mlflow_experiment", "''", ("mlflow",), _mlflow),
-    Tracker("trackio", "trackio_project", "''", ("trackio",), _trackio),
+    Tracker(
+        "TensorBoard", "tensorboard", "false", ("tensorboard",), _tensorboard, lambda settings: settings.tensorboard
+    ),
+    Tracker("Weights & Biases", "wandb_project", "''", ("wandb",), _wandb, lambda settings: settings.wandb_project),
+    Tracker("MLflow", "mlflow_experiment", "''", ("mlflow",), _mlflow, lambda settings: settings.mlflow_experiment),
+    Tracker("trackio", "trackio_project", "''", ("trackio",), _trackio, lambda settings: settings.trackio_project),
 )
 
 

@@ -1,7 +1,9 @@
 """The training data of a run: drawn or found, staged into memory, opened, and described."""
 
+import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megaclass.backbones import check_backbone
@@ -21,6 +23,7 @@ from megaclass.progress import bar_on_demand
 from megaclass.train.build import input_size
 from megaclass.world import World
 
+_logger = logging.getLogger("megaclass.train")
 _MIB = 2**20
 
 
@@ -56,6 +59,9 @@ def open_data(config: Config, world: World, device: torch.device) -> tuple[Image
     if config.data.on_gpu and device.type != "cuda":
         raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
     check_backbone(config.backbone.name, compact_size(size))
+    warning = check_classes(source, config.data.path)
+    if warning and world.is_main:
+        _logger.warning(warning)
     processes = choose_processes(
         path,
         workers=config.data.workers,
@@ -64,6 +70,34 @@ def open_data(config: Config, world: World, device: torch.device) -> tuple[Image
         num_local_ranks=world.local_size,
     )
     return source, make_loader(config, source, world, device, processes)
+
+
+def check_classes(source: ImageSource, path: str) -> str:
+    """Refuses data of one class; returns a warning if no class has two images, empty otherwise."""
+    above = f"If {path} holds the images of one identity, set data.path={Path(path).resolve().parent}."
+    if source.num_classes < 2:
+        raise DataError(
+            f"{path} holds images of a single class, and a classifier needs two: expected one subfolder per identity. {above}"
+        )
+    # The labels of a large set are counted only if it may be one of single images.
+    if source.num_images > source.num_classes or np.bincount(source.labels).max(initial=0) > 1:
+        return ""
+    return (
+        f"each of the {source.num_classes:,} classes at {path} has one image: what images of an identity have in common "
+        f"cannot be learned from that. Expected several images per subfolder; if the file names tell the identities, move "
+        f"the files of each into one subfolder."
+    )
+
+
+def how_to_verify(path: str) -> list[str]:
+    """Returns the commands that make a verification set for data that has none beside it."""
+    place = Path(path).name or "data"
+    split = f"megaclass data split {path} --identities 0.1 --out {place}-split"
+    return [
+        f"there is no .bin file beside {path}: hold identities out with `{split}`, and train on the others",
+        f"  {split}",
+        f"  megaclass train RECIPE data.path={place}-split/train train.run_dir=runs/{place}-split",
+    ]
 
 
 def make_loader(

@@ -1,6 +1,10 @@
 """After the last step, on rank 0: the summary, the report and the exported model."""
 
+import datetime
 import logging
+import shlex
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,18 +20,22 @@ from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.baselines import score_histograms, score_pixels
+from megaclass.evaluate.protocols.centre_health import CentreHealth, read_run_centres
 from megaclass.evaluate.protocols.pairs import result_of_pairs
-from megaclass.evaluate.report.from_runs import BASELINES_FOLDER, report_of_runs, write_faces
+from megaclass.evaluate.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
 from megaclass.evaluate.report.page import write_report
 from megaclass.evaluate.results import write_results
+from megaclass.evaluate.training_images import examine_training_images, write_training_images
 from megaclass.evaluate.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
 from megaclass.files import make_private_folder
 from megaclass.image_size import ImageSize, compact_size, size_to_text
 from megaclass.model import weights_fingerprint
+from megaclass.progress import bar_on_demand, wrapped
 from megaclass.train.build import Model
 from megaclass.train.loop import TrainingResult
+from megaclass.train.run.data import how_to_verify
 from megaclass.train.run.run import Run
 
 _logger = logging.getLogger("megaclass.train")
@@ -63,10 +71,15 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         "steps": outcome.num_steps,
         "final_loss": outcome.final_loss,
         "images_per_second": outcome.images_per_second,
+        "finished_at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(run.command),
+        "host": socket.gethostname(),
+        "version": megaclass.__version__,
     }
     with _optional("A comparison of the verification sets with the training data"):
         drawn = Path(config.data.path) / "verification.bin" if config.synth.identities else None
-        results = compared_with_training_data(results, source, config.data.path, drawn)
+        with bar_on_demand("comparing the verification sets with the training images") as on_progress:
+            results = compared_with_training_data(results, source, config.data.path, drawn, on_progress)
     evaluated = [result for result in results if result.error is None]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
@@ -78,11 +91,35 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         # Under the same key as `megaclass evaluate` on this run, so that sets evaluated later are added to these.
         write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
         write_faces(folder, _sample_faces(source))
-        write_report(folder / "report.html", report_of_runs([folder], device=torch.device("cpu")))
+        cpu = torch.device("cpu")
+        with bar_on_demand("comparing the class centres for the report") as on_progress:
+            centres = measured_centres(folder, cpu, on_progress)
+        with _optional("The section of the report on training images"):
+            _examine_images(run, model, centres)
+        write_report(folder / "report.html", report_of_runs([folder], device=cpu, known_centres={folder: centres}))
     # Last, because it is the step most likely to fail.
     if config.export.onnx:
+        _logger.info("exporting model.onnx and comparing its embeddings with the model's")
         export_onnx(folder / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
-    _print_results(folder, summary, results)
+    _print_results(run, summary, results)
+
+
+def _examine_images(run: Run, model: Model, centres: CentreHealth | None) -> None:
+    """Stores which classes are far from their centre, and which images are closer to another one."""
+    if centres is None:
+        return
+    with bar_on_demand("looking at training images for the report") as on_progress:
+        found = examine_training_images(
+            model.backbone,
+            run.source,
+            read_run_centres(run.folder.path),
+            image_size=compact_size(run.image_size),
+            fit=run.config.data.fit,
+            device=run.device,
+            shown_classes={number for pair in centres.closest_numbers for number in pair},
+            on_progress=on_progress,
+        )
+    write_training_images(run.folder.path, found)
 
 
 @contextmanager
@@ -127,7 +164,8 @@ def _sample_faces(source: ImageSource) -> list[list[bytes]]:
     return rows
 
 
-def _print_results(folder: Path, summary: dict[str, Any], results: list[SetResult]) -> None:
+def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) -> None:
+    folder = run.folder.path
     lines = [
         "",
         f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
@@ -158,9 +196,21 @@ def _print_results(folder: Path, summary: dict[str, Any], results: list[SetResul
     ):
         if (folder / name).exists():
             lines.append(f"  {name:18} {meaning}")
-    lines += [
-        "",
-        "Next: your own data with data.path=FOLDER (train.rec, train.idx, property) and synth.identities=0,",
-        "      another head with head.sample_rate=0.1, more processes with train.nproc=N.",
+    lines += ["", *_next_steps(run, results)]
+    print(wrapped("\n".join(lines), sys.stdout), flush=True)
+
+
+def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
+    """Returns commands to try next; after synthetic identities that is the user's own data."""
+    folder, data = run.folder.path, run.config.data.path
+    if run.config.synth.identities:
+        return [
+            "Next: your own images, one subfolder per identity (or train.rec, train.idx, property):",
+            "  megaclass train RECIPE data.path=FOLDER synth.identities=0 train.run_dir=runs/own",
+        ]
+    if results or not Path(data).exists():
+        return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]
+    return [
+        f"No accuracy was measured: there is no .bin file beside {data}. Hold identities out:",
+        *how_to_verify(data)[1:],
     ]
-    print("\n".join(lines), flush=True)

@@ -1,7 +1,6 @@
 """The run folder: which job may write to it, its lock, and its files."""
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from megaclass.distributed.collectives import gather_blocks, group_rank
 from megaclass.errors import CheckpointError
 from megaclass.files import make_private_folder, open_private, write_private, write_text
 from megaclass.metrics_file import read_metrics
+from megaclass.operating_system import lock_at_once, open_flags
 
 _logger = logging.getLogger("megaclass.train")
 
@@ -49,6 +49,7 @@ _OWN_NAMES = (
     "evaluation.json",
     "baselines",
     "faces.npz",
+    "training_images.npz",
 )
 # Fields of a row of metrics that a resumed run continues with.
 _READ_BACK = ("loss", "images_per_second")
@@ -128,7 +129,7 @@ class RunFolder:
         try:
             make_private_folder(self.path)
             # A run folder may have been copied from elsewhere: do not write through a symbolic link in it.
-            handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | open_flags("O_NOFOLLOW", "O_CLOEXEC"), 0o600)
         except OSError as error:
             raise CheckpointError(
                 f"Cannot write to the run folder {self.path}: {error.strerror}; choose another train.run_dir."
@@ -144,7 +145,7 @@ class RunFolder:
         while True:
             try:
                 # Non-blocking in a loop, because a blocking flock has no timeout.
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_at_once(handle)
                 return
             except BlockingIOError:
                 if time.monotonic() - begun >= patience_s:

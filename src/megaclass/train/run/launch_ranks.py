@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megaclass.backbones import check_backbone
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
-from megaclass.launch.launchers.local import run_local
+from megaclass.errors import LaunchError
 from megaclass.train.build import build_margin
 from megaclass.train.run.rank_main import train_as_rank
 from megaclass.train.run.restart import StartMode, check_start
@@ -33,6 +33,14 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     check_start(config, mode, ["megaclass", "train", *arguments])
     if config.train.nproc == 1:
         return train_as_rank(config, world, mode)
+    if not sys.platform.startswith("linux"):
+        raise LaunchError(
+            f"train.nproc is {config.train.nproc}, but several processes are started and watched on Linux only: set "
+            f"train.nproc=1 on {sys.platform}."
+        )
+    # Not at module level, because it needs modules that exist on Linux only.
+    from megaclass.launch.launchers.local import run_local
+
     return run_local([sys.executable, "-m", "megaclass", "train", *arguments], config.train.nproc)
 
 

@@ -13,6 +13,7 @@ from megaclass.checkpoint.save import CheckpointWriter
 from megaclass.checkpoint.tensor_file import check_dtypes
 from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
+from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.distributed.process_group import process_group
 from megaclass.distributed.rank_status import own_status
@@ -22,10 +23,11 @@ from megaclass.launch.hang.own_watch import watched_from_inside
 from megaclass.train.build import Model, build_model
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import TrainingResult, train
-from megaclass.train.run.data import describe_sizes
+from megaclass.train.run.data import describe_sizes, how_to_verify
 from megaclass.train.run.finish import finish_run
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.initial_weights import load_initial_weights
+from megaclass.train.run.memory import out_of_memory_explained
 from megaclass.train.run.restart import StartMode, prepare_run, take_over
 from megaclass.train.run.resume import resume_run
 from megaclass.train.run.run import Run, open_run
@@ -58,7 +60,8 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     # `held` outlives the process group: the folder stays locked until rank 0 has written the last result.
     with ExitStack() as held, watched_from_inside(own_status(), world):
         with process_group(world, device=config.train.device) as device:
-            trained = train_in_group(config, world, device, mode, held)
+            with out_of_memory_explained(config, world, device):
+                trained = train_in_group(config, world, device, mode, held)
             trained.run.events.note(
                 "end", trained.outcome.num_steps, outcome="stopped" if trained.outcome.stop else "finished"
             )
@@ -69,7 +72,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
             # From here on the backbone has the weights that are evaluated and exported.
             held.enter_context(trained.model.for_evaluation())
             with own_status().long_work("evaluation"):
-                results = trained.outcome.results or evaluate_model(trained.run, trained.model)
+                results = trained.outcome.results or evaluate_model(trained.run, trained.model, has_bar=True)
         # The other ranks are done: export and report are the work of one rank.
         if world.is_main:
             own_status().progress(allowed_s=0.0, phase="writing results")
@@ -92,8 +95,11 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
     own_status().name_folder(folder.path.absolute())
-    run = open_run(config, world, device, folder, hosts)
+    run = replace(open_run(config, world, device, folder, hosts), command=mode.command)
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
+    if world.is_main and device.type == "cuda":
+        # A start takes from ten seconds to half a minute (benchmarks/startup.md): say what is being waited for.
+        _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
     model = build_model(config, run.source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
     num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
@@ -111,6 +117,10 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     if world.is_main:
         _logger.info(run.source.describe())
         _logger.info(sizes)
+        if device.type == "cuda":
+            _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
+        if Path(config.data.path).exists() and not verification_files(config.data.path):
+            _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
     with run.events.ending_noted():
         outcome = _train_and_save(run, model, first_step)
     if run.loader.bad_images.num_bad:
@@ -138,5 +148,7 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> TrainingResult:
             # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())
             outcome = train(run, model, first_step, writer, signals)
+            if run.world.is_main and not outcome.stop:
+                _logger.info(f"all {outcome.num_steps:,} steps are done; writing the last checkpoint")
         # A signal may have come while the last checkpoint was written.
         return replace(outcome, stop=signals.of_any_rank(run.device))

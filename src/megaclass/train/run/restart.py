@@ -56,6 +56,8 @@ class StartMode:
     """Match a changed list of classes by name, or by number if there are no names, instead of refusing it."""
     trusts_numbers: bool = False
     """Take classes without names for the same ones if their numbers are equal, even if their images differ."""
+    command: tuple[str, ...] = ()
+    """The command line as typed, for errors that show a changed one; empty if it is not known."""
 
     def __post_init__(self) -> None:
         if self.resume is not None and self.overwrite:
@@ -111,7 +113,8 @@ def prepare_run(
     on_main_rank_for_long(prepare, device)
     _logger.debug(f"rank {world.rank}: starting with {decided}")
     # The other ranks may see an older state of a network file system: they start as rank 0 decided.
-    return StartMode(**json.loads(text_of_main_rank(lambda: json.dumps(asdict(decided)), device)))
+    shared = text_of_main_rank(lambda: json.dumps(asdict(replace(decided, command=()))), device)
+    return replace(StartMode(**json.loads(shared)), command=mode.command)
 
 
 def take_over(config: Config, folder: RunFolder, mode: StartMode) -> None:

@@ -1,7 +1,9 @@
 """Resuming from a checkpoint: choose it, check that it belongs to this run, load its state on any number of ranks."""
 
 import logging
+import shlex
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,8 +43,11 @@ from megaclass.train.build import Model, restore_generators
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.restart import StartMode
 from megaclass.train.run.run import Run
+from megaclass.train.schedule import learning_rate
 
 _logger = logging.getLogger("megaclass.train")
+# Relative change of the learning rate on resume from which on it is announced.
+_LR_JUMP = 0.05
 
 
 def resume_run(run: Run, model: Model, mode: StartMode) -> int:
@@ -60,6 +65,7 @@ def resume_run(run: Run, model: Model, mode: StartMode) -> int:
             changed = _describe_fingerprints(manifest.data, run.data_fingerprint, folder)
             _logger.info(f"the data has changed, continuing with it: {changed}")
         _logger.info(f"resuming from {folder}, step {manifest.step}")
+        _announce_learning_rate(run, manifest, folder)
 
     # Rank 0 alone checks the data: only it knows the fingerprint, and it may have to read hundreds of images.
     on_main_rank_for_long(check, run.device)
@@ -89,7 +95,9 @@ def _choose(run: Run, mode: StartMode) -> Path:
         return candidates
 
     found, passed_over = first_whole_on_all_ranks(
-        list_candidates, run.device, lambda folder, manifest: _check_same_run(manifest, run.config, folder)
+        list_candidates,
+        run.device,
+        lambda folder, manifest: _check_same_run(manifest, run.config, folder, mode.command),
     )
 
     def report() -> None:
@@ -194,18 +202,60 @@ def _describe_fingerprints(saved: DataFingerprint, current: DataFingerprint, whe
     return f"fingerprint of the data {saved.fingerprint} in {where}, {current.fingerprint} now"
 
 
-def _check_same_run(manifest: Manifest, config: Config, folder: Path) -> None:
+def _check_same_run(manifest: Manifest, config: Config, folder: Path, command: Sequence[str]) -> None:
+    changes = sorted(changes_refused_on_resume(_saved_config(manifest, folder), config))
+    if changes:
+        differences = [f"{name} was {_shown(before)}, is {_shown(now)}" for name, before, now in changes]
+        raise CheckpointError(
+            f"{folder} belongs to another run: {'; '.join(differences)}. "
+            f"{how_to_change(config.train.run_dir, [name for name, _, _ in changes], command)}"
+        )
+
+
+def _saved_config(manifest: Manifest, folder: Path) -> Config:
     try:
         # A setting that is newer than the checkpoint has its default.
-        saved_config = load_config_values(tomllib.loads(manifest.config), where=f"the settings in {folder}")
+        return load_config_values(tomllib.loads(manifest.config), where=f"the settings in {folder}")
     except (ConfigError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder} has settings that this version does not know: {error}") from error
-    differences = sorted(
-        f"{name} was {_shown(before)}, is {_shown(now)}"
-        for name, before, now in changes_refused_on_resume(saved_config, config)
-    )
-    if differences:
-        raise CheckpointError(f"{folder} belongs to another run: {'; '.join(differences)}.")
+
+
+def how_to_change(run_dir: str, changed: Sequence[str], command: Sequence[str]) -> str:
+    """Returns the two ways out: continue the run as it was, or start a new one from its weights where they fit."""
+    unchanged = f"Continue it as it was: megaclass train {run_dir}/config.toml --resume"
+    settings = [f"train.run_dir={run_dir}-2"]
+    if not any(name.startswith("backbone.") for name in changed):
+        settings += [f"train.init_backbone={run_dir}"]
+        # Centres have a width and a number per class; the data decides which classes there are.
+        if not {"head.subcentres", "data.path"} & set(changed):
+            settings += [f"train.init_centres={run_dir}"]
+    replaced = tuple(f"{setting.partition('=')[0]}=" for setting in settings)
+    kept = [word for word in command if not word.startswith(("--resume", *replaced))]
+    what = "a new run from its weights" if len(settings) > 1 else "a new run"
+    line = shlex.join([*(kept or ["megaclass", "train", "RECIPE"]), *settings])
+    return f"{unchanged}\nOr start {what} with the new settings: {line}"
+
+
+def _announce_learning_rate(run: Run, manifest: Manifest, folder: Path) -> None:
+    """Logs a jump of the learning rate: the schedule is a function of the number of steps, which may have changed."""
+    before, now = _saved_config(manifest, folder), run.config
+    steps_per_epoch, step = run.loader.steps_per_epoch, manifest.step
+    steps_before, steps_now = (max(1, round(one.train.epochs * steps_per_epoch)) for one in (before, now))
+    if steps_before == steps_now or step >= steps_now:
+        return
+    old = learning_rate(before.optimizer, min(step, steps_before - 1), steps_before, steps_per_epoch)
+    new = learning_rate(now.optimizer, step, steps_now, steps_per_epoch)
+    if abs(new - old) > _LR_JUMP * max(old, new):
+        # Usually the run had ended at a low rate, and more epochs raise it again.
+        lower = (
+            f" To train on at a low rate instead, start a new run with a lower optimizer.lr from these weights: "
+            f"train.init_backbone={run.folder.path} train.init_centres={run.folder.path}"
+        )
+        _logger.info(
+            f"the learning rate jumps from {old:.3g} to {new:.3g} at step {step + 1:,}, because train.epochs was "
+            f"{before.train.epochs:g} and is {now.train.epochs:g}: the {now.optimizer.schedule} schedule now ends at step "
+            f"{steps_now:,}.{lower if new > old else ''}"
+        )
 
 
 def _shown(value: object) -> object:

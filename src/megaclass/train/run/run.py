@@ -35,6 +35,8 @@ class Run:
     """Names or numbers of the classes, the same on every rank."""
     data_fingerprint: DataFingerprint
     """Fingerprint of the data on rank 0; empty on the other ranks, which do not compute it."""
+    command: tuple[str, ...] = ()
+    """The command line as typed; empty if it is not known."""
 
     @property
     def image_size(self) -> tuple[int, int]:

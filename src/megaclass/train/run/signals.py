@@ -15,6 +15,7 @@ import torch
 
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.launch.signals import is_heeded, leave_closed_terminal
+from megaclass.operating_system import signals_named
 
 
 class Stop(enum.IntEnum):
@@ -55,7 +56,8 @@ class StopSignals:
                 print(text, file=sys.stderr, flush=True)
 
         # SIGHUP and SIGINT that are ignored stay ignored: nohup and background jobs of a shell rely on that.
-        numbers = [signal.SIGTERM, signal.SIGUSR1] + ([signal.SIGHUP] if is_heeded(signal.SIGHUP) else [])
+        hangup = [number for number in signals_named("SIGHUP") if is_heeded(number)]
+        numbers = [*signals_named("SIGTERM", "SIGUSR1"), *hangup]
         previous = {number: signal.signal(number, remember) for number in numbers}
         if is_heeded(signal.SIGINT):
             previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)

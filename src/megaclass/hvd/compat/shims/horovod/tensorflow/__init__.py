@@ -1,6 +1,6 @@
-from megaclass.hvd.compat.util import check_extension
+from megaclass.hvd.compat.util import check_extension as _check_extension
 
-check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+_check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
 
 from megaclass.hvd.tensorflow import *
 from megaclass.hvd.tensorflow import __all__ as _names

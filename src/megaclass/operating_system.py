@@ -1,0 +1,49 @@
+"""Functions that differ between Linux, macOS and Windows.
+
+Training in one process on a CPU, evaluation, export and search work on all three as far as code can tell. Starting several
+processes (`train.nproc`, `megaclass run`), loader processes and staging are for Linux.
+"""
+
+import errno
+import os
+import signal
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS and Windows
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def lock_at_once(handle: int) -> None:
+    """Locks an open file, or raises BlockingIOError if another process has it; the kernel unlocks it when this one ends."""
+    try:
+        import fcntl
+    except ImportError:
+        _lock_at_once_on_windows(handle)
+        return
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_at_once_on_windows(handle: int) -> None:
+    try:
+        import msvcrt
+    except ImportError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    try:
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+    except PermissionError as error:
+        raise BlockingIOError(error.errno, error.strerror) from error
+
+
+def signals_named(*names: str) -> tuple[signal.Signals, ...]:
+    """Returns those of the signals that this operating system has."""
+    return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
+
+
+def open_flags(*names: str) -> int:
+    """Returns flags for os.open, without those that this operating system lacks."""
+    flags = 0
+    for name in names:
+        flags |= int(getattr(os, name, 0))
+    return flags

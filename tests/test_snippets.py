@@ -1,0 +1,275 @@
+"""Every command and every Python block of README and docs runs as it is written, in one folder with small real data.
+
+Commands run one after another in the order of the pages, through the command line's own entry point; Python blocks run in one
+process, and those that use several ranks once more under torchrun. `SMALLER` shows what is replaced to make them quick, and
+`NOT_RUN` what cannot run here, and why.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaclass.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("megaclass", "make", "pip", "mpirun", "srun", "sbatch", "torchrun", "ray", "torch.save")
+
+NOT_RUN = {
+    r"^make ": "make is what runs these tests, and the demo; tests/examples and CI run the targets",
+    r"^pip install": "installs into the environment that runs these tests",
+    r"(-H |--hostfile|-hostfile)\S*(gpu-1|ip1|h1)": "several hosts; tests/launch runs these with hosts in network namespaces",
+    r"^(mpirun|srun|sbatch|ray) |--launcher (slurm|ray|mpi)": "needs that scheduler; tests/launch/test_starters*.py run them",
+    r"^torchrun --standalone --nproc-per-node 8": "eight processes; tests/launch/test_starters.py runs it with two",
+    r"import-config|work_dirs": "InsightFace's own files; tests/train/test_import_command.py and test_insightface.py have some",
+    r"--host-discovery-script": "needs a script of the user; tests/launch has one",
+    r"--distractors": "MegaFace's folders; tests/evaluate/test_identification.py runs it",
+    r"^torch.save": "one line of Python about a file of the user",
+    r"^megaclass check$|check --json": "tests/launch/test_check.py runs it",
+}
+# Python blocks that are no whole programs, by a part of their text.
+BLOCKS_NOT_RUN = {
+    "hvd.elastic.TorchState": "an outline; examples/elastic_torch.py is the whole program, which tests start",
+    "make_store(world": "two lines of a script under a launcher; tests/hvd runs them",
+}
+# Without torchvision timm cannot be imported.
+HAS_TIMM = all(importlib.util.find_spec(name) for name in ("timm", "torchvision"))
+SMALLER = [
+    (r"/data/", "data/"),
+    (r"datasets/ms1m", "data/ms1m"),
+    (r"synthetic:1000000", "synthetic:1000"),
+    (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/evaluate/test_templates.py draws one
+    (r"train\.nproc=8", "train.nproc=1"),
+    (r"\bRECIPE\b", "recipe.toml"),
+]
+SMALL_SETTINGS = {
+    "backbone.name": "mbf",  # small, and InsightFace has it, too, for the export
+    "backbone.embedding_dim": "16",
+    "train.global_batch": "8",
+    "train.epochs": "1e-9",
+    "train.device": "cpu",
+    "train.nproc": "1",
+    "train.precision": "float32",
+    "export.onnx": "false",
+    "synth.size": "32",
+    "synth.images_per_identity": "4",
+    "synth.pairs": "20",
+}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    page: str
+    line: int
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def python_blocks() -> list[Snippet]:
+    return [
+        Snippet(page.name, page.read_text()[: match.start()].count("\n") + 1, match[1])
+        for page in PAGES
+        for match in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+
+
+def commands() -> list[Snippet]:
+    """Lines of indented blocks that start with the name of a program, without what explains them."""
+    found = []
+    for page in PAGES:
+        text = re.sub(
+            r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
+        lines = text.splitlines()
+        number = 0
+        while number < len(lines):
+            first, line = number + 1, lines[number]
+            while line.endswith("\\"):
+                number += 1
+                line = line[:-1] + lines[number].strip()
+            number += 1
+            if line.startswith("    ") and re.match(r"[\w.]+", line.strip()) and _program(line) in PROGRAMS:
+                found.append(Snippet(page.name, first, re.split(r"\s+#|\s{3,}", line.strip())[0]))
+    return found
+
+
+def _program(line: str) -> str:
+    """Returns the first word; `megaclass:` is the beginning of a message, not a command."""
+    return line.split(maxsplit=1)[0].split("(")[0]
+
+
+def why_not(command: str) -> str:
+    return next((reason for pattern, reason in NOT_RUN.items() if re.search(pattern, command)), "")
+
+
+def draw(folder: Path, num_identities: int, images_per_identity: int, size: int = 32) -> None:
+    for label in range(num_identities):
+        place = folder / f"person{label}"
+        place.mkdir(parents=True)
+        base = np.random.default_rng(label).integers(0, 255, (4, 4, 3))
+        for number in range(images_per_identity):
+            noise = np.random.default_rng([label, number]).integers(-20, 20, (size, size, 3))
+            pixels = (np.kron(base, np.ones((size // 4, size // 4, 1))) + noise).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(place / f"{number}.png")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What a reader of the pages has: own images, a packed set with lfw.bin beside it, a trained run and its exports."""
+    folder = tmp_path_factory.mktemp("snippets")
+    with contextlib.chdir(folder):
+        shutil.copytree(ROOT / "recipes", "recipes")
+        for name in ("own", "faces", "photos"):
+            draw(Path("data") / name, 12, 4)
+        for name, source in (("known", "own"), ("seen", "own"), ("photos", "own")):
+            shutil.copytree(Path("data") / source, name)
+        for name in ("anna", "anna-again", "bert"):
+            shutil.copy("data/own/person0/0.png", f"{name}.jpg")
+        Path("recipe.toml").write_text(
+            '[data]\npath = "data/own"\n[synth]\nidentities = 0\n[train]\nrun_dir = "runs/recipe"\n'
+        )
+        run("megaclass data pack data/own --out data/ms1m")
+        run("megaclass data pairs data/own --out data/ms1m/lfw.bin --pairs 20")
+        shutil.copy("data/ms1m/lfw.bin", "lfw.bin")
+        shutil.copy("data/ms1m/lfw.bin", "cfp_fp.bin")
+        shutil.copy("data/ms1m/lfw.bin", "own.bin")
+        lines = [f"person{number}\t1\t2" for number in range(4)]
+        lines += [f"person{number}\t1\tperson{number + 4}\t2" for number in range(4)]
+        Path("lfw").mkdir()
+        Path("lfw/pairs.txt").write_text("1\t4\n" + "\n".join(lines) + "\n")
+        for number in range(8):
+            (Path("lfw") / f"person{number}").mkdir()
+            for take in (1, 2):
+                source = f"data/own/person{number}/{take}.png"
+                Image.open(source).save(f"lfw/person{number}/person{number}_{take:04d}.jpg")
+        run("megaclass train recipe.toml")
+        run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/ms1m")
+        run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/other train.seed=1")
+        run("megaclass export runs/ms1m --to onnx --out onnx")
+        run("megaclass export runs/ms1m --to insightface --out pth")
+        shutil.copy("onnx/model.onnx", "model.onnx")
+        shutil.copy("pth/backbone.pth", "backbone.pth")
+    return folder
+
+
+def smaller(command: str) -> list[str]:
+    for pattern, replacement in SMALLER:
+        command = re.sub(pattern, replacement, command)
+    words = shlex.split(command)
+    if words[1] == "train" and "--show-config" not in words:
+        given = {word.partition("=")[0] for word in words}
+        if "synth.identities" not in given and any(word.startswith("recipes/demo") for word in words):
+            words.append("synth.identities=20")
+        is_resumed = any(word.startswith("--resume") for word in words)
+        words += [f"{name}={value}" for name, value in SMALL_SETTINGS.items() if name not in given]
+        if not is_resumed and "--overwrite" not in words:
+            words.append("--overwrite")
+    return words
+
+
+def run(command: str) -> None:
+    """Runs one command of `megaclass` in this process, as a user would type it, only smaller."""
+    words = smaller(command)
+    # A checkpoint that "PATH" stands for.
+    latest = sorted(Path().glob("runs/recipe/checkpoints/step-*"))
+    words = [word.replace("=PATH", f"={latest[-1]}") if latest else word for word in words]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            code = main(words[1:])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    assert code == 0, f"{shlex.join(words)}\nexit code {code}\n{output.getvalue()[-1500:]}"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_every_command_of_the_pages_runs(folder):
+    failures, num_run = [], 0
+    with contextlib.chdir(folder):
+        for command in commands():
+            if why_not(command.text):
+                continue
+            num_run += 1
+            try:
+                run(command.text)
+            except AssertionError as error:
+                failures.append(f"{command.place}: {error}")
+    assert not failures, "\n\n".join(failures)
+    assert num_run > 25
+
+
+def test_commands_that_do_not_run_here_have_a_reason_that_is_still_needed():
+    texts = [command.text for command in commands()]
+    unused = [pattern for pattern in NOT_RUN if not any(re.search(pattern, text) for text in texts)]
+    assert not unused
+
+
+DRIVER = """
+import json, os, sys
+for place, code in json.loads(open(sys.argv[1]).read()):
+    exec(compile(code, place, "exec"), {"__name__": "__main__"})
+    if os.environ.get("RANK", "0") == "0":
+        print(f"ran {place}", flush=True)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # torch's gloo threads abort the interpreter's end now and then (docs/decisions.md)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("starter", ["alone", "torchrun"])
+def test_every_python_block_of_the_pages_runs(folder, starter):
+    blocks = [block for block in python_blocks() if HAS_TIMM or "import timm" not in block.text]
+    blocks = [block for block in blocks if not any(part in block.text for part in BLOCKS_NOT_RUN)]
+    command = [sys.executable]
+    if starter == "torchrun":
+        blocks = [block for block in blocks if "init_process_group" in block.text or "Accelerator()" in block.text]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert len(blocks) >= (2 if starter == "torchrun" else 7)
+    with contextlib.chdir(folder):
+        run("megaclass export runs/ms1m --to safetensors --out centres")
+        shutil.copy("centres/centres.safetensors", "centres.safetensors")
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "blocks.json").write_text(
+        json.dumps([(block.place, block.text.replace('"anna"', '"person0"')) for block in blocks])
+    )
+    done = subprocess.run(
+        [*command, "driver.py", "blocks.json"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    ran = re.findall(r"^ran (.*)$", done.stdout, re.MULTILINE)
+    assert ran == [block.place for block in blocks], done.stdout[-1000:] + done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == (10 if starter == "torchrun" else 5) and losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_loop_of_the_readme_runs_there_as_it_stands(capsys):
+    (loop,) = [block for block in python_blocks() if block.page == "README.md"]
+    names = {"__name__": "__main__"}
+    exec(compile(loop.text, loop.place, "exec"), names)
+    assert names["head"].device.type == "cuda" and names["embeddings"].device.type == "cuda"
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert losses[-1] < 0.1 * losses[0]

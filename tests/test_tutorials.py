@@ -1,0 +1,209 @@
+"""The tutorials run as they are written, page by page, with small drawn data; both languages have the same commands."""
+
+import contextlib
+import glob
+import io
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaclass.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = ROOT / "docs" / "tutorials"
+PAGES = sorted(TUTORIALS.glob("*.md"))
+TRANSLATED = [(ROOT / "README.md", ROOT / "README.zh-CN.md")]
+TRANSLATED += [(page.with_name(page.name.replace(".zh-CN", "")), page) for page in PAGES if ".zh-CN" in page.name]
+
+NOT_RUN = {
+    r"gpu-1|^srun|^sbatch": "several hosts or Slurm; tests/launch runs such lines with hosts in network namespaces",
+    r"train\.nproc=8": "eight processes; tests/train starts two and four",
+    r"127\.0\.0\.1": "two agents; tests/launch runs it",
+    r"work_dirs": "InsightFace's own checkpoints; tests/train/test_insightface.py writes some",
+}
+# What makes a command small: (pattern, replacement).
+SMALLER = [
+    (r"--identities 300 --images-per-identity 12 --size 64", "--identities 20 --images-per-identity 6 --size 32"),
+    (r"/train_tmp/ms1m-retinaface-t1", "drawn"),
+    (r"train\.epochs=\d+", "train.epochs=1"),
+]
+SMALL_SETTINGS = [
+    "backbone.name=mbf",
+    "backbone.embedding_dim=16",
+    "train.global_batch=16",
+    "train.epochs=1e-9",
+    "train.device=cpu",
+    "train.nproc=1",
+    "train.precision=float32",
+    "export.onnx=false",
+]
+SMALL_DEMO = ["synth.identities=20", "synth.images_per_identity=4", "synth.size=32", "synth.pairs=20"]
+
+
+def commands(page: Path) -> list[str]:
+    """Indented lines outside of fences that start with the name of a program, without their remarks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
+    lines = re.findall(r"^    ((?:megaclass|python|srun|sbatch|make|pip) .*)$", text, re.MULTILINE)
+    return [re.split(r"\s+#", line)[0].strip() for line in lines]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("english, chinese", TRANSLATED, ids=lambda page: page.name)
+def test_both_languages_have_the_same_commands_and_code(english, chinese):
+    assert commands(chinese) == commands(english) != []
+    without_remarks = [[re.sub(r"\s*#.*", "", block) for block in python_blocks(page)] for page in (chinese, english)]
+    assert without_remarks[0] == without_remarks[1]
+
+
+def test_every_reason_not_to_run_a_command_is_still_needed():
+    everything = [command for page in PAGES for command in commands(page)]
+    assert [pattern for pattern in NOT_RUN if not any(re.search(pattern, one) for one in everything)] == []
+
+
+def run(command: str) -> None:
+    """Runs one command of a page in this process, as a user would type it, only smaller."""
+    for pattern, replacement in SMALLER:
+        command = re.sub(pattern, replacement, command)
+    words = [found for word in shlex.split(command) for found in (sorted(glob.glob(word)) or [word])]  # noqa: PTH207
+    if words[1] == "train":
+        given = {word.partition("=")[0] for word in words}
+        words += [setting for setting in SMALL_SETTINGS if setting.partition("=")[0] not in given]
+        words += SMALL_DEMO if words[2] == "demo" and "synth.identities" not in given else []
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = main(words[1:])
+    assert code == 0, f"{shlex.join(words)}\nexit code {code}\n{output.getvalue()[-1500:]}"
+
+
+def run_page(page: str) -> None:
+    for command in commands(TUTORIALS / page):
+        if not any(re.search(pattern, command) for pattern in NOT_RUN):
+            run(command)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.ranks
+def test_from_photos_to_a_model(folder, capsys):
+    run_page("photos-to-model.md")
+    assert "data:image/png" in Path("search.html").read_text()
+    for block in python_blocks(TUTORIALS / "photos-to-model.md"):
+        exec(compile(block, "photos-to-model.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert re.search(r"(same|different): cosine .* \(false accept rate .* on holdout\)", printed)
+    assert len(re.findall(r"^-?[\d.]+ holdout/", printed, re.MULTILINE)) == 5
+
+
+@pytest.mark.ranks
+def test_many_gpus(folder):
+    # The page resumes the run of eight processes; here that of one.
+    first, *_, last = commands(TUTORIALS / "many-gpus.md")
+    run(first)
+    run(last.replace("runs/eight", "runs/one"))
+    assert Path("runs/one/report.html").exists()
+
+
+CONFIG = """
+from easydict import EasyDict as edict
+config = edict()
+config.margin_list = (1.0, 0.5, 0.0)
+config.network = "mbf"
+config.embedding_size = 512
+config.sample_rate = 1.0
+config.fp16 = True
+config.batch_size = 128
+config.lr = 0.02
+config.rec = "/train_tmp/ms1m-retinaface-t1"
+config.num_classes = 93431
+config.num_image = 5179510
+config.num_epoch = 20
+config.warmup_epoch = 0
+config.val_targets = ["lfw"]
+"""
+
+
+@pytest.mark.ranks
+def test_from_insightface(folder):
+    Path("configs").mkdir()
+    Path("configs/ms1mv3_r50.py").write_text(CONFIG)
+    run("megaclass data synth --identities 300 --images-per-identity 12 --size 64 --out drawn --pairs 20")
+    # What the page's reader has from earlier: a verification set and a model of InsightFace.
+    shutil.copy("drawn/verification.bin", "lfw.bin")
+    shutil.copy("drawn/verification.bin", "drawn/lfw.bin")
+    page = commands(TUTORIALS / "from-insightface.md")
+    for command in page:
+        if "evaluate" in command or any(re.search(pattern, command) for pattern in NOT_RUN):
+            continue
+        run(command)
+    shutil.copy("exported-pth/backbone.pth", "backbone.pth")
+    for command in page:
+        if "evaluate" in command:
+            # InsightFace's files do not say how images are fitted; drawn images are smaller than 112.
+            run(f"{command} --fit squash")
+
+
+@pytest.mark.ranks
+def test_from_horovod(folder):
+    (block,) = python_blocks(TUTORIALS / "from-horovod.md")
+    Path("train_horovod.py").write_text(block)
+    (command,) = commands(TUTORIALS / "from-horovod.md")
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command.replace(" python ", f" {sys.executable} "))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    loss = re.search(r"2 ranks, loss ([\d.]+)", done.stdout)
+    assert loss and float(loss[1]) < 8, done.stdout
+
+
+def character(number: int, take: int) -> bytes:
+    pixels = np.kron(np.random.default_rng(number).integers(0, 2, (5, 5)), np.ones((21, 21))) * 255
+    pixels = np.roll(pixels, take, axis=(0, 1)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert("1").save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.ranks
+def test_handwriting(folder):
+    """With archives in the authors' layout: SET/ALPHABET/characterNN/*.png, and runNN/{class_labels.txt,test,training}."""
+    Path("omniglot").mkdir()
+    with zipfile.ZipFile("omniglot/images_background_small1.zip", "w") as archive:
+        for number in range(4):
+            for take in range(3):
+                name = f"images_background_small1/Greek/character{number + 1:02}/{number:04}_{take:02}.png"
+                archive.writestr(name, character(number, take))
+    with zipfile.ZipFile("omniglot/all_runs.zip", "w") as archive:
+        pairs = [(f"run01/test/item{n:02}.png", f"run01/training/class{n:02}.png") for n in (1, 2, 3)]
+        archive.writestr("run01/class_labels.txt", "".join(f"{test} {known}\n" for test, known in pairs))
+        for number, (test, known) in enumerate(pairs):
+            archive.writestr(test, character(50 + number, 1))
+            archive.writestr(known, character(50 + number, 0))
+    script, train, search = commands(TUTORIALS / "handwriting.md")
+    small = "train.epochs=1 train.global_batch=16 backbone.name=slim backbone.embedding_dim=16 data.size=32 export.onnx=false"
+    words = shlex.split(script.replace("benchmarks/", f"{ROOT}/benchmarks/"))[1:] + small.split()
+    done = subprocess.run(
+        [sys.executable, *words, "--device", "cpu"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"split 1, seed 0: [\d.]+% in", done.stdout)
+    run(train + " data.size=32")
+    run(search + " --device cpu")
+    assert "item01.png" in Path("search.html").read_text()
