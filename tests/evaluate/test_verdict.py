@@ -1,11 +1,13 @@
 """The rules of the verdict, each on rows that show it, and a healthy run on which none applies."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaclass.evaluate.report.time_line import time_line
 from megaclass.evaluate.report.verdict import RULES, verdict
+from megaclass.metrics_file import read_metrics
 
 
 def rows(losses: list[float | None], **columns: Any) -> list[dict[str, Any]]:
@@ -44,3 +46,11 @@ def test_a_long_time_line_keeps_its_beginning_and_end() -> None:
     assert len(shown) == 61 and shown[0] == ("0:00:00", "0", "save", "seconds 0.5")
     assert shown[-1][:2] == ("0:08:19", "499") and "440 events" in shown[30][3]
     assert time_line([]) == []
+
+
+def test_a_recorded_run_that_learned_is_healthy() -> None:
+    # Five columns of: megaclass train demo backbone.name=slim synth.identities=16 synth.images_per_identity=16 synth.size=16
+    # backbone.embedding_dim=32 train.global_batch=16 train.epochs=8 train.report_steps=4 optimizer.lr=0.05 (84 steps)
+    rows, num_damaged = read_metrics(Path(__file__).parent / "recorded" / "healthy.jsonl")
+    assert len(rows) == 21 and not num_damaged
+    assert [one.rule for one in verdict(rows)] == ["healthy"]

@@ -27,6 +27,7 @@ def plan_text(plan: Plan) -> str:
         ("backbone", plan.time.backbone),
         ("head", plan.time.head),
         ("update", plan.time.update),
+        ("waiting for launches", plan.time.waiting),
         ("exchanges not hidden", plan.exchange_s),
         ("in all", plan.step_s),
     ):
