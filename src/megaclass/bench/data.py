@@ -79,6 +79,14 @@ def bench_stages(
             close()
 
 
+def read_and_decode_rate(source: ImageSource, *, seconds: float, batch: int = 64) -> float:
+    """Returns how many images per second one thread reads and decodes, measured for `seconds`."""
+    batch = min(batch, source.num_images)
+    loader = BatchLoader(source, global_batch=batch, max_bad_fraction=1.0)
+    steps = loader.steps_per_epoch
+    return _measure("", lambda number: loader.load(*divmod(number, steps)), batch, seconds).images_per_second
+
+
 def _measure(name: str, work: Callable[[int], object], batch: int, seconds: float) -> StageSpeed:
     work(0)
     begun, begun_cpu, number = time.perf_counter(), time.process_time(), 0

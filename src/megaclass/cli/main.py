@@ -12,6 +12,7 @@ from megaclass.cli.evaluate import add_evaluate_commands
 from megaclass.cli.hints import Parser, settings_for_options
 from megaclass.cli.logs import add_output_options, messages_on_stderr, print_error
 from megaclass.cli.models import add_model_commands
+from megaclass.cli.plan import add_plan_command
 from megaclass.cli.recipes import add_recipe_commands
 from megaclass.cli.train import add_train_commands
 from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_train_commands(commands)
+    add_plan_command(commands)
     add_recipe_commands(commands, parser)
     commands.add_parser("run", help="start a command on this machine or many, as horovodrun does")
     add_cluster_commands(commands)

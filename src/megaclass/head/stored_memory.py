@@ -3,7 +3,7 @@
 import torch
 
 _ON_CPU = 4 << 30
-_SHARE_OF_DEVICE = 8
+SHARE_OF_DEVICE = 8
 _SHARE_OF_FREE = 2
 
 
@@ -18,4 +18,4 @@ def default_stored_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     # What torch's allocator has reserved and does not use is free, too.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(total // _SHARE_OF_DEVICE, free // _SHARE_OF_FREE)
+    return min(total // SHARE_OF_DEVICE, free // _SHARE_OF_FREE)

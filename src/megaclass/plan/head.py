@@ -44,8 +44,7 @@ def head_costs(job: Job) -> HeadCosts:
     operand = 2 if narrow else 4
     width = round_up(dim, SUBCENTRE_TILES.width if narrow else FLOAT32_TILES.width)
     chunks = _chunk_bytes(job, operand, width)
-    stored_bytes, kept, peak = round(settings.stored_gib * 2**30), 0, 0
-    left = stored_bytes
+    left, kept, peak = job.stored_bytes, 0, 0
     for exponentials, centres in chunks:
         peak = max(peak, kept + exponentials + centres)
         left -= exponentials
@@ -93,7 +92,7 @@ def _chunk_bytes(job: Job, operand: int, width: int) -> list[tuple[int, int]]:
         num_images=job.gathered,
         num_classes=job.sampled,
         bytes_per_class=per_class,
-        stored_bytes=round(settings.stored_gib * 2**30),
+        stored_bytes=job.stored_bytes,
         num_sms=job.gpu.num_sms,
     )
     chunks = []

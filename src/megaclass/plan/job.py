@@ -7,6 +7,7 @@ import torch
 
 from megaclass.config.schema import BackboneConfig, Config
 from megaclass.head.sampling import rate_schedule, sample_capacity
+from megaclass.head.stored_memory import SHARE_OF_DEVICE
 from megaclass.image_size import compact_size
 from megaclass.plan.gpus import Gpu
 from megaclass.plan.trace import BackboneTrace, trace_backbone
@@ -17,7 +18,7 @@ _DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True)
 class Job:
-    """What a plan is made for. The letters are those of CONTRIBUTING.md."""
+    """Settings, ranks, data and GPU of a job. The letters are those of CONTRIBUTING.md."""
 
     config: Config
     gpu: Gpu
@@ -64,6 +65,12 @@ class Job:
         return self.local_classes if rate == 1 else sample_capacity(self.local_classes, rate, self.gathered)
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of exponentials that the head may keep."""
+        given = self.config.head.stored_gib
+        return self.gpu.memory // SHARE_OF_DEVICE if given is None else round(given * 2**30)
+
+    @property
     def num_hosts(self) -> int:
         return -(-self.num_ranks // self.ranks_per_host)
 
@@ -82,5 +89,4 @@ def _traced(settings: BackboneConfig, image_size: tuple[int, int], dtype: torch.
         lambda: backbone_on_paper(settings, compact_size(image_size)),
         image_size,
         dtype,
-        is_recomputed=settings.checkpoint_activations,
     )

@@ -37,6 +37,11 @@ class StepTime:
     def compute(self) -> float:
         return max(self.backbone + self.head + self.update, self.launches)
 
+    @property
+    def waiting(self) -> float:
+        """Seconds in which the device waits for the host, which launches its operations too slowly for a small batch."""
+        return self.compute - (self.backbone + self.head + self.update)
+
 
 def step_time(job: Job) -> StepTime:
     config, gpu, backbone, head = job.config, job.gpu, job.backbone(), head_costs(job)

@@ -81,17 +81,14 @@ class BackboneTrace:
         )
 
 
-def trace_backbone(
-    build: Callable[[], nn.Module], image_size: tuple[int, int], dtype: torch.dtype, *, is_recomputed: bool = False
-) -> BackboneTrace:
-    """Traces the backbone that `build` makes on torch's default device, in training, under autocast unless dtype is float32.
-
-    is_recomputed: backward repeats forwards, and needs autocast for them.
-    """
+def trace_backbone(build: Callable[[], nn.Module], image_size: tuple[int, int], dtype: torch.dtype) -> BackboneTrace:
+    """Traces the backbone that `build` makes on torch's default device, in training, under autocast unless dtype is float32."""
     with _NoValues(), torch.device(_DEVICE):  # type: ignore[no-untyped-call]
         backbone = build()
         backbone.train()
-        traces = tuple(_trace_step(backbone, batch, image_size, dtype, is_recomputed) for batch in _BATCHES)
+        if dtype != torch.float32:
+            _narrow_recomputation(backbone, dtype)
+        traces = tuple(_trace_step(backbone, batch, image_size, dtype) for batch in _BATCHES)
         parameters = list(backbone.parameters())
         buffers = [(buffer.numel(), buffer.element_size()) for buffer in backbone.buffers()]
     first, second = traces
@@ -105,9 +102,7 @@ def trace_backbone(
     )
 
 
-def _trace_step(
-    backbone: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype, is_recomputed: bool
-) -> StepTrace:
+def _trace_step(backbone: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype) -> StepTrace:
     for parameter in backbone.parameters():
         if parameter.requires_grad:
             # As with DDP, whose buckets hold the gradients all the time: they are no temporary memory.
@@ -121,15 +116,28 @@ def _trace_step(
             embeddings = backbone(images)
         del pixels
         num_forward = len(recorder.live)
-        with _AutocastOfGpu(dtype) if is_recomputed and dtype != torch.float32 else nullcontext():
-            embeddings.backward(torch.empty_like(embeddings))
+        embeddings.backward(torch.empty_like(embeddings))
         del images, embeddings
     live, working, flops, traffic = (np.array(column) for column in recorder.columns())
     return StepTrace(live, working, flops, traffic, num_forward)
 
 
+def _narrow_recomputation(backbone: nn.Module, dtype: torch.dtype) -> None:
+    """Lets blocks with checkpointed activations enter autocast themselves: modes of Python are off in backward."""
+    for block in backbone.modules():
+        outer = block.__dict__.get("forward")
+        if isinstance(outer, partial):
+            _, forward = outer.args
+            block.forward = partial(outer.func, block, partial(_forward_under_autocast, forward, dtype))
+
+
+def _forward_under_autocast(forward: Callable[[Tensor], Tensor], dtype: torch.dtype, x: Tensor) -> Tensor:
+    with _AutocastOfGpu(dtype):
+        return forward(x)
+
+
 class _AutocastOfGpu(TorchFunctionMode):
-    """What torch.autocast("cuda") does to tensors of the meta device, for which torch has no autocast."""
+    """Autocast of a GPU for tensors of the meta device, for which torch has none."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

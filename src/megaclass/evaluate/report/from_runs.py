@@ -18,6 +18,7 @@ from megaclass.evaluate.report.ranks import rank_rows
 from megaclass.evaluate.report.training import time_parts
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluate.training_images import TrainingImages, read_training_images
+from megaclass.events_file import read_events
 from megaclass.files import published_file
 from megaclass.metrics_file import read_metrics, read_summary
 
@@ -97,6 +98,7 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
         results=read_results(run),
         metrics=metrics,
         rank_rows=rank_rows(rows),
+        events=read_events(run)[0],
         profiles=sorted((run / "profile").glob("rank-*")),
         facts=_facts(summary, metrics),
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",

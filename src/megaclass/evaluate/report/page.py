@@ -24,7 +24,9 @@ from megaclass.evaluate.report.pictures import picture
 from megaclass.evaluate.report.ranks import RankRow, rank_section
 from megaclass.evaluate.report.sets import ModelResults, set_sections
 from megaclass.evaluate.report.settings import differing_settings
+from megaclass.evaluate.report.time_line import time_line
 from megaclass.evaluate.report.training import times, training_figures
+from megaclass.evaluate.report.verdict import verdict
 from megaclass.evaluate.results import headline
 from megaclass.evaluate.training_images import TrainingImages
 from megaclass.files import write_text
@@ -44,6 +46,8 @@ class ModelReport:
     """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
     rank_rows: Sequence[RankRow] = ()
     """Times of the ranks, from the same rows."""
+    events: Sequence[Mapping[str, Any]] = ()
+    """Rows of events.jsonl."""
     profiles: Sequence[Path] = ()
     """Traces and memory snapshots of train.profile."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +86,8 @@ def render_report(report: ReportData, path: Path | None = None) -> str:
         script=Markup(_text("report.js")),
         script_digest=script_digest(),
         tiles=_tiles(report.models),
+        verdicts=[(model.name, verdict(model.metrics, model.events)) for _, model in runs if model.metrics],
+        time_lines=[(model.name, rows) for _, model in runs if (rows := time_line(model.events))],
         **set_sections(
             [ModelResults(name=one.name, results=one.results, is_baseline=one.is_baseline) for one in report.models]
         ),
@@ -121,6 +127,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "panels": ("set-by-set", "Set by set"),
     "training_figures": ("training", "Training"),
     "ranks": ("ranks", "Ranks"),
+    "time_lines": ("time-line", "Time line"),
     "centres": ("centres", "Class centres"),
     "training_images": ("labels", "Images that do not fit their class"),
     "sample_faces": ("images", "Training images"),

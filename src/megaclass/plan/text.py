@@ -1,0 +1,93 @@
+"""The plan as text for a terminal."""
+
+from megaclass.plan.plan import Plan
+
+_BAR = 40
+
+
+def plan_text(plan: Plan) -> str:
+    """Returns the verdict first, then the tables."""
+    job, config = plan.job, plan.job.config
+    hosts = f" on {plan.job.num_hosts} hosts" if plan.job.num_hosts > 1 else ""
+    lines = [
+        f"{config.backbone.name}, {job.num_classes:,} classes, {job.num_images:,} images, global batch "
+        f"{config.train.global_batch:,}, {job.num_ranks} × {job.gpu.name}{hosts}",
+        "",
+        _verdict(plan),
+        "",
+        f"Memory per rank at its peak ({plan.memory.peak_moment})",
+    ]
+    peak = plan.memory.peak
+    for name, size in plan.memory.parts.items():
+        lines.append(f"  {name:24}{_size(size):>12}  {'#' * round(_BAR * size / peak)}")
+    lines += [f"  {'in all':24}{_size(peak):>12}  of {_size(job.gpu.memory)}"]
+    lines += [f"  {'loader, host memory':24}{_size(plan.memory.host_loader):>12}"]
+    lines += ["", "A step on each rank"]
+    for name, seconds in (
+        ("backbone", plan.time.backbone),
+        ("head", plan.time.head),
+        ("update", plan.time.update),
+        ("waiting for launches", plan.time.waiting),
+        ("exchanges not hidden", plan.exchange_s),
+        ("in all", plan.step_s),
+    ):
+        lines.append(f"  {name:24}{1e3 * seconds:>9.2f} ms")
+    if plan.sent:
+        lines += ["", "Exchanges of a step"]
+        lines += [
+            f"  {one.name:34}{one.collective:16}{_size(one.buffer):>12}{1e3 * one.seconds:>9.2f} ms"
+            for one in plan.sent
+        ]
+    lines += [
+        "",
+        f"Speed         {plan.images_per_second:,.0f} images/s, {_duration(plan.epoch_s)} per epoch, "
+        f"{_duration(plan.total_s)} for {config.train.epochs:g} epochs",
+        f"Checkpoint    {_size(plan.checkpoint_bytes)}",
+        f"Data          {_data(plan)}",
+        f"Would fit     a global batch of {plan.largest_batch:,}, or {plan.largest_classes:,} classes",
+    ]
+    if plan.advice:
+        lines += ["", "Settings that would change it most"]
+        lines += [
+            f"  {one.setting:38}{_size(one.peak):>11}{one.images_per_second:>12,.0f} images/s"
+            f"{'' if one.fits else ', does not fit'}  ({one.remark})"
+            for one in plan.advice
+        ]
+    return "\n".join(lines)
+
+
+def _verdict(plan: Plan) -> str:
+    memory, share = plan.job.gpu.memory, plan.memory.peak / plan.job.gpu.memory
+    if plan.fits:
+        return f"Fits: {_size(plan.memory.peak)} of {_size(memory)} per GPU ({share:.0%})."
+    helping = next((one for one in plan.advice if one.fits), None)
+    hint = f" It would with {helping.setting}." if helping else ""
+    return f"Does not fit: {_size(plan.memory.peak)} are needed per GPU, which has {_size(memory)}.{hint}"
+
+
+def _data(plan: Plan) -> str:
+    per_rank = plan.images_per_second / plan.job.num_ranks
+    needed = f"{per_rank:,.0f} images/s per rank are needed"
+    if plan.decode_rate is None or plan.threads_needed is None:
+        return f"{needed}; nothing was measured, because there is no data here"
+    threads = plan.job.config.data.threads
+    advice = "" if threads >= plan.threads_needed else f": set data.threads={plan.threads_needed} (now {threads})"
+    return (
+        f"{needed}; one thread of this machine reads and decodes {plan.decode_rate:,.0f}, so {plan.threads_needed} "
+        f"keep up{advice}"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"

@@ -1,0 +1,94 @@
+"""`megaclass plan`: its numbers against measured ones and against the formulas of the documentation."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megaclass.cli.main import main
+from megaclass.config.read import load_config_values
+from megaclass.plan.exchanges import exchanges
+from megaclass.plan.gpus import GIB, GPUS
+from megaclass.plan.job import Job
+from megaclass.plan.memory import plan_memory
+from megaclass.plan.plan import make_plan
+from megaclass.plan.speed import step_time
+
+
+def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1, **train: object) -> Job:
+    tables = {
+        "data": {"path": "unused"},
+        "backbone": {"name": name, "embedding_dim": 512},
+        "head": {"sample_rate": rate},
+        "train": {"run_dir": "unused", "global_batch": batch, **train},
+    }
+    config = load_config_values(tables, where="test")
+    return Job(config, GPUS["h200"], num_ranks, 8, num_classes, 10 * num_classes, (112, 112), 11e9)
+
+
+# Rows of benchmarks/step-h200.md.
+@pytest.mark.parametrize(
+    ("planned", "gib", "images_per_second"),
+    [
+        (job("iresnet50", 512, 1_048_576, 1.0), 19.7, 8144),
+        (job("iresnet100", 512, 1_048_576, 1.0), 28.2, 4903),
+        (job("iresnet50", 512, 2_097_152, 0.1), 22.6, 8753),
+        (job("vit_b", 256, 1_048_576, 0.3, compile=True), 19.7, 4285),
+    ],
+    ids=["r50", "r100", "r50 sampled", "vit_b compiled"],
+)
+def test_memory_is_within_10_and_speed_within_15_percent_of_what_was_measured_on_an_h200(
+    planned: Job, gib: float, images_per_second: float
+) -> None:
+    assert plan_memory(planned).peak / GIB == pytest.approx(gib, rel=0.10)
+    speed = planned.config.train.global_batch / step_time(planned).compute
+    assert speed == pytest.approx(images_per_second, rel=0.15)
+
+
+def test_exchanges_are_those_of_the_documentation() -> None:
+    # docs/how-it-works.md: 64 ranks, max_batch 128, D = 512, bf16.
+    sent = exchanges(job("slim", 8192, 100_000_000, 0.1, num_ranks=64))
+    assert [one.buffer for one in sent[:3]] == [8_455_168, 131_080, 16_777_216]
+    assert sent[3].buffer == 4 * job("slim", 64, 64, 1.0).backbone().num_trained
+    assert exchanges(job("slim", 64, 64, 1.0)) == []
+
+
+def test_the_largest_batch_and_number_of_classes_fit_and_slightly_more_does_not() -> None:
+    planned = job("slim", 64, 1_000_000, 1.0, num_ranks=2)
+    plan = make_plan(planned)
+    for share, fits in ((1.0, True), (1.02, False)):
+        classes = replace(planned, num_classes=int(share * plan.largest_classes))
+        batch = planned.with_settings(train={"global_batch": int(share * plan.largest_batch)})
+        assert plan_memory(classes).fits(planned.gpu.memory) is fits
+        assert plan_memory(batch).fits(planned.gpu.memory) is fits
+
+
+def test_a_job_that_does_not_fit_is_told_a_setting_with_which_it_would() -> None:
+    plan = make_plan(job("slim", 64, 50_000_000, 1.0))
+    assert not plan.fits
+    assert any(one.fits for one in plan.advice)
+
+
+def test_recomputed_activations_need_less_memory_and_more_time() -> None:
+    stored = job("iresnet18", 256, 1000, 1.0)
+    again = stored.with_settings(backbone={"checkpoint_activations": True})
+    assert plan_memory(again).parts["activations"] < 0.75 * plan_memory(stored).parts["activations"]
+    assert step_time(again).backbone > 1.15 * step_time(stored).backbone
+
+
+def test_the_command_prints_text_and_json_and_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
+    recipe = [f"data.path={tmp_path}/none", "backbone.name=slim", "synth.identities=0", "train.global_batch=512"]
+    assert main(["plan", "demo", *recipe]) == 2
+    assert "give --classes and --images" in capsys.readouterr().err
+    size = ["--classes", "2,000,000", "--images", "40_000_000", "--gpu"]
+    assert main(["plan", "demo", *recipe, *size, "abacus"]) == 2
+    assert "known: b200, h200" in capsys.readouterr().err
+    assert main(["plan", "demo", "-np", "16", *recipe, *size, "a100-80", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["peak_bytes"] == sum(plan["bytes"].values())
+    assert plan["num_ranks"] == 16 and plan["num_hosts"] == 2 and len(plan["exchanges"]) == 4
+    assert main(["plan", "demo", *recipe, *size, "l4", "head.optimizer=adamw"]) in (0, 1)
+    text = capsys.readouterr().out
+    assert "Memory per rank" in text and "centres" in text and "images/s" in text
