@@ -74,7 +74,7 @@ def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
         model.backbone(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(world.rank)))
     before = [parameter.clone() for parameter in model.backbone.parameters()]
     run = SimpleNamespace(config=config, world=world, device=_CPU, image_size=(32, 32))
-    numbers = accuracies(evaluate_between_steps(run, model, set()))
+    numbers = accuracies(evaluate_between_steps(run, model, 0, set()))
     is_unchanged = all(torch.equal(a, b) for a, b in zip(before, model.backbone.parameters(), strict=True))
     return numbers, is_unchanged and model.backbone.training
 

@@ -141,11 +141,11 @@ def test_an_hvd_job_names_the_rank_that_an_operation_waits_for_although_another_
     )
     assert done.code == HUNG, done.story()
     assert re.search(
-        r"the job hangs: a collective has not finished for 1\d s\. rank 1 \(\S+\): in \S+/job\.py:9 \(<module>\), asleep; "
+        r"the job hangs: a collective has not finished for 1\d s\. rank 1 \(\S+\): in \S+/job\.py:8 \(<module>\), asleep; "
         r"rank 2 .*; rank 0 waits for them in allreduce of lost\.",
         done.err,
     ), done.story()
-    assert "line 9 in <module>" in (logs / "rank.1" / "stacks").read_text()
+    assert "line 8 in <module>" in (logs / "rank.1" / "stacks").read_text()
 
 
 @pytest.mark.ranks

@@ -98,7 +98,9 @@ def _initialised(values):
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            run = open_run(config, this_world(), CPU, RunFolder(Path(config.train.run_dir)))
+            run = open_run(
+                config, this_world(), CPU, RunFolder(Path(config.train.run_dir)), ("here",) * this_world().size
+            )
             load_initial_weights(run, model, StartMode())
         except UserError as error:
             return None, str(error)

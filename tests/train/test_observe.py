@@ -108,7 +108,8 @@ def _refused(version):
     # Each host may keep its data elsewhere.
     check_same_start(_config(path=f"/data/{rank}"), CPU)
     messages = []
-    same_start.__version__ = version if rank == 1 else same_start.__version__
+    installed = same_start.__version__
+    same_start.__version__ = version if rank == 1 else installed
     for action in (
         lambda: check_same_start(_config(seed=rank), CPU),
         lambda: check_same_data("abc" if rank else "def", 10, 2, ("a", "b"), World(rank=rank, size=2), CPU),
@@ -117,6 +118,8 @@ def _refused(version):
         with pytest.raises(LaunchError) as caught:
             action()
         messages.append(str(caught.value))
+    # These processes stay for other tests.
+    same_start.__version__ = installed
     check_same_data("abc" if rank == 0 else "", 10, 2, ("a", "a"), World(rank=rank, size=2, local_rank=rank), CPU)
     return messages
 

@@ -172,7 +172,9 @@ def test_the_state_that_goes_on_is_all_of_it(by_four):
 
 def test_the_command_line_says_how_a_run_begins(data, tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr(launch_ranks, "start_training", lambda config, arguments, mode: begun.append(mode) or 0)
+    monkeypatch.setattr(
+        launch_ranks, "start_training", lambda config, arguments, mode: begun.append(replace(mode, command=())) or 0
+    )
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(load_config_values(settings(data, tmp_path / "run"), where="test")))
     for options in ([], ["--resume"], ["--resume=best", "--match-classes"], ["--overwrite"]):
