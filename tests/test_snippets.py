@@ -225,6 +225,8 @@ def test_commands_that_do_not_run_here_have_a_reason_that_is_still_needed():
 
 DRIVER = """
 import json, os, sys
+# One write per line: the lines of two ranks in one pipe stay apart.
+sys.stdout.reconfigure(line_buffering=True, write_through=False)
 for place, code in json.loads(open(sys.argv[1]).read()):
     exec(compile(code, place, "exec"), {"__name__": "__main__"})
     if os.environ.get("RANK", "0") == "0":
