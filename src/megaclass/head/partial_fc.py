@@ -153,7 +153,9 @@ class PartialFC(HeadModule):
     def forward(self, embeddings_BD: Tensor, labels_B: Tensor) -> Tensor:
         """Collective. Returns the mean loss over the global batch, the same on every rank.
 
-        After `begin_step` it is this part's share of the step's mean. embeddings_BD: (B, D) floating, not normalised.
+        After `begin_step` it is this part's share of the step's mean.
+
+        embeddings_BD: (B, D) floating, not normalised.
         labels_B: (B,) integers in [0, num_classes).
         """
         self._settle_on(embeddings_BD.device)
