@@ -86,10 +86,12 @@ class LoadedModel:
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Returns (B, D), not normalised, of (B, 3, H, W) images in [-1, 1]; gradients as torch's mode says."""
         height, width = height_and_width(self.image_size)
-        is_input = images_B3HW.ndim == 4 and images_B3HW.shape[1:] == (3, height, width)
+        is_tensor = isinstance(images_B3HW, Tensor)
+        is_input = is_tensor and images_B3HW.ndim == 4 and images_B3HW.shape[1:] == (3, height, width)
         if not is_input or not images_B3HW.is_floating_point():
+            shape = f"a tensor of shape {tuple(images_B3HW.shape)} and {images_B3HW.dtype}" if is_tensor else ""
             raise DataError(
-                f"{self.name} was called with a tensor of shape {tuple(images_B3HW.shape)} and {images_B3HW.dtype}: it takes "
+                f"{self.name} was called with {shape or f'an object of {type(images_B3HW).__name__}'}: it takes a tensor "
                 f"(B, 3, {height}, {width}) of a floating dtype with values in [-1, 1]. Files, Pillow images and bytes go to "
                 f"embed()."
             )
