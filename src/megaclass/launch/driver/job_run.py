@@ -116,6 +116,7 @@ class JobRun:
         while not until():
             now = time.monotonic()
             if is_start and self._start.problems:
+                # The first problem sets this moment, and later passes do not move it.
                 start_deadline = min(start_deadline, now + _SETTLE_S)
             if now >= start_deadline:
                 # Where other hosts have problems, the silent ones have not had the whole time: they are not blamed.
