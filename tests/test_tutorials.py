@@ -17,6 +17,7 @@ from tests import pages
 from tests.pages import ROOT, run_in_this_process, unused_reasons, why_not_run
 
 from megaclass.backbones import BACKBONES
+from megaclass.cli.main import main
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 PAGES = sorted(TUTORIALS.glob("*.md"))
