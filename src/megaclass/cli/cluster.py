@@ -144,7 +144,11 @@ def _add_bench_step(bench_commands: Any) -> None:
     step = bench_commands.add_parser("step", help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
     step.add_argument("recipe", type=Path, help="TOML file with the settings")
     step.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings that take precedence over the file",
     )
     step.add_argument("--steps", type=int, default=20, help="number of steps per data source (default: 20)")
     step.add_argument("--json", action="store_true", help="print the result as JSON")

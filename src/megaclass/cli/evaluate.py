@@ -234,6 +234,8 @@ def _place_of_report(runs: list[Path]) -> Path:
 def _export(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.export.run_export import export_model
 
+    if not options.model.exists() and not str(options.model).startswith("hf:"):
+        raise ConfigError(f"There is no model at {options.model}: expected a run folder or a model file.")
     if options.out is None and not options.model.is_dir():
         raise ConfigError(f"{options.model} is not a run folder: name the folder to write with --out FOLDER.")
     out = options.out or options.model / "export" / options.to

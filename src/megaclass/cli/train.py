@@ -20,7 +20,11 @@ def add_train_commands(commands: Any) -> None:
     )
     train.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a built-in recipe")
     train.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings that take precedence over the file",
     )
     train.add_argument(
         "--resume",

@@ -151,12 +151,12 @@ class Controller:
                     self._seat.wake_driver()
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Calls `call` once the operation is done, or now if it is: under the lock, so that it must not block."""
+        """Calls `call` once the operation is done, or now if it is. The driver calls it, so that it must not wait."""
         with self._lock:
-            if operation.is_done:
-                call()
-            else:
+            if not operation.is_done:
                 operation.on_done = call
+                return
+        call()
 
     def wait(self, operation: Operation) -> None:
         """Returns when the operation is done; raises HorovodInternalError if it failed."""
@@ -414,8 +414,10 @@ class Controller:
                 operation.is_done = True
                 if operation.waiter is not None:
                     operation.waiter.release()
-                if operation.on_done is not None:
-                    operation.on_done()
+        # Without the lock: what is called may submit the next operation.
+        for operation in operations:
+            if operation is not None and operation.on_done is not None:
+                operation.on_done()
 
     def _close(self, reason: str) -> None:
         """Fails all open operations, and all later ones, with the reason of the first call."""
