@@ -140,6 +140,7 @@ def saved_rows(
     """Yields (first class, rows) of every shard that overlaps classes [class_start, class_stop); one is in memory at a time."""
     for name, saved in manifest.files.items():
         if saved.class_start < class_stop and class_start < saved.class_stop:
+            # One shard at a time: a rank that gets classes of many shards would otherwise hold all of them.
             tensors = read_tensors(folder / name)
             # A rank's own state travels in its shard, but belongs to no class.
             rows_of = {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}

@@ -260,6 +260,7 @@ class CheckpointWriter:
             _clear_leftovers(self._checkpoints, but=save.unfinished)
         make_private_folder(self._checkpoints)
         make_private_folder(save.unfinished)
+        # In this thread: the loop must not wait for the copy from the GPU.
         self._rows_copy.wait()
         self._shared_copy.wait()
         name = f"head-{start:010d}-{stop:010d}.safetensors"
@@ -307,6 +308,7 @@ class CheckpointWriter:
     def _wait_for_notes(self, save: "_Save") -> dict[str, SavedFile]:
         notes = [save.note(rank) for rank in range(self._world_size)]
         while missing := set(notes) - set(save.unfinished.iterdir()):
+            # Polled, because the ranks share nothing but the file system, and it may be on the network.
             if save.is_abandoned.wait(_POLL_S):
                 raise CheckpointError(
                     f"The checkpoint {save.final} was not finished: {', '.join(sorted(note.name for note in missing)[:8])} "
