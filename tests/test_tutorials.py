@@ -16,6 +16,9 @@ from PIL import Image
 from tests import pages
 from tests.pages import ROOT, run_in_this_process, unused_reasons, why_not_run
 
+from megaclass.backbones import BACKBONES
+from megaclass.cli.main import main
+
 TUTORIALS = ROOT / "docs" / "tutorials"
 PAGES = sorted(TUTORIALS.glob("*.md"))
 TRANSLATED = [(ROOT / "README.md", ROOT / "README.zh-CN.md")]
@@ -57,6 +60,11 @@ def python_blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("english, chinese", TRANSLATED, ids=lambda page: page.name)
 def test_both_languages_have_the_same_commands_and_code(english, chinese):
     assert commands(chinese) == commands(english) != []
+    in_text = [
+        re.findall(r"`(megaclass (?:run|check|train|push|recipes)\b.*?)`", page.read_text())
+        for page in (chinese, english)
+    ]
+    assert in_text[0] == in_text[1] != []
     without_remarks = [[re.sub(r"\s*#.*", "", block) for block in python_blocks(page)] for page in (chinese, english)]
     assert without_remarks[0] == without_remarks[1]
 
@@ -163,6 +171,22 @@ def test_from_horovod(folder):
     assert done.returncode == 0, done.stderr
     loss = re.search(r"2 ranks, loss ([\d.]+)", done.stdout)
     assert loss and float(loss[1]) < 8, done.stdout
+
+
+def test_the_page_on_healthy_runs_names_recipes_settings_and_backbones_that_exist(capsys):
+    page = (TUTORIALS / "healthy-run.md").read_text()
+    recipes = [name for name in re.findall(r"`([\w-]+)`[:,]? ", page) if (ROOT / "recipes" / f"{name}.toml").exists()]
+    recipes += re.findall(r"`([\w]+(?:-[\w]+)+)`", page)
+    assert len(set(recipes)) >= 5
+    for name in sorted(set(recipes)):
+        assert main(["train", name, "--show-config"]) == 0, name
+    shown = capsys.readouterr().out
+    settings = set(re.findall(r"`((?:optimizer|head|backbone|train|data)\.(\w+))", page))
+    assert len(settings) > 4
+    assert [whole for whole, key in settings if not re.search(rf"^{key} = ", shown, re.MULTILINE)] == []
+    rows = page.split("## By backbone")[1].split("\n\n")[1].splitlines()[2:]
+    named = {name for row in rows for name in re.findall(r"`([\w]+)`", row.split("|")[1])}
+    assert named and named <= set(BACKBONES)
 
 
 def character(number: int, take: int) -> bytes:

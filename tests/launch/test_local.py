@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaclass.errors import LaunchError
+from megaclass.launch.agent.supervisor import Supervisor
 from megaclass.launch.launchers.local import default_threads, run_local
 
 # Each rank writes its pid first, so that a test can see whether it is still there.
@@ -311,3 +312,22 @@ def test_a_stopped_rank_is_named_each_time_it_is_stopped(parent, tmp_path):
         time.sleep(0.3)  # for the news that it goes on
     (tmp_path / "over").touch()
     assert process.wait(30) == 0 and process.stderr.read() == ""
+
+
+def test_workers_that_were_forgotten_leave_no_open_files():
+    """An elastic job may start and end any number of workers on a host that stays."""
+    with Supervisor("test-of-open-files", grace_s=1.0, adopts=False, captures=True) as supervisor:
+        num_files = []
+        for number in range(3):
+            worker = supervisor.start(number, ["true"], dict(os.environ))
+            while not supervisor.reap():
+                time.sleep(0.01)
+            assert worker.process.stdout is not None and worker.process.stderr is not None
+            worker.process.stdout.close()
+            worker.process.stderr.close()
+            supervisor.forget(worker)
+            num_files.append(len(list(Path("/proc/self/fd").iterdir())))
+        with pytest.raises(LaunchError):
+            supervisor.start(3, ["/no/such/program"], dict(os.environ))
+        num_files.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert len(set(num_files)) == 1

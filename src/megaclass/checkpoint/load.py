@@ -110,6 +110,7 @@ def _hashing_rank(saved: SavedFile, manifest: Manifest, world_size: int) -> int:
     """
     if saved.class_start == saved.class_stop:
         return world_size - 1
+    # Not the exact range of a rank, whose rounding does not matter here: every file has one rank, and all ranks agree which.
     return saved.class_start * world_size // manifest.num_classes
 
 
@@ -117,6 +118,7 @@ def _same_manifest(folder: Path, digest: str, rank: int) -> Manifest:
     try:
         manifest = read_manifest(folder)
         if manifest.digest() != digest:
+            # A host with a file system of its own may have a checkpoint of the same name: from another run, or an older copy.
             raise CheckpointError(f"its manifest is a different one, of step {manifest.step}.")
         check_sizes(folder, manifest)
     except CheckpointError as error:
@@ -155,6 +157,7 @@ def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Te
     """Returns the state that this rank saved for itself; useful only with the same number of ranks."""
     from safetensors import safe_open
 
+    # Ranks hold ascending ranges of classes, so that the r-th shard is the one that rank r wrote.
     shards = sorted((s.class_start, name) for name, s in manifest.files.items() if s.class_start < s.class_stop)
     if rank >= len(shards):
         raise CheckpointError(

@@ -19,6 +19,7 @@ SHARED = "shared.safetensors"
 CLASSES = "classes.txt"
 # Prefix of tensors in a shard that belong to the rank that wrote it, not to its classes.
 RANK_PREFIX = "rank."
+# One thread hashes 0.5 to 2 GB per second; local NVMe and parallel file systems deliver several.
 _NUM_HASHERS = 8
 
 
@@ -66,6 +67,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} has format {values['format']!r}, not {FORMAT}: it was written by another version."
             )
+        # The digest covers everything else in the file, so that it is taken out before the rest is hashed.
         if values.pop("sha256") != _digest(values):
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one it states.")
         del values["format"]
@@ -178,9 +180,11 @@ def write_file(
 ) -> SavedFile:
     """Writes and flushes a new file with these bytes, and returns its entry for the manifest."""
     digest, num_bytes = hashlib.sha256(), 0
+    # O_EXCL: a second writer, such as a process that outlived its job, gets an error instead of mixing its bytes with ours.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for chunk in chunks:
+            # Both hashing and writing release the GIL for a chunk of this size: the training loop runs meanwhile.
             digest.update(chunk)
             num_bytes += len(chunk)
             # One write call takes at most 2 GiB and may take less.

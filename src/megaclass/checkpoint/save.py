@@ -165,6 +165,7 @@ class CheckpointWriter:
 
     def _start(self, snapshot: Snapshot) -> Path:
         self._failure = None
+        # A rank's own state travels in the file with its centres: no further file per rank, and no further digest.
         own = {RANK_PREFIX + name: tensor for name, tensor in snapshot.rank_state.items()}
         rows = self._rows_copy.take({**snapshot.head_rows, **own})
         shared = self._shared_copy.take(snapshot.shared) if self._rank == 0 else {}
@@ -288,12 +289,14 @@ class CheckpointWriter:
             data=self._data,
             files=entries,
         ).write(save.unfinished)
+        # The manifest has what the notes said; they are no part of a checkpoint.
         for rank in range(self._world_size):
             save.note(rank).unlink()
         # Everything in the folder is on the disk before the folder gets the name of a checkpoint.
         flush(save.unfinished)
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)
+        # Only now: a restart counts as progress what a later start can resume from.
         report_progress(snapshot.step)
         self._on_published(snapshot.step)
         for old in folders_to_delete(self._checkpoints, save.final, self._keep):

@@ -31,6 +31,7 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
+# Hashed and written while it is still in the cache of the core; larger chunks would be read from memory twice.
 _CHUNK_BYTES = 8 << 20
 
 
@@ -80,6 +81,7 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text = text.ljust(-(-len(text) // 8) * 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
+        # A view of the host copy: no byte is copied between the tensor and the write call.
         numbers = tensor.reshape(-1).view(torch.uint8).numpy().data
         for at in range(0, len(numbers), _CHUNK_BYTES):
             yield numbers[at : at + _CHUNK_BYTES]

@@ -21,6 +21,10 @@ class Parser(argparse.ArgumentParser):
 
 def _hint(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
     commands = _commands_of(parser)
+    if not given:
+        return "\nmegaclass --help lists the commands. A first one that takes two minutes: megaclass demo"
+    if parser.prog == "megaclass train" and len(given) == 1:
+        return "\nmegaclass recipes lists the recipes of the package; the first to try: megaclass train demo"
     # `megaclass data` is the parser of what follows `data`.
     depth = len(parser.prog.split()) - 1
     words = [word for word in given if not word.startswith("-")]

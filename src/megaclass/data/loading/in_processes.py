@@ -78,6 +78,7 @@ class ProcessBatches:
             number, slot = self._ready.popleft()
             epoch, step = divmod(number, steps_per_epoch)
             pixels = self._hand_out.take(slot, self._reader.num_rows(step))
+            # The oldest is tried first: the caller has most probably dropped it.
             self._free.append(slot)
             yield Loaded(epoch, step, pixels)
 

@@ -24,6 +24,7 @@ from megaclass.keyed_random import combine64
 
 _REPLACE_SALT = 0x7265706C616365
 _MAX_REPLACEMENTS = 100
+# A network file system that fails over is away for seconds; a longer wait would keep all ranks waiting.
 _READ_AGAIN_S = (0.05, 0.5, 2.0)
 
 
@@ -94,6 +95,7 @@ class BatchReader:
 
         Returns how many images had another size.
         """
+        # Rows count within this rank's part of the step, and the part within the global batch.
         part = even_part(self.order.batch_size(step), self.plan.rank, self.plan.world_size)[rows.start : rows.stop]
         wanted_R = self.order.batch(epoch, step, slice(part.start, part.stop))
         if isinstance(self.source, PixelSource):
@@ -133,6 +135,7 @@ class BatchReader:
     def _decode(self, out_HW3: NDArray[np.uint8], index: int) -> bool:
         if index in self.crashes:
             raise DataError(f"Cannot decode {self.source.name_of(index)}: {self.crashes[index]}.")
+        # Before the read, which may block for long: the table names the image if the process is killed meanwhile.
         self._on_image(index)
         return decode_into(out_HW3, self._read(index), self.source.name_of(index), self.plan.fit)
 

@@ -78,6 +78,7 @@ class Job:
 
     def close(self) -> None:
         """Leaves the job: operations of other ranks that need this one fail there."""
+        # The watch first: connections that end from here on are no fault.
         self.watch.stop()
         self.controller.stop()
         self.timeline.stop()

@@ -60,6 +60,7 @@ class ProcessSetTable:
         # A set without ranks is allowed, as in Horovod, and needs no connections.
         if self._meeting.rank in ranks:
             self.connections[number] = self._connect(number, ranks)
+        # Last: other threads take a set that is listed here for one that can be used.
         self.ranks[number] = ranks
         return number
 
@@ -93,6 +94,7 @@ class ProcessSetTable:
         """Connects this rank to the other members; all members call it."""
         meeting, settings = self._meeting, self._settings
         name = f"set {number}"
+        # All members come here at the same place in the order of operations, which makes these collective constructions safe.
         cpu = new_group(meeting, name, ranks, settings)
         gpu = new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None
         ring = None

@@ -35,7 +35,7 @@ class JobEnd:
         self.give_up_at = float("inf")
         self._pipes = pipes
         self._table = table
-        self._signals, self._messages = io.signals, io.messages
+        self._screen, self._signals, self._messages = io.screen, io.signals, io.messages
         self._grace_s = grace_s
         self._ladder = InterruptLadder()
         self._resume_deadline = float("inf")
@@ -67,6 +67,12 @@ class JobEnd:
         if now >= self._resume_deadline:
             self._resume_deadline = float("inf")
             self.end(RESUME_ME)
+
+    def end_if_unread(self) -> None:
+        """Ends the ranks if their output has no reader any more, as a shell's pipe would end one program."""
+        if self._screen.fault is not None and not self.is_ending:
+            self._messages.say(f"stdout cannot be written ({self._screen.fault.strerror}); ending the ranks.")
+            self.end(Outcome(exit_code=exit_status(-signal.SIGPIPE), may_restart=False))
 
     def on_signals(self) -> None:
         """Handles the signals that the driver has received."""

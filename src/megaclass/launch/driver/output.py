@@ -34,6 +34,7 @@ class LineCutter:
         """Returns the lines that are complete."""
         self._partial += data
         # A carriage return at the very end may be half of \r\n.
+        # Only up to the last line end: the rest of a line may come with the next message, and other ranks print in between.
         end = max(self._partial.rfind(b"\n"), self._partial.rfind(b"\r", 0, len(self._partial) - 1)) + 1
         if not end:
             return self._pieces_of_a_long_line()
@@ -88,6 +89,7 @@ class Screen:
     def put(self, stream: str, data: bytes) -> None:
         with self._changed:
             self._waiting.append((self._fds[stream], data))
+            # Counted until it is written, not until it is taken from the queue: a write may block for long.
             self._num_bytes += len(data)
             self._changed.notify()
 
@@ -187,6 +189,7 @@ class RankOutput:
         """Shows the complete lines and returns them."""
         if self._folder is not None:
             self._store(rank, stream, data)
+        # The file has the bytes as they came; the screen has whole lines.
         lines = self._cutters.setdefault((rank, stream), LineCutter()).feed(data)
         self._show(rank, stream, lines)
         return lines
@@ -251,6 +254,7 @@ class RankOutput:
                 while view:
                     view = view[file.write(view) or 0 :]
         except OSError as error:
+            # Given up for good: a full disk would otherwise cost a message per line.
             self._files[rank, stream] = None
             self._messages.say(f"cannot write {path}: {error.strerror}; the run continues without this file.")
 

@@ -124,6 +124,7 @@ def _run_with_restarts(job: RestartableJob, num_restarts: int, io: DriverIo) -> 
         result = job.start(restart)
         outcome = result.outcome
         limit.note(result, time.monotonic() - begun)
+        # Order of the reasons to stop: success, an outcome that repeats itself, no restart left, too few hosts, no progress.
         if outcome.exit_code == 0 or not outcome.may_restart or restart == num_restarts:
             return outcome
         # The hosts first: with other hosts the count of starts without progress begins again.
@@ -150,6 +151,7 @@ def _pause(limit: RestartLimit, io: DriverIo) -> int | None:
     if pause_s > 1:
         io.messages.say(f"{limit.num_short} starts ended within {SHORT_START_S:g} s: the next one in {pause_s:.0f} s.")
     while (left_s := ends_at - time.monotonic()) > 0:
+        # Not a plain sleep: Ctrl-C must end the pause, and with it the job.
         select.select([io.signals], [], [], left_s)
         # Other signals are for ranks, and none runs now.
         for number in io.signals.taken():

@@ -93,6 +93,7 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.la
         *(("-p", str(settings.port)) if settings.port is not None else ()),
         *(("-i", str(settings.identity_file)) if settings.identity_file is not None else ()),
         "--",
+        # -H needs brackets around an IPv6 address, because of the colon before the slots; ssh does not take them.
         host.name.replace("[", "").replace("]", ""),
         f"{settings.remote_prefix} {remote}".lstrip(),
     ]
@@ -115,6 +116,7 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
     """Returns why an agent did not start, and what to do."""
     login = login_command(host, settings)
     if not host.is_local and code == 255:
+        # The order matters: the message about a changed host key also says that its verification failed.
         for pattern, cause, advice in _CAUSES:
             if re.search(pattern, stderr, re.IGNORECASE):
                 copy = login_command(host, settings, "ssh-copy-id")
