@@ -1,14 +1,13 @@
 """Reads the pages of the documentation as their readers do: the commands to type and the Python blocks, with their places."""
 
-import contextlib
-import io
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import STDOUT
 
-from megaclass.cli.main import main
+from tests.commands import ended_in_this_process
 
 ROOT = Path(__file__).parents[1]
 _PROGRAMS = ("megaclass", "make", "pip", "mpirun", "python", "srun", "sbatch", "torchrun", "ray", "torch.save")
@@ -71,11 +70,6 @@ def unused_reasons(found: list[Snippet], reasons: Mapping[str, str]) -> list[str
 
 def run_in_this_process(words: list[str]) -> str:
     """Runs one command of `megaclass` through its entry point; fails with its output if it does. Returns the output."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            code = main(words[1:])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    assert code == 0, f"{shlex.join(words)}\nexit code {code}\n{output.getvalue()[-1500:]}"
-    return output.getvalue()
+    done = ended_in_this_process(words[1:], stderr=STDOUT)
+    assert done.returncode == 0, f"{shlex.join(words)}\nexit code {done.returncode}\n{done.stdout[-1500:]}"
+    return done.stdout

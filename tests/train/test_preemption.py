@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.commands import ended_in_this_process
 
 from megaclass.checkpoint.manifest import check_files, read_manifest
 from megaclass.cli.main import main
@@ -90,7 +91,7 @@ def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, comma
         before, step, mode = step, int(saved.name.removeprefix("step-")), ["--resume"]
         assert step > before
     epochs = f"train.epochs={(step + 2) / 6}"
-    resumed = subprocess.run([*command(tmp_path, "train.nproc=1", epochs), "--resume"], capture_output=True, text=True)
+    resumed = ended_in_this_process([*command(tmp_path, "train.nproc=1", epochs)[3:], "--resume"])
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {step}" in resumed.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 2

@@ -112,15 +112,17 @@ class CheckpointWriter:
         is_asynchronous: bool = True,
         group: dist.ProcessGroup | None = None,
         on_published: Callable[[int], None] = lambda step: None,
+        last_wait_s: float | None = None,
     ) -> None:
         """keep: number of last checkpoints to keep besides the best. class_names: see checkpoint/class_names.py.
 
         data: fingerprint of the training data; only rank 0 needs it. on_published: called on rank 0, in the background
-        thread, with the step of each checkpoint that is complete.
+        thread, with the step of each checkpoint that is complete. last_wait_s: how long rank 0 waits for the notes of other
+        ranks when training ended with an error; by default 20 s.
         """
         self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
         self._data = data or DataFingerprint()
-        self._on_published = on_published
+        self._on_published, self._last_wait_s = on_published, last_wait_s
         self._device, self._group, self._is_asynchronous = device, group, is_asynchronous
         self._rank, self._world_size = group_rank(group), group_size(group)
         self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
@@ -243,7 +245,7 @@ class CheckpointWriter:
             save.written.result()
             # Other ranks may be dead, and their notes may never come: rank 0 waits for them only for a limited time.
             try:
-                _result(save.published, _LAST_WAIT_S)
+                _result(save.published, _LAST_WAIT_S if self._last_wait_s is None else self._last_wait_s)
             except TimeoutError:
                 save.is_abandoned.set()
                 _result(save.published)
