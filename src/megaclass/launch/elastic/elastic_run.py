@@ -211,7 +211,7 @@ class ElasticRun:
             worker.shown_rank = worlds[worker.number].rank
         generation = self._generation or self._agents.new_generation(1, in_rank_order(new, order))
         assert generation is not None, "an agent that has said hello has named its ports"
-        self._agents.start(new, worlds, generation)
+        self._agents.start(new, worlds, generation, is_running=self._events.has_progressed)
         if is_first:
             self._messages.detail(f"started {len(new)} workers on {listed(new)}")
 
