@@ -100,6 +100,7 @@ class JobRun:
                 self._pipes.drop_starting()
                 self._end.end(failure, grace_s=0.0)
             else:
+                # The time without progress counts from the start of the ranks, not from that of the driver.
                 self._table.printed_at = time.monotonic()
                 self._start.go(self._pipes)
             self._loop(until=lambda: not self._pipes.unfinished())

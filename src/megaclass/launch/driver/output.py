@@ -42,6 +42,7 @@ class LineCutter:
         del self._partial[:end]
         shown: list[bytes] = []
         for line in lines:
+            # An empty line stays one; a progress bar's empty states are not shown.
             shown += [state for state in line.split(b"\r") if state] or [b""]
         shown += [state for state in last.split(b"\r") if state]
         return [line[i : i + MAX_LINE_BYTES] for line in shown for i in range(0, len(line) or 1, MAX_LINE_BYTES)]
@@ -75,6 +76,7 @@ class Screen:
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._is_closing = False
+        # Daemon: a driver that gives up on a blocked terminal must be able to leave.
         self._thread = threading.Thread(target=self._write_all, name="screen", daemon=True)
         self._thread.start()
 
@@ -252,6 +254,7 @@ class RankOutput:
             if file is not None:
                 view = memoryview(data)
                 while view:
+                    # Unbuffered files write less than asked for when the disk is nearly full.
                     view = view[file.write(view) or 0 :]
         except OSError as error:
             # Given up for good: a full disk would otherwise cost a message per line.

@@ -68,6 +68,7 @@ class RankTable:
     def name_early_leaver(self) -> str | None:
         """Returns a sentence, once per start, about a rank that has left while others may be waiting for it."""
         now = time.monotonic()
+        # Only exits with 0 get this old: after any other code, 75 included, the job is being ended by then.
         early = [rank for rank, at in self._exit_times.items() if now - at > _LEFT_EARLY_S]
         if not early or self._has_named_early or not self.num_left:
             return None

@@ -81,6 +81,7 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.la
     return [
         "ssh",
         *settings.extra,
+        # No questions: stdin is the connection to the agent, and many hosts are connected to at once.
         *("-o", "BatchMode=yes"),
         *("-o", f"ConnectTimeout={_CONNECT_S}"),
         *("-o", f"ServerAliveInterval={max(1, round(settings.heartbeat_s / 3))}"),
@@ -89,6 +90,7 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.la
         # of the user's configuration are cleared, because only the first connection would get the port.
         *("-o", "ControlMaster=no"),
         *("-o", "ClearAllForwardings=yes"),
+        # No terminal on the other side: it would echo, and turn Ctrl-C in the job's bytes into a signal.
         "-T",
         *(("-p", str(settings.port)) if settings.port is not None else ()),
         *(("-i", str(settings.identity_file)) if settings.identity_file is not None else ()),

@@ -28,7 +28,7 @@ class KeptCallback:
 
     def __init__(self, pointer: int) -> None:
         original = _Words.from_address(pointer)
-        self._words = _Words(*original)
+        self._words = _Words.from_buffer_copy(original)
         original[_MANAGER] = 0
         self.address = ctypes.addressof(self._words)
 

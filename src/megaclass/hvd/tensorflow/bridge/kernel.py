@@ -90,7 +90,11 @@ _DTYPES = {
     }.items()
     for dtype in dtypes
 }
-_OF_WIDTH = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
+# numpy's names of these dtypes. It has no bfloat16.
+_TYPESTRS = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype.str for dtype in _DTYPES.values() if dtype != torch.bfloat16
+}
+_TYPESTRS[torch.bfloat16] = "<i2"
 
 
 @functools.cache
@@ -323,25 +327,39 @@ def _delete(_: int) -> None:
 class _Memory:
     """A tensor of TensorFlow, which keeps its memory; numpy makes an array of it."""
 
+    __slots__ = ("__array_interface__", "_delete", "_pointer", "dtype", "shape")
+
     def __init__(self, pointer: int) -> None:
         api = _api()
         self._pointer, self._delete = pointer, api["TF_DeleteTensor"]
-        self.shape = tuple([api["TF_Dim"](pointer, axis) for axis in range(api["TF_NumDims"](pointer))])
+        dim = api["TF_Dim"]
+        self.shape = tuple([dim(pointer, axis) for axis in range(api["TF_NumDims"](pointer))])
         self.dtype = _DTYPES[api["TF_TensorType"](pointer)]
-        self.address: int = api["TF_TensorData"](pointer) or 0
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        width = _OF_WIDTH[self.dtype.itemsize]
-        return {"version": 3, "shape": self.shape, "typestr": width, "data": (self.address, False)}
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": _TYPESTRS[self.dtype],
+            "data": (api["TF_TensorData"](pointer) or 0, False),
+        }
 
     def as_torch(self) -> Tensor:
-        if 0 in self.shape or not self.address:
+        if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.from_numpy(np.asarray(self)).view(self.dtype)
+        tensor = torch.from_numpy(np.asarray(self))
+        return tensor.view(torch.bfloat16) if self.dtype is torch.bfloat16 else tensor
 
     def __del__(self) -> None:
         self._delete(self._pointer)
+
+
+@functools.cache
+def _array_type(kind: Any, length: int) -> Any:
+    """Returns a type of ctypes. Kept, because ctypes takes longer to make it than for everything else here."""
+    return kind * length
+
+
+def _dims(shape: Sequence[int]) -> Any:
+    return _array_type(ctypes.c_int64, len(shape))(*shape)
 
 
 def _input_memory(context: int, number: int, status: _Status) -> _Memory:
@@ -358,27 +376,23 @@ def _input(context: int, number: int, status: _Status) -> Tensor:
 
 def _input_and_output(context: int, number: int, place: int, status: _Status) -> tuple[Tensor, Tensor]:
     """Returns the input, and an output of its shape: the same memory if nothing else will read the input."""
-    given = _input_memory(context, number, status)
-    shape, address = given.shape, given.address
-    # Without our own reference: TensorFlow would see that something else reads the input.
-    del given
-    candidates, dims = (ctypes.c_int * 1)(number), (ctypes.c_int64 * len(shape))(*shape)
-    forwarded = ctypes.c_int(-1)
+    # The memory of the input is not kept here: TensorFlow would take this for a second reader.
+    shape = _input_memory(context, number, status).shape
+    candidates, forwarded = ctypes.c_int(number), ctypes.c_int(-1)
     pointer = _api()["TF_ForwardInputOrAllocateOutput"](
-        context, candidates, 1, place, dims, len(shape), byref(forwarded), status.pointer
+        context, byref(candidates), 1, place, _dims(shape), len(shape), byref(forwarded), status.pointer
     )
     status.check()
     out = _Memory(pointer).as_torch()
-    if forwarded.value == number and address:
-        return out, out
-    return _input(context, number, status), out
+    return (out if forwarded.value == number else _input(context, number, status)), out
 
 
 def _new_output(context: int, place: int, result: Tensor, dtype: int) -> None:
     """Copies the result into a new output."""
     status = _Status()
-    dims = (ctypes.c_int64 * result.ndim)(*result.shape)
     num_bytes = result.numel() * result.element_size()
-    pointer = _api()["TF_AllocateOutput"](context, place, dtype, dims, result.ndim, num_bytes, status.pointer)
+    pointer = _api()["TF_AllocateOutput"](
+        context, place, dtype, _dims(result.shape), result.ndim, num_bytes, status.pointer
+    )
     status.check()
     _Memory(pointer).as_torch().copy_(result)
