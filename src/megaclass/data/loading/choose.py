@@ -32,8 +32,7 @@ def choose_processes(
     if workers == "auto":
         if device.type != "cuda" or unknown:
             return None
-        for_loading = cores_of_rank(num_local_ranks) - _CORES_OF_TRAINING
-        num_processes = max(1, min(_MAX_PROCESSES, for_loading // threads))
+        num_processes = automatic_processes(threads, num_local_ranks)
     else:
         num_processes = workers
     if num_processes and unknown:
@@ -42,6 +41,13 @@ def choose_processes(
             f"the package, which loader processes do not know: set data.workers=0 and raise data.threads."
         )
     return LoaderSettings(path=path, num_processes=num_processes, num_threads=threads) if num_processes else None
+
+
+def automatic_processes(threads: int, num_local_ranks: int) -> int:
+    """Returns how many loader processes data.workers=auto starts per rank that trains on a GPU of this machine."""
+    # More processes than cores would slow the thread that feeds the GPU, which is the one that must never wait.
+    for_loading = cores_of_rank(num_local_ranks) - _CORES_OF_TRAINING
+    return max(1, min(_MAX_PROCESSES, for_loading // threads))
 
 
 def cores_of_rank(num_local_ranks: int) -> int:
@@ -61,6 +67,7 @@ def available_cores() -> int:
 def _quota() -> float:
     """Returns the number of cores that the control group allows; infinite without a limit."""
     try:
+        # Microseconds of CPU time per period of wall time; "max" without a limit. The older layout follows below.
         limit, period = (_CGROUPS / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
