@@ -10,7 +10,7 @@ from megaclass.plan.job import Job
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """What reads and decodes the images of one rank."""
+    """Processes and threads that read and decode the images of one rank."""
 
     num_processes: int
     """0: threads of the rank itself."""

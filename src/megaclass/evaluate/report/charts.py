@@ -39,7 +39,7 @@ class Figure:
     has_toggles: bool = False
     """Pressing a key of the legend hides its line."""
     note: str = ""
-    """What to look for, in words below the chart."""
+    """Explanation below the chart: what to look for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
