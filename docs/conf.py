@@ -35,7 +35,7 @@ default_role = "code"
 html_theme = "furo"
 html_title = f"Megaclass {release}"
 html_static_path = ["_static"]
-html_css_files = ["wide_tables.css"]
+html_css_files = ["narrow_screens.css"]
 # Sends the front page of the site to docs/index.html.
 html_extra_path = ["_extra"]
 html_copy_source = False

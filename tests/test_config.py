@@ -185,7 +185,8 @@ def test_a_setting_without_default_must_be_given(recipe):
 def test_a_file_that_does_not_exist_is_named_with_its_neighbours(recipe, tmp_path):
     recipe()
     missing = tmp_path / "recipes.toml"
-    assert refusal(missing) == f"There is no configuration file {missing}. That folder has: recipe.toml."
+    meant = f"Did you mean {tmp_path / 'recipe.toml'}? That folder has: recipe.toml."
+    assert refusal(missing) == f"There is no configuration file {missing}. {meant}"
     lost = tmp_path / "nowhere" / "recipe.toml"
     assert refusal(lost) == f"There is no configuration file {lost}."
 
@@ -196,7 +197,11 @@ def test_a_file_that_does_not_parse_is_told_by_line_and_column(recipe):
 
 
 def test_a_folder_or_bytes_that_are_no_text_are_refused(tmp_path):
-    assert refusal(tmp_path).startswith(f"Cannot read the configuration file {tmp_path}: ")
+    assert refusal(tmp_path).startswith(
+        f"{tmp_path} is a folder, and a recipe was expected. To train on the images in it: "
+    )
+    (tmp_path / "config.toml").touch()
+    assert refusal(tmp_path).endswith(f"To continue that run: megaclass train {tmp_path}/config.toml --resume")
     path = tmp_path / "latin.toml"
     path.write_bytes(b'[data]\npath = "\xe4"\n')
     assert refusal(path).startswith(f"Cannot read the configuration file {path}: ")

@@ -1,6 +1,7 @@
 """Documentation tells the truth about the tree: links lead somewhere, named functions exist, packages are listed."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -80,6 +81,47 @@ def test_the_api_reference_names_exactly_what_the_package_exports():
     by_docstring = {name for name, value in exported.items() if callable(value) and getattr(value, "__doc__", None)}
     assert set(exported) - by_docstring - by_hand == set(), "exported, but not documented"
     assert by_hand - set(exported) == set(), "documented, but not exported"
+
+
+def _public_functions() -> dict[str, object]:
+    import megaclass
+    import megaclass.hvd
+    from megaclass.model import LoadedModel
+
+    named = {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in (megaclass, megaclass.hvd)
+        for name in module.__all__
+    }
+    classes = {name: value for name, value in named.items() if inspect.isclass(value)} | {"LoadedModel": LoadedModel}
+    methods = {
+        f"{name}.{part}": value
+        for name, one in classes.items()
+        for part, value in vars(one).items()
+        if inspect.isfunction(value) and not part.startswith("_")
+    }
+    return methods | {name: value for name, value in named.items() if inspect.isfunction(value)}
+
+
+def test_docstrings_explain_each_parameter_on_a_line_of_its_own():
+    """The reference makes a field of a line `name: meaning`; a second name on it would be lost in the first one's text."""
+    found = []
+    for name, value in _public_functions().items():
+        parameters = "|".join(inspect.signature(value).parameters)
+        found += [
+            f"{name}: {line}"
+            for line in (inspect.getdoc(value) or "").splitlines()
+            if re.search(rf".\b({parameters}): ", line)
+        ]
+    assert found == []
+
+
+def test_the_start_page_leads_to_the_seven_tutorials_in_order():
+    page = (ROOT / "docs" / "index.md").read_text()
+    table = re.findall(r"\[tutorial (\d)\]\(([\w/.-]+)\.md\)", page)
+    sidebar = re.findall(r"^(\d)\. .+ <([\w/.-]+)>$", page, re.MULTILINE)
+    assert table == sidebar
+    assert [number for number, _ in table] == list("1234567")
 
 
 def test_messages_that_the_troubleshooting_page_quotes_are_printed_somewhere():

@@ -79,6 +79,11 @@ def typed(capsys):
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
+        ("megaclass", "A first one that takes two minutes: megaclass demo\n"),
+        ("megaclass train", "required: recipe\nmegaclass recipes lists"),
+        ("megaclass train ms1mv3-r50", "Did you mean ms1mv3-r50-arcface?"),
+        ("megaclass train own", ": megaclass train demo data.path=own synth.identities=0 train.run_dir=runs/own\n"),
+        ("megaclass export runs/nothere --to onnx", "There is no model at runs/nothere"),
         ("megaclass train recipe.toml epochs=3", "did you mean train.epochs=3?"),
         ("megaclass train recipe.toml epoch=3", "did you mean train.epochs=3?"),
         ("megaclass train recipe.toml --epochs 3", "section.key=value: megaclass train recipe.toml train.epochs=3\n"),

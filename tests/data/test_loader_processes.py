@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from PIL import Image
 from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.loading import choose, processes, resident
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
+from megaclass.data.loading.messages import bad_reports, receive, send
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
@@ -229,6 +231,7 @@ def test_a_process_that_keeps_dying_ends_the_run_with_the_reason(tmp_path, monke
 LOAD_FOREVER = """
 import sys, torch
 from megaclass.data.loader import BatchLoader
+from megaclass.data.loading.messages import bad_reports, receive, send
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import open_source
 processes = LoaderSettings(path=sys.argv[1], num_processes=2, num_threads=2)
@@ -332,3 +335,17 @@ def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
     with pytest.raises(DataError, match=r"need 1\.0 GiB of GPU memory, more than 70% of the 1\.0 GiB that are free"):
         resident._require_room(2**30, GPU)
+
+
+def test_reports_of_many_bad_images_fit_into_packets():
+    """Where most images are bad, each row of a batch tries many of them before it finds a readable one."""
+    error = DataError("无法读取" * 1000)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    received: list[int] = []
+    with ours, theirs:
+        for reports in bad_reports([(2**40 + number, error) for number in range(30_000)]):
+            send(ours, bad=reports)
+            message = receive(theirs)
+            assert message is not None
+            received += [index for index, _ in message["bad"]]
+    assert received == [2**40 + number for number in range(30_000)]

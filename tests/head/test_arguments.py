@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -48,6 +49,18 @@ PARAMETER = torch.nn.Parameter(torch.zeros(1))
 def test_a_wrong_argument_is_answered_with_what_to_write(given, words):
     with pytest.raises(UserError, match=words):
         PartialFC(8, 10, **given)
+
+
+def test_lists_and_arrays_are_answered_with_how_to_make_a_tensor():
+    head = PartialFC(8, 10)
+    with pytest.raises(
+        UserError, match=r"labels are an object of builtins.list; .* torch.as_tensor\(labels\) makes one"
+    ):
+        head(torch.randn(2, 8), [1, 2])
+    with pytest.raises(UserError, match=r"embeddings are an object of numpy.ndarray"):
+        head(np.zeros((2, 8)), torch.tensor([1, 2]))
+    with pytest.raises(UserError, match=r"labels are an object of builtins.list"):
+        head.begin_step([1, 2])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")

@@ -9,7 +9,7 @@ from tests.hvd.jobs import in_job, job
 from torch import nn
 
 import megaclass.hvd as hvd
-from megaclass.hvd.gradient_batches import GradientBatches
+from megaclass.hvd.optimizers.gradient_batches import GradientBatches
 
 
 def _steps(batches: GradientBatches, *steps: list[torch.Tensor]) -> list[list[list[int]]]:

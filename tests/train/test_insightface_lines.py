@@ -3,7 +3,8 @@
 import pytest
 
 from megaclass.errors import ConfigError
-from megaclass.insightface.config_lines import Unreadable, read_lines
+from megaclass.insightface.config_lines import read_lines
+from megaclass.insightface.config_values import Unreadable
 
 
 def lines_of(tmp_path, text: str):

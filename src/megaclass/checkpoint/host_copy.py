@@ -30,6 +30,7 @@ class HostCopy:
         copies = {name: self._buffers[name].copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
             self._arrived = torch.cuda.Event()
+            # Recorded on the loop's stream, behind the copies: the event is reached when all of them have arrived.
             self._arrived.record()
         return copies
 

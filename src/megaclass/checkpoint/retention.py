@@ -85,7 +85,9 @@ def best_folder(folders: Iterable[Path]) -> Path | None:
             continue
         for name, sign, ranking in ((ACCURACY, 1, by_accuracy), (LOSS, -1, by_loss)):
             if math.isfinite(metrics.get(name, math.nan)):
+                # The place decides between equal numbers, before the paths would be compared.
                 ranking.append((sign * metrics[name], place, folder))
+    # Never mixed: a checkpoint that was not evaluated cannot be compared with one that was.
     ranking = by_accuracy or by_loss
     return max(ranking)[2] if ranking else None
 
@@ -96,6 +98,7 @@ def _entries(checkpoints: Path) -> list[Path]:
 
 def _free_name(folder: Path) -> Path:
     base, number = checkpoint_folder(folder.parent, step_of(folder)).name, 1
+    # A run may be resumed at an early step several times, and each time its later checkpoints are kept.
     while (name := folder.with_name(f"{base}.abandoned-{number}")).exists():
         number += 1
     return name

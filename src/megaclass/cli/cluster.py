@@ -4,18 +4,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from megaclass.cli.data import add_bench_step
+from megaclass.cli.hints import Commands
 from megaclass.launch.options import at_least, seconds
 
 
-def add_cluster_commands(commands: Any) -> None:
+def add_cluster_commands(commands: Commands) -> None:
     """Adds `check` and `bench`."""
     check = commands.add_parser(
         "check",
         help="check whether training would start here or on these hosts",
-        description="Check whether training would start, and print a table with advice: megaclass check -H gpu-1:8,gpu-2:8",
+        description="Checks whether training would start, and prints a table with advice: megaclass check -H gpu-1:8,gpu-2:8",
         epilog="Exits with 0 only if training would start.",
     )
     check.add_argument("recipe", nargs="?", help="a recipe that must be the same file on every host")
@@ -50,7 +49,7 @@ def add_cluster_commands(commands: Any) -> None:
     allreduce = bench_commands.add_parser(
         "allreduce",
         help="measure all-reduce and other collectives by size, and check every result",
-        description="Print the table of all_reduce_perf: megaclass run -np 4 -H h1:2,h2:2 megaclass bench allreduce -e 64M",
+        description="Prints the table of all_reduce_perf: megaclass run -np 4 -H h1:2,h2:2 megaclass bench allreduce -e 64M",
     )
     allreduce.add_argument("-b", "--min-bytes", default="8", metavar="SIZE", help="first size (default: 8)")
     allreduce.add_argument("-e", "--max-bytes", default="256M", metavar="SIZE", help="last size (default: 256M)")
@@ -74,7 +73,7 @@ def add_cluster_commands(commands: Any) -> None:
     allreduce.add_argument("--backend", default="auto", help="gloo, nccl, or auto: all that work here (default: auto)")
     allreduce.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
     allreduce.set_defaults(run=_bench)
-    add_bench_step(bench_commands)
+    _add_bench_step(bench_commands)
 
 
 def _check(options: argparse.Namespace, given: list[str]) -> int:
@@ -137,3 +136,28 @@ def _bench(options: argparse.Namespace, given: list[str]) -> int:
     world = world_from_environment()
     warn_of_one_rank(world)
     return run_bench(settings, world, is_json=options.json)
+
+
+def _add_bench_step(bench_commands: Commands) -> None:
+    """Adds `bench step` to the commands of `bench`."""
+    meaning = "measure the training step of a recipe with its data and without reading; name the bottleneck"
+    step = bench_commands.add_parser("step", help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
+    step.add_argument("recipe", type=Path, help="TOML file with the settings")
+    step.add_argument(
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings that take precedence over the file",
+    )
+    step.add_argument("--steps", type=int, default=20, help="number of steps per data source (default: 20)")
+    step.add_argument("--json", action="store_true", help="print the result as JSON")
+    step.set_defaults(run=_bench_step)
+
+
+def _bench_step(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.bench.step import bench_step
+    from megaclass.config.read import load_config
+
+    config = load_config(options.recipe, options.settings)
+    return bench_step(config, given[2:], num_steps=max(1, options.steps), is_json=options.json)

@@ -12,12 +12,14 @@ from megaclass.errors import DataError
 from megaclass.operating_system import num_cores
 
 if TYPE_CHECKING:
+    from megaclass.cli.hints import Commands
     from megaclass.image_size import ImageSize
 
+_DATA = "the data, in any form that data.path accepts"
 _logger = logging.getLogger("megaclass.cli")
 
 
-def add_data_commands(commands: Any) -> None:
+def add_data_commands(commands: "Commands") -> None:
     """Adds `data` and its subcommands to the parser's commands."""
     data = commands.add_parser("data", help="create, pack, inspect, verify and benchmark data sets")
     below = data.add_subparsers(required=True, metavar="COMMAND")
@@ -25,31 +27,35 @@ def add_data_commands(commands: Any) -> None:
     _add_pack(below)
 
     look = _command(below, "inspect", _inspect, "print counts, sizes, the range of labels and images per class")
-    look.add_argument("path", help="the data, in any form that data.path accepts")
+    look.add_argument("path", help=_DATA)
     look.add_argument("--png", type=Path, metavar="FOLDER", help="write histogram.png and first-images.png there")
 
     check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
     check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
     check.add_argument("--repair", type=Path, metavar="OUT", help="write a copy of the readable images to this folder")
-    check.add_argument("--threads", type=int, default=_num_cores(), help="number of decoding threads (one per core)")
-    check.add_argument("--show", type=int, default=20, help="number of bad images to print (20); --json prints all")
+    check.add_argument(
+        "--threads", type=int, default=num_cores(), help="number of decoding threads (default: one per core)"
+    )
+    check.add_argument(
+        "--show", type=int, default=20, help="number of bad images to print (default: 20); --json prints all"
+    )
 
     shuffle = _command(below, "shuffle", _shuffle, "write a .rec file with the records in random order")
-    shuffle.add_argument("path", help="the data, in any form that data.path accepts")
+    shuffle.add_argument("path", help=_DATA)
     shuffle.add_argument("--out", type=Path, required=True, help="folder to write")
-    shuffle.add_argument("--seed", type=int, default=0, help="random seed of the order (0)")
+    shuffle.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
 
     _add_split(below)
 
     unpack = _command(below, "unpack", _unpack, "write any data as a folder of images, one subfolder per identity")
-    unpack.add_argument("path", help="the data, in any form that data.path accepts")
+    unpack.add_argument("path", help=_DATA)
     unpack.add_argument("--out", type=Path, required=True, help="folder to write")
 
     pairs = _command(below, "pairs", _pairs, "write a .bin file of verification pairs, half of them of the same class")
-    pairs.add_argument("path", help="the data, in any form that data.path accepts")
+    pairs.add_argument("path", help=_DATA)
     pairs.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="file to write")
-    pairs.add_argument("--pairs", type=int, default=6000, help="number of pairs (6000)")
-    pairs.add_argument("--seed", type=int, default=0, help="random seed of the choice of pairs (0)")
+    pairs.add_argument("--pairs", type=int, default=6000, help="number of pairs (default: 6000)")
+    pairs.add_argument("--seed", type=int, default=0, help="random seed of the choice of pairs (default: 0)")
     pairs.add_argument(
         "--holdout",
         type=float,
@@ -58,7 +64,7 @@ def add_data_commands(commands: Any) -> None:
     )
 
     stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
-    stage.add_argument("path", nargs="?", help="the data, in any form that data.path accepts")
+    stage.add_argument("path", nargs="?", help=_DATA)
     stage.add_argument(
         "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm/faces"
     )
@@ -67,74 +73,59 @@ def add_data_commands(commands: Any) -> None:
     bench = _command(
         below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
     )
-    bench.add_argument("path", help="the data, in any form that data.path accepts")
-    bench.add_argument("--threads", type=int, default=_num_cores(), help="number of reader threads (one per core)")
-    bench.add_argument("--batch", type=int, default=256, help="images per batch (256)")
-    bench.add_argument("--seconds", type=float, default=2.0, help="seconds per stage (2)")
-    bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (cpu)")
-
-
-def add_bench_step(bench_commands: Any) -> None:
-    """Adds `bench step` to the commands of `bench`."""
-    meaning = "measure the training step of a recipe with its data and without reading; name the bottleneck"
-    step = bench_commands.add_parser("step", help=meaning, description=meaning)
-    step.add_argument("recipe", type=Path, help="TOML file with the settings")
-    step.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
+    bench.add_argument("path", help=_DATA)
+    bench.add_argument(
+        "--threads", type=int, default=num_cores(), help="number of reader threads (default: one per core)"
     )
-    step.add_argument("--steps", type=int, default=20, help="number of steps per data source (20)")
-    step.add_argument("--json", action="store_true", help="print the result as JSON")
-    step.set_defaults(run=_bench_step)
+    bench.add_argument("--batch", type=int, default=256, help="images per batch (default: 256)")
+    bench.add_argument("--seconds", type=float, default=2.0, help="seconds per stage (default: 2)")
+    bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (default: cpu)")
 
 
-def _bench_step(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.bench.step import bench_step
-    from megaclass.config.read import load_config
-
-    config = load_config(options.recipe, options.settings)
-    return bench_step(config, given[2:], num_steps=max(1, options.steps), is_json=options.json)
-
-
-def _add_split(below: Any) -> None:
+def _add_split(below: "Commands") -> None:
     meaning = "hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs"
     split = _command(below, "split", _split, meaning)
-    split.add_argument("path", help="the data, in any form that data.path accepts")
+    split.add_argument("path", help=_DATA)
     split.add_argument("--out", type=Path, required=True, help="folder to write")
     share = split.add_mutually_exclusive_group(required=True)
     share.add_argument(
         "--identities", type=float, metavar="SHARE", help="share of the identities to hold out, such as 0.1"
     )
     share.add_argument("--images", type=float, metavar="SHARE", help="share of the images of each identity to hold out")
-    split.add_argument("--seed", type=int, default=0, help="random seed of the choice (0)")
-    split.add_argument("--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (6000)")
-    split.add_argument("--threads", type=int, default=_num_cores(), help="number of reader threads (one per core)")
+    split.add_argument("--seed", type=int, default=0, help="random seed of the choice (default: 0)")
+    split.add_argument(
+        "--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (default: 6000)"
+    )
+    split.add_argument(
+        "--threads", type=int, default=num_cores(), help="number of reader threads (default: one per core)"
+    )
 
 
-def _add_synth(below: Any) -> None:
+def _add_synth(below: "Commands") -> None:
     synth = _command(
         below, "synth", _synth, "draw synthetic identities: train.rec, train.idx, property and verification.bin"
     )
     synth.add_argument("--identities", type=int, required=True, help="number of identities")
     synth.add_argument("--images-per-identity", type=int, required=True, help="number of images per identity")
-    synth.add_argument("--size", type=int, default=112, help="side length of the images in pixels (112)")
+    synth.add_argument("--size", type=int, default=112, help="side length of the images in pixels (default: 112)")
     synth.add_argument(
-        "--pairs", type=int, default=1000, help="number of verification pairs, of other identities (1000)"
+        "--pairs", type=int, default=1000, help="number of verification pairs, of other identities (default: 1000)"
     )
-    synth.add_argument("--seed", type=int, default=0, help="random seed (0)")
+    synth.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     synth.add_argument("--out", type=Path, required=True, help="folder to write")
 
 
-def _add_pack(below: Any) -> None:
+def _add_pack(below: "Commands") -> None:
     pack = _command(
         below, "pack", _pack, "convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards"
     )
-    pack.add_argument("path", help="the data, in any form that data.path accepts")
+    pack.add_argument("path", help=_DATA)
     pack.add_argument("--out", type=Path, required=True, help="folder to write; an interrupted run is resumed")
     pack.add_argument(
         "--format",
         choices=["rec", "tar", "pixels"],
         default="rec",
-        help="output format (rec); pixels: decoded once, 37 kB per image of 112 x 112, nothing to decode in training",
+        help="output format (default: rec); pixels: decoded once, 37 kB per image of 112 x 112, nothing to decode in training",
     )
     pack.add_argument(
         "--labels",
@@ -143,7 +134,7 @@ def _add_pack(below: Any) -> None:
         help="store labels as float32 (exact up to 2^24) or as 64 bits in id2; auto uses id2 beyond 2^24 classes",
     )
     pack.add_argument("--no-shuffle", action="store_true", help="keep the images of each class together")
-    pack.add_argument("--seed", type=int, default=0, help="random seed of the order (0)")
+    pack.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
     pack.add_argument(
         "--size",
         type=_size,
@@ -154,18 +145,23 @@ def _add_pack(below: Any) -> None:
         "--fit",
         choices=("pad", "crop", "squash"),
         default="squash",
-        help="with --size: add black borders, cut off edges, or stretch (squash)",
+        help="with --size: add black borders, cut off edges, or stretch (default: squash)",
     )
-    pack.add_argument("--shard-images", type=int, default=10_000, help="images per tar shard (10000)")
+    pack.add_argument("--shard-images", type=int, default=10_000, help="images per tar shard (default: 10000)")
     pack.add_argument(
-        "--threads", type=int, default=_num_cores(), help="number of threads that read and encode (one per core)"
+        "--threads",
+        type=int,
+        default=num_cores(),
+        help="number of threads that read and encode (default: one per core)",
     )
 
 
 def _command(
-    below: Any, name: str, run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], meaning: str
+    below: "Commands", name: str, run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], meaning: str
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = below.add_parser(name, help=meaning, description=meaning)
+    parser: argparse.ArgumentParser = below.add_parser(
+        name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
     def run_and_print(options: argparse.Namespace, given: list[str]) -> int:
@@ -400,7 +396,3 @@ def _size(text: str) -> "ImageSize":
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; expected 112, or height and width as 112x96"
         ) from None
-
-
-def _num_cores() -> int:
-    return num_cores()

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaclass.errors import ConfigError, DataError
 from megaclass.export import EXPORTERS
 
 if TYPE_CHECKING:
+    from megaclass.cli.hints import Commands
     from megaclass.evaluate.protocol import EvaluationSet, SetResult
     from megaclass.model import LoadedModel
     from megaclass.world import World
@@ -22,7 +23,7 @@ _logger = logging.getLogger("megaclass.cli")
 _MODEL_HELP = "run folder, .safetensors, InsightFace .pth, or .onnx"
 
 
-def add_evaluate_commands(commands: Any) -> None:
+def add_evaluate_commands(commands: "Commands") -> None:
     """Adds the four commands to the parser's commands."""
     evaluate = commands.add_parser(
         "evaluate",
@@ -50,35 +51,50 @@ def add_evaluate_commands(commands: Any) -> None:
         metavar="PATH",
         help="training data of the model, as for data.path, to count the images of each .bin file that it contains",
     )
-    evaluate.add_argument("--out", type=Path, help="folder for evaluation.json (the run folder, if MODEL is one)")
+    evaluate.add_argument(
+        "--out", type=Path, help="folder for evaluation.json (default: the run folder, if MODEL is one)"
+    )
     evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
     _add_running(evaluate)
     evaluate.set_defaults(run=_evaluate)
 
-    report = commands.add_parser("report", help="write an HTML page about one or several runs")
+    report = commands.add_parser(
+        "report",
+        help="write an HTML page about one or several runs",
+        description="Writes an HTML page about one or several runs: megaclass report runs/a runs/b",
+    )
     report.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run folder, or a folder written by evaluate --out"
     )
     report.add_argument(
         "--out",
         type=Path,
-        help="page to write (report.html in the run; for several runs, A-and-B.html beside the first)",
+        help="page to write (default: report.html in the run; for several runs, A-and-B.html beside the first)",
     )
     report.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device for comparing class centres (cpu)"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device for comparing class centres (default: cpu)"
     )
     report.set_defaults(run=_report)
 
-    export = commands.add_parser("export", help="write a folder with the model, config.json and a model card")
+    export = commands.add_parser(
+        "export",
+        help="write a folder with the model, config.json and a model card",
+        description="Writes a folder with the model, config.json and a model card: megaclass export runs/demo --to onnx",
+    )
     export.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
     export.add_argument("--to", choices=tuple(EXPORTERS), required=True, help="format of the model")
-    export.add_argument("--out", type=Path, help="folder to write (RUN/export/FORMAT)")
+    export.add_argument("--out", type=Path, help="folder to write (default: RUN/export/FORMAT)")
     export.add_argument("--licence", default="not stated", help="licence stated in the model card")
     _add_backbone(export)
     export.set_defaults(run=_export)
 
-    embed = commands.add_parser("embed", help="embed a folder of images; resumes after an interruption")
+    embed = commands.add_parser(
+        "embed",
+        help="embed a folder of images; resumes after an interruption",
+        description="Embeds a folder of images: megaclass embed runs/demo photos/ --out photos.npy. Run again after an "
+        "interruption, it continues where it was.",
+    )
     embed.add_argument("model", type=Path, help=_MODEL_HELP)
     embed.add_argument("folder", type=Path, help="folder of images, including subfolders")
     embed.add_argument(
@@ -100,7 +116,7 @@ def _add_backbone(parser: argparse.ArgumentParser) -> None:
 def _add_running(parser: argparse.ArgumentParser) -> None:
     _add_backbone(parser)
     parser.add_argument(
-        "--fit", choices=("pad", "crop", "squash"), help="how to fit images of another size (as in training)"
+        "--fit", choices=("pad", "crop", "squash"), help="how to fit images of another size (default: as in training)"
     )
     parser.add_argument(
         "--resize",
@@ -110,14 +126,16 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mirror",
         action=argparse.BooleanOptionalAction,
-        help="add the embedding of the mirrored image (as in training: off after data.mirror=false)",
+        help="add the embedding of the mirrored image (default: as in training: off after data.mirror=false)",
     )
-    parser.add_argument("--batch-size", type=int, default=64, help="images per batch (64)")
-    parser.add_argument("--threads", type=int, default=2, help="number of decoding threads per process (2)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per batch (default: 64)")
+    parser.add_argument("--threads", type=int, default=2, help="number of decoding threads per process (default: 2)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto uses GPUs if there are any"
     )
-    parser.add_argument("--nproc", type=int, default=1, help="number of processes to start on this machine (1)")
+    parser.add_argument(
+        "--nproc", type=int, default=1, help="number of processes to start on this machine (default: 1)"
+    )
 
 
 def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
@@ -217,6 +235,8 @@ def _place_of_report(runs: list[Path]) -> Path:
 def _export(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.export.run_export import export_model
 
+    if not options.model.exists() and not str(options.model).startswith("hf:"):
+        raise ConfigError(f"There is no model at {options.model}: expected a run folder or a model file.")
     if options.out is None and not options.model.is_dir():
         raise ConfigError(f"{options.model} is not a run folder: name the folder to write with --out FOLDER.")
     out = options.out or options.model / "export" / options.to

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import shlex
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from megaclass.config.read import settings_named
 
@@ -19,8 +19,16 @@ class Parser(argparse.ArgumentParser):
         super().error(message + _hint(Parser.given, self))
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""The object that commands are added to: the result of add_subparsers(), for which argparse has no public name."""
+
+
 def _hint(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
     commands = _commands_of(parser)
+    if not given:
+        return "\nmegaclass --help lists the commands. A first one that takes two minutes: megaclass demo"
+    if parser.prog == "megaclass train" and len(given) == 1:
+        return "\nmegaclass recipes lists the recipes of the package; the first to try: megaclass train demo"
     # `megaclass data` is the parser of what follows `data`.
     depth = len(parser.prog.split()) - 1
     words = [word for word in given if not word.startswith("-")]

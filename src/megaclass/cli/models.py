@@ -2,13 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError, DataError
 from megaclass.export import EXPORTERS
 
 
-def add_model_commands(commands: Any) -> None:
+def add_model_commands(commands: Commands) -> None:
     """Adds the two commands to the parser's commands."""
     search = commands.add_parser(
         "search",
@@ -19,15 +19,15 @@ def add_model_commands(commands: Any) -> None:
     search.add_argument("model", help="run folder, exported folder, .safetensors, .pth, .onnx, or hf://user/name")
     search.add_argument("gallery", type=Path, help="folder of images, including subfolders, or embeddings.npy")
     search.add_argument("queries", type=Path, nargs="+", metavar="query", help="images to search for")
-    search.add_argument("-k", type=int, default=5, help="number of images to show per query (5)")
-    search.add_argument("--out", type=Path, default=Path("search.html"), help="page to write (search.html)")
+    search.add_argument("-k", type=int, default=5, help="number of images to show per query (default: 5)")
+    search.add_argument("--out", type=Path, default=Path("search.html"), help="page to write (default: search.html)")
     search.add_argument(
         "--faiss",
         metavar="INDEX",
         help="search with faiss: Flat (exact), HNSW32 or another description for its index_factory (megaclass[retrieval])",
     )
     search.add_argument(
-        "--fit", choices=("pad", "crop", "squash"), help="how to fit images of another size (as in training)"
+        "--fit", choices=("pad", "crop", "squash"), help="how to fit images of another size (default: as in training)"
     )
     search.add_argument("--resize", action="store_true", help="the same as --fit squash, unless the model states a fit")
     search.add_argument(
@@ -42,8 +42,10 @@ def add_model_commands(commands: Any) -> None:
         description="Exports the model and uploads it: megaclass push runs/demo user/name --licence apache-2.0",
     )
     push.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
-    push.add_argument("repository", help="user/name; made if it does not exist")
-    push.add_argument("--to", choices=tuple(EXPORTERS), default="safetensors", help="format of the model (safetensors)")
+    push.add_argument("repository", help="user/name; created if it does not exist")
+    push.add_argument(
+        "--to", choices=tuple(EXPORTERS), default="safetensors", help="format of the model (default: safetensors)"
+    )
     push.add_argument("--licence", default="not stated", help="licence stated in the model card")
     push.add_argument("--private", action="store_true", help="make a private repository")
     push.add_argument(

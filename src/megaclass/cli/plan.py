@@ -3,12 +3,13 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaclass.errors import DataError, UserError
 from megaclass.launch.options import at_least
 
 if TYPE_CHECKING:
+    from megaclass.cli.hints import Commands
     from megaclass.config.schema import Config
     from megaclass.data.sources.source import ImageSource
 
@@ -16,7 +17,7 @@ _DECODE_S = 1.0
 _MOST = 10**12
 
 
-def add_plan_command(commands: Any) -> None:
+def add_plan_command(commands: "Commands") -> None:
     """Adds `plan`."""
     plan = commands.add_parser(
         "plan",
@@ -25,7 +26,9 @@ def add_plan_command(commands: Any) -> None:
         epilog="Exits with 0 if the job fits and with 1 if it does not.",
     )
     plan.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a recipe of the package")
-    plan.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that take precedence")
+    plan.add_argument(
+        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"
+    )
     plan.add_argument("-np", "--num-proc", type=at_least(1), metavar="N", help="ranks in all (default: train.nproc)")
     plan.add_argument(
         "--ranks-per-host", type=at_least(1), default=8, metavar="N", help="GPUs of each host (default: 8)"

@@ -1,22 +1,26 @@
 """`megaclass demo`, `megaclass recipes` and `megaclass completion`."""
 
 import argparse
-from typing import Any
 
+from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
 
 
-def add_recipe_commands(commands: Any, parser: argparse.ArgumentParser) -> None:
+def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> None:
     """Adds `demo`, `recipes` and `completion` to the parser's commands."""
     demo = commands.add_parser(
         "demo",
         help="the whole job in two minutes on a CPU: train, evaluate, report, export",
-        description="Two processes train on identities drawn by code, evaluate on unseen ones, write a report and export a "
+        description="Two processes train on synthetic identities, evaluate on unseen ones, write a report and export a "
         "model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo --overwrite",
     )
-    demo.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that take precedence")
+    demo.add_argument(
+        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"
+    )
     demo.set_defaults(run=_demo)
-    recipes = commands.add_parser("recipes", help="list the recipes that come with the package")
+    recipes = commands.add_parser(
+        "recipes", help="list the built-in recipes", description="Lists the built-in recipes with their first line."
+    )
     recipes.set_defaults(run=_recipes)
     completion = commands.add_parser(
         "completion",

@@ -4,28 +4,32 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
+from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
 
 _logger = logging.getLogger("megaclass.cli")
 
 
-def add_train_commands(commands: Any) -> None:
+def add_train_commands(commands: Commands) -> None:
     """Adds `train`, `top` and `import-config` to the parser's commands."""
     train = commands.add_parser(
         "train",
         help="train, evaluate and export the model of a recipe",
         description="Trains the model of a recipe: megaclass train demo head.sample_rate=0.1 train.epochs=2",
     )
-    train.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a recipe of the package")
+    train.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a built-in recipe")
     train.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings that take precedence over the file"
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings that take precedence over the file",
     )
     train.add_argument(
         "--resume",
         metavar="[=auto|best|PATH]",
-        help="continue the run from its newest whole checkpoint (also without a value), from its best one "
+        help="continue the run from its newest complete checkpoint (also without a value), from its best one "
         "(--resume=best), or from a given one (--resume=PATH)",
     )
     train.add_argument("--overwrite", action="store_true", help="replace the run in the run folder")
@@ -50,9 +54,9 @@ def add_train_commands(commands: Any) -> None:
     )
     top.add_argument("folder", type=Path, metavar="RUN", help="run folder (train.run_dir), on any host that sees it")
     top.add_argument(
-        "--once", action="store_true", help="print the view once; the default if the output is no terminal"
+        "--once", action="store_true", help="print the view once; the default if the output is not a terminal"
     )
-    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two views (2)")
+    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two views (default: 2)")
     top.set_defaults(run=_top)
 
     recipe = commands.add_parser(
@@ -71,9 +75,9 @@ def add_train_commands(commands: Any) -> None:
         type=int,
         choices=(1, 2),
         default=1,
-        help="exponent of the learning rate schedule: 1 as in today's train_v2.py, 2 as in InsightFace's older scheduler (1)",
+        help="exponent of the learning rate schedule: 1 as in the current train_v2.py, 2 as in its older one (default: 1)",
     )
-    recipe.add_argument("--out", type=Path, help="recipe to write, which must not exist (standard output)")
+    recipe.add_argument("--out", type=Path, help="recipe to write, which must not exist (default: standard output)")
     recipe.set_defaults(run=_import_config)
 
 

@@ -65,14 +65,33 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
+def _recipes_near(path: Path) -> str:
+    """Returns the recipe that was probably meant, and those that there are."""
+    near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    shipped = recipe_names() if len(path.parts) == 1 else []
+    known = {name.removesuffix(".toml"): str(path.parent / name) for name in near} | {name: name for name in shipped}
+    name = path.name.removesuffix(".toml")
+    close = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    meant = f" Did you mean {known[close[0]]}?" if close else ""
+    found = f" That folder has: {', '.join(near[:8])}." if near else ""
+    return f"{meant}{found}" + (f" Recipes of the package: {', '.join(shipped)}." if shipped else "")
+
+
+def _meant_by_folder(path: Path) -> str:
+    """Returns the line to type for a run folder, or for a folder of images."""
+    if (path / "config.toml").is_file():
+        return f"To continue that run: megaclass train {path / 'config.toml'} --resume"
+    run_dir = f"runs/{path.resolve().name}"
+    return f"To train on the images in it: megaclass train demo data.path={path} synth.identities=0 train.run_dir={run_dir}"
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        found = f" That folder has: {', '.join(near[:8])}." if near else ""
-        shipped = f" Recipes of the package: {', '.join(recipe_names())}." if len(path.parts) == 1 else ""
-        raise ConfigError(f"There is no configuration file {path}.{found}{shipped}") from None
+        raise ConfigError(f"There is no configuration file {path}.{_recipes_near(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder, and a recipe was expected. {_meant_by_folder(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration file {path}: {error}") from error
     # TOMLDecodeError is a ValueError; numbers of thousands of digits and deep nesting raise the others.

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megaclass.distributed.devices import usable_device
 from megaclass.errors import HeadError
@@ -58,6 +59,15 @@ def chosen_device(given: torch.device | str | None, group: dist.ProcessGroup | N
     # A group of NCCL alone cannot exchange anything between CPUs.
     is_for_gpus = dist.is_initialized() and "cpu" not in dist.get_backend_config(group) and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if default.type == "cpu" and is_for_gpus else default
+
+
+def check_tensors(**given: object) -> None:
+    """Raises for a list or an array where a tensor is expected."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise HeadError(
+                f"The head's {name} are {_described(value)}; they must be a tensor: torch.as_tensor({name}) makes one."
+            )
 
 
 def _by_name(known: Mapping[str, type[_T]], given: str, what: str) -> type[_T]:

@@ -23,12 +23,14 @@ def stream_state(*parts: int) -> int:
     """The 64 bits the keys are cut from. One more part is mixed in as state ^ mix(part), then mixed again."""
     state = 0
     for part in parts:
+        # Each part is mixed before it enters, so that (1, 2) and (2, 1), and parts that differ in one bit, have unrelated keys.
         state = mix64_int(state ^ mix64_int(part & MASK_64))
     return state
 
 
 def random_bits(keys: tuple[int, int], indices: Tensor) -> Tensor:
     """Returns one int32 of random bits per index; `indices` are integers below 2^32."""
+    # Two rounds with one key each: one round of a 32-bit key alone would give streams that are permutations of each other.
     return _mix_32_(_mix_32_(indices.to(torch.int32) ^ keys[0]) + keys[1])
 
 
@@ -59,6 +61,7 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
 
 def _mix_32_(x: Tensor) -> Tensor:
     """A bijection of int32 in which every input bit reaches every output bit (Wellons' lowbias32). In place."""
+    # int32 shifts copy the sign; the mask makes each shift a logical one, as in Triton's uint32.
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
-from megaclass.head.arguments import chosen_device, chosen_margin, chosen_optimizer
+from megaclass.head.arguments import check_tensors, chosen_device, chosen_margin, chosen_optimizer
 from megaclass.head.choose_engine import choose_engine
 from megaclass.head.head_module import HeadModule
 from megaclass.head.inspect import centres_of, closest_classes, cosines_with_all, nearest_to
@@ -153,9 +153,12 @@ class PartialFC(HeadModule):
     def forward(self, embeddings_BD: Tensor, labels_B: Tensor) -> Tensor:
         """Collective. Returns the mean loss over the global batch, the same on every rank.
 
-        After `begin_step` it is this part's share of the step's mean. embeddings_BD: (B, D) floating, not normalised.
+        After `begin_step` it is this part's share of the step's mean.
+
+        embeddings_BD: (B, D) floating, not normalised.
         labels_B: (B,) integers in [0, num_classes).
         """
+        check_tensors(embeddings=embeddings_BD, labels=labels_B)
         self._settle_on(embeddings_BD.device)
         built_as = self.rank, self.world_size
         check_batch(self.settings, embeddings_BD, labels_B, built_as, self.group, self.device)
@@ -193,6 +196,7 @@ class PartialFC(HeadModule):
         """
         if self._planned is not None or self._parts:
             raise HeadError("begin_step() was called inside an open step: call step() first.")
+        check_tensors(labels=labels)
         if labels.device.type != "cpu":
             self._settle_on(labels.device)
         with torch.no_grad():

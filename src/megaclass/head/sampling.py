@@ -62,6 +62,7 @@ class ClassSample:
 def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, device: torch.device) -> Tensor:
     """Returns (num_local,) bool: whether each class is drawn. Depends on (seed, step, class), not on the ranks."""
     keys = stream_keys(Stream.DRAW_NEGATIVES, seed, step)
+    # Random bits are signed: a class is drawn if its bits are among the lowest `rate` of all 2^32 values.
     threshold = round(rate * 2**32) - 2**31
     drawn_K = torch.zeros(num_local, dtype=torch.bool, device=device)
     if threshold == -(2**31):
@@ -94,6 +95,7 @@ def sample_classes(
     if capacity is None:
         classes_S = takes_part_K.nonzero().flatten()
         return ClassSample(classes_S, is_positive_K[classes_S], torch.zeros((), dtype=torch.bool, device=device))
+    # nonzero() without its wait: each class that takes part writes its id to its place, all others to a scratch entry.
     place_K = takes_part_K.cumsum(0) - 1
     classes = torch.full((capacity + 1,), num_local, dtype=torch.int64, device=device)
     place_K = torch.where(takes_part_K & (place_K < capacity), place_K, capacity)

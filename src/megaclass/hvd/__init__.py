@@ -2,7 +2,7 @@
 
 lifecycle       init, shutdown, rank, size and the questions about the build
 collectives/    one file per operation: allreduce, allgather, broadcast, alltoall, reducescatter; handles: call -> handle
-optimizer       DistributedOptimizer
+optimizer       DistributedOptimizer; optimizers/ has its two kinds: gradients, adasum
 functions       broadcasts of objects, parameters and optimizer states
 elastic/        jobs whose number of ranks changes: run, TorchState, ElasticSampler
 run_function    run(): calls a function on every rank, through the launcher

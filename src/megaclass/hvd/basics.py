@@ -43,8 +43,8 @@ class _Basics:
     def init(self, comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
         """Connects this process to the other ranks. A second call does nothing, but init() works again after shutdown().
 
-        comm: ranks that take part, None for all. process_sets: sets to create at once, or "dynamic" to allow
-        add_process_set() later.
+        comm: ranks that take part, None for all.
+        process_sets: sets to create at once, or "dynamic" to allow add_process_set() later.
         """
         if comm is not None and not hasattr(comm, "__iter__"):
             raise ValueError(

@@ -7,57 +7,13 @@ from typing import Any
 from megaclass.config.read import load_config_values, to_toml
 from megaclass.config.schema import Config
 from megaclass.errors import ConfigError
-from megaclass.insightface.config_lines import ConfigLines, Unreadable, printable, read_lines
+from megaclass.insightface.config_lines import ConfigLines, read_lines
+from megaclass.insightface.config_settings import BASE, CARRIED, LOSSES, OLDER, WITHOUT_EFFECT
+from megaclass.insightface.config_values import Unreadable, printable
 from megaclass.insightface.names import NETWORKS
 
 _MAX_GPUS = 1024
 _GPUS_PER_MACHINE = 8
-# Defaults from InsightFace's configs/base.py, which every config overrides.
-_BASE: dict[str, Any] = {
-    "margin_list": (1.0, 0.5, 0.0),
-    "network": "r50",
-    "embedding_size": 512,
-    "sample_rate": 1.0,
-    "interclass_filtering_threshold": 0,
-    "fp16": False,
-    "batch_size": 128,
-    "optimizer": "sgd",
-    "lr": 0.1,
-    "momentum": 0.9,
-    "weight_decay": 5e-4,
-    "verbose": 2000,
-    "frequent": 10,
-    "gradient_acc": 1,
-    "seed": 2048,
-    "num_workers": 2,
-}
-# Settings that do not affect the result of training, and what replaces them.
-_WITHOUT_EFFECT = {
-    "dali": "Megaclass always reads and decodes images itself",
-    "save_all_states": "checkpoints always contain the complete state",
-    "resume": "give --resume to megaclass train",
-    "using_wandb": "set train.wandb_project",
-    "wandb_project": "set train.wandb_project",
-    "wandb_key": "log in with `wandb login`",
-    "wandb_entity": "set WANDB_ENTITY",
-    "wandb_log_all": "only rank 0 reports",
-    "wandb_resume": "give --resume to megaclass train",
-    "suffix_run_name": "train.run_dir names the run",
-    "save_artifacts": "the run folder contains the model",
-    "notes": "it is only a note",
-    "warmup_step": "InsightFace computes it itself",
-    "total_step": "InsightFace computes it itself",
-    "num_classes": "it is read from the data",
-    "num_image": "it is read from the data",
-}
-# Settings of older InsightFace code, which the current train_v2.py does not read.
-_OLDER = {
-    "lr_func": "set optimizer.schedule = 'step' and optimizer.step_epochs in the recipe",
-    "decay_epoch": "set optimizer.schedule = 'step' and optimizer.step_epochs in the recipe",
-    "decay_step": "set optimizer.schedule = 'step' and optimizer.step_epochs in the recipe",
-}
-# Values of `loss` in InsightFace's configs of 2021, which had no margin_list.
-_LOSSES = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.4)}
 
 
 def import_config(path: Path, num_gpus: int | None = None, lr_power: int = 1) -> tuple[Config, list[str]]:
@@ -109,7 +65,7 @@ class _Translation:
         self._batch()
         self._evaluation()
         self._rest()
-        missing = [f"{name} = {value!r}" for name, value in _BASE.items() if name not in self._lines.values]
+        missing = [f"{name} = {value!r}" for name, value in BASE.items() if name not in self._lines.values]
         if missing:
             self.remarks.append(f"not in the file, therefore taken from InsightFace's base.py: {', '.join(missing)}")
         try:
@@ -123,17 +79,17 @@ class _Translation:
         """Refuses unknown settings; adds remarks about those that do not affect the result of training."""
         off: list[str] = []
         for name, line in self._lines.values.items():
-            if name in _WITHOUT_EFFECT and line.value in (False, None):
+            if name in WITHOUT_EFFECT and line.value in (False, None):
                 off.append(name)
-            elif name in _WITHOUT_EFFECT:
-                self.remarks.append(f"{name} was not carried over: {_WITHOUT_EFFECT[name]}")
-            elif name in _OLDER:
+            elif name in WITHOUT_EFFECT:
+                self.remarks.append(f"{name} was not carried over: {WITHOUT_EFFECT[name]}")
+            elif name in OLDER:
                 raise self._lines.error(
                     line,
                     f"the setting belongs to older InsightFace code. Delete the line from a copy of the file, and "
-                    f"{_OLDER[name]}.",
+                    f"{OLDER[name]}.",
                 )
-            elif name not in _CARRIED:
+            elif name not in CARRIED:
                 raise self._lines.error(
                     line,
                     f"{printable(name)} is not a known setting of InsightFace's train_v2.py and could change the training. If "
@@ -236,11 +192,11 @@ class _Translation:
         key, given = "margin_list", self._given("margin_list")
         if "loss" in self._lines.values:
             loss = self._text("loss")
-            if loss not in _LOSSES:
-                raise self._error("loss", f"expected {' or '.join(_LOSSES)}")
+            if loss not in LOSSES:
+                raise self._error("loss", f"expected {' or '.join(LOSSES)}")
             if "margin_list" not in self._lines.values:
-                key, given = "loss", _LOSSES[loss]
-            elif not isinstance(given, (list, tuple)) or tuple(given) != _LOSSES[loss]:
+                key, given = "loss", LOSSES[loss]
+            elif not isinstance(given, (list, tuple)) or tuple(given) != LOSSES[loss]:
                 raise self._error(
                     "loss", f"it contradicts margin_list = {given!r}, and the current train_v2.py ignores it"
                 )
@@ -369,7 +325,7 @@ class _Translation:
         return name in self._lines.values and not isinstance(self._lines.values[name].value, Unreadable)
 
     def _given(self, name: str) -> Any:
-        return self._lines.values[name].value if name in self._lines.values else _BASE[name]
+        return self._lines.values[name].value if name in self._lines.values else BASE[name]
 
     def _number(self, name: str) -> float:
         value = self._given(name)
@@ -390,7 +346,7 @@ class _Translation:
         return value
 
     def _flag(self, name: str) -> bool:
-        return bool(self._given(name)) if self._has(name) else bool(_BASE.get(name, False))
+        return bool(self._given(name)) if self._has(name) else bool(BASE.get(name, False))
 
     def _error(self, name: str, expected: str) -> ConfigError:
         line = self._lines.values.get(name)
@@ -401,8 +357,3 @@ class _Translation:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-_CARRIED = {
-    *_BASE, "loss", "rec", "dali_aug", "output", "num_epoch", "warmup_epoch", "val_targets",
-}  # fmt: skip

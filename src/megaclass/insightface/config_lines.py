@@ -6,63 +6,26 @@ is an error that names the line if it could change `config`, and a remark if it 
 """
 
 import ast
-import math
-import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaclass.errors import ConfigError
+from megaclass.insightface.config_values import (
+    CannotFollowError,
+    Expressions,
+    Unreadable,
+    called,
+    config_key,
+    is_config,
+    printable,
+)
 
 _MAX_BYTES = 1 << 20
-_MAX_NUMBER = 1e18
-_MAX_EXPONENT = 64
-_MAX_TEXT = 4096
 _MAKERS = ("edict", "EasyDict", "dict", "ConfigDict")
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-    ast.Not: operator.not_,
-}
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "int": int,
-    "float": float,
-    "round": round,
-    "abs": abs,
-    "min": min,
-    "max": max,
-}
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """Stands for a value that is known only after executing the file."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -110,13 +73,6 @@ def read_lines(path: Path) -> ConfigLines:
     return reader.lines
 
 
-def printable(text: str, limit: int = 120) -> str:
-    """Returns the text as one shortened line without control characters."""
-    joined = " ".join(text.split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in joined)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
 def _read_source(path: Path) -> str:
     try:
         with path.open("rb") as file:
@@ -134,10 +90,6 @@ def _read_source(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8: byte {error.start} is {data[error.start]:#04x}.") from error
 
 
-class _CannotFollowError(Exception):
-    """Raised for a value that cannot be computed without executing the file; the text is the reason."""
-
-
 class _Reader:
     """Interprets the statements.
 
@@ -149,6 +101,7 @@ class _Reader:
         self.lines = ConfigLines(path)
         self._source = source.split("\n")
         self._names: dict[str, Any] = {"__name__": f"configs.{path.stem}"}
+        self._expressions = Expressions(self._config_value, self._names)
         self._imported: set[str] = set()
 
     def follow(self, statements: list[ast.stmt]) -> None:
@@ -189,9 +142,9 @@ class _Reader:
         self._set(statement.target, changed, statement)
 
     def _set(self, target: ast.expr, value: ast.expr, statement: ast.stmt) -> None:
-        if (name := _config_key(target)) is not None:
+        if (name := config_key(target)) is not None:
             self._put(name, value, statement)
-        elif _is_config(target):
+        elif is_config(target):
             self._begin(value, statement)
         elif isinstance(target, ast.Name):
             self._names[target.id] = self._readable(value, statement)
@@ -220,7 +173,7 @@ class _Reader:
                     raise self._refusal(statement, "expected text for all keys")
                 entries.append((key.value, entry))
             return entries
-        if isinstance(value, ast.Call) and _called(value) in _MAKERS:
+        if isinstance(value, ast.Call) and called(value) in _MAKERS:
             return self._arguments(value, statement)
         raise self._refusal(statement, "expected edict() or a dict literal")
 
@@ -238,7 +191,7 @@ class _Reader:
         value = statement.value
         if isinstance(value, ast.Constant):
             return  # a docstring
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _is_config(value.func.value):
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and is_config(value.func.value):
             if value.func.attr != "update":
                 raise self._refusal(
                     statement, f"config.{value.func.attr}() is not executed; write config.<name> = <value>"
@@ -246,20 +199,20 @@ class _Reader:
             for name, entry in self._arguments(value, statement):
                 self._put(name, entry, statement)
             return
-        if isinstance(value, ast.Call) and _called(value) == "setattr" and len(value.args) == 3:
+        if isinstance(value, ast.Call) and called(value) == "setattr" and len(value.args) == 3:
             owner, key, entry = value.args
-            if _is_config(owner) and isinstance(key, ast.Constant) and isinstance(key.value, str):
+            if is_config(owner) and isinstance(key, ast.Constant) and isinstance(key.value, str):
                 self._put(key.value, entry, statement)
                 return
-        is_print = isinstance(value, ast.Call) and _called(value) == "print"
+        is_print = isinstance(value, ast.Call) and called(value) == "print"
         if not is_print:
             self._check_names(statement, value)
         self.lines.remarks.append(f"line {statement.lineno} was not executed: {self._text(statement)}")
 
     def _if(self, statement: ast.If) -> None:
         try:
-            is_true = bool(self._value(statement.test))
-        except _CannotFollowError as error:
+            is_true = bool(self._expressions.value(statement.test))
+        except CannotFollowError as error:
             raise self._refusal(
                 statement, f"the condition cannot be computed without executing the file: {error}"
             ) from None
@@ -297,8 +250,8 @@ class _Reader:
 
     def _readable(self, node: ast.expr, statement: ast.stmt) -> Any:
         try:
-            return self._value(node)
-        except _CannotFollowError as error:
+            return self._expressions.value(node)
+        except CannotFollowError as error:
             self._check_calls(statement, node)
             return Unreadable(str(error))
 
@@ -313,68 +266,10 @@ class _Reader:
         if known := ({"config", *self._names} - self._imported) & set(_names_in(node)):
             raise self._refusal(statement, f"the line is not executed, but could change {', '.join(sorted(known))}")
 
-    def _value(self, node: ast.expr) -> Any:
-        """Computes literals, arithmetic, comparisons and earlier values; raises _CannotFollowError for anything else."""
-        if isinstance(node, ast.Constant):
-            return _bounded(node.value)
-        if isinstance(node, ast.Tuple):
-            return tuple(self._value(part) for part in node.elts)
-        if isinstance(node, ast.List):
-            return [self._value(part) for part in node.elts]
-        if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-            return _computed(_UNARY[type(node.op)], self._value(node.operand))
-        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-            return self._binary(type(node.op), self._value(node.left), self._value(node.right))
-        if isinstance(node, ast.BoolOp):
-            result: Any = None
-            for part in node.values:
-                result = self._value(part)
-                if bool(result) == isinstance(node.op, ast.Or):
-                    break
-            return result
-        if isinstance(node, ast.Compare):
-            return self._compare(node)
-        if isinstance(node, ast.IfExp):
-            return self._value(node.body if self._value(node.test) else node.orelse)
-        if isinstance(node, ast.JoinedStr):
-            return _bounded("".join(map(self._piece, node.values)))
-        if (name := _config_key(node)) is not None:
-            if name not in self.lines.values:
-                raise _CannotFollowError(f"config.{name} is not set above this line")
-            return _known(self.lines.values[name].value)
-        if isinstance(node, ast.Name):
-            if node.id not in self._names:
-                raise _CannotFollowError(f"{printable(node.id)} is not a value of this file")
-            return _known(self._names[node.id])
-        if isinstance(node, ast.Call) and _is_plain_function(node) and _called(node) not in self._names:
-            values = [self._value(part) for part in node.args]
-            if values and all(map(_is_number, values)):
-                return _computed(_FUNCTIONS[_called(node)], *values)
-        raise _CannotFollowError("the value is neither a literal nor arithmetic")
-
-    def _binary(self, kind: type[ast.operator], left: Any, right: Any) -> Any:
-        is_text = kind is ast.Add and isinstance(left, str) and isinstance(right, str)
-        if not is_text and not (_is_number(left) and _is_number(right)):
-            raise _CannotFollowError("arithmetic is supported for numbers only")
-        if kind is ast.Pow and abs(right) > _MAX_EXPONENT:
-            raise _CannotFollowError(f"the exponent is above {_MAX_EXPONENT}")
-        return _computed(_BINARY[kind], left, right)
-
-    def _compare(self, node: ast.Compare) -> bool:
-        left = self._value(node.left)
-        for comparison, other in zip(node.ops, node.comparators, strict=True):
-            right = self._value(other)
-            if not _computed(_COMPARE[type(comparison)], left, right):
-                return False
-            left = right
-        return True
-
-    def _piece(self, node: ast.expr) -> str:
-        if isinstance(node, ast.FormattedValue) and node.conversion == -1 and node.format_spec is None:
-            return str(self._value(node.value))
-        if isinstance(node, ast.Constant):
-            return str(node.value)
-        raise _CannotFollowError("format specifications in text are not supported")
+    def _config_value(self, name: str) -> Any:
+        if name not in self.lines.values:
+            raise CannotFollowError(f"config.{name} is not set above this line")
+        return self.lines.values[name].value
 
     def _refusal(self, statement: ast.stmt, reason: str) -> ConfigError:
         return ConfigError(f"{self.lines.path}, line {statement.lineno}: {self._text(statement)!r}: {reason}.")
@@ -389,30 +284,6 @@ class _Reader:
         return printable(line.decode(errors="replace"))
 
 
-def _is_config(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "config"
-
-
-def _config_key(node: ast.expr) -> str | None:
-    """Returns the name in config.name or config["name"]."""
-    if isinstance(node, ast.Attribute) and _is_config(node.value):
-        return node.attr
-    if isinstance(node, ast.Subscript) and _is_config(node.value) and isinstance(node.slice, ast.Constant):
-        return node.slice.value if isinstance(node.slice.value, str) else None
-    return None
-
-
-def _called(call: ast.Call) -> str:
-    """Returns the last part of the name of the called function."""
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
-
-
-def _is_plain_function(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id in _FUNCTIONS and not call.keywords
-
-
 def _loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
     """Returns an expression that reads the target of an assignment."""
     if isinstance(target, ast.Name):
@@ -424,34 +295,3 @@ def _loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
 
 def _names_in(node: ast.AST) -> Iterator[str]:
     return (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
-
-
-def _known(value: Any) -> Any:
-    if isinstance(value, Unreadable):
-        raise _CannotFollowError(value.reason)
-    return value
-
-
-def _computed(function: Callable[..., Any], *values: Any) -> Any:
-    try:
-        return _bounded(function(*values))
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise _CannotFollowError(f"the value cannot be computed: {printable(str(error))}") from None
-
-
-def _bounded(value: Any) -> Any:
-    """Refuses values that no setting can have: huge or infinite numbers, long text, bytes, complex numbers."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # The size comes first, because isfinite cannot convert huge integers.
-        if abs(value) > _MAX_NUMBER or not math.isfinite(value):
-            raise _CannotFollowError("the number is too large")
-    elif isinstance(value, str):
-        if len(value) > _MAX_TEXT:
-            raise _CannotFollowError("the text is too long")
-    elif value is not None and not isinstance(value, (bool, list, tuple)):
-        raise _CannotFollowError(f"a value of type {type(value).__name__} is not a setting")
-    return value

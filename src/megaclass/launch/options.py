@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="total number of processes")
     parser.add_argument(
         "--launcher", type=_launcher, default="ssh", metavar="NAME",
-        help=f"what starts the processes: {', '.join(LAUNCHERS)} (default ssh, which is not needed on one machine)",
+        help=f"what starts the processes: {', '.join(LAUNCHERS)} (default: ssh, which is not needed on one machine)",
     )  # fmt: skip
     parser.add_argument(
         "-cb", "--check-build", action="store_true", help="print the available frameworks, controllers and operations"
@@ -227,21 +227,21 @@ def _parser() -> argparse.ArgumentParser:
 
     times = parser.add_argument_group("times in seconds, and restarts")
     times.add_argument(
-        "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default 30)"
+        "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default: 30)"
     )
     times.add_argument(
         "--heartbeat", type=seconds, default=40.0, metavar="S",
-        help="a silent host counts as lost within this time (default 40)",
+        help="a silent host counts as lost within this time (default: 40)",
     )  # fmt: skip
     times.add_argument(
-        "--grace", type=seconds, default=3.0, metavar="S", help="time from SIGTERM to SIGKILL (default 3)"
+        "--grace", type=seconds, default=3.0, metavar="S", help="time from SIGTERM to SIGKILL (default: 3)"
     )
     times.add_argument(
         "--hang-timeout", type=seconds, default=0.0, metavar="S",
         help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",
     )  # fmt: skip
     times.add_argument(
-        "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default 0)",
+        "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default: 0)",
     )  # fmt: skip
     times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
 
@@ -259,11 +259,11 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     elastic.add_argument(
         "--slots-per-host", "--slots", type=at_least(1), default=1, metavar="N",
-        help="slots of hosts for which the script names none (default 1)",
+        help="slots of hosts for which the script names none (default: 1)",
     )  # fmt: skip
     elastic.add_argument(
         "--elastic-timeout", type=seconds, default=600.0, metavar="S",
-        help="time to wait for --min-np processes before the job ends (default 600)",
+        help="time to wait for --min-np processes before the job ends (default: 600)",
     )  # fmt: skip
     elastic.add_argument(
         "--reset-limit", type=at_least(0), metavar="N",

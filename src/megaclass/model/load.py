@@ -33,9 +33,11 @@ _MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE = 65536, 4096
 def load(path: str | Path, *, device: str | torch.device = "auto", backbone: str | None = None) -> LoadedModel:
     """Opens a run folder, an exported folder, `.safetensors`, InsightFace's `.pth`/`.pt`/`.params`, `.onnx` or `hf://user/name`.
 
-    device: "auto" takes the GPU if there is one. backbone: `package.module:Class` of your own, if the model is not a built-in
-    one. A file can only name built-in backbones: the caller chooses which code is imported and called, never the file.
     `hf://user/name@revision` is downloaded from the Hugging Face Hub once and kept in its cache (megaclass[hub]).
+
+    device: "auto" takes the GPU if there is one.
+    backbone: `package.module:Class` of your own, if the model is not a built-in one. A file can only name built-in backbones:
+    the caller chooses which code is imported and called, never the file.
     """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

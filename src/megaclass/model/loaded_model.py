@@ -86,10 +86,12 @@ class LoadedModel:
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Returns (B, D), not normalised, of (B, 3, H, W) images in [-1, 1]; gradients as torch's mode says."""
         height, width = height_and_width(self.image_size)
-        is_input = images_B3HW.ndim == 4 and images_B3HW.shape[1:] == (3, height, width)
+        is_tensor = isinstance(images_B3HW, Tensor)
+        is_input = is_tensor and images_B3HW.ndim == 4 and images_B3HW.shape[1:] == (3, height, width)
         if not is_input or not images_B3HW.is_floating_point():
+            shape = f"a tensor of shape {tuple(images_B3HW.shape)} and {images_B3HW.dtype}" if is_tensor else ""
             raise DataError(
-                f"{self.name} was called with a tensor of shape {tuple(images_B3HW.shape)} and {images_B3HW.dtype}: it takes "
+                f"{self.name} was called with {shape or f'an object of {type(images_B3HW).__name__}'}: it takes a tensor "
                 f"(B, 3, {height}, {width}) of a floating dtype with values in [-1, 1]. Files, Pillow images and bytes go to "
                 f"embed()."
             )
@@ -108,13 +110,15 @@ class LoadedModel:
     ) -> NDArray[np.float32]:
         """Returns (N, D): f(x) + f(mirrored x) of each image, normalised; the product of two rows is their cosine.
 
+        Images of another size are fitted as `fit` says, otherwise as in training if the model states it, otherwise refused
+        unless `resize` allows to stretch them.
+
         images: one image or a list of them: paths of files, Pillow images, RGB bytes as arrays (H, W, 3) or tensors
         (3, H, W); or a batch in one array (N, H, W, 3) or tensor (N, 3, H, W); or a folder, whose images are taken in the
         order of their paths. A floating tensor is taken as the network's input: (N, 3, H, W) with values in [-1, 1]. One
         image gives one row.
-        Images of another size are fitted as `fit` says, otherwise as in training if the model states it, otherwise refused
-        unless `resize` allows to stretch them. mirror: False gives f(x); None mirrors as in training. batch_size: images
-        per batch; None chooses it by the device.
+        mirror: False gives f(x); None mirrors as in training.
+        batch_size: images per batch; None chooses it by the device.
         """
         fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
         given = listed_images(images)
@@ -128,7 +132,10 @@ class LoadedModel:
     def embed_source(
         self, source: Images, *, mirror: bool, batch_size: int | None = None, on_bad: OnBad | None = None
     ) -> NDArray[np.float32]:
-        """Returns (N, D), normalised. on_bad: is told of an image that cannot be read, whose row is NaN."""
+        """Returns (N, D), normalised.
+
+        on_bad: is told of an image that cannot be read, whose row is NaN.
+        """
         rows = embed_part(
             self.network,
             source,
@@ -149,8 +156,9 @@ class LoadedModel:
     def similarity(self, first: Comparable, second: Comparable | None = None, **embedding: Any) -> NDArray[np.float32]:
         """Returns the cosines (N, M) of N images with M others; without others, of the images with each other.
 
-        Each side is anything that `embed` takes, or embeddings: floating numbers of shape (N, D) or (D,). embedding: further
-        arguments of `embed`.
+        Each side is anything that `embed` takes, or embeddings: floating numbers of shape (N, D) or (D,).
+
+        embedding: further arguments of `embed`.
         """
         rows_ND = self.rows(first, **embedding)
         cosines: NDArray[np.float32] = rows_ND @ (rows_ND if second is None else self.rows(second, **embedding)).T
@@ -168,9 +176,12 @@ class LoadedModel:
     ) -> Verdict:
         """Tells whether two images show the same identity: their cosine lies above a threshold.
 
+        A model without an evaluation has no threshold, which is an error.
+
         far: the highest allowed false accept rate, such as 1e-3; None takes the threshold with the highest accuracy.
-        threshold: a cosine of your own instead. evaluation_set: the set whose thresholds are used; None takes the one with
-        the most different pairs. A model without an evaluation has no threshold, which is an error.
+        threshold: a cosine of your own instead.
+        evaluation_set: the set whose thresholds are used; None takes the one with the most different pairs.
+        embedding: further arguments of `embed`.
         """
         rows_ND, rows_MD = self.rows(first, **embedding), self.rows(second, **embedding)
         if len(rows_ND) != 1 or len(rows_MD) != 1:
@@ -199,8 +210,10 @@ class LoadedModel:
     ) -> "ImageIndex":
         """Embeds a gallery to search in: a folder, a list of images, or an .npy file of `megaclass embed`.
 
-        Images that cannot be read are left out and logged. faiss: None searches exactly, with torch. A description for
-        faiss's index_factory, such as "Flat" or "HNSW32", searches with faiss (megaclass[retrieval]).
+        Images that cannot be read are left out and logged.
+
+        faiss: None searches exactly, with torch. A description for faiss's index_factory, such as "Flat" or "HNSW32",
+        searches with faiss (megaclass[retrieval]).
         """
         from megaclass.model.image_index import index_of
 

@@ -252,7 +252,9 @@ def test_a_rank_that_joined_takes_part_without_an_operation(job):
         job.on_all(lambda rank: job.run(rank, _allreduce("x")) if rank != 1 else None)
         for rank in (0, 2):
             job.controllers[rank].submit_join(Operation(Request("join", "join")))
-        job.on_all(lambda rank: job.controllers[rank].wait(job.controllers[rank]._join) if rank != 1 else None)
+        job.on_all(
+            lambda rank: job.controllers[rank].wait(job.controllers[rank]._in_flight._join) if rank != 1 else None
+        )
         waiting.result(30.0)
     assert [notes.performed for notes in job.notes] == [[["x"]]] * 3
 
@@ -302,3 +304,27 @@ def test_an_interrupted_wait_closes_the_controller_instead_of_leaving_it_in_doub
         controller.wait(operation)
     assert "A wait on rank 0 was interrupted: KeyboardInterrupt()." in operation.error
     monkeypatch.undo()
+
+
+def test_an_operation_that_was_closed_while_it_ran_is_finished_once():
+    """A wait that is interrupted closes the controller while another thread may still perform the operation."""
+    job = Job()
+    is_running, may_end = threading.Event(), threading.Event()
+    performed = job.notes[1].perform
+
+    def slow(response: Response, operations: list[Operation | None]) -> None:
+        is_running.set()
+        assert may_end.wait(10.0)
+        performed(response, operations)
+
+    job.notes[1].perform = slow
+    finished: list[str] = []
+    operations = [Operation(_allreduce("x")) for _ in HOSTS]
+    operations[1].on_done = lambda: finished.append(operations[1].error)
+    for controller, operation in zip(job.controllers, operations, strict=True):
+        controller.submit(operation, is_urgent=False)
+    assert is_running.wait(10.0)
+    job.controllers[1]._close("interrupted")
+    may_end.set()
+    job.stop()
+    assert finished == ["interrupted"]

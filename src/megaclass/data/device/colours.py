@@ -15,6 +15,23 @@ def _rounded(x):
 
 
 @triton.jit
+def _cosines(line, tables, at, is_inside, STRIDE: tl.constexpr, IS_INVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The cosine transform, or its inverse, of 8 numbers in a row or column: the number that belongs at place `at` of it.
+
+    line: where the row or column begins. STRIDE: from one of its numbers to the next.
+    """
+    value = tl.zeros((BLOCK,), tl.float32)
+    for tap in range(8):
+        number = tl.load(line + (at // 8 * 8 + tap) * STRIDE, mask=is_inside, other=0.0)
+        # The matrix is orthogonal: its transpose is its inverse.
+        if IS_INVERSE:
+            value += tl.load(tables + tap * 8 + at % 8) * number
+        else:
+            value += tl.load(tables + (at % 8) * 8 + tap) * number
+    return value
+
+
+@triton.jit
 def jpeg(
     had,
     put,
@@ -53,10 +70,7 @@ def jpeg(
         row = at // PW
         column = at % PW
         for channel in tl.static_range(3):
-            value = tl.zeros((BLOCK,), tl.float32)
-            for tap in range(8):
-                line = tl.load(put + channel * PLANE + (row // 8 * 8 + tap) * PW + column, mask=is_inside, other=0.0)
-                value += tl.load(tables + (row % 8) * 8 + tap) * line
+            value = _cosines(put + channel * PLANE + column, tables, row, is_inside, PW, False, BLOCK)
             tl.store(extra + channel * PLANE + at, value, mask=is_inside)
     tl.debug_barrier()
     for first in range(0, PLANE, BLOCK):
@@ -65,10 +79,7 @@ def jpeg(
         row = at // PW
         column = at % PW
         for channel in tl.static_range(3):
-            value = tl.zeros((BLOCK,), tl.float32)
-            for tap in range(8):
-                line = tl.load(extra + channel * PLANE + row * PW + column // 8 * 8 + tap, mask=is_inside, other=0.0)
-                value += tl.load(tables + (column % 8) * 8 + tap) * line
+            value = _cosines(extra + channel * PLANE + row * PW, tables, column, is_inside, 1, False, BLOCK)
             quantum = tl.load(tables + STEPS + channel * 64 + (row % 8) * 8 + column % 8) * scale
             quantum = tl.minimum(tl.maximum(_rounded(quantum), 1.0), 255.0)
             tl.store(put + channel * PLANE + at, _rounded(value / quantum) * quantum, mask=is_inside)
@@ -79,10 +90,7 @@ def jpeg(
         row = at // PW
         column = at % PW
         for channel in tl.static_range(3):
-            value = tl.zeros((BLOCK,), tl.float32)
-            for tap in range(8):
-                line = tl.load(put + channel * PLANE + (row // 8 * 8 + tap) * PW + column, mask=is_inside, other=0.0)
-                value += tl.load(tables + tap * 8 + row % 8) * line
+            value = _cosines(put + channel * PLANE + column, tables, row, is_inside, PW, True, BLOCK)
             tl.store(extra + channel * PLANE + at, value, mask=is_inside)
     tl.debug_barrier()
     for first in range(0, H * W, BLOCK):
@@ -94,10 +102,7 @@ def jpeg(
         green = tl.zeros((BLOCK,), tl.float32)
         blue = tl.zeros((BLOCK,), tl.float32)
         for channel in tl.static_range(3):
-            value = tl.zeros((BLOCK,), tl.float32)
-            for tap in range(8):
-                line = tl.load(extra + channel * PLANE + row * PW + column // 8 * 8 + tap, mask=is_inside, other=0.0)
-                value += tl.load(tables + tap * 8 + column % 8) * line
+            value = _cosines(extra + channel * PLANE + row * PW, tables, column, is_inside, 1, True, BLOCK)
             red += tl.load(tables + TO_RGB + channel) * value
             green += tl.load(tables + TO_RGB + 3 + channel) * value
             blue += tl.load(tables + TO_RGB + 6 + channel) * value

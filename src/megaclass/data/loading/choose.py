@@ -45,6 +45,7 @@ def choose_processes(
 
 def automatic_processes(threads: int, num_local_ranks: int) -> int:
     """Returns how many loader processes data.workers=auto starts per rank that trains on a GPU of this machine."""
+    # More processes than cores would slow the thread that feeds the GPU, which is the one that must never wait.
     for_loading = cores_of_rank(num_local_ranks) - _CORES_OF_TRAINING
     return max(1, min(_MAX_PROCESSES, for_loading // threads))
 
@@ -66,6 +67,7 @@ def available_cores() -> int:
 def _quota() -> float:
     """Returns the number of cores that the control group allows; infinite without a limit."""
     try:
+        # Microseconds of CPU time per period of wall time; "max" without a limit. The older layout follows below.
         limit, period = (_CGROUPS / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:

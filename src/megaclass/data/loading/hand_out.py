@@ -70,12 +70,14 @@ class HostHandOut:
     def take(self, slot: int, num_rows: int) -> Pixels:
         content = self._ring.slot(slot)
         images_BHW3 = content.images_BHW3[:num_rows]
+        # A caller may keep every batch. Only a copy leaves the slot to the loader, which would otherwise wait without end.
         if sum(not self.is_free(other) for other in self._lent) >= _MAX_LENT:
             images_BHW3 = images_BHW3.copy()
         else:
             # An array of its own: tensors and views made of it keep it alive, and nothing else does.
             images_BHW3 = np.asarray(images_BHW3.data)
             self._lent[slot] = weakref.ref(images_BHW3)
+        # Labels and indices are small and always copied: only the images decide how long the slot is lent.
         indices_B = content.indices_B[:num_rows].copy()
         return Pixels(
             torch.from_numpy(images_BHW3).permute(0, 3, 1, 2),
@@ -124,6 +126,7 @@ class DeviceHandOut:
     def take(self, slot: int, num_rows: int) -> Pixels:
         on_device, done = self._copies.pop(slot)
         current = torch.cuda.current_stream(self._device)
+        # The stream waits, not the host, which goes on to queue the kernels of the step.
         current.wait_event(done)
         # The memory belongs to the side stream: it is not to be used again before the current stream is done with it.
         on_device.record_stream(current)
@@ -139,12 +142,14 @@ class DeviceHandOut:
         )
 
     def is_free(self, slot: int) -> bool:
+        # Filled but not taken is not free: the images may be on the GPU, but the indices are still read from the slot.
         return slot not in self._copied or (slot not in self._copies and self._copied[slot].query())
 
     def wait_until_free(self, slot: int) -> None:
         self._copied[slot].synchronize()
 
     def close(self) -> None:
+        # A copy under way reads the pages that are unlocked, and later unmapped, below.
         self._stream.synchronize()
         if self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())

@@ -82,7 +82,9 @@ class ProcessBatches:
             self._prefetch()
             number, slot = self._ready.popleft()
             epoch, step = divmod(number, steps_per_epoch)
+            # The last batch of an epoch may be shorter than the slot.
             pixels = self._hand_out.take(slot, self._reader.num_rows(step))
+            # The oldest is tried first: the caller has most probably dropped it.
             self._free.append(slot)
             yield Loaded(epoch, step, pixels)
 
@@ -119,6 +121,7 @@ class ProcessBatches:
             number, slot = self._filling[0]
             if not self._ready:
                 self._processes.wait_for(slot)
+            # In order: a later slot that is full already has to wait for this one.
             elif not self._processes.is_filled(slot):
                 break
             self._filling.popleft()

@@ -3,7 +3,8 @@
     rank -> process    settings             first message: the plan, the layout of the ring, and this process's threads
                        piece                rows of a batch to fill
                        crashes              images on which a decoder has crashed: not to be decoded any more
-    process -> rank    done                 a piece is filled; bad images among its rows, number of resized ones
+    process -> rank    bad                  images of a piece that cannot be read
+                       done                 a piece is filled; number of resized images among its rows
                        failed               a piece cannot be filled, or the data cannot be opened
 
 Pixels never travel here: they are in the ring. A process ends when its rank's end of the socket is closed.
@@ -14,16 +15,20 @@ from __future__ import annotations
 import json
 import socket
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megaclass.errors import DataError, UserError
 
 _MAX_BYTES = 2**17
-# Texts of errors may quote long paths; a packet must stay small.
+# Texts of errors may quote long paths, and JSON has six bytes for a character that is not ASCII.
 _MAX_TEXT = 2000
-# Reports of one piece; further bad images of it are counted, without a text of their own.
+_MAX_REPORT_TEXT = 500
+# Bad images of one piece that are reported with their error; further ones are counted, without a text of their own.
 _MAX_REPORTS = 32
+# Where most images are bad, each row tries many of them: a piece may have more reports than a packet takes.
+_REPORTS_PER_PACKET = 1000
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,19 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
     """Returns the next message; None if the other end is closed."""
     try:
         packet = connection.recv(_MAX_BYTES)
+    # The other end was killed with packets of ours unread: the same as its end.
     except ConnectionResetError:
         return None
     return json.loads(packet) if packet else None
 
 
-def bad_reports(bad: list[tuple[int, DataError]]) -> list[tuple[int, str]]:
-    return [
-        (index, str(error)[:_MAX_TEXT]) if n < _MAX_REPORTS else (index, "") for n, (index, error) in enumerate(bad)
+def bad_reports(bad: list[tuple[int, DataError]]) -> Iterator[list[tuple[int, str]]]:
+    """Yields the reports of a piece's bad images, one packet after another."""
+    reports = [
+        (index, str(error)[:_MAX_REPORT_TEXT] if n < _MAX_REPORTS else "") for n, (index, error) in enumerate(bad)
     ]
+    for start in range(0, len(reports), _REPORTS_PER_PACKET):
+        yield reports[start : start + _REPORTS_PER_PACKET]
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
@@ -64,6 +73,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
         return {
             "kind": "data",
             "text": str(error)[:_MAX_TEXT],
+            # The number tells the rank whether the error may pass (is_transient), upon which a job is restarted.
             "errno": cause.errno if isinstance(cause, OSError) else None,
         }
     if isinstance(error, OSError):

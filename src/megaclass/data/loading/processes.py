@@ -39,7 +39,9 @@ from megaclass.operating_system import signals_named
 _log = logging.getLogger("megaclass.data")
 
 _WORKER = "megaclass.data.loading.worker"
+# Signals of a program error: the image is to blame. SIGKILL is not among them: the kernel may have been short of memory.
 _CRASHES = frozenset(signals_named("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"))
+# A process that ends three times in a row without a result will not do better the fourth time.
 _MAX_STARTS = 3
 _END_S = 2.0
 # Smaller pieces cost more in messages than they gain in balance.
@@ -76,6 +78,7 @@ class _Worker:
     def start(self, ring: Ring, first: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            # With the pid, which the worker compares with its parent: the rank may have been killed meanwhile.
             arguments = [str(theirs.fileno()), str(ring.handle), str(os.getpid())]
             # As the rank itself finds the package. -P: a file of the user's that is called like a module must not hide it.
             path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -160,6 +163,7 @@ class LoaderProcesses:
         started = [worker for worker in self._workers if worker.connection is not None]
         for worker in started:
             assert worker.connection is not None
+            # All sockets first: the processes then end at the same time, and not one after the other.
             worker.connection.close()
         for worker in started:
             worker.end()
@@ -172,6 +176,7 @@ class LoaderProcesses:
     def submit(self, slot: int, epoch: int, step: int, num_rows: int) -> None:
         """Has one batch decoded into a slot, cut into pieces for all processes."""
         num_pieces = max(1, min(len(self._workers), num_rows // _MIN_PIECE_ROWS))
+        # Its pieces are reported by several processes, in any order.
         self._missing[slot] = num_pieces
         for number in range(num_pieces):
             rows = even_part(num_rows, number, num_pieces)
@@ -191,6 +196,7 @@ class LoaderProcesses:
         has_told = False
         while self._missing[slot]:
             self._handle_messages(1.0)
+            # Only a message: slow disks are no error, and a process that died is replaced in _handle_messages.
             if not has_told and time.monotonic() - begun > _SLOW_S:
                 _log.warning("the loader processes have not delivered the next batch for %.0f s", _SLOW_S)
                 has_told = True
@@ -204,10 +210,14 @@ class LoaderProcesses:
                 self._replace(worker)
             elif "failed" in message:
                 raise failure(message)
+            elif "bad" in message:
+                for index, text in message["bad"]:
+                    self._bad_images.add_bad(index, DataError(text or f"Cannot read {self._source.name_of(index)}."))
             else:
                 self._finish(worker, message)
 
     def _ready(self, timeout_s: float) -> Iterator[_Worker]:
+        # poll(), not select(): descriptors of a job with many files may lie above 1,023.
         poll, by_handle = select.poll(), {}
         for worker in self._workers:
             assert worker.connection is not None
@@ -226,18 +236,18 @@ class LoaderProcesses:
         self._missing[piece.slot] -= 1
         self._bad_images.add_read(piece.stop - piece.first)
         self.num_resized += message["resized"]
-        for index, text in message["bad"]:
-            self._bad_images.add_bad(index, DataError(text or f"Cannot read {self._source.name_of(index)}."))
 
     def _replace(self, worker: _Worker) -> None:
         """Starts a process again that has ended, with the pieces that it left; gives up if that keeps happening."""
         code = worker.end()
+        # Shared memory outlives the process, so that it still says what each of its threads was decoding.
         images = [int(self.ring.decoding[thread]) for thread in worker.threads]
         images = [index for index in images if index != NO_IMAGE]
         names = ", ".join(self._source.name_of(index) for index in images) or "no image"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         has_crashed = code < 0 and -code in _CRASHES
         worker.num_failed_starts += 1
+        # With one thread there is no doubt which image it was; after a crash, the next start has only one.
         if has_crashed and len(worker.threads) == 1 and images:
             self._crashes[images[0]] = f"the decoder crashed on it ({signal.Signals(-code).name})"
             worker.num_failed_starts = 0
@@ -253,8 +263,10 @@ class LoaderProcesses:
         for thread in worker.threads:
             self.ring.decoding[thread] = NO_IMAGE
         worker.start(self.ring, self._first_message)
+        # Before the pieces are given again: the new process must know which images to leave alone.
         for other in self._workers:
             other.send(crashes=list(self._crashes.items()))
+        # give() counts them again.
         left, worker.pieces, worker.num_rows = list(worker.pieces.values()), {}, 0
         for piece in left:
             worker.give(piece)

@@ -24,6 +24,7 @@ from megaclass.keyed_random import combine64
 
 _REPLACE_SALT = 0x7265706C616365
 _MAX_REPLACEMENTS = 100
+# A network file system that fails over is away for seconds; a longer wait would keep all ranks waiting.
 _READ_AGAIN_S = (0.05, 0.5, 2.0)
 
 
@@ -94,6 +95,7 @@ class BatchReader:
 
         Returns how many images had another size.
         """
+        # Rows count within this rank's part of the step, and the part within the global batch.
         part = even_part(self.order.batch_size(step), self.plan.rank, self.plan.world_size)[rows.start : rows.stop]
         wanted_R = self.order.batch(epoch, step, slice(part.start, part.stop))
         if isinstance(self.source, PixelSource):
@@ -126,6 +128,7 @@ class BatchReader:
             except DataError as error:
                 self._on_bad(index, error)
             # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
+            # The salt keeps this stream apart from those of the order and of the augmentations, which hash the same indices.
             chain = combine64(self.plan.seed, _REPLACE_SALT, wanted, attempt)
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
@@ -133,6 +136,7 @@ class BatchReader:
     def _decode(self, out_HW3: NDArray[np.uint8], index: int) -> bool:
         if index in self.crashes:
             raise DataError(f"Cannot decode {self.source.name_of(index)}: {self.crashes[index]}.")
+        # Before the read, which may block for long: the table names the image if the process is killed meanwhile.
         self._on_image(index)
         return decode_into(out_HW3, self._read(index), self.source.name_of(index), self.plan.fit)
 

@@ -40,6 +40,7 @@ class ResidentImages:
         shown_B = self.shown_N[indices_B]
         device = self.images_NHW3.device
         places = torch.from_numpy(shown_B)
+        # Pinned, because a copy from pageable memory makes the host wait for the GPU.
         places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
         return self.images_NHW3[places].permute(0, 3, 1, 2), self.labels_N[places], shown_B, places
 
@@ -86,6 +87,7 @@ def _by_processes(
         for loaded in processes.batches(0, steps, steps):
             pixels = loaded.pixels
             yield pixels.images.permute(0, 2, 3, 1), pixels.indices, processes.take_num_resized()
+            # Before the next batch is asked for: while they refer to the slot, it cannot be filled again.
             del loaded, pixels
     finally:
         processes.close()
@@ -108,6 +110,7 @@ def _by_threads(
 def _require_room(num_bytes: int, device: torch.device) -> None:
     if device.type != "cuda":
         return
+    # What the driver reports, which counts the memory of other processes on this GPU, too.
     free, _ = torch.cuda.mem_get_info(device)
     if num_bytes > _LARGEST_SHARE * free:
         raise DataError(

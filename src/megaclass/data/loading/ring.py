@@ -71,6 +71,7 @@ class Ring:
     def __init__(self, layout: RingLayout, handle: int) -> None:
         self.layout = layout
         self.handle = handle
+        # Never unmapped by hand: arrays of the training loop may refer to it, and the last of them unmaps it.
         self.memory = mmap.mmap(handle, layout.num_bytes)
         self.decoding: NDArray[np.int64] = np.frombuffer(self.memory, dtype=np.int64, count=layout.num_threads)
         """Index of the image that each thread is decoding; written by that thread alone."""
@@ -88,6 +89,7 @@ def new_ring(layout: RingLayout) -> Ring:
     """Makes the shared memory. All of it is allocated here: later a lack of memory would end a process with SIGBUS."""
     handle = os.memfd_create("megaclass-batches", os.MFD_CLOEXEC)
     try:
+        # ftruncate alone reserves nothing: a lack of memory would show at the first write to a page.
         os.ftruncate(handle, layout.num_bytes)
         os.posix_fallocate(handle, 0, layout.num_bytes)
         ring = Ring(layout, handle)

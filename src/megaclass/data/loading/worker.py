@@ -52,19 +52,25 @@ class Filler:
         while True:
             piece = pieces.get()
             try:
-                send(self._connection, done=piece.number, **self._fill(piece))
+                num_resized = self._fill(piece)
+                # In packets, and before "done", so that the rank judges the share of bad images with each of them.
+                for reports in bad_reports(self._bad):
+                    send(self._connection, bad=reports)
+                send(self._connection, done=piece.number, resized=num_resized)
+            # The rank is gone, and the main thread may not have noticed yet.
             except BrokenPipeError:
                 os._exit(0)
             except Exception as error:
                 send(self._connection, failed=piece.number, **describe_failure(error))
 
-    def _fill(self, piece: Piece) -> dict[str, Any]:
+    def _fill(self, piece: Piece) -> int:
         self._bad.clear()
         slot, rows = self._ring.slot(piece.slot), range(piece.first, piece.stop)
         num_resized = self._reader.fill(piece.epoch, piece.step, rows, slot.images_BHW3, slot.indices_B)
         self._mark(NO_IMAGE)
+        # From the indices that were filled: a replaced image brings the label of its own class.
         slot.labels_B[rows.start : rows.stop] = self._reader.source.labels[slot.indices_B[rows.start : rows.stop]]
-        return {"bad": bad_reports(self._bad), "resized": num_resized}
+        return num_resized
 
     def _mark(self, index: int) -> None:
         self._ring.decoding[self._thread] = index
@@ -72,6 +78,7 @@ class Filler:
 
 def main(arguments: list[str]) -> None:
     for number in _IGNORED:
+        # Ctrl-C reaches every process of the terminal; a worker that left would cost the batch that the rank still needs.
         signal.signal(number, signal.SIG_IGN)
     handle, memory, parent = map(int, arguments)
     connection = socket.socket(fileno=handle)
@@ -80,9 +87,11 @@ def main(arguments: list[str]) -> None:
         return
     pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
     crashes: dict[int, str] = {}
+    # In a thread, because a large index takes seconds to open, in which the main thread must notice the end of the rank.
     threading.Thread(
         target=_open_and_fill, args=(settings, memory, connection, pieces, crashes), name="open", daemon=True
     ).start()
+    # A killed rank has another parent adopt this process. Its socket may stay open in a process that the rank had forked.
     while os.getppid() == parent:
         if not select.select([connection], [], [], _PARENT_CHECK_S)[0]:
             continue

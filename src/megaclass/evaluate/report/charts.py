@@ -39,7 +39,7 @@ class Figure:
     has_toggles: bool = False
     """Pressing a key of the legend hides its line."""
     note: str = ""
-    """Explanation below the chart: what to look for."""
+    """Words below the chart that say what to look for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,6 +45,7 @@ def mass(problem: Problem) -> Tensor:
     for start, stop in _chunks(problem):
         chunk, sums_G = _exponentials(problem, start, stop)
         mass_G += sums_G.double() if chunk.shift_G is None else sums_G.double() * chunk.shift_G.double().exp()
+        # The first chunks are kept until the limit is reached; later ones are computed again in both gradients.
         left -= chunk.exp_GS.nbytes + (0 if chunk.winners_GS is None else chunk.winners_GS.nbytes)
         if left >= 0:
             stored.chunks[start, stop] = (chunk.exp_GS, chunk.shift_G, chunk.winners_GS)
@@ -62,6 +63,7 @@ def grad_images(problem: Problem, coefficients_G: Tensor) -> Tensor:
 
 
 def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterator[CentreGradient]:
+    # Chunks outside, parts inside: the gradient of one chunk of centres exists at a time, and the update consumes it.
     for start, stop in _chunks(problems[0]):
         grad_RD: Tensor | None = None
         won_R: Tensor | None = None
@@ -79,6 +81,7 @@ def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterato
 
 
 def _chunks(problem: Problem) -> Iterator[tuple[int, int]]:
+    # Cut by bytes of a class's column of float32 logits, one per image and sub-centre.
     row_bytes = max(1, len(problem.unit_GD)) * problem.num_subcentres * 4
     size = max(_MIN_CHUNK, _CHUNK_BYTES.get(problem.unit_GD.device.type, 8 << 20) // row_bytes)
     for start in range(0, problem.num_classes, size):
@@ -104,6 +107,7 @@ def _exponentials(problem: Problem, start: int, stop: int) -> tuple[_Chunk, Tens
         chunk.winners_GS = winners_GS.to(torch.uint8)
     filtered_GS = None
     if problem.filter_above is not None:
+        # A filtered negative counts as cosine 0 in the mass, and its gradient is cleared at the end.
         filtered_GS = values_GS > problem.filter_above
         values_GS.masked_fill_(filtered_GS, 0)
     slopes_GS = None
@@ -112,12 +116,15 @@ def _exponentials(problem: Problem, start: int, stop: int) -> tuple[_Chunk, Tens
     else:
         values_GS, slopes_GS = _logits_and_slopes(problem, values_GS)
     if problem.logit_bound > SAFE_LOGIT:
+        # Logits beyond SAFE_LOGIT would overflow exp in float32; the shift is undone in float64, in the mass and coefficients.
         chunk.shift_G = values_GS.amax(1)
         values_GS -= chunk.shift_G[:, None]
     values_GS.exp_()
     if problem.class_weight_S is not None:
         values_GS *= problem.class_weight_S[start:stop].to(values_GS.dtype)
+    # After the exponential: a logit of -inf before it would be NaN where the shift is -inf as well.
     _clear_targets_(values_GS, problem.target_slot_G - start)
+    # The mass needs the plain exponentials, the gradients those times d logit / d cosine, which replaces them in place.
     sums_G = values_GS.sum(1)
     if slopes_GS is None:
         values_GS *= problem.scale
@@ -171,5 +178,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.device.type == "cuda":
+        # Tensor cores take half precision and accumulate in float32; the result is not rounded back.
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

@@ -20,7 +20,9 @@ from megaclass.head.state.shards import ClassRange
 from megaclass.keyed_random import Stream
 
 STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
+# As in InsightFace. Only directions enter the loss, but the length scales the first steps: gradients are divided by it.
 _INITIAL_DEVIATION = 0.01
+# Numbers drawn at once: on a CPU the block stays in the cache of a core, on a GPU it fills all multiprocessors.
 _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
 
 
@@ -94,6 +96,7 @@ class Centres:
             start = max(first_class, self.classes.start)
             stop = min(first_class + num_classes, self.classes.stop)
             if start < stop:
+                # The overlap of two ranges of classes: the source may hold more than this rank, less, or none of it.
                 here = slice(*((c - self.classes.start) * self.num_subcentres for c in (start, stop)))
                 there = slice(*((c - first_class) * self.num_subcentres for c in (start, stop)))
                 own[name][here].copy_(source[there])
@@ -117,6 +120,7 @@ class Centres:
     def cosines_to(self, unit_MD: Tensor) -> Tensor:
         """Returns the (K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
         best = []
+        # In blocks of whole classes: normalising all centres at once would need as much memory again.
         for block in self.weight_RD.split(max(1, (1 << 16) // self.num_subcentres) * self.num_subcentres):
             cosines = unit_rows(block, self.work_dtype)[0] @ unit_MD.T
             best.append(cosines.unflatten(0, (-1, self.num_subcentres)).amax((1, 2)))
@@ -136,6 +140,7 @@ class Centres:
         rows: a slice or a list of rows; entries of a list that mask_R leaves out (padding) may repeat a row.
         squares: where given, the sum of squares of the rows' gradient is added to the list, 0-d float64.
         """
+        # Without a list of rows, a mask or a narrower storage dtype, the update writes into the centres and copies nothing.
         in_place = isinstance(rows, slice) and mask_R is None and self.weight_RD.dtype == self.work_dtype
         stored = {name: take_rows(tensor, rows) for name, tensor in self.rows().items()}
         moved = {name: tensor if in_place else self._working_copy(tensor) for name, tensor in stored.items()}
@@ -163,6 +168,7 @@ class Centres:
     def _rounded(self, new: Tensor, dtype: torch.dtype, rows: slice | Tensor, step: int, place: int) -> Tensor:
         if dtype != torch.bfloat16:
             return new
+        # Rounding is keyed by the number of the row over all ranks, so that another number of ranks rounds alike.
         ids = torch.arange(rows.start, rows.stop, device=new.device) if isinstance(rows, slice) else rows
         keys = stream_keys(Stream.ROUND_WEIGHTS, self.seed, step, place)
         return round_stochastically(new, random_bits_rows(keys, ids + self._first_row, new.shape[1]))

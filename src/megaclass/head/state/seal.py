@@ -32,9 +32,12 @@ class Seal:
         num_numbers = smallest_shard * weight_RD.shape[1]
         self.stride = max(1, num_numbers // NUM_WATCHED)
         bits = weight_RD.view(_BITS[weight_RD.dtype]).view(-1)
+        # A view, spread evenly: a broadcast or an average of the whole tensor changes these places, too.
+        # Bits, not values: NaN differs from itself, and -0.0 equals 0.0.
         self.watched = bits[: num_numbers : self.stride][:NUM_WATCHED]
         self.kept = self.watched.clone()
         self._noted: Tensor | None = None
+        # Odd factors, different for each place: the sum depends on which place has which value.
         self._factors = (2 * torch.arange(len(self.kept), device=weight_RD.device) + 1) * MULTIPLIER
 
     def renew(self) -> None:
@@ -54,6 +57,7 @@ class Seal:
         if self._noted is not None:
             return self._noted
         digest = (self.watched.to(torch.int64) * self._factors).sum() & ((1 << _HASH_BITS) - 1)
+        # ~digest is below 0 for every digest, and steps are not.
         return torch.where((self.watched != self.kept).any(), ~digest, step)
 
 

@@ -44,6 +44,7 @@ class StateHeader:
 
     @classmethod
     def read(cls, state: Tensor | Mapping[str, int]) -> "StateHeader":
+        # A tensor, because Lightning and Accelerate gather and broadcast entries of a state dict, which must be tensors.
         if isinstance(state, Tensor):
             step, start, stop, num_classes = state.tolist()
         else:
@@ -78,10 +79,12 @@ def gather_whole_rows(store: Centres, num_classes: int, group: dist.ProcessGroup
     """Collective. Returns the rows of all classes in host memory on every rank; all-gathers up to 64 MiB per rank."""
     num_subcentres = store.num_subcentres
     ranges = [class_range(num_classes, rank, group_size(group)) for rank in range(group_size(group))]
+    # All ranks gather equally many blocks of equal size, although their shards differ by one class.
     most_rows = max(map(len, ranges)) * num_subcentres
     whole = {}
     for name, tensor in store.rows().items():
         rows = torch.empty((num_classes * num_subcentres, *tensor.shape[1:]), dtype=tensor.dtype)
+        # Bounded, because the gathered block is W times as large and lives on the device beside the centres.
         num_at_once = max(1, _GATHERED_BYTES // (tensor[0].numel() * tensor.element_size()))
         for start in range(0, most_rows, num_at_once):
             block = tensor.new_zeros((min(num_at_once, most_rows - start), *tensor.shape[1:]))
@@ -89,6 +92,7 @@ def gather_whole_rows(store: Centres, num_classes: int, group: dist.ProcessGroup
             block[: len(part)] = part
             for theirs, classes in zip(gather_blocks(block, group), ranges, strict=True):
                 first, stop = classes.start * num_subcentres + start, classes.stop * num_subcentres
+                # The last block of a shorter shard ends with padding.
                 num_theirs = max(0, min(len(block), stop - first))
                 rows[first : first + num_theirs] = theirs[:num_theirs]
         whole[name] = rows

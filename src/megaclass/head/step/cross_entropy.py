@@ -88,6 +88,7 @@ class LossPart:
 
     def weigh(self, image_weight_G: Tensor) -> None:
         """Sets the coefficients from d total / d loss of each image."""
+        # exp(-inf) is 0: padding and images without negatives, whose total is infinite, get no coefficient.
         self.negative_coefficients_G = image_weight_G * torch.exp(-self.losses.log_total_G)
         self.target_coefficients_G = image_weight_G * self.losses.slope_cosine_G
 
@@ -115,8 +116,11 @@ def loss_part(
         sums = sum_over_ranks_(torch.cat([kernel.mass(problem), overflowed[None], cosines_G]), group)
         cosines_G = sums[num_rows + 1 :]
     else:
+        # Here the logits of the negatives depend on the target's cosine: it must be known on all ranks before the masses.
+        # The clone keeps images.cosines_G as this rank knows it: the reduction works in place.
         cosines_G = sum_over_ranks_(cosines_G.clone(), group)
         known = targets.with_cosines(cosines_G)
+        # Kernels that know the rule of CurricularFace use `curriculum`; all others call the function and differentiate it.
         problem.negative_logits = lambda cosines_GS: margin.negative_logits(cosines_GS, known)
         problem.curriculum = margin.curriculum(known) if isinstance(margin, CurricularFace) else None
         sums = sum_over_ranks_(torch.cat([kernel.mass(problem), overflowed[None]]), group)
@@ -133,9 +137,11 @@ def finish_losses(margin: Margin, targets: Targets, mass_G: Tensor, cosines_G: T
     """Computes the losses from the softmax mass of the negatives and the target cosine; slopes by autograd."""
     is_image_G = targets.is_image_G
     with torch.enable_grad():
+        # Autograd runs over G numbers only, so that a margin needs no derivative of its own; the G x S matrix is the kernel's.
         leaf = targets.with_cosines(cosines_G, requires_grad=True)
         logits_G = margin.target_logits(leaf)
         penalty_G = margin.penalty(leaf)
+        # In the logarithm: the mass of the negatives may be 0, and exp of a large target logit would overflow.
         log_total_G = torch.logaddexp(mass_G.log(), logits_G)
         losses_G = log_total_G - logits_G
         if penalty_G is not None:
@@ -160,6 +166,7 @@ def grad_embeddings(part: LossPart, kernel: Kernel, rank: int, group: dist.Proce
     """
     images = part.images
     grad_GD = kernel.grad_images(part.problem, part.negative_coefficients_G)
+    # Only the rank that owns the class has a unit vector here; the rows of the others are zero, so the sum counts it once.
     grad_GD.addcmul_(images.own.unit_GD, part.target_coefficients_G.to(images.unit_GD.dtype)[:, None])
     grad_BD = scatter_sum(grad_GD.unflatten(0, (-1, images.max_batch)), group)
 

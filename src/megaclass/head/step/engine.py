@@ -117,6 +117,7 @@ class StepEngine(ABC):
 
         planned: the plan of a step opened by begin_step(); None makes one for this batch.
         """
+        # Faults of the batch mask the update but do not leave forward early on a GPU: the collectives below stay in step.
         images, note_faults = self._gather_images(embeddings_BD, labels_B, step, product_dtype)
         plan = planned if planned is not None else self.plan(images.labels_G, images.counts_W, step)
         drawn, slots_G = plan.drawn, images.local_ids_G
@@ -175,6 +176,7 @@ class StepEngine(ABC):
         # A GPU is not asked whether its centres were overwritten, because the host would wait: there the comparison
         # before each forward must suffice.
         is_overwritten = not self.never_waits and self.store.seal.note_change()
+        # A flag on the device is not read by a host that never waits: it becomes a mask of the update.
         device_skip = None
         if isinstance(skip, Tensor) and self.never_waits:
             device_skip, skip = skip.to(self.device), False
@@ -186,6 +188,7 @@ class StepEngine(ABC):
             self._move_margin_state(parts, move)
             if squares is not None:
                 stats = self._stats(plan, parts, squares)
+        # A change by others stays visible to the comparison before the next forward, which raises on every rank.
         if not is_overwritten:
             self.store.seal.renew()
         for part in parts:
@@ -225,6 +228,7 @@ class StepEngine(ABC):
         num_local, classes_S = len(self.store.classes), plan.drawn.classes_S
         num_sampled = torch.full_like(plan.num_images, num_local)
         if classes_S is not None:
+            # Entries of num_local and above are the padding of a list of fixed length.
             num_sampled = (classes_S < num_local).sum()
         return head_stats(
             parts,
@@ -239,6 +243,7 @@ class StepEngine(ABC):
         if losses.mean_loss is not None:
             return losses.mean_loss
         assert losses.loss_sum is not None
+        # A step in which no rank brings an image has loss 0, not 0 / 0.
         loss = losses.loss_sum / plan.num_images.clamp_min(1)
         return torch.where(self.faults.first_fault[0] != 0, torch.nan, loss).to(self.store.work_dtype)
 

@@ -31,9 +31,12 @@ def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int)
     fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
     if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any() or (batch.steps_W != step).any()):
         return fault  # the usual case; on a CPU the test costs nothing
+    # From the weakest to the strongest: each overwrites the one before. A rank out of step explains strange labels, and
+    # overwritten centres explain everything else.
     fault = _first(not_finite_G, NOT_FINITE, batch, fault, step)
     fault = _first(bad_label_G, LABEL, batch, fault, step)
     has_changed_W, is_overwritten = overwritten(batch.steps_W)
+    # A negative word is a hash of changed centres, not a step, so that such ranks are not compared.
     out_of_step_W = (batch.steps_W != batch.steps_W[0]) & ~has_changed_W & ~has_changed_W[0]
     first = out_of_step_W.to(torch.int64).argmax()
     first_step = batch.steps_W[0]
@@ -70,11 +73,13 @@ class FaultWatch:
         if self.first_fault.device.type == "cpu":
             self._raise(self.first_fault, num_classes)
             return
+        # Pinned, because a copy to pageable memory would make the host wait. A new one each time: the last ones are under way.
         copy = torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True)
         copy.copy_(self.first_fault, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._copies.append((copy, event))
+        # Counted in forwards, not in time, so that all ranks read the copy of the same step and raise together.
         if len(self._copies) > _LAG:
             copy, event = self._copies.popleft()
             event.synchronize()
@@ -85,6 +90,7 @@ class FaultWatch:
 
     def clear(self) -> None:
         """Drops the fault without reading it: for loops that skip bad steps and count them."""
+        # Copies under way may hold the fault that is being cleared: it must not be raised again.
         self.first_fault = torch.zeros_like(self.first_fault)
         self._copies.clear()
 
@@ -100,9 +106,11 @@ class FaultWatch:
 def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor, step: int) -> Tensor:
     if not bad_G.numel():
         return otherwise
+    # argmax of 0 and 1 returns the first 1, so that every rank names the same image.
     place = bad_G.to(torch.int64).argmax()
     values = torch.stack(
         [
+            # Constants are formed from a tensor on the device: torch.tensor(kind) would copy from the host and wait.
             place * 0 + kind,
             place // batch.max_batch,
             place % batch.max_batch,

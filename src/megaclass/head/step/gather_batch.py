@@ -86,6 +86,7 @@ def gather_batch(
 
     blocks_W = gather_blocks(block, group)
     control_W = blocks_W[:, :labels_at].view(torch.int64)
+    # reshape() copies here: the labels of all ranks, which lie apart in the gathered blocks, become one vector.
     labels_G = blocks_W[:, labels_at:rows_at].view(torch.int64).reshape(-1)
     embeddings_GD = blocks_W[:, rows_at:rows_end].view(embeddings_BD.dtype).reshape(len(labels_G), width)
     counts_W = control_W[:, 0].contiguous()

@@ -45,6 +45,7 @@ class PlainStep(StepEngine):
         sample = sample_classes(labels_G, own.start, len(own), rate, self.settings.seed, step, capacity)
         weight_S = None
         if is_corrected or capacity is not None:
+            # A positive takes part with certainty and is not corrected. Padding has weight 0: its exponentials do not count.
             drawn_weight = 1 / rate if is_corrected else 1.0
             weight_S = torch.full_like(sample.classes_S, drawn_weight, dtype=self.store.work_dtype)
             weight_S.masked_fill_(sample.is_positive_S, 1.0).masked_fill_(sample.classes_S >= len(own), 0.0)
@@ -55,9 +56,11 @@ class PlainStep(StepEngine):
     ) -> tuple[GatheredImages, NoteFaults]:
         word = self.store.seal.control_word(step)
         batch = gather_batch(embeddings_BD, labels_B, step=word, max_batch=self.settings.max_batch, group=self.group)
+        # Lengths and unit vectors are formed in the work dtype: half precision would lose digits of the cosines.
         raw_GD = batch.embeddings_GD.to(self.store.work_dtype)
         norms_G = torch.linalg.vector_norm(raw_GD, dim=1)
         fault = find_fault(batch, norms_G, self.settings.num_classes, step)
+        # All ranks find the same fault in the same gathered batch, and a CPU raises it here, before any further collective.
         self.faults.note(fault)
         self.faults.look(self.settings.num_classes)
         # All ranks have judged the control words by now, so a change of the centres counts once.
@@ -79,6 +82,7 @@ class PlainStep(StepEngine):
         return images, lambda num_overflowed: self.faults.note(overflow_fault(fault, num_overflowed))
 
     def _find_slots(self, local_ids_G: Tensor, classes_S: Tensor) -> Tensor:
+        # classes_S is ascending and contains every positive, so that the search always finds the class itself.
         return torch.where(local_ids_G >= 0, torch.searchsorted(classes_S, local_ids_G), -1)
 
     def _finish_losses(
@@ -89,6 +93,7 @@ class PlainStep(StepEngine):
     def backward(
         self, plan: StepPlan, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
     ) -> Tensor | None:
+        # num_images counts the whole step, also the parts that come later: the parts add up to the mean of one large batch.
         image_weight_G = part.images.is_image_G * (upstream.double() / plan.num_images.clamp_min(1))
         part.weigh(image_weight_G)
         if not wants_images:
@@ -110,6 +115,7 @@ def move_rows(
     is_skipped: Tensor | None,
 ) -> None:
     """StepEngine._move_rows for any optimizer. is_skipped: a mask on the device; None: the step counts."""
+    # A tensor is never compared with 1: the host would wait for it.
     is_scaled = isinstance(move.loss_scale, Tensor) or move.loss_scale != 1
     for chunk in chunks:
         won_R = _add_targets_(chunk, parts, store.num_subcentres)
@@ -123,8 +129,10 @@ def _target_rows(store: Centres, batch: GlobalBatch, unit_GD: Tensor) -> tuple[T
     """Returns the images' own centres and the local ids of their classes; -1 where another rank owns the class."""
     local_G = batch.labels_G - store.classes.start
     is_here_G = batch.is_image_G & (local_G >= 0) & (local_G < len(store.classes))
+    # Labels of other ranks look up class 0; is_here_G then discards the result. A selection would have a length to wait for.
     rows_GM = rows_of_classes(torch.where(is_here_G, local_G, 0), store.weight_RD, store.num_subcentres)
     unit_GMD = unit_rows(store.weight_RD[rows_GM], store.work_dtype)[0].unflatten(0, (-1, store.num_subcentres))
+    # An image belongs to the closest of its class's sub-centres; the others neither pull nor are pulled.
     winner_G = torch.einsum("gd,gmd->gm", unit_GD, unit_GMD).argmax(1)
     picked = torch.arange(len(winner_G), device=winner_G.device)
     target_GD = unit_GMD[picked, winner_G] * is_here_G[:, None]
@@ -155,6 +163,7 @@ def _mask(
     """Returns the rows that move: no padding of a fixed-length sample, no losing sub-centre, nothing when skipped."""
     if is_skipped is None:
         return won_R
+    # A 0-d mask where all rows share one fate; the last line gives it a length.
     mask_R = ~is_skipped if won_R is None else won_R & ~is_skipped
     if plan.drawn.classes_S is not None:
         is_real_S = plan.drawn.classes_S[chunk.start : chunk.stop] < len(store.classes)

@@ -37,6 +37,7 @@ def head_stats(
     squares: sums of squares of this rank's gradient, chunk by chunk. num_sampled: classes of this rank that took part.
     """
     cosines = torch.stack([torch.where(part.images.is_image_G, part.cosines_G, 0).sum() for part in parts]).sum()
+    # The zero is for a rank without chunks. Cosines are the same on all ranks already and are not summed over them.
     own = torch.stack([torch.stack([torch.zeros_like(cosines), *squares]).sum(), num_sampled.double()])
     square, num_sampled = sum_over_ranks_(own, group)
     return HeadStats(cosines / num_images.clamp_min(1), square.sqrt(), num_sampled / num_classes)

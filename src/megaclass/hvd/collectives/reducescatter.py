@@ -89,7 +89,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Returns this rank's rows of the tensor combined over ranks; differentiable. op: Average or Sum."""
+    """Returns this rank's rows of the tensor combined over ranks; differentiable.
+
+    op: Average or Sum.
+    """
     packed, ctx = _compressed(compression, tensor)
     (reduced,) = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, packed)  # type: ignore[no-untyped-call]
     result: Tensor = compression.decompress(reduced, ctx)

@@ -58,6 +58,7 @@ class ControlConnection:
     """A connection between a rank and rank 0 that carries whole messages. Only the driver uses it."""
 
     def __init__(self, connection: socket.socket) -> None:
+        # Messages are small and each is awaited: the kernel must not hold one back to join it with the next.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, buffer, _SOCKET_BYTES)
@@ -81,6 +82,7 @@ class ControlConnection:
         At the end of the connection, `is_open` becomes False.
         """
         try:
+            # One read per call: a rank that sends without pause must not keep the driver from the other ranks.
             data = self._socket.recv(1 << 18)
         except OSError:
             data = b""
@@ -94,6 +96,7 @@ class ControlConnection:
             if end > _MAX_MESSAGE_BYTES:
                 self.is_open = False
                 return
+            # The rest comes with a later read; the header is parsed again then, which is cheap.
             if len(self._received) < end:
                 return
             content = bytes(self._received[_HEADER.size : middle])
@@ -200,6 +203,7 @@ class AuthenticatedListener:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             caller = _Caller(connection, time.monotonic() + _PROOF_S)
+            # Dicts keep their order, so that the first caller is the one that has had the most time.
             if len(self._callers) >= _MAX_UNPROVEN:
                 self._drop(next(iter(self._callers.values())), selector)
             self._callers[connection] = caller
@@ -227,7 +231,9 @@ class AuthenticatedListener:
         if len(caller.received) < _PROOF.size:
             return
         number, rank, mac = _PROOF.unpack(caller.received)
+        # Compared in constant time. Nothing but fixed-size fields was parsed before this line.
         is_genuine = hmac.compare_digest(mac, _proof(self._key, b"caller", caller.number, number, rank))
+        # A second connection of a rank that has arrived is refused: it could only take over the place of the first.
         if not is_genuine or rank not in ranks or rank in arrived:
             self._drop(caller, selector)
             return
@@ -275,6 +281,7 @@ class _Caller:
 
 
 def _proof(key: bytes, who: bytes, listeners: bytes, callers: bytes, rank: int) -> bytes:
+    # The role is part of the text, so that a stranger cannot send a side its own proof back.
     return hmac.digest(key, b"%s %d " % (who, rank) + listeners + callers, "sha256")
 
 

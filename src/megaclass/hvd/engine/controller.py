@@ -8,19 +8,18 @@
 driver_seat.py decides which thread is the driver. The driver sleeps until a submission, a message or a deadline wakes it, so
 that an idle job costs nothing.
 
-A controller ends in this order: a reason to stop -> STOP goes from rank 0 to all ranks, which fail their open operations
-(`closed`) and answer DRAINED once they no longer use the process groups -> rank 0 sends END when all have answered.
+stopping.py ends the controllers of all ranks together.
 
 State; "driver" stands for the thread that holds `_seat.driving`:
 
     field                               written by                      read by           guarded by
     _queue (submission_queue.py)        submit(), together(), driver    driver            _lock
     _num_together                       together()                      submit()          _lock
-    _in_flight                          submit(), driver                submit(), driver  _lock
-    _join, _wants_join                  submit_join(), driver           driver            _lock
+    _in_flight (in_flight.py)           submit(), driver                submit(), driver  _lock
+    _wants_join                         submit_join(), driver           driver            _lock
     _is_stopping                        stop()                          driver            set once, under _lock
     closed                              _close()                        all threads       set once, under _lock
-    _stop_reason, _drained, _is_over    driver                          driver            _seat.driving
+    _stopping (stopping.py)             driver                          driver            _seat.driving; is_over: see _run
     _senders, _receivers, _coordinator  driver                          driver            _seat.driving
     _announced_lists                    driver (not on rank 0)          driver            _seat.driving
     process_sets                        driver (by the executor)        all threads       entries are added and removed whole
@@ -29,8 +28,7 @@ State; "driver" stands for the thread that holds `_seat.driving`:
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -39,10 +37,10 @@ from megaclass.distributed.network.connection_watch import ConnectionWatch
 from megaclass.hvd.engine.control_connection import ControlConnection, MessageKind
 from megaclass.hvd.engine.coordinator import Coordinator
 from megaclass.hvd.engine.driver_seat import DriverSeat
+from megaclass.hvd.engine.in_flight import InFlight
 from megaclass.hvd.engine.messages import (
     Agreement,
     Answer,
-    Key,
     Receiver,
     Request,
     Response,
@@ -51,9 +49,10 @@ from megaclass.hvd.engine.messages import (
     distinct_terms,
 )
 from megaclass.hvd.engine.operation import Operation, OperationRunner
-from megaclass.hvd.engine.submission_queue import SubmissionQueue
+from megaclass.hvd.engine.stopping import Stopping
+from megaclass.hvd.engine.submission_queue import AnnouncedLists, SubmissionQueue
 from megaclass.hvd.engine.timeline import Timeline
-from megaclass.hvd.exceptions import DUPLICATE_NAME, SHUT_DOWN, HorovodInternalError
+from megaclass.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from megaclass.hvd.settings import Settings
 
 _log = logging.getLogger("megaclass.hvd")
@@ -86,22 +85,19 @@ class Controller:
         self._coordinator = Coordinator(hosts, settings, process_sets) if rank == 0 else None
         self._senders = {peer: Sender(settings.cache_capacity) for peer in connections}
         self._receivers = {peer: Receiver() for peer in connections}
-        self._announced_lists: deque[tuple[bytes, list[Operation]]] = deque()
+        self._announced_lists = AnnouncedLists()
         self._by_file = {connection.fileno(): peer for peer, connection in connections.items()}
 
         self._lock = threading.Lock()
         self._queue = SubmissionQueue(settings.cycle_time_s)
         self._num_together = 0
-        self._in_flight: dict[Key, Operation] = {}
-        self._join: Operation | None = None
+        self._in_flight = InFlight(self._lock)
         self._wants_join = False
         self._is_stopping = False
         self.closed = ""
         """Why no operation is possible any more; empty while operations are possible."""
 
-        self._stop_reason = ""
-        self._drained: set[int] = set()
-        self._is_over = False
+        self._stopping = Stopping(rank, connections, self._close)
         self._seat = DriverSeat(self._lock, self._by_file)
         self._thread = threading.Thread(target=self._run, name="megaclass.hvd", daemon=True)
         self._thread.start()
@@ -110,16 +106,13 @@ class Controller:
 
     def submit(self, operation: Operation, *, is_urgent: bool) -> None:
         """Queues the operation. `is_urgent`: the caller waits for it next, so it is announced without delay."""
-        request, queue = operation.request, self._queue
-        key = request.key
+        queue = self._queue
         with self._lock:
             if self.closed:
                 raise HorovodInternalError(self.closed)
-            if key in self._in_flight:
-                raise ValueError(DUPLICATE_NAME)
-            self._in_flight[key] = operation
+            self._in_flight.add(operation)
             queue.operations.append(operation)
-            queue.num_bytes += request.terms.num_bytes
+            queue.num_bytes += operation.request.terms.num_bytes
             # The caller of an urgent operation drives next, or wakes the driver, inside wait(). Any other operation wakes the
             # driver only if it is the first one: the driver then looks at the queue until it is announced.
             if is_urgent:
@@ -132,7 +125,9 @@ class Controller:
         with self._lock:
             if self.closed:
                 raise HorovodInternalError(self.closed)
-            self._join, self._wants_join = operation, True
+            # No wake: the caller waits for it next, and drives.
+            self._in_flight.add_join(operation)
+            self._wants_join = True
 
     @contextmanager
     def together(self, *, is_awaited: bool) -> Iterator[None]:
@@ -152,12 +147,8 @@ class Controller:
                     self._seat.wake_driver()
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Calls `call` once the operation is done, or now if it is: under the lock, so that it must not block."""
-        with self._lock:
-            if operation.is_done:
-                call()
-            else:
-                operation.on_done = call
+        """Calls `call` once the operation is done, or now if it is. The driver calls it, so that it must not wait."""
+        self._in_flight.call_when_done(operation, call)
 
     def wait(self, operation: Operation) -> None:
         """Returns when the operation is done; raises HorovodInternalError if it failed."""
@@ -165,11 +156,11 @@ class Controller:
             with self._lock:
                 if operation.is_done:
                     break
+                # Everything before this operation goes with it: the other ranks may wait for any of that.
                 self._queue.hurry()
                 is_driver = self._seat.take()
-                if not is_driver and operation.waiter is None:
-                    operation.waiter = threading.Lock()
-                    operation.waiter.acquire()
+                if not is_driver:
+                    self._in_flight.add_waiter(operation)
             if is_driver:
                 self._drive_until_done(operation)
             else:
@@ -183,18 +174,22 @@ class Controller:
     def _drive_until_done(self, operation: Operation) -> None:
         """Drives on the waiting thread; the controller's own thread sleeps meanwhile."""
         try:
+            # The caller's thread may be in inference mode, in which tensors of the script could not be written in place.
             with self._seat.driving, torch.inference_mode(False), torch.no_grad():
-                while not operation.is_done and not self._is_over:
+                # is_over without is_done does not last: _run() fails every operation that is left when it ends.
+                while not operation.is_done and not self._stopping.is_over:
                     self._step()
-                    if operation.is_done or self._is_over:
+                    if operation.is_done or self._stopping.is_over:
                         break
                     self._seat.sleep_as_waiting_thread(self._sleep_s())
         except BaseException as error:
+            # KeyboardInterrupt may have hit in the middle of a step: the state of the negotiation cannot be trusted any more.
             self._close(f"{SHUT_DOWN} A wait on rank {self._rank} was interrupted: {error!r}.")
             raise
         finally:
             with self._lock:
-                is_idle = not (self._in_flight or self._wants_join or self._is_stopping or self._is_over)
+                # A lease leaves messages unread for a moment, which is allowed only while no rank can wait for this one.
+                is_idle = not (self._in_flight or self._wants_join or self._is_stopping or self._stopping.is_over)
                 # Rank 0 must keep answering process sets that it is not a member of: it leaves no message unread.
                 is_needed = self._rank == 0 and len(self.process_sets) > 1
                 self._seat.release(may_lease=is_idle and not is_needed)
@@ -216,30 +211,31 @@ class Controller:
     def _run(self) -> None:
         """Main function of the controller's own thread."""
         try:
-            while not self._is_over:
+            while not self._stopping.is_over:
                 if not self._seat.own_turn(self._sleep_s, lambda: bool(self._queue.operations)):
                     continue
                 with self._seat.driving, torch.no_grad():
-                    if not self._is_over:
+                    if not self._stopping.is_over:
                         self._step()
         except BaseException as error:
             _log.exception("the controller of rank %d ended", self._rank)
             self._close(f"{SHUT_DOWN} The controller of rank {self._rank} ended: {error!r}.")
         finally:
             with self._seat.driving:
-                self._is_over = True
-                self._close(self._stop_reason or SHUT_DOWN)
+                self._stopping.is_over = True
+                self._close(self._stopping.reason or SHUT_DOWN)
                 for connection in self._connections.values():
                     connection.close()
 
     def _step(self) -> None:
         """Does everything that is due now."""
+        # Receive before sending: an answer that has arrived may finish what the caller waits for.
         for file in self._seat.readable():
             self._receive_from(self._by_file[file])
         self._send_queue_if_due()
         self._check_stalls()
-        if self._is_stopping and not self._stop_reason:
-            self._announce_stop(SHUT_DOWN)
+        if self._is_stopping and not self._stopping.reason:
+            self._stopping.announce(SHUT_DOWN)
 
     def _next_check(self) -> float | None:
         return self._coordinator.next_check() if self._coordinator is not None else None
@@ -264,6 +260,7 @@ class Controller:
         # Outside the lock: encoding and sending take long, and other threads submit meanwhile.
         if operations:
             self._announce(operations)
+        # Rank 0 announces to itself by a call; all others by a message to it.
         if joins and self._coordinator is not None:
             self._answer(self._coordinator.join(0))
         elif joins:
@@ -280,23 +277,9 @@ class Controller:
         else:
             repeats = all(terms.repeats for terms in distinct_terms(requests))
             if not repeats:
-                self._keep_announced(digest, operations)
+                self._announced_lists.keep(digest, operations)
             message = self._senders[0].pack(requests, digest, repeats=repeats)
             self._connections[0].send(MessageKind.REQUESTS, message, payload)
-
-    def _keep_announced(self, digest: bytes, operations: list[Operation]) -> None:
-        """Keeps the list for an Agreement that refers to it."""
-        # An Agreement comes before anything of its list has run, so that older lists were answered one by one.
-        while self._announced_lists and self._announced_lists[0][1][0].is_done:
-            self._announced_lists.popleft()
-        self._announced_lists.append((digest, operations))
-
-    def _take_announced(self, digest: bytes) -> list[Request]:
-        """Returns the list that rank 0 refers to; older lists were answered before it."""
-        while True:
-            announced, operations = self._announced_lists.popleft()
-            if announced == digest:
-                return [operation.request for operation in operations]
 
     def _receive_from(self, peer: int) -> None:
         connection = self._connections[peer]
@@ -307,33 +290,20 @@ class Controller:
                 case MessageKind.RESPONSES:
                     self._perform(self._receivers[peer].unpack(content)[1], payload)
                 case MessageKind.AGREEMENT:
-                    self._perform(Agreement.responses(content, self._take_announced), payload)
+                    self._perform(Agreement.responses(content, self._announced_lists.take), payload)
                 case MessageKind.JOIN:
                     assert self._coordinator is not None
                     self._answer(self._coordinator.join(peer))
                 case MessageKind.STOP:
-                    self._stopped(content.decode(errors="replace"))
+                    self._stopping.on_stop(content.decode(errors="replace"))
                 case MessageKind.DRAINED:
-                    self._drained.add(peer)
-                    self._end_if_drained()
+                    self._stopping.on_drained(peer)
                 case MessageKind.END:
-                    self._is_over = True
-        if not connection.is_open and not self._is_over:
+                    self._stopping.is_over = True
+        if not connection.is_open and not self._stopping.is_over:
+            # Its file would stay readable and keep the driver awake.
             self._seat.forget(connection.fileno())
-            self._lost(peer)
-
-    def _lost(self, peer: int) -> None:
-        """The connection to a rank has ended."""
-        if self._rank != 0:
-            # Without rank 0 the ranks cannot drain.
-            self._close(self._explained(f"Rank 0 ({self._hosts[0]}) is gone."))
-            self._is_over = True
-            return
-        self._drained.add(peer)
-        if self._stop_reason:
-            self._end_if_drained()
-        else:
-            self._announce_stop(self._explained(f"Rank {peer} ({self._hosts[peer]}) is gone."))
+            self._stopping.on_lost(peer, self._explained(f"Rank {peer} ({self._hosts[peer]}) is gone."))
 
     def _explained(self, what: str) -> str:
         """Adds the lost connection, if that is the cause."""
@@ -360,9 +330,9 @@ class Controller:
         self._answer(answer)
         if warning:
             _log.warning(warning)
-        if reason and not self._stop_reason:
+        if reason and not self._stopping.reason:
             _log.error(reason)
-            self._announce_stop(reason)
+            self._stopping.announce(reason)
 
     def _answer(self, answer: Answer | None) -> None:
         """Sends every rank the responses that concern it, then runs rank 0's own part."""
@@ -380,18 +350,11 @@ class Controller:
             return
         # The others start before rank 0, which has just as much to do itself.
         for peer, connection in self._connections.items():
-            theirs = self._of_rank(answer, peer)
+            theirs = answer.for_rank(peer, self.process_sets)
             if theirs.responses:
                 message = self._senders[peer].pack(theirs.responses, theirs.digest, repeats=theirs.repeats)
                 connection.send(MessageKind.RESPONSES, message, payload)
-        self._perform(self._of_rank(answer, 0).responses, payload)
-
-    def _of_rank(self, answer: Answer, rank: int) -> Answer:
-        """Selects the responses of the process sets that the rank is a member of."""
-        if answer.is_global:
-            return answer
-        sets = self.process_sets
-        return Answer([response for response in answer.responses if rank in sets.get(response.process_set, ())])
+        self._perform(answer.for_rank(0, self.process_sets).responses, payload)
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -400,10 +363,7 @@ class Controller:
             if self.closed:
                 return
             if response.last_joined >= 0:
-                if self._join is not None:
-                    self._join.result = response.last_joined
-                self._finish([self._join], "")
-                self._join = None
+                self._in_flight.finish_join(response.last_joined)
                 continue
             # By key, not by position: this rank may have submitted them in another order, or joined (None).
             operations = [self._in_flight.get(request.key) for request in response.requests]
@@ -413,6 +373,7 @@ class Controller:
             if not error:
                 try:
                     with self._timeline.phase(names, response.requests[0].kind.upper()):
+                        # The payload is the result of the one response of this answer: nothing is exchanged.
                         if payload:
                             # Rank 0 has already added the tensors up, as part of the negotiation.
                             with self._timeline.phase(names, "RANK_0_ALLREDUCE"):
@@ -422,56 +383,11 @@ class Controller:
                 except Exception as caught:  # whatever the backend raises, the waiting threads must learn of it
                     where = f"rank {self._rank} ({self._hosts[self._rank]})"
                     error = f"{response.requests[0].full_name} on {where} failed: {caught}"
-                    self._finish(operations, error)
+                    self._in_flight.finish(operations, error)
                     # The ranks are no longer in step: no further operation can be trusted.
-                    self._announce_stop(self._explained(f"{error}."))
+                    self._stopping.announce(self._explained(f"{error}."))
                     continue
-            self._finish(operations, error)
-
-    def _finish(self, operations: Sequence[Operation | None], error: str) -> None:
-        """Marks the operations as done, and lets the threads that wait for them through."""
-        with self._lock:
-            for operation in operations:
-                if operation is None:
-                    continue
-                self._in_flight.pop(operation.request.key, None)
-                # In this order: readers look at `is_done` first, without the lock.
-                operation.error = error
-                operation.is_done = True
-                if operation.waiter is not None:
-                    operation.waiter.release()
-                if operation.on_done is not None:
-                    operation.on_done()
-
-    # -- the end --------------------------------------------------------------------------------------------------
-
-    def _announce_stop(self, reason: str) -> None:
-        """Asks all ranks, through rank 0, to stop."""
-        if self._stop_reason:
-            return
-        self._stop_reason = reason
-        if self._rank != 0:
-            self._connections[0].send(MessageKind.STOP, reason.encode())
-            return
-        for connection in self._connections.values():
-            connection.send(MessageKind.STOP, reason.encode())
-        self._close(reason)
-        self._end_if_drained()
-
-    def _stopped(self, reason: str) -> None:
-        """A STOP message has arrived."""
-        if self._rank == 0:
-            self._announce_stop(reason)
-            return
-        self._stop_reason = reason
-        self._close(reason)
-        self._connections[0].send(MessageKind.DRAINED)
-
-    def _end_if_drained(self) -> None:
-        if self._stop_reason and len(self._drained) == len(self._connections):
-            for connection in self._connections.values():
-                connection.send(MessageKind.END)
-            self._is_over = True
+            self._in_flight.finish(operations, error)
 
     def _close(self, reason: str) -> None:
         """Fails all open operations, and all later ones, with the reason of the first call."""
@@ -479,6 +395,4 @@ class Controller:
             # The first reason is the cause; later ones follow from it.
             self.closed = self.closed or reason
             self._queue.clear()
-            operations = [*self._in_flight.values(), self._join]
-            self._join = None
-        self._finish(operations, self.closed)
+        self._in_flight.fail_all(self.closed)

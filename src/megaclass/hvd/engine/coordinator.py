@@ -91,6 +91,7 @@ class Coordinator:
         if not all(self._held):
             return None
         # A rank may be several cycles ahead; the first held cycles of all ranks belong together.
+        # This rank's first held cycle may be an older one than the one that came now; it counts, and is compared as well.
         if any(cycles[0].digest != digest for cycles in self._held):
             self.open_held()
             return self._take()
@@ -102,6 +103,8 @@ class Coordinator:
                 self._remember(digest, answer)
         payloads = [cycle.payload for cycle in firsts]
         is_one = len(answer.responses) == 1 and not answer.responses[0].error
+        # An answer is reused, so that the payloads of this cycle replace those of the last one.
+        # The lists are equal, so that either all ranks have sent their tensors or none has.
         answer.payloads = payloads if is_one and all(payloads) else []
         return answer
 
@@ -155,12 +158,14 @@ class Coordinator:
         """Takes the operation out of the table if it is ready."""
         pending = self._table[key]
         members = self._members(key[0])
+        # The count of requests suffices as long as no rank has joined, which is the usual case and the quick one.
         if self._joined:
             if any(rank not in pending.requests and rank not in self._joined for rank in members):
                 return
         elif len(pending.requests) < len(members):
             return
         del self._table[key]
+        # None, if all members have joined meanwhile: then no rank waits for it.
         if pending.requests:
             self._ready.append(self._respond(pending.requests))
 
@@ -220,6 +225,7 @@ class Coordinator:
     def next_check(self) -> float | None:
         """Returns the time at which check() must be called next; None while no operation is open."""
         times = [self._next_look(pending) for pending in self._table.values()]
+        # A held cycle whose hash other ranks never send must get into the table, where the reason is found.
         times += [cycles[0].since + CROSSED_S for cycles in self._held if cycles]
         return min(times, default=None)
 
@@ -229,6 +235,7 @@ class Coordinator:
         warn_s, end_s = self._settings.stall_warning_s, self._settings.stall_shutdown_s
         if not warn_s:
             return float("inf")
+        # Each further interval warns again: whoever looks at the log late still finds it near the end.
         warning = pending.since + warn_s * (pending.num_warnings + 1)
         return min(warning, pending.since + end_s) if end_s >= warn_s else warning
 
@@ -245,6 +252,7 @@ class Coordinator:
         for key, pending in self._table.items():
             lag = now - pending.since
             if warn_s and lag >= warn_s * (pending.num_warnings + 1):
+                # Not + 1: after a pause of the driver, the intervals that passed meanwhile count as warned.
                 pending.num_warnings = int(lag / warn_s)
                 stalled[key] = pending
             if warn_s and end_s >= warn_s and lag >= end_s:
@@ -267,6 +275,7 @@ class Coordinator:
         present = set(self._joined).union(*(self._table[key].requests for key in keys))
         if any(rank not in present for key in keys for rank in self._members(key[0])):
             return False
+        # Two operations block each other if of the ranks that belong to both, some wait in the first and others in the second.
         for one, two in itertools.combinations(keys, 2):
             both = set(self._members(one[0])) & set(self._members(two[0]))
             in_one, in_two = set(self._table[one].requests) & both, set(self._table[two].requests) & both
@@ -368,6 +377,7 @@ def _fused_positions(all_terms: Sequence[Terms | None], settings: Settings) -> l
         if terms is None or label is None:
             fused.append([position])
             continue
+        # Parts of different labels are open at the same time, so that alternating dtypes still fuse.
         used, part = open_parts.get(label, (settings.fusion_threshold, None))
         if part is None or used + terms.num_bytes > settings.fusion_threshold:
             used, part = 0, []

@@ -84,6 +84,7 @@ class DriverSeat:
         """`connections`: file descriptors on which messages arrive."""
         self._lock = lock
         self.driving = threading.RLock()
+        # Both sleepers wait on this epoll inside their own one: registering a connection once serves both threads.
         self._network = select.epoll()
         for file in connections:
             self._network.register(file, select.EPOLLIN)
@@ -111,6 +112,7 @@ class DriverSeat:
             self.wake_driver()
             return False
         self._has_waiting_driver = True
+        # modify() is a system call; the flag spares it for waits that follow each other.
         if self._own_listens:
             self._own_listens = False
             self._own.listen(False)
@@ -162,6 +164,7 @@ class DriverSeat:
         else:
             timeout_s = self._lease_left_s(has_work) or sleep_s()
             self._own.sleep(_TICK_S if timeout_s is None else min(timeout_s, _TICK_S))
+        # Asked again after the sleep: a thread may have taken the seat meanwhile, and then no message is ours to read.
         if self._has_waiting_driver or self._lease_left_s(has_work):
             return False
         with self._lock:

@@ -87,6 +87,7 @@ class Rendezvous:
             base = self._own_store(world, settings)
         # Each rank counts in the store how often it has met these members. Meetings with other members do not count.
         base = dist.PrefixStore(f"megaclass.hvd/{members}", base)  # type: ignore[attr-defined]
+        # A rank that calls init() for the n-th time waits under prefix n, where only the n-th init() of the others writes.
         generation = base.add(f"generations of {here}", 1)
         store = dist.PrefixStore(str(generation), base)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=settings.start_timeout_s))
@@ -179,6 +180,7 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
         "network": network,
         "cpu_operations": settings.cpu_operations,
     }
+    # Checked although signed: without a secret the signature proves nothing.
     everybody = [_checked_entry(entry) for entry in _exchange(signed, "who", mine, rank, size)]
     hosts = [str(entry["host"]) for entry in everybody]
     for other, entry in enumerate(everybody):
@@ -208,6 +210,7 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
         address = connection.getsockname()[0]
         connections = {0: ControlConnection(connection)}
     machines = [entry["machine"] for entry in everybody]
+    # NCCL refuses two ranks on one GPU. All ranks have the same list, so that all of them decide alike.
     uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in everybody)
     return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, address, uses_nccl)
 
@@ -276,7 +279,9 @@ def _world() -> World:
 
 def _own_address(world: World) -> str:
     """Returns the address at which other hosts reach this one."""
-    interface = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "")
+    # gloo takes a list of interfaces and divides its connections among them; a listener has one address.
+    listed = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interface = listed.partition(",")[0]
     if interface:
         found = interfaces()
         if interface not in found:

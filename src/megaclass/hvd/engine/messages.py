@@ -15,7 +15,7 @@ import functools
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import accumulate, pairwise
@@ -209,6 +209,12 @@ class Answer:
         self.is_global = not any(each.process_set for each in terms)
         self.payloads: list[bytes] = []
         """The tensors of every rank, where they were small enough to travel with the requests; else empty."""
+
+    def for_rank(self, rank: int, process_sets: Mapping[int, Sequence[int]]) -> "Answer":
+        """Selects the responses of the process sets that the rank is a member of."""
+        if self.is_global:
+            return self
+        return Answer([response for response in self.responses if rank in process_sets.get(response.process_set, ())])
 
     @functools.cached_property
     def digest(self) -> bytes:

@@ -15,6 +15,9 @@ the submitting thread holds, or for a core, which that thread may lack as well. 
 The controller's lock guards everything here: any thread appends, the driver takes.
 """
 
+from collections import deque
+
+from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.operation import Operation
 
 # Operations that no thread waits for are held back for at most this many cycle times while more of them keep coming. Small
@@ -84,3 +87,26 @@ class SubmissionQueue:
         # An early start gains nothing where the whole queue travels in less time than it took to submit it.
         most_cycles = _MOST_CYCLES if self.num_bytes >= _WORTH_STARTING_BYTES else _MOST_CYCLES_OF_LITTLE
         return self._opened_at + most_cycles * self._cycle_s
+
+
+class AnnouncedLists:
+    """The lists that this rank has announced and that an Agreement of rank 0 may refer to by their hash. Driver only."""
+
+    def __init__(self) -> None:
+        self._lists: deque[tuple[bytes, list[Operation]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def keep(self, digest: bytes, operations: list[Operation]) -> None:
+        # An Agreement comes before anything of its list has run, so that older lists were answered one by one.
+        while self._lists and self._lists[0][1][0].is_done:
+            self._lists.popleft()
+        self._lists.append((digest, operations))
+
+    def take(self, digest: bytes) -> list[Request]:
+        """Returns the list that rank 0 refers to; older lists were answered before it."""
+        while True:
+            announced, operations = self._lists.popleft()
+            if announced == digest:
+                return [operation.request for operation in operations]

@@ -62,6 +62,7 @@ class Timeline:
             return
         with self._lock:
             phase = f"NEGOTIATE_{kind.upper()}"
+            # The same tensor may be negotiated under another kind before: each opens a slice of its own.
             if self._open.get(tensor) != phase:
                 self._begin(tensor, phase)
             self._write({"ph": "X", "name": str(rank), "ts": self._now(), "pid": self._number(tensor), "dur": 0})
@@ -114,6 +115,7 @@ class Timeline:
         if self._file is None:
             return
         # Over the closing bracket of the list.
+        # The file is complete JSON between any two events, so that a killed job leaves a trace that can be read.
         self._file.seek(-1, 2)
         separator = b"\n" if self._file.tell() == 1 else b",\n"
         self._file.write(separator + json.dumps(event).encode() + b"]")

@@ -15,6 +15,7 @@ def adasum_(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Combines the tensors of all ranks of the group in place; the result has the same bits on every rank."""
     rank, size = group.rank(), group.size()
     vector = tensor.view(-1).float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.view(-1)
+    # The largest power of two that is at most W.
     paired = 1 << (size.bit_length() - 1)
     # If W is not a power of two, the first ranks combine with a neighbour first, which then receives the result.
     num_folded = size - paired
@@ -53,6 +54,7 @@ def _received_from(like: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _combined(one: Tensor, two: Tensor) -> Tensor:
+    # The weights are ratios of long sums, which float32 would not form alike for different orders of summation.
     a, b = one.double(), two.double()
     product, length_a, length_b = torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)
     # A vector of zeros, which a rank that has joined sends, leaves the other one unchanged.

@@ -66,6 +66,7 @@ class Ring:
         starts = [given_N.numel() * place // size for place in range(size + 1)]
         given, out = _bytes_of(given_N), _bytes_of(out_N)
         # Blocks in the order of their arrival; each is passed on, except the last one.
+        # Step s brings the block that the previous rank sent in step s - 1; after W - 1 steps the same blocks come as results.
         arriving = [(self._place - 1 - step) % size for step in range(2 * (size - 1))]
         blocks = [slice(starts[place] * item_bytes, starts[place + 1] * item_bytes) for place in range(size)]
         # This rank starts the round of its own block, then sends the blocks on in the order in which they arrive.
@@ -76,6 +77,7 @@ class Ring:
             if step < size - 1:
                 for part_N in self._parts(given_N.dtype, end - begin, outgoing):
                     place_N = slice(begin, begin + part_N.numel())
+                    # Blocks are added up in the order of the ring, whatever the timing: runs do not differ.
                     combine(given_N[place_N], part_N, out=out_N[place_N])
                     # This rank is the last one to add to this block, so that it is complete.
                     if step == size - 2:
@@ -98,6 +100,7 @@ class Ring:
     def _parts(self, dtype: torch.dtype, count: int, outgoing: "_Outgoing") -> Iterator[Tensor]:
         """Yields the next `count` elements in pieces, as they arrive; a piece is valid until the next one."""
         scratch = _bytes_of(self._scratch)
+        # _SCRATCH_BYTES is a multiple of every element size.
         typed = self._scratch.view(dtype)
         filled = 0
         while count:
@@ -209,6 +212,7 @@ def connect_ring(
     size = len(names)
     if size == 1:
         return None
+    # Listening before the endpoint is published: a neighbour that reads it can connect at once.
     listener = AuthenticatedListener(address, secret)
     store.set(f"ring/{place}", listener.endpoint.to_json())
     previous, following = (place - 1) % size, (place + 1) % size

@@ -10,9 +10,9 @@ stdin is the lifeline: if it ends or falls silent, the driver, its ssh or the ca
 Everything happens in one thread, in `Agent._loop`; no field needs a lock.
 
     field               changed by                              read by
-    _queue              _send, _write                           _balance: stops reading the workers while it is long
+    _driver             _say, _lose_driver                      _balance: stops reading the workers while it is full
     _pipes              _watch, _on_output at the end of a pipe  run: the rest of the output after the last process
-    _is_connected       _lose_driver, once                      _send: nothing is queued for a driver that is gone
+    _is_connected       _lose_driver, once                      _lose_driver: the first reason is reported
     _is_ending          _end                                    _is_over, and whether leftovers must still be ended
     _helpers_until      _end_leftovers, after the last rank     _wait_s: polls until then
     _heard_at           _on_stdin, for any byte                 _beat: the driver is lost after silence_s
@@ -22,13 +22,11 @@ Everything happens in one thread, in `Agent._loop`; no field needs a lock.
 
 import contextlib
 import os
-import select
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -36,6 +34,7 @@ from pathlib import Path
 from megaclass.distributed.network.addresses import interfaces
 from megaclass.distributed.restart_progress import FD_NAME, ProgressFile
 from megaclass.errors import LaunchError
+from megaclass.launch.agent.driver_pipe import READ_BYTES, DriverPipe, read_job
 from megaclass.launch.agent.hang_reporter import LOOK_S, HangReporter
 from megaclass.launch.agent.supervisor import Supervisor, Worker, default_threads, find_command
 from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, present, reserve_port
@@ -43,15 +42,10 @@ from megaclass.launch.plan import interface_environment, job_environment, rank_e
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.versions import installed_versions
 from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
-from megaclass.launch.wire.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
+from megaclass.launch.wire.protocol import Message, MessageReader, ProtocolError, encode, greeting
 from megaclass.world import World
 
-_READ_BYTES = 1 << 16
-_QUEUE_BYTES = 4 << 20
-"""If more waits for the driver, the workers' pipes are not read: they wait, as for a slow terminal, and no memory grows."""
 _STREAMS = ("stdout", "stderr")
-_JOB_S = 30.0
-"""How long to wait for the job on stdin. ssh delivers it with the first packets, unless the cable was cut just then."""
 _HELPERS_S = 0.5
 """Time for helper processes (Python's resource tracker, say) to leave after the last rank."""
 _TICK_S = 0.05
@@ -62,7 +56,7 @@ def main(kind: "type[Agent] | None" = None) -> int:
     """Reads the job from stdin, supervises its ranks, and leaves when nothing of them is left."""
     # Before anything else: the agent must not outlive a driver that gives up during the start.
     with SignalQueue([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as signals:
-        job, rest = _read_job()
+        job, rest = read_job()
         if job is None:
             return 0
         # From here on no read or write may block: a stopped driver must not keep the agent from its workers.
@@ -96,8 +90,7 @@ class Agent:
         self._store_port: socket.socket | None = None
         self._reader = MessageReader()
         self._selector = selectors.DefaultSelector()
-        self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0
+        self._driver = DriverPipe(self._lose_driver)
         self._pipes: dict[int, tuple[Worker, str]] = {}
         self._is_reading_pipes = True
         self._stopped: set[int] = set()
@@ -115,18 +108,20 @@ class Agent:
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         self._greet()
+        # No process writes any more after this line, whatever the end was: the supervisor has found and killed all of them.
         self._loop(until=self._is_over)
         # No process writes any more: the pipes hold the rest of the output.
         for pipe in list(self._pipes):
             while self._on_output(pipe):
                 continue
         self._say({"say": "done"})
-        self._loop(until=lambda: not self._queue)
+        self._loop(until=lambda: self._driver.is_empty)
 
     def _loop(self, until: Callable[[], bool]) -> None:
         while not until():
             # Every pass, because handling an event may have filled or emptied the queue.
             self._balance()
+            # Any event may have ended a worker or filled the queue: clock and exits are looked at after each batch.
             for key, _ in self._selector.select(self._wait_s()):
                 key.data()
             self._beat()
@@ -136,7 +131,7 @@ class Agent:
 
     def _on_stdin(self) -> None:
         try:
-            data = os.read(sys.stdin.fileno(), _READ_BYTES)
+            data = os.read(sys.stdin.fileno(), READ_BYTES)
         except BlockingIOError:
             return
         # An error means the same as the end of the stream: the driver cannot be heard any more.
@@ -179,13 +174,12 @@ class Agent:
     def _lose_driver(self, why: str) -> None:
         if self._is_connected:
             self._is_connected = False
-            # No process reads it any more, and a full queue would keep the workers' pipes unread.
-            self._queue.clear()
-            self._queued_bytes = 0
+            self._driver.drop()
             with contextlib.suppress(OSError):
                 print(
                     f"megaclass agent on {socket.gethostname()}: {why}; ending its ranks", file=sys.stderr, flush=True
                 )
+            # Shorter than the user's grace where necessary, so that all is over within the heartbeat limit on both sides.
             self._end(self._silence_grace_s)
 
     def _end(self, grace_s: float | None, first: int = signal.SIGTERM) -> None:
@@ -197,7 +191,7 @@ class Agent:
     def _greet(self) -> None:
         """Sends hello with what the driver must know before the ranks may start, or the reason why they cannot."""
         # The token tells the driver where the agent's own output starts, after that of login scripts.
-        self._send(greeting(self._job["token"]))
+        self._driver.send(greeting(self._job["token"]))
         hello: Message = {"say": "hello", "pid": os.getpid(), "ssh": os.environ.get("SSH_CONNECTION", "")}
         try:
             workdir = Path(self._job["workdir"])
@@ -237,6 +231,7 @@ class Agent:
         if self._store_port is not None:
             # If that fails, rank 0 cannot listen there either, and says why.
             with contextlib.suppress(OSError):
+                # Before the ranks start: rank 0 asks for it as soon as it has imported torch.
                 offer = offer_store_socket(self._store_port, address)
         shared = job_environment(self._job["secret"], go["store_port"], offer.name if offer else "")
         for world in self._worlds:
@@ -280,7 +275,7 @@ class Agent:
         """Sends one read of a worker's output to the driver; returns whether there may be more."""
         worker, stream = self._pipes[pipe]
         try:
-            data = os.read(pipe, _READ_BYTES)
+            data = os.read(pipe, READ_BYTES)
         except BlockingIOError:
             return False
         if not data:
@@ -365,38 +360,17 @@ class Agent:
     # ---- messages to the driver ----
 
     def _say(self, message: Message, payload: bytes = b"") -> None:
-        self._send(encode(message, payload))
-
-    def _send(self, data: bytes) -> None:
-        if not self._is_connected:
-            return
-        self._queue.append(data)
-        self._queued_bytes += len(data)
-        self._write()
-
-    def _write(self) -> None:
-        while self._queue:
-            try:
-                written = os.write(sys.stdout.fileno(), self._queue[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._lose_driver("the driver has closed the pipe")
-                return
-            self._queued_bytes -= written
-            first = self._queue.popleft()
-            # The pipe took a part of the message; the rest goes first next time.
-            if written < len(first):
-                self._queue.appendleft(first[written:])
+        self._driver.send(encode(message, payload))
 
     def _balance(self) -> None:
         """Waits for room in the driver's pipe while something is queued; reads the workers only while the queue is short."""
-        is_registered = sys.stdout.fileno() in self._selector.get_map()
-        if self._queue and not is_registered:
-            self._selector.register(sys.stdout.fileno(), selectors.EVENT_WRITE, self._write)
-        elif not self._queue and is_registered:
-            self._selector.unregister(sys.stdout.fileno())
-        should_read = self._queued_bytes < _QUEUE_BYTES
+        is_registered = self._driver.fileno() in self._selector.get_map()
+        if self._driver.is_empty == is_registered:
+            if is_registered:
+                self._selector.unregister(self._driver)
+            else:
+                self._selector.register(self._driver, selectors.EVENT_WRITE, self._driver.write)
+        should_read = not self._driver.is_full
         if should_read != self._is_reading_pipes:
             self._is_reading_pipes = should_read
             for pipe in self._pipes:
@@ -417,20 +391,6 @@ def worker_base_environment(job: Message, own: Mapping[str, str]) -> dict[str, s
     env.setdefault("PYTHONFAULTHANDLER", "1")
     env.setdefault("OMP_NUM_THREADS", str(default_threads(len(job["worlds"]))))
     return {**without_other_starters(env, job["given"]), **job["given"]}
-
-
-def _read_job() -> tuple[Message | None, bytes]:
-    """Returns the first line of stdin and what came with it; None if the driver left before the line was complete."""
-    data = bytearray()
-    while (end := data.find(b"\n")) < 0:
-        is_there = select.select([sys.stdin], [], [], _JOB_S)[0]
-        more = os.read(sys.stdin.fileno(), _READ_BYTES) if is_there else b""
-        if not more or len(data) > MAX_LINE_BYTES:
-            return None, b""
-        data += more
-    reader = MessageReader()
-    [(job, _)] = reader.feed(bytes(data[: end + 1]))
-    return job, bytes(data[end + 1 :])
 
 
 if __name__ == "__main__":

@@ -18,12 +18,19 @@ from enum import Enum, auto
 from functools import partial
 
 from megaclass.errors import LaunchError
+from megaclass.launch.driver.output import DriverIo
+from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement
 from megaclass.launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
+from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
 from megaclass.launch.wire.protocol import Message, MessageReader, encode, greeting
 
 _READ_BYTES = 1 << 18
 _KEPT_STDERR_BYTES = 8192
+_PAUSED_TICK_S = 0.02
+"""Interval at which the driver checks whether a full screen has room again."""
+_LONGEST_BEAT_S = 1.0
+"""The checks that depend on the time are made with the heartbeats, and a user may have chosen a limit of minutes for these."""
 
 
 class PipeState(Enum):
@@ -71,6 +78,7 @@ class AgentPipe:
             raise LaunchError(f"Cannot start {command[0]!r} for {self.name}: {error.strerror}.") from error
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        # One thread serves all hosts: a host that does not read, or sends without end, must not stop the others.
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
 
@@ -89,6 +97,7 @@ class AgentPipe:
 
     def send(self, message: Message) -> None:
         """Queues a message and writes as much as the pipe takes now."""
+        # Never written past the queue: messages must stay in order, and a part of one may still wait here.
         self._unsent += encode(message)
         self.write()
 
@@ -166,15 +175,13 @@ class AgentPipes:
     While `is_paused`, nothing is read: the pipes fill, the ranks wait in their writes, and no memory grows.
     """
 
-    def __init__(
-        self, on_message: Callable[[AgentPipe], None], on_stderr: Callable[[AgentPipe], None], token: str
-    ) -> None:
+    def __init__(self, on_message: Callable[[AgentPipe], None], io: DriverIo, token: str) -> None:
         self.all: list[AgentPipe] = []
         self.selector = selectors.DefaultSelector()
         self.is_paused = False
-        self._on_message = on_message
-        self._on_stderr = on_stderr
         self.token = token
+        self._on_message = on_message
+        self._screen, self._messages = io.screen, io.messages
 
     def open(self, placement: Placement, command: list[str], checker: AgentMessageChecker | None = None) -> AgentPipe:
         """Starts ssh or the local agent and listens to it."""
@@ -213,17 +220,24 @@ class AgentPipes:
             if agent.state is PipeState.STARTING:
                 self.drop(agent)
 
-    def stop_stderr(self, agent: AgentPipe) -> None:
-        """Stops listening to a stderr that has ended."""
-        self.selector.unregister(agent.stderr)
+    def handle_events(self, until: float) -> None:
+        """Waits for events, until this time at the latest, and handles those that have come."""
+        self._pause_if_full()
+        self._watch_unsent()
+        wait_s = _PAUSED_TICK_S if self.is_paused else max(0.0, until - time.monotonic())
+        for key, _ in self.selector.select(wait_s):
+            # An earlier event of this batch may have closed the pipe of a later one, or filled the screen.
+            if self.selector.get_map().get(key.fd) is key:
+                key.data()
+                self._pause_if_full()
 
-    def pause(self, is_paused: bool) -> None:
-        """Stops or resumes reading all agents."""
-        if is_paused == self.is_paused:
+    def _pause_if_full(self) -> None:
+        """Stops reading all agents while the screen is full, and resumes when it has room."""
+        if self._screen.is_full == self.is_paused:
             return
-        self.is_paused = is_paused
+        self.is_paused = not self.is_paused
         for agent in self.unfinished():
-            if is_paused:
+            if self.is_paused:
                 self.selector.unregister(agent.stdout)
                 if not agent.has_closed_stderr:
                     self.selector.unregister(agent.stderr)
@@ -232,7 +246,7 @@ class AgentPipes:
                 agent.heard_at = time.monotonic()
                 self._listen(agent)
 
-    def watch_unsent(self) -> None:
+    def _watch_unsent(self) -> None:
         """Waits for room in the pipes of agents that have not taken everything; a job line may be longer than a pipe."""
         for agent in self.all:
             is_watched = not agent.stdin.closed and agent.stdin.fileno() in self.selector.get_map()
@@ -256,3 +270,37 @@ class AgentPipes:
         self.selector.register(agent.stdout, selectors.EVENT_READ, partial(self._on_message, agent))
         if not agent.has_closed_stderr:
             self.selector.register(agent.stderr, selectors.EVENT_READ, partial(self._on_stderr, agent))
+
+    def _on_stderr(self, agent: AgentPipe) -> None:
+        data = agent.read_stderr()
+        if data is None:
+            self.selector.unregister(agent.stderr)
+        # Before the agent has answered, the text is only kept: it explains why a host cannot take part.
+        elif agent.state is not PipeState.STARTING:
+            for line in data.decode(errors="replace").splitlines():
+                self._messages.detail(f"{agent.name}: {line}")
+
+
+class Heartbeats:
+    """The driver's heartbeats, and those that it misses."""
+
+    def __init__(self, pipes: AgentPipes, options: RunOptions) -> None:
+        self.due_at = 0.0
+        self.silence_s, _ = silence_limits(options.heartbeat_s, options.grace_s)
+        """An agent that was not heard of for this long is lost."""
+        self._pipes = pipes
+        self._interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
+
+    def send(self, now: float) -> list[tuple[AgentPipe, float]]:
+        """Sends a heartbeat to every agent; returns the agents that are silent for too long, and for how long."""
+        self.due_at = now + self._interval_s
+        unfinished = self._pipes.unfinished()
+        for agent in unfinished:
+            # Unsent messages prove that the driver lives, and an agent that does not read cannot make the queue grow.
+            if not agent.has_unsent:
+                agent.send({"do": "beat"})
+        # While the driver does not read, it cannot tell which agents are silent.
+        if self._pipes.is_paused:
+            return []
+        running = [(agent, now - agent.heard_at) for agent in unfinished if agent.state is PipeState.RUNNING]
+        return [(agent, silent_s) for agent, silent_s in running if silent_s > self.silence_s]

@@ -35,7 +35,7 @@ class JobEnd:
         self.give_up_at = float("inf")
         self._pipes = pipes
         self._table = table
-        self._signals, self._messages = io.signals, io.messages
+        self._screen, self._signals, self._messages = io.screen, io.signals, io.messages
         self._grace_s = grace_s
         self._ladder = InterruptLadder()
         self._resume_deadline = float("inf")
@@ -49,6 +49,7 @@ class JobEnd:
         self, outcome: Outcome, *, report: str = "", grace_s: float | None = None, first: int = signal.SIGTERM
     ) -> None:
         """Ends all ranks because of a fault; the outcome is recorded if it is the first one."""
+        # The order to end goes out even if the outcome does not count: a later fault may need a shorter grace.
         self.decision.decide(Reason.FAULT, outcome, report)
         self._order_end(grace_s, first)
 
@@ -68,12 +69,19 @@ class JobEnd:
             self._resume_deadline = float("inf")
             self.end(RESUME_ME)
 
+    def end_if_unread(self) -> None:
+        """Ends the ranks if their output has no reader any more, as a shell's pipe would end one program."""
+        if self._screen.fault is not None and not self.is_ending:
+            self._messages.say(f"stdout cannot be written ({self._screen.fault.strerror}); ending the ranks.")
+            self.end(Outcome(exit_code=exit_status(-signal.SIGPIPE), may_restart=False))
+
     def on_signals(self) -> None:
         """Handles the signals that the driver has received."""
         for number in self._signals.taken():
             if number not in ENDING_SIGNALS:
                 self._pass_on(number)
                 continue
+            # Before the ranks are told: whatever they do from here on is a consequence.
             self.decision.decide(Reason.SIGNAL, Outcome(exit_code=exit_status(-number), may_restart=False))
             if number == signal.SIGINT:
                 self._interrupt()

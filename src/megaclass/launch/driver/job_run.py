@@ -20,11 +20,10 @@ parts of a run and the state that each one owns:
 """
 
 import selectors
-import signal
 import time
 from collections.abc import Callable, Sequence
 
-from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, Heartbeats, PipeState
 from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.job_start import JobStart
@@ -34,16 +33,12 @@ from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.driver.ssh import SshSettings
-from megaclass.launch.exit_codes import exit_status
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement
-from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
 from megaclass.launch.wire.protocol import ProtocolError
 
 _SETTLE_S = 3.0
 """After one host could not be reached, others may fail for the same reason; after this time all are named at once."""
-_PAUSED_TICK_S = 0.02
-"""Interval at which the driver checks whether a full screen has room again."""
 
 
 class JobRun:
@@ -59,10 +54,10 @@ class JobRun:
         restart: int,
     ) -> None:
         self._options = options
-        self._screen, self._messages, self._signals = io.screen, io.messages, io.signals
-        self._output = io.output
+        self._messages, self._signals, self._output = io.messages, io.signals, io.output
         self._start = JobStart(placements, options, ssh, io.messages, restart=restart)
-        self._pipes = AgentPipes(self._on_message, self._on_stderr, self._start.token)
+        self._pipes = AgentPipes(self._on_message, io, self._start.token)
+        self._heartbeats = Heartbeats(self._pipes, options)
         self._table = RankTable(placements)
         self._end = JobEnd(self._pipes, self._table, io, options.grace_s)
         self._lost = LostAgents(self._pipes, self._start, self._end, ssh, io.messages, options.grace_s)
@@ -77,7 +72,6 @@ class JobRun:
             io,
             is_last_start=restart == options.restarts,
         )
-        self._beat_at = 0.0
 
     @property
     def has_started(self) -> bool:
@@ -106,6 +100,7 @@ class JobRun:
                 self._pipes.drop_starting()
                 self._end.end(failure, grace_s=0.0)
             else:
+                # The time without progress counts from the start of the ranks, not from that of the driver.
                 self._table.printed_at = time.monotonic()
                 self._start.go(self._pipes)
             self._loop(until=lambda: not self._pipes.unfinished())
@@ -122,6 +117,7 @@ class JobRun:
         while not until():
             now = time.monotonic()
             if is_start and self._start.problems:
+                # The first problem sets this moment, and later passes do not move it.
                 start_deadline = min(start_deadline, now + _SETTLE_S)
             if now >= start_deadline:
                 # Where other hosts have problems, the silent ones have not had the whole time: they are not blamed.
@@ -132,16 +128,9 @@ class JobRun:
             if now >= self._end.give_up_at:
                 self._lost.abandon_unfinished()
                 return
-            self._beat(now)
-            self._pipes.pause(self._screen.is_full)
-            self._pipes.watch_unsent()
-            next_event = min(self._beat_at, start_deadline, self._end.give_up_at)
-            wait_s = _PAUSED_TICK_S if self._pipes.is_paused else max(0.0, next_event - now)
-            for key, _ in self._pipes.selector.select(wait_s):
-                # An earlier event of this batch may have closed the pipe of a later one, or filled the screen.
-                if self._pipes.selector.get_map().get(key.fd) is key:
-                    key.data()
-                    self._pipes.pause(self._screen.is_full)
+            if now >= self._heartbeats.due_at:
+                self._beat(now)
+            self._pipes.handle_events(min(self._heartbeats.due_at, start_deadline, self._end.give_up_at))
 
     def _on_message(self, agent: AgentPipe) -> None:
         try:
@@ -154,41 +143,16 @@ class JobRun:
         except ProtocolError as error:
             self._lost.distrust(agent, f"sent something that no agent of this version sends: {error}")
 
-    def _on_stderr(self, agent: AgentPipe) -> None:
-        data = agent.read_stderr()
-        if data is None:
-            self._pipes.stop_stderr(agent)
-        # Before the agent has answered, the text is only kept: it explains why a host cannot take part.
-        elif agent.state is not PipeState.STARTING:
-            for line in data.decode(errors="replace").splitlines():
-                self._messages.detail(f"{agent.name}: {line}")
-
     def _beat(self, now: float) -> None:
         """Sends the heartbeats and checks everything that depends on the time, at least once per second."""
-        if now < self._beat_at:
-            return
-        self._beat_at = now + min(1.0, beat_interval(self._options.heartbeat_s))
-        silence_s, _ = silence_limits(self._options.heartbeat_s, self._options.grace_s)
-        for agent in self._pipes.unfinished():
-            if not agent.has_unsent:
-                # Unsent messages prove that the driver lives, and an agent that does not read cannot make the queue grow.
-                agent.send({"do": "beat"})
-            # While the driver does not read, it cannot tell which agents are silent.
-            silent_s = now - agent.heard_at
-            if agent.state is PipeState.RUNNING and not self._pipes.is_paused and silent_s > silence_s:
-                self._lost.note_silence(agent, silent_s)
+        for agent, silent_s in self._heartbeats.send(now):
+            self._lost.note_silence(agent, silent_s)
         self._end.end_if_late(now)
         self._hang_watch.check(now)
-        if not self._end.is_ending:
-            self._look_after_ranks()
-
-    def _look_after_ranks(self) -> None:
-        """Names ranks that left early, and ends the job if its output has no reader any more."""
-        if (sentence := self._table.name_early_leaver()) is not None:
+        # While the job ends, ranks leave at different times for a good reason.
+        if not self._end.is_ending and (sentence := self._table.name_early_leaver()) is not None:
             self._messages.say(sentence)
-        if self._screen.fault is not None:
-            self._messages.say(f"stdout cannot be written ({self._screen.fault.strerror}); ending the ranks.")
-            self._end.end(Outcome(exit_code=exit_status(-signal.SIGPIPE), may_restart=False))
+        self._end.end_if_unread()
 
     def _close(self) -> None:
         self._pipes.close()

@@ -21,6 +21,7 @@ from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement, passed_on
 from megaclass.launch.versions import differences
 from megaclass.launch.wire.checks import ip_address
+from megaclass.launch.wire.protocol import Message
 
 
 class JobStart:
@@ -37,6 +38,7 @@ class JobStart:
     ) -> None:
         self.problems: list[tuple[str, str]] = []
         """Host, or an empty text for all together, and why the job cannot start."""
+        # Random, so that the output of a login script on that host cannot be taken for it.
         self.token = secrets.token_hex(16)
         """The agents' greeting: what login scripts print before it is skipped."""
         self._placements = placements
@@ -57,7 +59,18 @@ class JobStart:
         for number, placement in enumerate(self._placements):
             command = agent_command(placement.host, self._ssh)
             self._messages.detail(f"{placement.host.name}: {placement.ranks()}, {command}")
-            pipes.open(placement, command).send(self._job_for(placement, number))
+            job = agent_job(
+                placement, self._options, token=self.token, secret=self._secret, run_id=self.run_id_of(number)
+            )
+            pipes.open(placement, command).send(
+                {
+                    **job,
+                    "restart": self._restart,
+                    "master_port": self._options.master_port,
+                    "needs_versions": len(self._placements) > 1,
+                    "hang_timeout_s": self._options.hang_timeout_s,
+                }
+            )
 
     def _report_hosts(self) -> None:
         """Shows the messages of horovodrun's start: scripts and people look for them in its log."""
@@ -83,11 +96,6 @@ class JobStart:
                 timeout = f"(--start-timeout {self._options.start_timeout_s:g} s)"
                 self.problems.append((agent.name, f"{why} {timeout}"))
 
-    def note_end_of(self, agent: AgentPipe, code: int | None) -> None:
-        """Records why ssh or an agent ended before it could report."""
-        why = why_not_started(agent.placement.host, self._ssh, code, agent.stderr_text)
-        self.problems.append((agent.name, why))
-
     def compare_versions(self, pipes: AgentPipes) -> None:
         """Records a problem if the hosts have different versions of Python, torch or megaclass."""
         # A single host was not asked for its versions (needs_versions).
@@ -106,6 +114,7 @@ class JobStart:
     def failure(self, num_hosts: int) -> Outcome:
         """Prints the problems and returns the outcome of a job that was not started."""
         # One host may have several problems; a difference between hosts belongs to none of them.
+        # Each host once, in the order in which the problems were found.
         hosts = tuple(dict.fromkeys(host for host, _ in self.problems if host))
         for _, problem in self.problems:
             self._messages.say(problem)
@@ -127,28 +136,25 @@ class JobStart:
         store_port = first.hello.get("store_port", 0)
         pipes.send({"do": "go", "address": address, "port": port, "store_port": store_port})
 
-    def _job_for(self, placement: Placement, number: int) -> dict[str, object]:
-        options = self._options
-        return {
-            "token": self.token,
-            "secret": self._secret,
-            # By its run id in the environment, an orphan killer recognises the processes of this start.
-            "run_id": self.run_id_of(number),
-            "restart": self._restart,
-            "host": placement.host.name,
-            "worlds": [asdict(world) for world in placement.worlds],
-            "command": options.command,
-            "workdir": options.workdir,
-            # The local agent inherits the driver's environment; other hosts get the part of it that concerns the ranks.
-            "passed": {} if placement.host.is_local else passed_on(),
-            "given": dict(options.given_env),
-            "interfaces": options.interfaces,
-            "master_port": options.master_port,
-            "needs_versions": len(self._placements) > 1,
-            "heartbeat_s": options.heartbeat_s,
-            "grace_s": options.grace_s,
-            "hang_timeout_s": options.hang_timeout_s,
-        }
+
+def agent_job(placement: Placement, options: RunOptions, *, token: str, secret: str, run_id: str) -> Message:
+    """Returns the job line of one agent, up to the fields that elastic jobs fill in another way."""
+    return {
+        "token": token,
+        "secret": secret,
+        # By its run id in the environment, an orphan killer recognises the processes of this start.
+        "run_id": run_id,
+        "host": placement.host.name,
+        "worlds": [asdict(world) for world in placement.worlds],
+        "command": options.command,
+        "workdir": options.workdir,
+        # The local agent inherits the driver's environment; other hosts get the part of it that concerns the ranks.
+        "passed": {} if placement.host.is_local else passed_on(),
+        "given": dict(options.given_env),
+        "interfaces": options.interfaces,
+        "heartbeat_s": options.heartbeat_s,
+        "grace_s": options.grace_s,
+    }
 
 
 def address_of_first_host(agents: Sequence[AgentPipe]) -> str:

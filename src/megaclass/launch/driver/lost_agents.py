@@ -14,7 +14,7 @@ from megaclass.launch.driver.job_end import LEAVE_S, JobEnd
 from megaclass.launch.driver.job_start import JobStart
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverMessages
-from megaclass.launch.driver.ssh import SshSettings, agent_command
+from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.exit_codes import EXIT_HOST_LOST, how_it_ended
 from megaclass.launch.hosts import Host
 
@@ -45,31 +45,21 @@ class LostAgents:
         self._end = end
         self._ssh = ssh
         self._messages = messages
-        self._grace_s = grace_s
-        self._orphan_killers: list[OrphanKiller] = []
+        self._orphan_killers = OrphanKillers(ssh, grace_s)
 
     def note_end_of_stream(self, agent: AgentPipe) -> None:
         """Handles the end of ssh or the local agent before it said that all is done."""
-        for _ in range(_STDERR_READS):
-            if not agent.read_stderr():
-                break
-        # ssh's exit code tells a failed login (255) from an agent that ended.
-        code = agent.wait(_EXIT_CODE_S)
+        why = why_ended(agent, self._ssh)
         if agent.state is PipeState.STARTING:
-            self._start.note_end_of(agent, code)
+            self._start.problems.append((agent.name, why))
             self._pipes.finish(agent, PipeState.LOST)
         else:
-            who = "its agent" if agent.placement.host.is_local else "its agent, or the ssh connection to it,"
-            self._lose(agent, f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else ""))
+            self._lose(agent, why)
 
     def note_silence(self, agent: AgentPipe, silent_s: float) -> None:
         """Gives up a host that has not answered for too long."""
-        self._lose(
-            agent,
-            f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone",
-            # An orphan killer could not reach it, either.
-            is_reachable=False,
-        )
+        # An orphan killer could not reach it, either.
+        self._lose(agent, why_silent(silent_s), is_reachable=False)
 
     def distrust(self, agent: AgentPipe, why: str) -> None:
         """Excludes a host that breaks the protocol: it is faulty, or controlled by an attacker."""
@@ -91,10 +81,10 @@ class LostAgents:
 
     def wait_for_orphan_killers(self) -> None:
         """Waits until every orphan killer is done or its time is up."""
-        for orphan_killer in self._orphan_killers:
-            orphan_killer.wait()
+        self._orphan_killers.wait()
 
     def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True) -> None:
+        # Only an agent that was told to start ranks can have left some behind.
         if agent.state is PipeState.RUNNING and is_reachable:
             self._kill_orphans_of(agent)
         self._pipes.drop(agent)
@@ -102,6 +92,7 @@ class LostAgents:
         if self._end.is_ending:
             self._messages.detail(f"{agent.name} {why}")
             return
+        # The last words of ssh or the agent are often the cause; earlier ones were shown with --verbose.
         last = "".join(f"\n    {line}" for line in agent.stderr_text.splitlines()[-3:])
         lost = f"{agent.name} ({agent.placement.ranks()}) {why}."
         self._messages.say(f"{lost} Its ranks end by themselves; all others are being stopped.{last}")
@@ -109,14 +100,51 @@ class LostAgents:
         self._end.end(outcome, report=f"the run ended because {lost}")
 
     def _kill_orphans_of(self, agent: AgentPipe) -> None:
-        if len(self._orphan_killers) == _MAX_ORPHAN_KILLERS:
-            return
-        run_id, grace_s = self._start.run_id_of(self._pipes.all.index(agent)), min(self._grace_s, LEAVE_S)
-        with contextlib.suppress(OSError):
-            orphan_killer = start_orphan_killer(
-                agent.placement.host, self._ssh, run_id, agent_pid=agent.hello["pid"], grace_s=grace_s
-            )
-            self._orphan_killers.append(orphan_killer)
+        self._orphan_killers.start(agent, self._start.run_id_of(self._pipes.all.index(agent)))
+
+
+def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
+    """Returns why ssh or the local agent has ended before it said that all is done.
+
+    Before the agent's hello this is a whole sentence about the host; later, it follows the host's name.
+    """
+    for _ in range(_STDERR_READS):
+        if not agent.read_stderr():
+            break
+    # ssh's exit code tells a failed login (255) from an agent that ended.
+    code = agent.wait(_EXIT_CODE_S)
+    if agent.state is PipeState.STARTING:
+        return why_not_started(agent.placement.host, ssh, code, agent.stderr_text)
+    who = "its agent" if agent.placement.host.is_local else "its agent, or the ssh connection to it,"
+    return f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
+
+
+def why_silent(silent_s: float) -> str:
+    """Returns what is said after the name of a host that has not answered for too long."""
+    return f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone"
+
+
+class OrphanKillers:
+    """The orphan killers that the driver has started on the hosts of lost agents."""
+
+    def __init__(self, ssh: SshSettings, grace_s: float) -> None:
+        self._ssh = ssh
+        # The driver waits for them at its end, so they get no more time than the agents do.
+        self._grace_s = min(grace_s, LEAVE_S)
+        self._running: list[OrphanKiller] = []
+
+    def start(self, agent: AgentPipe, run_id: str) -> None:
+        """Starts to kill all processes of the agent's run on its host."""
+        if len(self._running) < _MAX_ORPHAN_KILLERS:
+            with contextlib.suppress(OSError):
+                pid = agent.hello["pid"]
+                self._running.append(
+                    start_orphan_killer(agent.placement.host, self._ssh, run_id, agent_pid=pid, grace_s=self._grace_s)
+                )
+
+    def wait(self) -> None:
+        for killer in self._running:
+            killer.wait()
 
 
 @dataclass(frozen=True, slots=True)

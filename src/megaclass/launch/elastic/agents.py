@@ -1,6 +1,5 @@
 """The agents of an elastic job: one per host that is in use, opened and closed while the job runs. Standard library only."""
 
-import contextlib
 import secrets
 import time
 from collections.abc import Collection, Sequence
@@ -8,23 +7,18 @@ from dataclasses import asdict
 
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.job_end import LEAVE_S
-from megaclass.launch.driver.job_start import address_of_first_host
-from megaclass.launch.driver.lost_agents import OrphanKiller, start_orphan_killer
-from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
+from megaclass.launch.driver.job_start import address_of_first_host, agent_job
+from megaclass.launch.driver.lost_agents import OrphanKillers, why_ended
+from megaclass.launch.driver.ssh import SshSettings, agent_command
 from megaclass.launch.elastic.generation import Generation, WorkerRecord, publication, worlds_of, worlds_on
 from megaclass.launch.elastic.messages import ElasticMessageChecker
-from megaclass.launch.exit_codes import how_it_ended
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import Placement, passed_on
+from megaclass.launch.plan import Placement
 from megaclass.launch.versions import differences
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
 
-_STDERR_READS = 16
-_EXIT_CODE_S = 0.5
-_MAX_ORPHAN_KILLERS = 64
 _MODULE = "megaclass.launch.elastic.agent"
 
 
@@ -46,7 +40,7 @@ class ElasticAgents:
         self._ports: dict[str, Message] = {}
         """Ports that an agent holds for the next generation with rank 0 on its host."""
         self._versions: dict[str, dict[str, str]] = {}
-        self._orphan_killers: list[OrphanKiller] = []
+        self._orphan_killers = OrphanKillers(ssh, options.grace_s)
 
     # ---- opening ----
 
@@ -120,9 +114,10 @@ class ElasticAgents:
             self.by_host[host].send({**message, "worlds": worlds_on(host, members, worlds), "uses_ports": uses_ports})
         return worlds
 
-    def announce_change(self, token: str, *, only_removals: bool) -> None:
+    def announce_change(self, token: str, *, only_removals: bool, has_removals: bool) -> None:
         """Tells all workers of the generation that the hosts have changed."""
-        self._tell_all({"do": "changed", "token": token, "only_removals": only_removals})
+        change = {"only_removals": only_removals, "has_removals": has_removals}
+        self._tell_all({"do": "changed", "token": token, **change})
 
     def announce_break(self, token: str) -> None:
         """Tells all workers of the generation that a member is gone, so that they do not wait for it."""
@@ -149,26 +144,13 @@ class ElasticAgents:
 
     def why_ended(self, agent: AgentPipe) -> str:
         """Returns why ssh or the agent has closed its output before it was done."""
-        for _ in range(_STDERR_READS):
-            if not agent.read_stderr():
-                break
-        code = agent.wait(_EXIT_CODE_S)
-        if agent.state is PipeState.STARTING:
-            return why_not_started(agent.placement.host, self._ssh, code, agent.stderr_text)
-        who = "its agent" if agent.placement.host.is_local else "its agent, or the ssh connection to it,"
-        return f"{agent.name} was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
+        why = why_ended(agent, self._ssh)
+        return why if agent.state is PipeState.STARTING else f"{agent.name} {why}"
 
     def lose(self, agent: AgentPipe, *, is_reachable: bool) -> None:
         """Closes the pipe of a lost agent, and kills what it left behind if its host can be reached."""
-        is_known = agent.state is PipeState.RUNNING and len(self._orphan_killers) < _MAX_ORPHAN_KILLERS
-        if is_known and is_reachable:
-            run_id, grace_s = self._run_id_of(self._pipes.all.index(agent)), min(self._options.grace_s, LEAVE_S)
-            with contextlib.suppress(OSError):
-                self._orphan_killers.append(
-                    start_orphan_killer(
-                        agent.placement.host, self._ssh, run_id, agent_pid=agent.hello["pid"], grace_s=grace_s
-                    )
-                )
+        if agent.state is PipeState.RUNNING and is_reachable:
+            self._orphan_killers.start(agent, self._run_id_of(self._pipes.all.index(agent)))
         self._pipes.drop(agent)
         self.forget(agent)
 
@@ -183,33 +165,16 @@ class ElasticAgents:
         self._pipes.finish(agent, state)
 
     def wait_for_orphan_killers(self) -> None:
-        for killer in self._orphan_killers:
-            killer.wait()
+        self._orphan_killers.wait()
 
     def _run_id_of(self, number: int) -> str:
         return f"{self._run_id}-{number + 1}"
 
     def _job_for(self, placement: Placement, number: int) -> Message:
-        options = self._options
-        return {
-            "token": self._pipes.token,
-            "secret": self._secret,
-            "run_id": self._run_id_of(number),
-            "restart": 0,
-            "host": placement.host.name,
-            "worlds": [asdict(world) for world in placement.worlds],
-            "command": options.command,
-            "workdir": options.workdir,
-            "passed": {} if placement.host.is_local else passed_on(),
-            "given": dict(options.given_env),
-            "interfaces": options.interfaces,
-            "master_port": 0,
-            "needs_versions": True,
-            "heartbeat_s": options.heartbeat_s,
-            "grace_s": options.grace_s,
-            # A rank that hangs is not told from one that waits at the rendezvous.
-            "hang_timeout_s": 0.0,
-        }
+        run_id = self._run_id_of(number)
+        job = agent_job(placement, self._options, token=self._pipes.token, secret=self._secret, run_id=run_id)
+        # A rank that hangs is not told from one that waits at the rendezvous: no hang timeout.
+        return {**job, "restart": 0, "master_port": 0, "needs_versions": True, "hang_timeout_s": 0.0}
 
 
 def _first_of(versions: dict[str, dict[str, str]], apart_from: str) -> dict[str, dict[str, str]]:

@@ -30,8 +30,9 @@ import selectors
 import time
 from collections.abc import Sequence
 
-from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, Heartbeats, PipeState
 from megaclass.launch.driver.job_end import JobEnd
+from megaclass.launch.driver.lost_agents import why_silent
 from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.ssh import SshSettings
@@ -41,12 +42,10 @@ from megaclass.launch.elastic.generation import Generation, WorkerRecord, chosen
 from megaclass.launch.elastic.worker import Why
 from megaclass.launch.elastic.worker_events import WorkerEvents
 from megaclass.launch.elastic.worker_table import WorkerTable, named
-from megaclass.launch.exit_codes import EXIT_HOST_LOST, EXIT_USER_ERROR, exit_status
+from megaclass.launch.exit_codes import EXIT_HOST_LOST, EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
-from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
 from megaclass.launch.wire.protocol import ProtocolError
 
-_PAUSED_TICK_S = 0.02
 _TICK_S = 0.25
 """How often times are looked at while a generation is being formed."""
 _JOIN_TOGETHER_S = 30.0
@@ -61,7 +60,8 @@ class ElasticRun:
     def __init__(self, options: RunOptions, source: Source, ssh: SshSettings, io: DriverIo, token: str) -> None:
         self._options = options
         self._io, self._messages = io, io.messages
-        self._pipes = AgentPipes(self._on_message, self._on_stderr, token)
+        self._pipes = AgentPipes(self._on_message, io, token)
+        self._heartbeats = Heartbeats(self._pipes, options)
         self._table = WorkerTable()
         self._end = JobEnd(self._pipes, self._table, io, options.grace_s)
         self._hosts = HostTable(options.cooldown_s, random.random)
@@ -74,7 +74,6 @@ class ElasticRun:
         self._has_announced_break = False
         self._short_since: float | None = None
         self._is_closing = False
-        self._beat_at = 0.0
 
     def run(self) -> Outcome:
         """Runs the job, waits until nothing of it is left, and returns the outcome."""
@@ -87,12 +86,13 @@ class ElasticRun:
                 if now >= self._end.give_up_at:
                     self._abandon()
                     break
-                self._beat(now)
+                if now >= self._heartbeats.due_at:
+                    self._beat(now)
                 if self._end.decision.reason is not Reason.NONE:
                     self._close_if_empty()
                 elif not self._is_closing:
                     self._decide(now)
-                self._wait(now)
+                self._pipes.handle_events(self._next_event_at(now))
         finally:
             self._close()
         return self._end.decision.final()
@@ -100,16 +100,8 @@ class ElasticRun:
     def _is_over(self) -> bool:
         return (self._is_closing or self._end.is_ending) and not self._pipes.unfinished()
 
-    def _wait(self, now: float) -> None:
-        self._pipes.pause(self._io.screen.is_full)
-        self._pipes.watch_unsent()
-        next_event = min(self._beat_at, self._end.give_up_at, self._hosts.next_return(now), now + _TICK_S)
-        wait_s = _PAUSED_TICK_S if self._pipes.is_paused else max(0.0, next_event - now)
-        for key, _ in self._pipes.selector.select(wait_s):
-            # An earlier event of this batch may have closed the pipe of a later one, or filled the screen.
-            if self._pipes.selector.get_map().get(key.fd) is key:
-                key.data()
-                self._pipes.pause(self._io.screen.is_full)
+    def _next_event_at(self, now: float) -> float:
+        return min(self._heartbeats.due_at, self._end.give_up_at, self._hosts.next_return(now), now + _TICK_S)
 
     # ---- events ----
 
@@ -145,14 +137,6 @@ class ElasticRun:
         except ProtocolError as error:
             self._lose(agent, f"{agent.name} sent something that no agent of this version sends: {error}")
 
-    def _on_stderr(self, agent: AgentPipe) -> None:
-        data = agent.read_stderr()
-        if data is None:
-            self._pipes.stop_stderr(agent)
-        elif agent.state is not PipeState.STARTING:
-            for line in data.decode(errors="replace").splitlines():
-                self._messages.detail(f"{agent.name}: {line}")
-
     def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True) -> None:
         is_in_use = self._agents.by_host.get(agent.name) is agent
         self._agents.lose(agent, is_reachable=is_reachable)
@@ -160,28 +144,17 @@ class ElasticRun:
             self._events.note_lost_host(agent.name, why)
 
     def _beat(self, now: float) -> None:
-        if now < self._beat_at:
-            return
-        self._beat_at = now + min(1.0, beat_interval(self._options.heartbeat_s))
-        silence_s, _ = silence_limits(self._options.heartbeat_s, self._options.grace_s)
-        for agent in self._pipes.unfinished():
-            if not agent.has_unsent:
-                agent.send({"do": "beat"})
-            silent_s = now - agent.heard_at
-            if agent.state is PipeState.RUNNING and not self._pipes.is_paused and silent_s > silence_s:
-                why = f"{agent.name} has not answered for {silent_s:.1f} s: its cable, its network or itself is gone"
-                self._lose(agent, why, is_reachable=False)
+        for agent, silent_s in self._heartbeats.send(now):
+            self._lose(agent, f"{agent.name} {why_silent(silent_s)}", is_reachable=False)
         for agent in self._agents.late(now):
             timeout = f"(--start-timeout {self._options.start_timeout_s:g} s)"
             self._lose(agent, f"{agent.name} did not report in time {timeout}")
         for worker in self._table.staying():
-            if worker.stopped_at is not None and now - worker.stopped_at > silence_s:
+            if worker.stopped_at is not None and now - worker.stopped_at > self._heartbeats.silence_s:
                 worker.stopped_at = now
                 self._agents.order("kill", [worker], if_stopped=True)
         self._end.end_if_late(now)
-        if self._io.screen.fault is not None and not self._end.is_ending:
-            self._messages.say(f"stdout cannot be written ({self._io.screen.fault.strerror}); ending the ranks.")
-            self._end.end(Outcome(exit_code=exit_status(-13), may_restart=False))
+        self._end.end_if_unread()
 
     # ---- decisions ----
 
@@ -303,7 +276,7 @@ class ElasticRun:
         is_useful = bool(joining) or 0 < len(unwanted) < self._size
         if is_useful and (joining, unwanted) != self._announced:
             self._announced = (joining, unwanted)
-            self._agents.announce_change(self._generation.token, only_removals=not joining)
+            self._agents.announce_change(self._generation.token, only_removals=not joining, has_removals=bool(unwanted))
 
     def _is_wanted(self, worker: WorkerRecord) -> bool:
         return worker.slot < self._hosts.slots(worker.host)

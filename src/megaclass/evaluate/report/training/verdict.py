@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Everything that the rules look at."""
+    """The part of a run that the rules look at."""
 
     rows: Sequence[Row]
     events: Sequence[Row] = ()

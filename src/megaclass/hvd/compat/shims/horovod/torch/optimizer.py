@@ -18,7 +18,8 @@ from megaclass.hvd.mpi_ops import (
     synchronize,
 )
 from megaclass.hvd.optimizer import DistributedOptimizer as _DistributedOptimizerOfMegaclass
-from megaclass.hvd.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
+from megaclass.hvd.optimizers.adasum import _DistributedAdasumOptimizer
+from megaclass.hvd.optimizers.gradients import _DistributedOptimizer
 
 
 @functools.wraps(_DistributedOptimizerOfMegaclass)
