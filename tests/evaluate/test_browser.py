@@ -139,6 +139,9 @@ def test_images_are_shown_and_tabs_and_legend_work(page):
         r"false accept rate [\d.]+: true accept rate (second|first) [\d.]+, (second|first) [\d.]+", found["values"]
     )
     assert found["values_after"] == ""
+    assert found["smoothing_shown"] and found["unsmoothed"], "at its left end the slider shows the values themselves"
+    assert len(found["spreads"][0]) == 2, "a mean per run"
+    assert all(wide < raw for raw, wide in zip(*found["spreads"], strict=True)), "means over more values are flatter"
 
 
 def test_a_phone_needs_no_sideways_scrolling_and_dark_is_dark(page):
