@@ -13,12 +13,14 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass demo
 	@echo; echo "To use the command megaclass in this terminal: . $(BIN)/activate"
 
-# Tests other than `unit` use real processes, daemons and networks, which a busy machine can upset: one that fails is run once
-# more and listed. Unit tests run once. Hundreds of processes are started, so byte code is kept.
+# Tests of `hosts` use daemons and networks, which a busy machine can upset: one that fails is run once more, and the reason is
+# shown. All others run once. Hundreds of processes are started, so byte code is kept.
 # Coverage counts the lines that ran in the test processes themselves, not those in the ranks and agents they started.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
+# Three workers on two cores, because tests of processes and hosts wait for about a third of their time.
+WORKERS ?= 3
 test: $(VENV)/.dev-installed system-packages
-	$(BIN)/python -m pytest -m "not soak and not gpu" -n 2 --dist worksteal --cov=megaclass --cov-report=
+	$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist worksteal --cov=megaclass --cov-report=
 	@echo "coverage of src/ in the test processes: $$($(BIN)/coverage report --format=total) %"
 
 # Only the tests that start no process: a quick check while editing.
@@ -89,10 +91,15 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
 	$(call install,megaclass with its progress bar and ONNX exporter,--editable ".[ui$(COMMA)onnx]")
 	@touch $@
 
+# Without its dependencies: it asks for Pillow below 13, and the tests should run on the newest. These are what it imports besides.
+TRACKIO := trackio gradio-client orjson python-multipart brotli websockets
+
 $(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
 	$(call install,megaclass and the tools of its tests,--editable ".[ui$(COMMA)onnx$(COMMA)dev]")
 	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
 	@$(PIP) --quiet --editable ".[tensorflow]" || echo "TensorFlow could not be installed."
+	@echo "Installing trackio, which is optional, too."
+	@$(PIP) --quiet --no-deps $(TRACKIO) || echo "trackio could not be installed."
 	@touch $@ $(VENV)/.demo-installed
 
 COMMA := ,

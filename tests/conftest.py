@@ -54,9 +54,6 @@ def _rank_main(calls: Connection, stacks: str, store_port: int) -> None:
     from megaclass.distributed import process_group as groups
 
     store = dist.TCPStore("127.0.0.1", store_port, timeout=timedelta(seconds=60))
-
-    # These processes stay, so nothing needs to be let go of before they end.
-    groups._GLOO_LETS_GO_S = 0.0
     torch.set_num_threads(1)
     with messages_on_stderr(), Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
@@ -183,9 +180,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("hosts")
             else:
                 item.add_marker("ranks" if fixtures & _FIXTURES_WITH_PROCESSES else "unit")
-        if not item.get_closest_marker("unit"):
-            # Real processes, daemons and networks: a busy machine can upset them, so one failure is tried again (and listed).
+        if item.get_closest_marker("hosts"):
+            # Daemons and networks: a busy machine can upset them, so one failure is tried again. It is listed with its reason.
             item.add_marker(pytest.mark.flaky(reruns=1))
+    _put_long_files_first(items)
+
+
+def _put_long_files_first(items: list[pytest.Item]) -> None:
+    """Hosts, which mostly wait, then processes, then unit tests: the last tests are short, so workers end at the same time.
+
+    Whole files are moved, because tests of one file share fixtures.
+    """
+    with_hosts, with_ranks = (
+        {item.path for item in items if item.get_closest_marker(kind)} for kind in ("hosts", "ranks")
+    )
+    items.sort(key=lambda item: 0 if item.path in with_hosts else 1 if item.path in with_ranks else 2)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Shows why tests of hosts were tried again: a first failure is a hint at a race, also if the second try passes."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"tried again: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext[-3000:])
 
 
 # Cleans up if this process is killed; started before the first test that starts processes.

@@ -7,7 +7,6 @@ process, and those that use several ranks once more under torchrun. `SMALLER` sh
 
 import contextlib
 import importlib.util
-import io
 import json
 import os
 import re
@@ -15,18 +14,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from tests import pages
+from tests.pages import ROOT, Snippet, run_in_this_process, unused_reasons, why_not_run
 
-from megaclass.cli.main import main
-
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("megaclass", "make", "pip", "mpirun", "srun", "sbatch", "torchrun", "ray", "torch.save")
 
 NOT_RUN = {
     r"^make ": "make is what runs these tests, and the demo; tests/examples and CI run the targets",
@@ -52,10 +48,12 @@ HAS_TIMM = all(importlib.util.find_spec(name) for name in ("timm", "torchvision"
 SMALLER = [
     (r"/data/", "data/"),
     (r"datasets/ms1m", "data/ms1m"),
-    (r"synthetic:1000000", "synthetic:1000"),
+    (r"synthetic:1000000", "synthetic:100"),
     (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/evaluate/test_templates.py draws one
     (r"train\.nproc=8", "train.nproc=1"),
     (r"\bRECIPE\b", "recipe.toml"),
+    (r"train\.epochs=\d+", "train.epochs=0.1"),
+    (r"runs/ms1m --to onnx", "runs/slim --to onnx"),  # ONNX's exporter takes long, and less for fewer layers
 ]
 SMALL_SETTINGS = {
     "backbone.name": "mbf",  # small, and InsightFace has it, too, for the export
@@ -72,52 +70,12 @@ SMALL_SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Snippet:
-    page: str
-    line: int
-    text: str
-
-    @property
-    def place(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
 def python_blocks() -> list[Snippet]:
-    return [
-        Snippet(page.name, page.read_text()[: match.start()].count("\n") + 1, match[1])
-        for page in PAGES
-        for match in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    ]
+    return [block for page in PAGES for block in pages.python_blocks(page)]
 
 
 def commands() -> list[Snippet]:
-    """Lines of indented blocks that start with the name of a program, without what explains them."""
-    found = []
-    for page in PAGES:
-        text = re.sub(
-            r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.DOTALL | re.MULTILINE
-        )
-        lines = text.splitlines()
-        number = 0
-        while number < len(lines):
-            first, line = number + 1, lines[number]
-            while line.endswith("\\"):
-                number += 1
-                line = line[:-1] + lines[number].strip()
-            number += 1
-            if line.startswith("    ") and re.match(r"[\w.]+", line.strip()) and _program(line) in PROGRAMS:
-                found.append(Snippet(page.name, first, re.split(r"\s+#|\s{3,}", line.strip())[0]))
-    return found
-
-
-def _program(line: str) -> str:
-    """Returns the first word; `megaclass:` is the beginning of a message, not a command."""
-    return line.split(maxsplit=1)[0].split("(")[0]
-
-
-def why_not(command: str) -> str:
-    return next((reason for pattern, reason in NOT_RUN.items() if re.search(pattern, command)), "")
+    return [command for page in PAGES for command in pages.commands(page)]
 
 
 def draw(folder: Path, num_identities: int, images_per_identity: int, size: int = 32) -> None:
@@ -163,7 +121,8 @@ def folder(tmp_path_factory):
         run("megaclass train recipe.toml")
         run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/ms1m")
         run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/other train.seed=1")
-        run("megaclass export runs/ms1m --to onnx --out onnx")
+        run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/slim backbone.name=slim")
+        run("megaclass export runs/slim --to onnx --out onnx")
         run("megaclass export runs/ms1m --to insightface --out pth")
         shutil.copy("onnx/model.onnx", "model.onnx")
         shutil.copy("pth/backbone.pth", "backbone.pth")
@@ -191,13 +150,7 @@ def run(command: str) -> None:
     # A checkpoint that "PATH" stands for.
     latest = sorted(Path().glob("runs/recipe/checkpoints/step-*"))
     words = [word.replace("=PATH", f"={latest[-1]}") if latest else word for word in words]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            code = main(words[1:])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    assert code == 0, f"{shlex.join(words)}\nexit code {code}\n{output.getvalue()[-1500:]}"
+    run_in_this_process(words)
 
 
 @pytest.mark.ranks
@@ -206,7 +159,7 @@ def test_every_command_of_the_pages_runs(folder):
     failures, num_run = [], 0
     with contextlib.chdir(folder):
         for command in commands():
-            if why_not(command.text):
+            if why_not_run(command.text, NOT_RUN):
                 continue
             num_run += 1
             try:
@@ -218,9 +171,7 @@ def test_every_command_of_the_pages_runs(folder):
 
 
 def test_commands_that_do_not_run_here_have_a_reason_that_is_still_needed():
-    texts = [command.text for command in commands()]
-    unused = [pattern for pattern in NOT_RUN if not any(re.search(pattern, text) for text in texts)]
-    assert not unused
+    assert not unused_reasons(commands(), NOT_RUN)
 
 
 DRIVER = """

@@ -138,7 +138,8 @@ def locked(path: Path, *, timeout_s: float = -1.0) -> Iterator[bool]:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    # It can only be read by setting it. Another thread may create a file in this moment: rather too private than open to all.
+    mask = os.umask(0o077)
     os.umask(mask)
     return mask
 

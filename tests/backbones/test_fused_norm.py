@@ -1,12 +1,10 @@
 """The fused batch norm, run by Triton's interpreter on the CPU, against plain float64; and compiled for real GPUs.
 
-The interpreter must be asked for before Triton is imported, so its tests run in a pytest of their own.
+tests/test_triton_interpreter.py starts the interpreter's tests.
 """
 
 import copy
-import os
-import subprocess
-import sys
+import itertools
 from typing import Any
 
 import pytest
@@ -16,31 +14,12 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.compiled_programs import compile_for
+from tests.triton_interpreter import interpreted, outside
 
 from megaclass.backbones.iresnet import IBasicBlock
 from megaclass.backbones.layers import fused_norm, norm, norm_programs
 from megaclass.backbones.layers.fused_norm import FusedNorm
 from megaclass.distributed.sync_batch_norm import synchronise_batch_norm
-
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def interpreted(test: Any) -> Any:
-    """Collected by the interpreter's own pytest only."""
-    return test if IS_INTERPRETED else None
-
-
-def outside(test: Any) -> Any:
-    return None if IS_INTERPRETED else test
-
-
-@pytest.mark.ranks
-@outside
-def test_everything_below_holds_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
 @pytest.mark.ranks
@@ -80,10 +59,14 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, slope: Tensor | None, ski
 
 
 @interpreted
-@pytest.mark.parametrize("has_slope", [False, True], ids=["", "prelu"])
-@pytest.mark.parametrize("has_skip", [False, True], ids=["", "skip"])
-@pytest.mark.parametrize("is_used_twice", [False, True], ids=["", "through"])
-@pytest.mark.parametrize("width", [16, 512])
+@pytest.mark.parametrize(
+    ("has_slope", "has_skip", "is_used_twice", "width"),
+    [
+        *itertools.product([False, True], [False, True], [False, True], [16]),
+        (False, False, False, 512),
+        (True, True, True, 512),
+    ],
+)
 def test_values_and_gradients_are_those_of_float64(has_slope, has_skip, is_used_twice, width):
     torch.manual_seed(width)
     # 51 rows: several tiles and a part of one. A mean of ten deviations: sums of squares alone would lose it.

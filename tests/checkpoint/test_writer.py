@@ -113,6 +113,7 @@ def test_the_loop_goes_on_while_a_save_is_written_and_what_it_changes_is_not_in_
     assert holds_step(checkpoint_folder(tmp_path, 1), 1)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_a_gpu_does_next_is_not_in_the_save(tmp_path):
     device = torch.device("cuda")

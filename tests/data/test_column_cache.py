@@ -13,7 +13,7 @@ from megaclass.data.sources import column_cache, record_index
 from megaclass.data.sources import records as record_source
 from megaclass.data.sources.column_cache import cached_columns
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.sources.record_index import open_index, read_index
+from megaclass.data.sources.record_index import open_index
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.errors import DataError
@@ -162,7 +162,7 @@ def test_the_fast_parser_reads_what_python_reads(tmp_path):
     rng = np.random.default_rng(0)
     offsets = [int(rng.integers(0, 10 ** int(digits))) for digits in rng.integers(1, 17, 20_000)]
     (tmp_path / "a.idx").write_text("".join(f"{key}\t{offset}\n" for key, offset in enumerate(offsets)))
-    assert read_index(tmp_path / "a.idx").offsets.tolist() == offsets
+    assert open_index(tmp_path / "a.idx").offsets.tolist() == offsets
 
 
 OPEN = """

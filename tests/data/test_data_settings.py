@@ -14,6 +14,7 @@ from megaclass.errors import ConfigError
 from megaclass.model import ImageTreatment, load
 
 
+@pytest.mark.ranks
 def test_a_run_takes_any_source_with_every_setting(tmp_path, capfd):
     source = open_source("debug")
     for number in range(32):
@@ -114,6 +115,7 @@ def train(folder, run, *settings):
     )
 
 
+@pytest.mark.ranks
 def test_a_run_on_rectangles_is_trained_resumed_evaluated_and_embedded_alike(mixed, tmp_path, capfd):
     run = tmp_path / "run"
     settings = ["data.size=[32, 48]", "data.fit=pad", "data.mirror=false"]
@@ -144,6 +146,7 @@ def test_a_run_on_rectangles_is_trained_resumed_evaluated_and_embedded_alike(mix
     assert "32 × 8" in capfd.readouterr().out
 
 
+@pytest.mark.ranks
 def test_the_size_of_the_first_image_is_said_and_a_rectangle_must_be_asked_for(mixed, tmp_path, capfd):
     assert train(mixed, tmp_path / "run") == 0
     said = capfd.readouterr().err

@@ -1,13 +1,9 @@
 """The program that prepares batches on a GPU, run by Triton's interpreter, against the functions of augment.py.
 
-The interpreter must be asked for before Triton is imported, so its tests run in a pytest of their own.
+tests/test_triton_interpreter.py starts the interpreter's tests.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.compiled_programs import compile_for
+from tests.triton_interpreter import interpreted, outside
 
 from megaclass.data import augment as reference
 from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, mirror_, parse_augment
@@ -25,26 +22,7 @@ from megaclass.data.device.prepare import can_prepare, mirroring_key, prepare
 from megaclass.data.loader import _MIRROR_SALT, mirrored
 from megaclass.data.pixel_tensors import normalise
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INDICES = np.array([3, 2**40 + 1, 17, 0])
-
-
-def interpreted(test: Any) -> Any:
-    """Collected by the interpreter's own pytest only."""
-    return test if IS_INTERPRETED else None
-
-
-def outside(test: Any) -> Any:
-    return None if IS_INTERPRETED else test
-
-
-@pytest.mark.ranks
-@outside
-def test_everything_below_holds_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-n", "0"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
 @pytest.mark.ranks

@@ -8,7 +8,7 @@ from PIL import Image
 
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.sources.record_index import read_index
+from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
 from megaclass.data.tools import pack as pack_module
 from megaclass.data.tools.pack import PackOptions, pack
@@ -55,7 +55,7 @@ def test_what_was_packed_is_read_back(faces, tmp_path, options):
 def test_a_packed_rec_has_insightfaces_layout_in_shuffled_bytes(faces, tmp_path):
     pack(faces, tmp_path / "out")
     assert (tmp_path / "out" / "property").read_text() == "4,16,16\n"
-    index, reader = read_index(tmp_path / "out" / "train.idx"), RecordReader(tmp_path / "out" / "train.rec")
+    index, reader = open_index(tmp_path / "out" / "train.idx"), RecordReader(tmp_path / "out" / "train.rec")
     records = [reader.read(int(offset)) for offset in index.offsets]
     assert index.keys.tolist() == list(range(13))
     assert records[0].labels == (9.0, 13.0) and not records[0].payload

@@ -116,7 +116,7 @@ def test_a_file_that_is_missing_or_becomes_shorter_is_an_error_and_no_crash(draw
     packed = open_source(tmp_path / "out")
     with (tmp_path / "out" / "pixels.bin").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(DataError, match="became shorter"):
+    with pytest.raises(DataError, match="has become shorter"):
         BatchLoader(packed, global_batch=16, max_bad_fraction=1).load(0, 0)
     (tmp_path / "out" / "pixels.bin").unlink()
     with pytest.raises(DataError, match=r"pixels\.bin missing; found"):

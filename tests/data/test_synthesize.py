@@ -12,7 +12,7 @@ import pytest
 
 from megaclass.data.decode import decode_image
 from megaclass.data.pair_file import read_pairs
-from megaclass.data.sources.record_index import read_index
+from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
 from megaclass.data.synthetic.faces import draw_faces
 from megaclass.data.synthetic.synthesize import synthesize
@@ -39,7 +39,7 @@ def test_the_files_are_those_of_an_insightface_folder(tmp_path):
     assert synthesize(out, **SMALL, num_processes=1) is True
     assert set(contents(out)) == {"train.rec", "train.idx", "property", "verification.bin", "synth.json"}
     assert (out / "property").read_text().strip() == "5,32,32"
-    index, reader = read_index(out / "train.idx"), RecordReader(out / "train.rec")
+    index, reader = open_index(out / "train.idx"), RecordReader(out / "train.rec")
     records = {
         key: reader.read(offset) for key, offset in zip(index.keys.tolist(), index.offsets.tolist(), strict=True)
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.launch.conftest import Here, assert_nothing_is_left
 
+EPOCHS = 30
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_torch.py"
 
 
@@ -18,16 +19,15 @@ def test_the_example_is_one_of_horovods_programs_and_survives_a_killed_worker(tm
     program.write_text(EXAMPLE.read_text().replace("import megaclass.hvd as hvd", "import horovod.torch as hvd"))
     here = Here()
     job = here.start(
-        "--horovod", "--verbose", "--min-np", "1", "-np", "2", sys.executable, str(program), "--epochs", "15"
+        *("--horovod", "--verbose", "--min-np", "1", "-np", "2", sys.executable, str(program)), "--epochs", str(EPOCHS)
     )
     try:
         job.says("epoch 1: accuracy", timeout_s=120)
+        # Listed once: the training goes on meanwhile, and must not end before the kill.
         killed = [
-            int(folder.name)
-            for folder in Path("/proc").iterdir()
-            if folder.name.isdigit()
-            and int(folder.name) in here.processes()
-            and (folder / "cmdline").read_bytes().split(b"\0")[1:2] == [str(program).encode()]
+            pid
+            for pid in here.processes()
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:2] == [str(program).encode()]
         ]
         assert len(killed) == 2
         os.kill(max(killed), signal.SIGKILL)
@@ -37,5 +37,5 @@ def test_the_example_is_one_of_horovods_programs_and_survives_a_killed_worker(tm
         assert_nothing_is_left(here.processes)
     epochs = re.findall(r"epoch (\d+): accuracy ([\d.]+) with (\d) ranks", job.out)
     assert [int(epoch) for epoch, *_ in epochs] == sorted({int(epoch) for epoch, *_ in epochs})
-    assert len(epochs) == 15 and {size for *_, size in epochs} == {"1", "2"}
+    assert len(epochs) == EPOCHS and {size for *_, size in epochs} == {"1", "2"}
     assert float(epochs[-1][1]) > 0.9

@@ -1,15 +1,21 @@
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from megaclass.backbones import BACKBONES, build_backbone
+from megaclass.backbones import BACKBONES
+from megaclass.backbones.iresnet import IResNet
+from megaclass.backbones.mobilefacenet import MobileFaceNet
+from megaclass.backbones.vit import VisionTransformer
 from megaclass.errors import ExportError
 from megaclass.export.onnx_file import export_onnx
 
 pytest.importorskip("onnxruntime")
+# Whole exports, of which each takes seconds.
+pytestmark = pytest.mark.ranks
 _SIZE = 16
 
 
@@ -166,22 +172,35 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(tmp_path, m
         export_onnx(tmp_path / "model.onnx", TinyBackbone(), image_size=_SIZE)
 
 
-_FAMILIES = ("iresnet18", "mbf", "vit_t", "slim")
+# Every kind of layer of each family, but few of them: the exporter's time grows with the number of layers.
+_FAMILIES = {
+    "an iresnet": partial(IResNet, (2, 1, 1, 1)),
+    "a mobilefacenet": partial(MobileFaceNet, (1, 2, 1, 1), 1),
+    "a vision transformer": partial(VisionTransformer, 64, 2),
+    "slim": BACKBONES["slim"],
+}
 # Too large for a test: 1,030 blocks, and 750 million parameters.
 _HUGE = ("iresnet2060", "vit_h")
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in _FAMILIES else pytest.mark.soak) for n in sorted({*BACKBONES} - {*_HUGE})]
-)
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_every_family_of_backbones_runs_in_onnxruntime_at_any_batch(tmp_path, family):
+    _assert_runs_in_onnxruntime(tmp_path, _FAMILIES[family])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted({*BACKBONES} - {*_HUGE}))
 def test_every_backbone_runs_in_onnxruntime_at_any_batch(tmp_path, name):
+    _assert_runs_in_onnxruntime(tmp_path, BACKBONES[name])
+
+
+def _assert_runs_in_onnxruntime(tmp_path, build):
     import onnx
     import onnxruntime
 
     torch.manual_seed(0)
     size = 32
-    backbone = build_backbone(name, embedding_dim=24, image_size=size)
+    backbone = build(24, size)
     for module in backbone.modules():
         if isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
             module.momentum = None  # plain means: without statistics that fit, a hundred layers overflow

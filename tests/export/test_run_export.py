@@ -18,7 +18,7 @@ from megaclass.model import ImageTreatment, load
 
 
 def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_path):
-    run = make_run()
+    run = make_run("slim")
     numbers = {"accuracy": 0.9983, "accuracy_std": 0.0021, "threshold": 1.2, "fold_accuracies": [0.9983]}
     numbers |= {"num_pairs": 6000, "num_same": 3000, "auc": 0.999, "eer": 0.002, "tar_at_far": {"1e-3": 0.998}}
     write_results(run, {}, [SetResult(name="lfw", kind="pairs", path="lfw.bin", numbers=numbers)])
@@ -30,7 +30,7 @@ def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_pat
         "model.safetensors",
     ]
     config = json.loads((out / "config.json").read_text())
-    assert (config["backbone"], config["embedding_dim"], config["image_size"]) == ("mbf", 16, 32)
+    assert (config["backbone"], config["embedding_dim"], config["image_size"]) == ("slim", 16, 32)
     card = (out / "README.md").read_text()
     for part in (
         "CC-BY-4.0",
@@ -41,7 +41,7 @@ def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_pat
     ):
         assert part in card
     model = load(out / "model.safetensors")
-    assert (model.backbone, model.embedding_dim, model.image_size) == ("mbf", 16, 32)
+    assert (model.backbone, model.embedding_dim, model.image_size) == ("slim", 16, 32)
     centres = load_centres(out / "centres.safetensors")
     assert list(centres) == ["anna", "bert", "zoë"]
     assert torch.equal(centres["zoë"][0], read_run_centres(run).in_memory().weight_RD[2])
@@ -56,7 +56,7 @@ def test_insightface_gets_the_state_dict_it_loads(make_run, tmp_path):
     assert 'get_model("r18", num_features=16)' in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("form", ["safetensors", "onnx"])
+@pytest.mark.parametrize("form", ["safetensors", pytest.param("onnx", marks=pytest.mark.ranks)])
 def test_a_model_of_rectangles_carries_its_size_and_how_images_are_treated(make_run, tmp_path, form):
     if form == "onnx":
         pytest.importorskip("onnxruntime", reason="the extra megaclass[onnx] is not installed")
@@ -114,7 +114,7 @@ def test_a_failed_export_leaves_the_one_of_before(make_run, tmp_path, monkeypatc
 
 
 def test_an_export_replaces_the_one_of_before_as_a_whole(make_run, tmp_path):
-    run, out = make_run(), tmp_path / "out"
+    run, out = make_run("slim"), tmp_path / "out"
     export_model(run, "safetensors", out)
     (out / "README.md").unlink()
     before = (out / "model.safetensors").stat().st_ino

@@ -29,9 +29,7 @@ class HangingNet(SlimNet):
 
 
 def hang(cause: str) -> None:
-    if cause == "python":
-        time.sleep(600)
-    elif cause == "native":
+    if cause == "native":
         # PyDLL keeps the interpreter lock: no other Python thread of this process runs any more.
         ctypes.PyDLL(None).sleep(600)
     elif cause == "read":

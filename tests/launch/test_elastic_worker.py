@@ -26,9 +26,9 @@ def agent_and_worker(monkeypatch):
 
 def assignment(generation: int = 3, **more):
     members = [
-        {"worker": 4, "host": "a", "previous_rank": 1},
-        {"worker": 7, "host": "a", "previous_rank": 3},
-        {"worker": 9, "host": "b", "previous_rank": None},
+        {"worker": 4, "host": "a", "slot": 0, "previous_rank": 1},
+        {"worker": 7, "host": "a", "slot": 2, "previous_rank": 3},
+        {"worker": 9, "host": "b", "slot": 0, "previous_rank": None},
     ]
     return {
         "say": "assignment", "generation": generation, "token": f"token {generation}", "worker": 7, "members": members,

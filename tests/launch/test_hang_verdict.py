@@ -1,10 +1,16 @@
 """The verdict on a hang: which ranks are named, and in which words, for stacks as faulthandler writes them."""
 
+import os
+import threading
+import time
+
 import pytest
 
-from megaclass.distributed.rank_status import OwnStatus, StatusPage
+from megaclass.distributed.rank_status import OwnStatus, RankStatus, StatusPage
+from megaclass.launch.hang import own_watch, record
 from megaclass.launch.hang.stacks import RankReport
 from megaclass.launch.hang.verdict import find_verdict
+from megaclass.world import World
 
 LIB = "/usr/lib/python3.12"
 GATHER = [
@@ -117,3 +123,30 @@ def test_a_rank_shows_its_reader_how_late_it_is_and_long_work_is_never_late():
     after = page.read()
     assert (after.phase, after.allowed_s, after.step) == ("training", 5.0, 7)
     page.close()
+
+
+def test_a_rank_whose_run_folder_hangs_ends_and_blames_no_other_rank(monkeypatch, capsys, tmp_path):
+    """Under torchrun and others, ranks find each other's stacks on the disk, which may be what hangs."""
+    never = threading.Event()
+    monkeypatch.setattr(record, "_WRITE_S", 0.05)
+    monkeypatch.setattr(record, "write_private", lambda path, text: never.wait(20.0))
+    monkeypatch.setattr(own_watch, "write_text", lambda *arguments, **options: never.wait(20.0))
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    seen = RankStatus(
+        pid=os.getpid(),
+        main_thread=threading.get_ident(),
+        gives_stacks=False,
+        step=7,
+        num_done=8,
+        progress_at=time.monotonic() - 60,
+        allowed_s=10.0,
+        phase="",
+        detail="",
+        folder=str(tmp_path),
+    )
+    with pytest.raises(SystemExit) as ended:
+        own_watch._end_hung_rank(seen, World(rank=1, size=4))
+    never.set()
+    printed = capsys.readouterr().err
+    assert ended.value.code == 134
+    assert "rank 1 " in printed and "wrote no stacks" not in printed and "Stacks:" not in printed

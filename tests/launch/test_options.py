@@ -214,7 +214,7 @@ def test_the_help_names_the_launchers_and_the_table_of_what_is_there(capsys):
     with pytest.raises(SystemExit):
         parse_options(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--launcher NAME what starts the processes: ssh, local, mpi, slurm, ray (default ssh" in text
+    assert "--launcher NAME what starts the processes: ssh, local, mpi, slurm, ray (default: ssh" in text
     assert "-cb, --check-build print the available frameworks, controllers and operations" in text
 
 

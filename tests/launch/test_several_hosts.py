@@ -519,7 +519,8 @@ def test_ctrl_c_while_hosts_are_being_connected_to(bed, script):
 
 
 @pytest.mark.parametrize(
-    ("how", "heartbeat_s"), [("cut", 8), ("blackhole", 8), pytest.param("cut", 30, marks=pytest.mark.soak)]
+    ("how", "heartbeat_s"),
+    [("cut", 8), *(pytest.param(*case, marks=pytest.mark.soak) for case in (("blackhole", 8), ("cut", 30)))],
 )
 def test_a_host_that_is_cut_off_while_training(bed, tmp_path, record_property, how, heartbeat_s):
     program = tmp_path / "job.py"

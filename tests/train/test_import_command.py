@@ -1,10 +1,9 @@
 """`megaclass import-config`: one of InsightFace's configs on the command line, a recipe out of it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from tests.commands import ended_in_this_process
 
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
@@ -96,8 +95,7 @@ def test_an_imported_recipe_shows_its_settings_and_trains(published, tmp_path, c
         "train.device=cpu",
     ]
     small += ["backbone.embedding_dim=32", "export.onnx=false", f"train.run_dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "megaclass", "train", str(recipe), *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = ended_in_this_process(["train", str(recipe), *small])
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.commands import ended_in_this_process
 
 from megaclass.checkpoint.manifest import check_files, read_manifest
+from megaclass.cli.main import main
 
 pytestmark = pytest.mark.ranks
 
@@ -29,15 +32,28 @@ TINY = [
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    places = [f"data.path={folder / 'data'}", f"train.run_dir={folder / 'run'}"]
-    return [sys.executable, "-m", "megaclass", "train", str(RECIPE), *TINY, *places, *more]
+@pytest.fixture(scope="module")
+def command(tmp_path_factory) -> Callable[..., list[str]]:
+    """command(folder, settings…): trains in the folder, on data that is drawn once for all tests."""
+    data = tmp_path_factory.mktemp("drawn") / "data"
+    options = ["--identities", "12", "--images-per-identity", "8", "--size", "32", "--pairs", "40"]
+    assert main(["data", "synth", *options, "--out", str(data)]) == 0
+
+    def words(folder: Path, *more: str) -> list[str]:
+        places = [f"data.path={data}", f"train.run_dir={folder / 'run'}"]
+        return [sys.executable, "-m", "megaclass", "train", str(RECIPE), *TINY, *places, *more]
+
+    return words
 
 
-def wait_for_rows(folder: Path, process: subprocess.Popen[str]) -> None:
+def num_rows(folder: Path) -> int:
     metrics = folder / "run" / "metrics.jsonl"
-    for _ in range(1200):
-        if metrics.exists() and metrics.read_text().count("\n") >= 2:
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def wait_for_rows(folder: Path, process: subprocess.Popen[str], num_before: int = 0) -> None:
+    for _ in range(2400):
+        if num_rows(folder) >= num_before + 2:
             return
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         time.sleep(0.05)
@@ -59,28 +75,29 @@ def rank_pids(parent: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
-)
-def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, number, code):
-    run = command(tmp_path, "train.nproc=1", "train.epochs=300")
-    process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
-    wait_for_rows(tmp_path, process)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    assert "--resume continues" in errors
-    (saved,) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
-    step = int(saved.name.removeprefix("step-"))
-    assert step > 0
+def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, command):
+    """One run, which each signal stops once; each start but the first resumes."""
+    step, mode = 0, []
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)):
+        run = [*command(tmp_path, "train.nproc=1", "train.epochs=300"), *mode]
+        num_before = num_rows(tmp_path)
+        process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
+        wait_for_rows(tmp_path, process, num_before)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == code, errors
+        assert "--resume continues" in errors and (not mode or f"step {step}" in errors)
+        saved = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+        before, step, mode = step, int(saved.name.removeprefix("step-")), ["--resume"]
+        assert step > before
     epochs = f"train.epochs={(step + 2) / 6}"
-    resumed = subprocess.run([*command(tmp_path, "train.nproc=1", epochs), "--resume"], capture_output=True, text=True)
+    resumed = ended_in_this_process([*command(tmp_path, "train.nproc=1", epochs)[3:], "--resume"])
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {step}" in resumed.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 2
 
 
-def sent_to_rank_1(tmp_path, number):
+def sent_to_rank_1(tmp_path, command, number):
     """A run of two ranks after the signal: the process, and what it wrote to stderr."""
     job = str(os.getpid())
     process = subprocess.Popen(
@@ -94,20 +111,20 @@ def sent_to_rank_1(tmp_path, number):
     return process, process.communicate(timeout=60)[1]
 
 
-def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path):
-    process, errors = sent_to_rank_1(tmp_path, signal.SIGSEGV)
+def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path, command):
+    process, errors = sent_to_rank_1(tmp_path, command, signal.SIGSEGV)
     assert process.returncode == 128 + signal.SIGSEGV, errors
     assert "Segmentation fault" in errors and "train/loop.py" in errors
     assert "megaclass: rank 1 on" in errors and "ended with signal SIGSEGV" in errors
 
 
-def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path):
-    process, errors = sent_to_rank_1(tmp_path, signal.SIGUSR1)
+def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path, command):
+    process, errors = sent_to_rank_1(tmp_path, command, signal.SIGUSR1)
     assert process.returncode == 75, errors
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path):
+def test_a_second_ctrl_c_leaves_at_once(tmp_path, command):
     # A report far away: what was asked once waits for it.
     run = command(tmp_path, "train.nproc=2", "train.epochs=3000", "train.report_steps=10000")
     process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
@@ -123,7 +140,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def test_ctrl_c_saves_in_all_ranks(tmp_path):
+def test_ctrl_c_saves_in_all_ranks(tmp_path, command):
     process = subprocess.Popen(
         command(tmp_path, "train.nproc=2", "train.epochs=300"), stderr=subprocess.PIPE, text=True
     )
@@ -156,8 +173,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_whose_terminal_is_closed_saves_and_leaves_with_75(tmp_path, nproc):
+# One process is sent SIGHUP by another test, too.
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_a_run_whose_terminal_is_closed_saves_and_leaves_with_75(tmp_path, command, nproc):
     run = command(tmp_path, f"train.nproc={nproc}", "train.epochs=300")
     watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run" / "metrics.jsonl"), *run]
     assert subprocess.run(watched, timeout=200, env={**os.environ, "TERM": "xterm"}).returncode == 75
@@ -166,7 +184,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_leaves_with_75(tmp_path, nproc
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer_than_any_grace(tmp_path):
+def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer_than_any_grace(tmp_path, command):
     train = command(tmp_path, "train.nproc=2", "train.epochs=300")
     # Every fsync takes 1 s, as on a busy network disk; a save has six in a row.
     # -D: this process is the command, the tracer its grandchild.
@@ -183,7 +201,7 @@ def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-def test_sigterm_during_the_last_save_lets_it_finish_and_says_that_the_rest_is_to_do(tmp_path):
+def test_sigterm_during_the_last_save_lets_it_finish_and_says_that_the_rest_is_to_do(tmp_path, command):
     train = command(tmp_path, "train.nproc=1", "train.epochs=1")
     slow = ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "--seccomp-bpf", "-e", "trace=fsync"]
     slow += ["-e", "inject=fsync:delay_enter=1s"]

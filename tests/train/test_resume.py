@@ -129,7 +129,7 @@ def by_four(data, rank_pool, tmp_path_factory):
 # --- any number of ranks ---
 
 
-@pytest.mark.parametrize("size", [4, 1, 2, 3, 8])
+@pytest.mark.parametrize("size", [4, 1, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 8))])
 def test_saved_by_4_ranks_and_resumed_by_any_number_the_run_ends_like_one_never_stopped(
     run_ranks, by_four, tmp_path, size
 ):

@@ -39,7 +39,7 @@ def recognise(state: Mapping[str, Tensor], where: str, image_size: ImageSize | N
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{where} looks like a backbone but lacks {error} or has another size of it.") from error
     if sizes:
-        raise CheckpointError(f"{where} looks like a backbone but has sizes that none has here: {sizes}.")
+        raise CheckpointError(f"{where} looks like a backbone, but no built-in one has these sizes: {sizes}.")
     shown = ", ".join(list(state)[:3]) or "none"
     raise CheckpointError(
         f"{where} holds no backbone known here (first names: {shown}): expected an IResNet, MobileFaceNet or ViT of "

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megaclass.checkpoint.class_ranges import overlapping
 from megaclass.checkpoint.manifest import (
     RANK_PREFIX,
     SHARED,
@@ -138,19 +139,21 @@ def saved_rows(
     folder: Path, manifest: Manifest, class_start: int, class_stop: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yields (first class, rows) of every shard that overlaps classes [class_start, class_stop); one is in memory at a time."""
-    for name, saved in manifest.files.items():
-        if saved.class_start < class_stop and class_start < saved.class_stop:
-            tensors = read_tensors(folder / name)
-            # A rank's own state travels in its shard, but belongs to no class.
-            rows_of = {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}
-            num_classes = saved.class_stop - saved.class_start
-            for key, rows in rows_of.items():
-                # With sub-centres a class has several rows: their number must be a multiple of the classes.
-                if rows.ndim == 0 or len(rows) == 0 or len(rows) % num_classes:
-                    raise CheckpointError(
-                        f"{folder / name}: {key!r} has shape {tuple(rows.shape)}, but the manifest says {num_classes} classes."
-                    )
-            yield saved.class_start, rows_of
+    shards = {name: (saved.class_start, saved.class_stop) for name, saved in manifest.files.items()}
+    for name, _, _ in overlapping(shards, class_start, class_stop):
+        saved = manifest.files[name]
+        # One shard at a time: a rank that gets classes of many shards would otherwise hold all of them.
+        tensors = read_tensors(folder / name)
+        # A rank's own state travels in its shard, but belongs to no class.
+        rows_of = {key: rows for key, rows in tensors.items() if not key.startswith(RANK_PREFIX)}
+        num_classes = saved.class_stop - saved.class_start
+        for key, rows in rows_of.items():
+            # With sub-centres a class has several rows: their number must be a multiple of the classes.
+            if rows.ndim == 0 or len(rows) == 0 or len(rows) % num_classes:
+                raise CheckpointError(
+                    f"{folder / name}: {key!r} has shape {tuple(rows.shape)}, but the manifest says {num_classes} classes."
+                )
+        yield saved.class_start, rows_of
 
 
 def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaclass.checkpoint.class_ranges import whole_up_to
 from megaclass.data.fingerprint import DataFingerprint
 from megaclass.errors import CheckpointError
 
@@ -154,12 +155,7 @@ def check_digests(folder: Path, manifest: Manifest, names: Collection[str]) -> N
 
 
 def _check_classes(folder: Path, manifest: Manifest) -> None:
-    next_class = 0
-    for start, stop in sorted((saved.class_start, saved.class_stop) for saved in manifest.files.values()):
-        if start < stop:
-            if start != next_class:
-                break
-            next_class = stop
+    next_class = whole_up_to((saved.class_start, saved.class_stop) for saved in manifest.files.values())
     if next_class != manifest.num_classes or SHARED not in manifest.files:
         raise CheckpointError(
             f"{folder / NAME} lists centres up to class {next_class} of {manifest.num_classes} without a gap, "

@@ -112,15 +112,17 @@ class CheckpointWriter:
         is_asynchronous: bool = True,
         group: dist.ProcessGroup | None = None,
         on_published: Callable[[int], None] = lambda step: None,
+        last_wait_s: float | None = None,
     ) -> None:
         """keep: number of last checkpoints to keep besides the best. class_names: see checkpoint/class_names.py.
 
         data: fingerprint of the training data; only rank 0 needs it. on_published: called on rank 0, in the background
-        thread, with the step of each checkpoint that is complete.
+        thread, with the step of each checkpoint that is complete. last_wait_s: how long rank 0 waits for the notes of other
+        ranks when training ended with an error; by default 20 s.
         """
         self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
         self._data = data or DataFingerprint()
-        self._on_published = on_published
+        self._on_published, self._last_wait_s = on_published, last_wait_s
         self._device, self._group, self._is_asynchronous = device, group, is_asynchronous
         self._rank, self._world_size = group_rank(group), group_size(group)
         self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
@@ -243,7 +245,7 @@ class CheckpointWriter:
             save.written.result()
             # Other ranks may be dead, and their notes may never come: rank 0 waits for them only for a limited time.
             try:
-                _result(save.published, _LAST_WAIT_S)
+                _result(save.published, _LAST_WAIT_S if self._last_wait_s is None else self._last_wait_s)
             except TimeoutError:
                 save.is_abandoned.set()
                 _result(save.published)
@@ -260,6 +262,7 @@ class CheckpointWriter:
             _clear_leftovers(self._checkpoints, but=save.unfinished)
         make_private_folder(self._checkpoints)
         make_private_folder(save.unfinished)
+        # In this thread: the loop must not wait for the copy from the GPU.
         self._rows_copy.wait()
         self._shared_copy.wait()
         name = f"head-{start:010d}-{stop:010d}.safetensors"
@@ -307,6 +310,7 @@ class CheckpointWriter:
     def _wait_for_notes(self, save: "_Save") -> dict[str, SavedFile]:
         notes = [save.note(rank) for rank in range(self._world_size)]
         while missing := set(notes) - set(save.unfinished.iterdir()):
+            # Polled, because the ranks share nothing but the file system, and it may be on the network.
             if save.is_abandoned.wait(_POLL_S):
                 raise CheckpointError(
                     f"The checkpoint {save.final} was not finished: {', '.join(sorted(note.name for note in missing)[:8])} "

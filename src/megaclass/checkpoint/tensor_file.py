@@ -14,7 +14,7 @@ from torch import Tensor
 from megaclass.checkpoint.manifest import SavedFile, write_file
 from megaclass.errors import CheckpointError
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -38,10 +38,10 @@ _CHUNK_BYTES = 8 << 20
 def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
     """Refuses types that the format cannot hold, before a run spends time on training."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"{name} has the type {tensor.dtype}, which checkpoints cannot hold: expected one of "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_NAMES)}. Convert it (complex numbers "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPE_NAMES)}. Convert it (complex numbers "
                 f"with torch.view_as_real), or register the buffer with persistent=False if it can be recomputed."
             )
 
@@ -75,7 +75,7 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     stop = 0
     for name, tensor in tensors.items():
         start, stop = stop, stop + tensor.numel() * tensor.element_size()
-        shape, dtype = list(tensor.shape), _DTYPE_NAMES[tensor.dtype]
+        shape, dtype = list(tensor.shape), DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)

@@ -4,12 +4,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
+from megaclass.cli.hints import Commands
 from megaclass.launch.options import at_least, seconds
 
 
-def add_cluster_commands(commands: Any) -> None:
+def add_cluster_commands(commands: Commands) -> None:
     """Adds `check` and `bench`."""
     check = commands.add_parser(
         "check",
@@ -138,7 +138,7 @@ def _bench(options: argparse.Namespace, given: list[str]) -> int:
     return run_bench(settings, world, is_json=options.json)
 
 
-def _add_bench_step(bench_commands: Any) -> None:
+def _add_bench_step(bench_commands: Commands) -> None:
     """Adds `bench step` to the commands of `bench`."""
     meaning = "measure the training step of a recipe with its data and without reading; name the bottleneck"
     step = bench_commands.add_parser("step", help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")

@@ -12,13 +12,14 @@ from megaclass.errors import DataError
 from megaclass.operating_system import num_cores
 
 if TYPE_CHECKING:
+    from megaclass.cli.hints import Commands
     from megaclass.image_size import ImageSize
 
 _DATA = "the data, in any form that data.path accepts"
 _logger = logging.getLogger("megaclass.cli")
 
 
-def add_data_commands(commands: Any) -> None:
+def add_data_commands(commands: "Commands") -> None:
     """Adds `data` and its subcommands to the parser's commands."""
     data = commands.add_parser("data", help="create, pack, inspect, verify and benchmark data sets")
     below = data.add_subparsers(required=True, metavar="COMMAND")
@@ -81,7 +82,7 @@ def add_data_commands(commands: Any) -> None:
     bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (default: cpu)")
 
 
-def _add_split(below: Any) -> None:
+def _add_split(below: "Commands") -> None:
     meaning = "hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs"
     split = _command(below, "split", _split, meaning)
     split.add_argument("path", help=_DATA)
@@ -100,7 +101,7 @@ def _add_split(below: Any) -> None:
     )
 
 
-def _add_synth(below: Any) -> None:
+def _add_synth(below: "Commands") -> None:
     synth = _command(
         below, "synth", _synth, "draw synthetic identities: train.rec, train.idx, property and verification.bin"
     )
@@ -114,7 +115,7 @@ def _add_synth(below: Any) -> None:
     synth.add_argument("--out", type=Path, required=True, help="folder to write")
 
 
-def _add_pack(below: Any) -> None:
+def _add_pack(below: "Commands") -> None:
     pack = _command(
         below, "pack", _pack, "convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards"
     )
@@ -156,7 +157,7 @@ def _add_pack(below: Any) -> None:
 
 
 def _command(
-    below: Any, name: str, run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], meaning: str
+    below: "Commands", name: str, run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], meaning: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = below.add_parser(
         name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."

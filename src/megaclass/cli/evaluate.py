@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaclass.errors import ConfigError, DataError
 from megaclass.export import EXPORTERS
 
 if TYPE_CHECKING:
+    from megaclass.cli.hints import Commands
     from megaclass.evaluate.protocol import EvaluationSet, SetResult
     from megaclass.model import LoadedModel
     from megaclass.world import World
@@ -22,7 +23,7 @@ _logger = logging.getLogger("megaclass.cli")
 _MODEL_HELP = "run folder, .safetensors, InsightFace .pth, or .onnx"
 
 
-def add_evaluate_commands(commands: Any) -> None:
+def add_evaluate_commands(commands: "Commands") -> None:
     """Adds the four commands to the parser's commands."""
     evaluate = commands.add_parser(
         "evaluate",

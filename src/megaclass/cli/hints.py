@@ -4,7 +4,7 @@ import argparse
 import difflib
 import shlex
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from megaclass.config.read import settings_named
 
@@ -17,6 +17,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(message + _hint(Parser.given, self))
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""The object that commands are added to: the result of add_subparsers(), for which argparse has no public name."""
 
 
 def _hint(given: Sequence[str], parser: argparse.ArgumentParser) -> str:

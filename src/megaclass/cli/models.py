@@ -2,13 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError, DataError
 from megaclass.export import EXPORTERS
 
 
-def add_model_commands(commands: Any) -> None:
+def add_model_commands(commands: Commands) -> None:
     """Adds the two commands to the parser's commands."""
     search = commands.add_parser(
         "search",

@@ -3,12 +3,13 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaclass.errors import DataError, UserError
 from megaclass.launch.options import at_least
 
 if TYPE_CHECKING:
+    from megaclass.cli.hints import Commands
     from megaclass.config.schema import Config
     from megaclass.data.sources.source import ImageSource
 
@@ -16,7 +17,7 @@ _DECODE_S = 1.0
 _MOST = 10**12
 
 
-def add_plan_command(commands: Any) -> None:
+def add_plan_command(commands: "Commands") -> None:
     """Adds `plan`."""
     plan = commands.add_parser(
         "plan",

@@ -1,12 +1,12 @@
 """`megaclass demo`, `megaclass recipes` and `megaclass completion`."""
 
 import argparse
-from typing import Any
 
+from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
 
 
-def add_recipe_commands(commands: Any, parser: argparse.ArgumentParser) -> None:
+def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> None:
     """Adds `demo`, `recipes` and `completion` to the parser's commands."""
     demo = commands.add_parser(
         "demo",

@@ -4,14 +4,14 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
+from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
 
 _logger = logging.getLogger("megaclass.cli")
 
 
-def add_train_commands(commands: Any) -> None:
+def add_train_commands(commands: Commands) -> None:
     """Adds `train`, `top` and `import-config` to the parser's commands."""
     train = commands.add_parser(
         "train",

@@ -294,6 +294,8 @@ class TrainConfig:
     """Number of epochs between checkpoints; one is always written at the end."""
     keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE)
     """Number of most recent checkpoints to keep, in addition to the best one."""
+    commit_steps: int = field(default=50, metadata=MAY_CHANGE)
+    """Elastic jobs: number of steps between commits, copies of the state in the ranks' memory; new ranks join at a commit."""
     async_checkpoints: bool = field(default=True, metadata=MAY_CHANGE)
     """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
     init_backbone: str | None = field(default=None, metadata=MAY_CHANGE)
@@ -323,6 +325,7 @@ class TrainConfig:
         _require("train.evaluate_epochs", self.evaluate_epochs, self.evaluate_epochs >= 0, "0 or more")
         _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
         _require("train.keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1")
+        _require("train.commit_steps", self.commit_steps, self.commit_steps >= 1, "at least 1")
         has_means = self.init_centres != CLASS_MEANS or self.init_backbone is not None
         needed = "a path if train.init_backbone is unset: class means are computed with the initial backbone"
         _require("train.init_centres", self.init_centres, has_means, needed)

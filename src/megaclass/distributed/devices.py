@@ -14,7 +14,7 @@ def usable_device(given: str | torch.device, asker: str) -> torch.device:
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise LaunchError(f"{asker} was asked for device {str(device)!r}, but {no_gpu()}. Use device='cpu' otherwise.")
+        raise LaunchError(f"{asker} was asked for device {str(device)!r}, but {no_gpu()}. Otherwise use device='cpu'.")
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise LaunchError(
             f"{asker} was asked for device {str(device)!r}, but torch sees {torch.cuda.device_count()} GPU(s) here: "

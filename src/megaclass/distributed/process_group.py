@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,15 +34,31 @@ _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe
 
 
 @contextmanager
-def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.0) -> Iterator[torch.device]:
+def process_group(
+    world: World,
+    *,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+    join_s: float | None = None,
+    gpu: int | None = None,
+    ends_process: bool = True,
+) -> Iterator[torch.device]:
     """Joins the default process group for the duration of the block and yields this rank's device.
 
     The backend is nccl on a GPU and gloo otherwise. A world of one joins a group of one: the same code path everywhere.
     Every rank logs its device, and warns about GPUs that are present but unused.
+
+    Args:
+        timeout_s: limit of each collective.
+        join_s: how long to wait for rank 0 and, on rank 0, for all other ranks; by default as long as for a collective.
+        gpu: number of this rank's GPU; by default the local rank.
+        ends_process: whether a rank whose connections are dead ends. In an elastic job it joins another group instead, and
+            its errors are raised at once.
     """
+    join_s = timeout_s if join_s is None else join_s
     world = meeting_point(world)
     os.environ.update(interface_names(world))
-    chosen = choose_device(device, world)
+    chosen = choose_device(device, world if gpu is None else replace(world, local_rank=gpu))
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     sender = {"sender": world.name()}
     _log.info("%s, %s", describe_device(chosen), backend, extra=sender)
@@ -49,11 +66,11 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
         _log.warning(warning, extra=sender)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    with watched_connections(world) as watch:
+    with watched_connections(world, ends_process=ends_process) as watch:
         try:
             dist.init_process_group(
                 backend,
-                store=_store(world, timeout_s),
+                store=_store(world, join_s),
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timedelta(seconds=timeout_s),
@@ -61,16 +78,16 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
             )
         except (RuntimeError, ValueError) as error:  # DistStoreError and friends are RuntimeErrors
             raise LaunchError(
-                f"{world.name()} cannot join the others at {world.address}:{world.port} within {timeout_s:g} s: "
+                f"{world.name()} cannot join the others at {world.address}:{world.port} within {join_s:g} s: "
                 f"{explained(error)}"
             ) from error
         try:
             if watch is not None:
-                watch.settle(_addresses_of_all(world, chosen), ends_process=True)
+                watch.settle(_addresses_of_all(world, chosen), ends_process=ends_process)
             yield chosen
         except RuntimeError as error:
             is_own = watch is not None and bool(watch.reason)
-            if not is_own and any(sign in str(error) for sign in _ECHOES):
+            if not is_own and is_echo(error) and ends_process:
                 # Another rank has ended, and its error should be reported first: this one is only the consequence.
                 time.sleep(_FAILED_RANK_FIRST_S)
             raise
@@ -81,11 +98,16 @@ def process_group(world: World, *, device: str = "auto", timeout_s: float = 600.
                 dist.destroy_process_group()
 
 
+def is_echo(error: Exception) -> bool:
+    """Tells whether gloo raised the error because another rank has ended."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ECHOES)
+
+
 @contextmanager
-def watched_connections(world: World) -> Iterator[ConnectionWatch | None]:
+def watched_connections(world: World, *, ends_process: bool = True) -> Iterator[ConnectionWatch | None]:
     """Ends this rank within MEGACLASS_NETWORK_TIMEOUT when another host stops answering; the error names both ends.
 
-    Yields None when all ranks are on one machine.
+    Yields None when all ranks are on one machine. ends_process: see process_group.
     """
     if world.local_size == world.size:
         yield None
@@ -95,7 +117,7 @@ def watched_connections(world: World) -> Iterator[ConnectionWatch | None]:
         is_rank_0 = address[1] == world.port and not world.is_main
         return f" (rank 0, {world.address})" if is_rank_0 else ""
 
-    watch = ConnectionWatch(world.name(), network_timeout(), describe=describe).start()
+    watch = ConnectionWatch(world.name(), network_timeout(), describe=describe, ends_process=ends_process).start()
     try:
         yield watch
     except Exception as error:

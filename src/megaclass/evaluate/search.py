@@ -192,7 +192,7 @@ def _search_shard_with_faiss(
     try:
         import faiss
     except ImportError:
-        raise DataError("Search by faiss needs faiss: pip install 'megaclass[retrieval]'") from None
+        raise DataError("Searching with faiss needs the package faiss: pip install 'megaclass[retrieval]'") from None
     num_probes = len(probes_PD)
     rows_ND = np.ascontiguousarray(torch.as_tensor(gallery.embeddings_ND).float().cpu().numpy())
     labels_N = gallery.labels_N if probe_labels_P is not None and len(rows_ND) else None

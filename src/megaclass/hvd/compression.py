@@ -17,15 +17,18 @@ __all__ = ["Compression"]
 
 
 class Compressor:
-    """Interface of a compressor."""
+    """Interface of a compressor, for the tensors of any framework."""
+
+    wire_name = ""
+    """Name of the wire format that replaces compress() and decompress() in an allreduce."""
 
     @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+    def compress(tensor: Any) -> tuple[Any, Any]:
         """Returns the tensor to send and the context for decompress()."""
         raise NotImplementedError
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+    def decompress(tensor: Any, ctx: Any) -> Any:
         raise NotImplementedError
 
 
@@ -33,42 +36,42 @@ class NoneCompressor(Compressor):
     """Sends tensors as they are."""
 
     @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+    def compress(tensor: Any) -> tuple[Any, Any]:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+    def decompress(tensor: Any, ctx: Any) -> Any:
         return tensor
 
 
-class FP16Compressor(Compressor):
+class _CastCompressor(Compressor):
+    """Sends floating-point numbers in another dtype."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.type(cls.dtype) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor.type(ctx) if ctx.is_floating_point else tensor
+
+
+class FP16Compressor(_CastCompressor):
     """Sends 16 bits per number, as float16."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return (tensor.type(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor.type(ctx) if ctx.is_floating_point else tensor
+    wire_name, dtype = "fp16", torch.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_CastCompressor):
     """Sends 16 bits per number, as bfloat16, which has the range of float32."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return (tensor.type(torch.bfloat16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor.type(ctx) if ctx.is_floating_point else tensor
+    wire_name, dtype = "bf16", torch.bfloat16
 
 
 class _ScaledCompressor(Compressor):
     """Sends 8 bits per number and one exponent per block. Encoded tensors cannot be added: only allreduce supports them."""
-
-    wire_name = ""
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
@@ -110,21 +113,16 @@ class Compression:
     int8 = Int8Compressor
 
 
-# Compared by identity: a subclass may change compress() and is then called like any user's compressor.
-_WIRES: dict[Any, str] = {
-    FP16Compressor: "fp16",
-    BF16Compressor: "bf16",
-    FP8Compressor: "fp8",
-    Int8Compressor: "int8",
-}
-
-
 def wire_of(compression: Any, tensor: Tensor) -> str:
     """Returns the wire format for this tensor; empty for a user's compressor, or where it would not save bytes."""
-    wire = _WIRES.get(compression, "")
-    if not wire or not tensor.dtype.is_floating_point:
-        return ""
-    return wire if WIRE_FORMATS[wire].dtype.itemsize < tensor.dtype.itemsize else ""
+    return wire_that_saves(compression, tensor.dtype.itemsize) if tensor.dtype.is_floating_point else ""
+
+
+def wire_that_saves(compression: Any, num_bytes: int) -> str:
+    """Returns the compressor's wire format for numbers of `num_bytes`; empty if it has none, or if that saves nothing."""
+    # Not an inherited name: a subclass may change compress() and is then called like any user's compressor.
+    wire: str = getattr(compression, "__dict__", {}).get("wire_name", "")
+    return wire if wire and WIRE_FORMATS[wire].dtype.itemsize < num_bytes else ""
 
 
 def is_scaled(compression: Any) -> bool:

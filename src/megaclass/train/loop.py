@@ -25,6 +25,7 @@ from megaclass.evaluate.protocol import SetResult
 from megaclass.progress import no_bar, progress_bar
 from megaclass.train.build import Model, generator_states
 from megaclass.train.data_errors import DataErrors, batch_of_no_class
+from megaclass.train.elastic.commits import Change, Commits
 from megaclass.train.evaluation import accuracies, evaluate_between_steps
 from megaclass.train.metrics import Meter, check_finite
 from megaclass.train.observe.observer import Observer
@@ -49,12 +50,24 @@ class TrainingResult:
     images_per_second: float
     stop: Stop
     """The request to stop before the last step, if a signal made one."""
-    results: list[SetResult] | None
+    is_regrouping: bool = False
+    """The ranks of an elastic job have agreed to leave their generation, because hosts have changed."""
+    results: list[SetResult] | None = None
     """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
 
 
-def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, signals: StopSignals) -> TrainingResult:
-    """Collective. Trains from `first_step` to the last step, or until a signal asks to stop; saves checkpoints."""
+def train(
+    run: Run,
+    model: Model,
+    first_step: int,
+    writer: CheckpointWriter,
+    signals: StopSignals,
+    commits: Commits | None = None,
+) -> TrainingResult:
+    """Collective. Trains from `first_step` to the last step, or until a signal asks to stop; saves checkpoints.
+
+    commits: of an elastic job, which also leaves the loop at a commit if the ranks are about to change.
+    """
     config, loader, device = run.config, run.loader, run.device
     num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
     checkpoint_steps = max(1, round(config.train.checkpoint_epochs * loader.steps_per_epoch))
@@ -67,7 +80,7 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     data_errors = DataErrors()
     # After an error in its data a rank keeps sending this batch, so that no other rank waits for it (data_errors.py).
     refused = batch_of_no_class(-(-config.train.global_batch // run.world.size), loader.image_size)
-    done, stop = first_step, Stop.NO
+    done, stop, change = first_step, Stop.NO, Change()
     results: list[SetResult] | None = None
     reported_errors: set[str] = set()
     model.parallel.train()
@@ -76,14 +89,20 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
     observer = Observer(run, model.backbone, first_step)
     with ExitStack() as held, new_bar as bar:
         send_row = on_every_rank(partial(held.enter_context, new_sinks), device)
-        run.events.note_begin(first_step, num_steps, run.world.size)
+        change_fields = commits.describe_change(first_step) if commits is not None else None
+        run.events.note_begin(first_step, num_steps, run.world.size, change_fields)
+        if commits is not None:
+            # From the first step on, the ranks that are left after a loss can continue.
+            with observer.long_work("commit"):
+                commits.commit(model, first_step, device)
         for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
             lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
             done = step + 1
             is_last = done == num_steps
-            # These four depend on the step alone, so that all ranks agree on every collective below without communicating.
+            # These five depend on the step alone, so that all ranks agree on every collective below without communicating.
             is_saved = done % checkpoint_steps == 0 or is_last
             is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
+            is_committed = commits is not None and (done % commits.interval == 0 or is_saved)
             is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
             with data_errors.raised_on_all_ranks(device), observer.step(step, is_last=is_last):
@@ -109,6 +128,8 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
             if is_reported:
                 row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
                 row |= observer.read(meter, done)
+                if commits is not None:
+                    row["commit_s"] = commits.take_seconds()
                 numbers |= {"loss": row["loss"]}
                 # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
                 with observer.reporting():
@@ -119,15 +140,29 @@ def train(run: Run, model: Model, first_step: int, writer: CheckpointWriter, sig
                 # Signals are exchanged at reports only, so that other steps need no additional collective.
                 stop = Stop.NO if is_last else signals.of_any_rank(device)
             bar.advance_to(done, detail)
-            if is_saved or stop:
+            if commits is not None:
+                commits.step_done(done)
+                if is_committed and not stop:
+                    # Before the checkpoint of the same step: ranks never go back behind a checkpoint that is complete.
+                    with observer.long_work("commit"):
+                        change = commits.commit(model, done, device)
+            is_regrouping = change.is_wanted and not is_last
+            if is_saved or stop or (is_regrouping and change.has_removals):
                 # The best checkpoint is chosen by these numbers, so they must belong to this step or be empty.
                 with observer.long_work("saving"):
                     save(model, writer, done, numbers, device)
             # The checkpoint is on its way: what the run has done is not lost.
-            if stop:
+            if stop or is_regrouping:
                 break
     observer.finish()
-    return TrainingResult(done, meter.last_loss, meter.images_per_second(), stop, None if stop else results)
+    return TrainingResult(
+        num_steps=done,
+        final_loss=meter.last_loss,
+        images_per_second=meter.images_per_second(),
+        stop=stop,
+        is_regrouping=change.is_wanted and done < num_steps and not stop,
+        results=None if stop else results,
+    )
 
 
 def report(row: dict[str, Any], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:

@@ -252,7 +252,9 @@ def test_a_rank_that_joined_takes_part_without_an_operation(job):
         job.on_all(lambda rank: job.run(rank, _allreduce("x")) if rank != 1 else None)
         for rank in (0, 2):
             job.controllers[rank].submit_join(Operation(Request("join", "join")))
-        job.on_all(lambda rank: job.controllers[rank].wait(job.controllers[rank]._join) if rank != 1 else None)
+        job.on_all(
+            lambda rank: job.controllers[rank].wait(job.controllers[rank]._in_flight._join) if rank != 1 else None
+        )
         waiting.result(30.0)
     assert [notes.performed for notes in job.notes] == [[["x"]]] * 3
 

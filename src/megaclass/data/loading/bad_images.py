@@ -49,6 +49,7 @@ class BadImages:
             # An image that fails in every epoch counts once here.
             num_different = len(self.indices)
             fraction = num_different / judged
+        # Outside of the lock: logging may block on a full pipe, and other threads count meanwhile.
         if is_new:
             _log.warning("skipped a bad image: %s", error)
         if fraction > self._max_fraction:

@@ -20,6 +20,11 @@ _AHEAD_BYTES = 2**28
 _NUM_ON_DEVICE = 2
 
 
+def num_slots(batch_bytes: int) -> int:
+    """Returns how many batches of this size the ring of the loader processes of one rank holds."""
+    return min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes)) + _NUM_HELD
+
+
 @dataclass(frozen=True)
 class Loaded:
     """One batch as it comes from the ring."""
@@ -41,9 +46,9 @@ class ProcessBatches:
     ) -> None:
         height, width = reader.plan.image_size
         batch_bytes = reader.plan.max_rows * height * width * 3
-        num_ahead = min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes))
+        slots = num_slots(batch_bytes)
         self._reader = reader
-        self._processes = LoaderProcesses(settings, reader.plan, reader.source, bad_images, num_ahead + _NUM_HELD)
+        self._processes = LoaderProcesses(settings, reader.plan, reader.source, bad_images, slots)
         on_device = device is not None and device.type == "cuda"
         self._num_prefetched = _NUM_ON_DEVICE if on_device else 1
         try:
@@ -57,7 +62,7 @@ class ProcessBatches:
             raise
         self._filling: deque[tuple[int, int]] = deque()
         self._ready: deque[tuple[int, int]] = deque()
-        self._free: deque[int] = deque(range(num_ahead + _NUM_HELD))
+        self._free: deque[int] = deque(range(slots))
 
     @property
     def pids(self) -> list[int]:
@@ -77,6 +82,7 @@ class ProcessBatches:
             self._prefetch()
             number, slot = self._ready.popleft()
             epoch, step = divmod(number, steps_per_epoch)
+            # The last batch of an epoch may be shorter than the slot.
             pixels = self._hand_out.take(slot, self._reader.num_rows(step))
             # The oldest is tried first: the caller has most probably dropped it.
             self._free.append(slot)
@@ -115,6 +121,7 @@ class ProcessBatches:
             number, slot = self._filling[0]
             if not self._ready:
                 self._processes.wait_for(slot)
+            # In order: a later slot that is full already has to wait for this one.
             elif not self._processes.is_filled(slot):
                 break
             self._filling.popleft()

@@ -176,6 +176,7 @@ class LoaderProcesses:
     def submit(self, slot: int, epoch: int, step: int, num_rows: int) -> None:
         """Has one batch decoded into a slot, cut into pieces for all processes."""
         num_pieces = max(1, min(len(self._workers), num_rows // _MIN_PIECE_ROWS))
+        # Its pieces are reported by several processes, in any order.
         self._missing[slot] = num_pieces
         for number in range(num_pieces):
             rows = even_part(num_rows, number, num_pieces)
@@ -195,6 +196,7 @@ class LoaderProcesses:
         has_told = False
         while self._missing[slot]:
             self._handle_messages(1.0)
+            # Only a message: slow disks are no error, and a process that died is replaced in _handle_messages.
             if not has_told and time.monotonic() - begun > _SLOW_S:
                 _log.warning("the loader processes have not delivered the next batch for %.0f s", _SLOW_S)
                 has_told = True
@@ -215,6 +217,7 @@ class LoaderProcesses:
                 self._finish(worker, message)
 
     def _ready(self, timeout_s: float) -> Iterator[_Worker]:
+        # poll(), not select(): descriptors of a job with many files may lie above 1,023.
         poll, by_handle = select.poll(), {}
         for worker in self._workers:
             assert worker.connection is not None

@@ -128,6 +128,7 @@ class BatchReader:
             except DataError as error:
                 self._on_bad(index, error)
             # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
+            # The salt keeps this stream apart from those of the order and of the augmentations, which hash the same indices.
             chain = combine64(self.plan.seed, _REPLACE_SALT, wanted, attempt)
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")

@@ -78,6 +78,7 @@ class Filler:
 
 def main(arguments: list[str]) -> None:
     for number in _IGNORED:
+        # Ctrl-C reaches every process of the terminal; a worker that left would cost the batch that the rank still needs.
         signal.signal(number, signal.SIG_IGN)
     handle, memory, parent = map(int, arguments)
     connection = socket.socket(fileno=handle)

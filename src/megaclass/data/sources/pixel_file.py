@@ -79,7 +79,9 @@ class PixelFileSource:
     def _require_unchanged(self) -> None:
         # Touching a page beyond the end of the file would kill the process.
         if os.fstat(self._file.fileno()).st_size < self._rows.nbytes:
-            raise DataError(f"{self.folder / PIXELS_FILE} became shorter since it was opened. Write a new one instead.")
+            raise DataError(
+                f"{self.folder / PIXELS_FILE} has become shorter since it was opened. Write a new one instead."
+            )
 
 
 class PixelFormat(SourceFormat):

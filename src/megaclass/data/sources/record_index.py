@@ -39,7 +39,10 @@ class RecordIndex:
 
 
 def open_index(path: Path) -> RecordIndex:
-    """Returns the same as `read_index`, from the cache `<name>.idx.cache`, which is written if it is missing or old."""
+    """Parses `key<TAB>offset` lines in any order; `<name>.idx.cache` keeps the result, and is written if it is missing or old.
+
+    Raises a DataError for duplicate keys.
+    """
 
     def build(writer: ColumnWriter) -> dict[str, Any]:
         return {"is_sorted": _parse(path, writer)}
@@ -57,13 +60,6 @@ def open_index(path: Path) -> RecordIndex:
         columns = cached_columns(f"{path.name}.sorted.cache", [path], 2, build_sorted)
     keys, offsets = columns.arrays
     return RecordIndex(keys, offsets, columns.why_uncached)
-
-
-def read_index(path: Path) -> RecordIndex:
-    """Parses `key<TAB>offset` lines in any order. Raises a DataError for duplicate keys."""
-    index = _sorted(read_index_lines(path))
-    _require_unique(path, index.keys)
-    return index
 
 
 def read_index_lines(path: Path) -> RecordIndex:

@@ -189,5 +189,5 @@ def _require_inside(name: str, shard: Path) -> None:
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
         raise DataError(
-            f"{shard} holds a member named {name!r}, which climbs out of its folder. Do not trust this file."
+            f"{shard} holds a member named {name!r}, whose path leads out of its folder. Do not trust this file."
         )

@@ -24,7 +24,7 @@ def unpack(
     NAME is the name of the class if the data has names, otherwise its number; NUMBER is that of the image.
     """
     if out.exists():
-        raise DataError(f"{out} exists already: name a folder that does not.")
+        raise DataError(f"{out} exists already: choose a folder that does not exist.")
     width = len(str(max(0, source.num_classes - 1)))
     with published_folder(out.resolve()) as unfinished:
         for index in range(source.num_images):

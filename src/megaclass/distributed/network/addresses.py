@@ -26,6 +26,7 @@ def source_towards(address: str) -> str | None:
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
+            # connect() of a datagram socket only asks the routing table, and fixes the address that packets would leave from.
             probe.connect(target)
             return str(probe.getsockname()[0]).partition("%")[0]
     except OSError:
@@ -39,6 +40,7 @@ def is_own(address: str) -> bool:
         with socket.socket(family) as probe:
             probe.bind((address, 0))
     except OSError as error:
+        # Only this error says that the address is another host's; any other leaves the question open.
         return error.errno != errno.EADDRNOTAVAIL
     return True
 
@@ -59,6 +61,7 @@ def interfaces() -> dict[str, list[str]]:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue  # an interface without an IPv4 address
+            # struct ifreq: 16 bytes of name, then struct sockaddr_in, whose address starts at its byte 4.
             found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:

@@ -137,6 +137,7 @@ class ConnectionWatch:
             ends_process: whether this process exits if it still runs 2 s after its connections were closed. In a user's own
                 training loop (hvd) the closed connections raise errors, which the user may handle.
         """
+        # Once more in the caller's thread, so that connections of the last moment are among those seen.
         self._find_dead(time.monotonic())
         self._ends_process = ends_process
         self._peers = frozenset(self._seen | set(map(_plain, peers)))
@@ -151,6 +152,7 @@ class ConnectionWatch:
         interval_s = min(1.0, self._limit_s / 20)
         while not self._is_over.wait(interval_s):
             dead = self._find_dead(time.monotonic())
+            # The first dead connection decides: closing the others makes them look dead as well.
             if dead and not self.reason:
                 self._end(dead)
 
@@ -175,6 +177,7 @@ class ConnectionWatch:
                 is_dead = connection.silent_s >= judged_s and now - since >= judged_s / 2
             if is_dead:
                 dead.append(connection)
+        # Only what is silent now: a connection that was answered, or is gone, starts from zero when it falls silent again.
         self._silent_since = silent
         return dead
 
@@ -284,6 +287,7 @@ def connections() -> Iterator[Connection]:
 @contextlib.contextmanager
 def _borrowed(file: int) -> Iterator[socket.socket]:
     """Yields a socket object for a copy of a descriptor that belongs to other code."""
+    # A copy, because closing the object must not close the descriptor of the library that owns it.
     held = socket.socket(fileno=os.dup(file))
     try:
         yield held

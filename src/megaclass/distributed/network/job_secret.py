@@ -60,6 +60,7 @@ class LocalSecret:
         self.name = f"megaclass-{secrets.token_hex(16)}"
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Abstract: no file that could be left behind, or that another user could create first.
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(128)
         self._num_left = num_others
@@ -73,6 +74,7 @@ class LocalSecret:
                 try:
                     connection, _ = self._listener.accept()
                     with connection:
+                        # The kernel names the user at the other end, so that no message has to be trusted for it.
                         if user_of(connection) == os.geteuid():
                             connection.sendall(self.secret)
                             self._num_left -= 1

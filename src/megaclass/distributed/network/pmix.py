@@ -45,6 +45,7 @@ def _exchange(text: str, is_main: bool) -> str | None:
     _call(library, "PMIx_Init", ctypes.byref(own), None, _SIZE_0)
     try:
         if is_main:
+            # Kept in a variable until PMIx_Put has copied it: the structure holds a bare pointer.
             held = ctypes.create_string_buffer(text.encode("ascii"))
             value = _Value(kind=_STRING, text=ctypes.cast(held, ctypes.c_void_p))
             _call(library, "PMIx_Put", ctypes.c_uint8(_GLOBAL), _KEY, ctypes.byref(value))

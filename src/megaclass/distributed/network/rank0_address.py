@@ -98,8 +98,10 @@ def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
     if heard is None:
         return _at_mpirun(world, env)
     main = json.loads(heard)
+    # A secret that the user gave stays; it must then be the same everywhere, which the first signed entry shows.
     os.environ.setdefault(JOB_SECRET, main["secret"])
     missing = [name for name in main["names"] if name not in env]
+    # One warning per host, not one per rank.
     if missing and world.local_rank == 0:
         _log.warning(
             f"rank 0 on {main['host']} has {', '.join(missing)}, this rank does not. mpirun passes "
@@ -170,6 +172,7 @@ def _check_interfaces(text: str, name: str) -> None:
         return
     for given in filter(None, text.removeprefix("=").split(",")):
         is_exact = name.startswith("GLOO") or text.startswith("=")
+        # gloo itself would fail minutes later, with an error that names no interface.
         if given not in there and (is_exact or not any(interface.startswith(given) for interface in there)):
             raise LaunchError(
                 f"{name}={text} names {given!r}, but {socket.gethostname()} has no such network interface: "

@@ -45,6 +45,7 @@ class SocketOffer:
                 return
             with contextlib.suppress(OSError), caller:
                 if user_of(caller) == os.geteuid():
+                    # At least one byte has to go with the descriptor, or the kernel drops it.
                     socket.send_fds(caller, [b"."], [self._offered.fileno()])
 
 
@@ -54,6 +55,7 @@ def take_socket(name: str) -> socket.socket | None:
         caller.settimeout(_WAIT_S)
         try:
             caller.connect(f"\0{name}")
+            # Checked on this side, too: another user could have bound the name after the launcher ended.
             files = socket.recv_fds(caller, 1, 1)[1] if user_of(caller) == os.geteuid() else []
         except OSError:
             return None

@@ -40,6 +40,7 @@ def make_store(world: World, timeout_s: float, *, waits_for_all: bool = False) -
         RuntimeError: from torch, when a rank cannot connect within `timeout_s`.
         ConnectionLostError: when another host refuses the connection for MEGACLASS_NETWORK_TIMEOUT.
     """
+    # A single process needs no port, which could be in use.
     if world.size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     # torchrun's agent may already serve a store at that port.
@@ -113,6 +114,7 @@ def _listening(address: str, port: int) -> int:
         is_held = os.environ.get(STORE_PORT) == str(port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if is_held else socket.SO_REUSEADDR, 1)
         try:
+            # Bound before the other ranks look for it, and to one address: strangers on other interfaces cannot reach it.
             listener.bind(info[4])
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -166,4 +168,5 @@ class SignedStore(dist.Store):  # type: ignore[name-defined,misc]
         return bool(self._store.check(keys))
 
     def _mac(self, key: str, content: bytes) -> bytes:
+        # With the key in the text: a value cannot be replayed under another key. Keys hold no null byte.
         return hmac.digest(self._secret, key.encode() + b"\0" + content, "sha256")

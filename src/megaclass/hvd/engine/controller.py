@@ -15,8 +15,8 @@ State; "driver" stands for the thread that holds `_seat.driving`:
     field                               written by                      read by           guarded by
     _queue (submission_queue.py)        submit(), together(), driver    driver            _lock
     _num_together                       together()                      submit()          _lock
-    _in_flight                          submit(), driver                submit(), driver  _lock
-    _join, _wants_join                  submit_join(), driver           driver            _lock
+    _in_flight (in_flight.py)           submit(), driver                submit(), driver  _lock
+    _wants_join                         submit_join(), driver           driver            _lock
     _is_stopping                        stop()                          driver            set once, under _lock
     closed                              _close()                        all threads       set once, under _lock
     _stopping (stopping.py)             driver                          driver            _seat.driving; is_over: see _run
@@ -28,7 +28,7 @@ State; "driver" stands for the thread that holds `_seat.driving`:
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,10 +37,10 @@ from megaclass.distributed.network.connection_watch import ConnectionWatch
 from megaclass.hvd.engine.control_connection import ControlConnection, MessageKind
 from megaclass.hvd.engine.coordinator import Coordinator
 from megaclass.hvd.engine.driver_seat import DriverSeat
+from megaclass.hvd.engine.in_flight import InFlight
 from megaclass.hvd.engine.messages import (
     Agreement,
     Answer,
-    Key,
     Receiver,
     Request,
     Response,
@@ -52,7 +52,7 @@ from megaclass.hvd.engine.operation import Operation, OperationRunner
 from megaclass.hvd.engine.stopping import Stopping
 from megaclass.hvd.engine.submission_queue import AnnouncedLists, SubmissionQueue
 from megaclass.hvd.engine.timeline import Timeline
-from megaclass.hvd.exceptions import DUPLICATE_NAME, SHUT_DOWN, HorovodInternalError
+from megaclass.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from megaclass.hvd.settings import Settings
 
 _log = logging.getLogger("megaclass.hvd")
@@ -91,8 +91,7 @@ class Controller:
         self._lock = threading.Lock()
         self._queue = SubmissionQueue(settings.cycle_time_s)
         self._num_together = 0
-        self._in_flight: dict[Key, Operation] = {}
-        self._join: Operation | None = None
+        self._in_flight = InFlight(self._lock)
         self._wants_join = False
         self._is_stopping = False
         self.closed = ""
@@ -107,17 +106,13 @@ class Controller:
 
     def submit(self, operation: Operation, *, is_urgent: bool) -> None:
         """Queues the operation. `is_urgent`: the caller waits for it next, so it is announced without delay."""
-        request, queue = operation.request, self._queue
-        key = request.key
+        queue = self._queue
         with self._lock:
             if self.closed:
                 raise HorovodInternalError(self.closed)
-            # Two operations of one name could not be told apart by the other ranks. Horovod refuses this with the same text.
-            if key in self._in_flight:
-                raise ValueError(DUPLICATE_NAME)
-            self._in_flight[key] = operation
+            self._in_flight.add(operation)
             queue.operations.append(operation)
-            queue.num_bytes += request.terms.num_bytes
+            queue.num_bytes += operation.request.terms.num_bytes
             # The caller of an urgent operation drives next, or wakes the driver, inside wait(). Any other operation wakes the
             # driver only if it is the first one: the driver then looks at the queue until it is announced.
             if is_urgent:
@@ -131,7 +126,8 @@ class Controller:
             if self.closed:
                 raise HorovodInternalError(self.closed)
             # No wake: the caller waits for it next, and drives.
-            self._join, self._wants_join = operation, True
+            self._in_flight.add_join(operation)
+            self._wants_join = True
 
     @contextmanager
     def together(self, *, is_awaited: bool) -> Iterator[None]:
@@ -151,12 +147,8 @@ class Controller:
                     self._seat.wake_driver()
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Calls `call` once the operation is done, or now if it is: under the lock, so that it must not block."""
-        with self._lock:
-            if operation.is_done:
-                call()
-            else:
-                operation.on_done = call
+        """Calls `call` once the operation is done, or now if it is. The driver calls it, so that it must not wait."""
+        self._in_flight.call_when_done(operation, call)
 
     def wait(self, operation: Operation) -> None:
         """Returns when the operation is done; raises HorovodInternalError if it failed."""
@@ -167,9 +159,8 @@ class Controller:
                 # Everything before this operation goes with it: the other ranks may wait for any of that.
                 self._queue.hurry()
                 is_driver = self._seat.take()
-                if not is_driver and operation.waiter is None:
-                    operation.waiter = threading.Lock()
-                    operation.waiter.acquire()
+                if not is_driver:
+                    self._in_flight.add_waiter(operation)
             if is_driver:
                 self._drive_until_done(operation)
             else:
@@ -372,10 +363,7 @@ class Controller:
             if self.closed:
                 return
             if response.last_joined >= 0:
-                if self._join is not None:
-                    self._join.result = response.last_joined
-                self._finish([self._join], "")
-                self._join = None
+                self._in_flight.finish_join(response.last_joined)
                 continue
             # By key, not by position: this rank may have submitted them in another order, or joined (None).
             operations = [self._in_flight.get(request.key) for request in response.requests]
@@ -395,27 +383,11 @@ class Controller:
                 except Exception as caught:  # whatever the backend raises, the waiting threads must learn of it
                     where = f"rank {self._rank} ({self._hosts[self._rank]})"
                     error = f"{response.requests[0].full_name} on {where} failed: {caught}"
-                    self._finish(operations, error)
+                    self._in_flight.finish(operations, error)
                     # The ranks are no longer in step: no further operation can be trusted.
                     self._stopping.announce(self._explained(f"{error}."))
                     continue
-            self._finish(operations, error)
-
-    def _finish(self, operations: Sequence[Operation | None], error: str) -> None:
-        """Marks the operations as done, and lets the threads that wait for them through."""
-        with self._lock:
-            for operation in operations:
-                # An interrupted wait may have closed the controller, and failed this operation, while it was running.
-                if operation is None or operation.is_done:
-                    continue
-                self._in_flight.pop(operation.request.key, None)
-                # In this order: readers look at `is_done` first, without the lock.
-                operation.error = error
-                operation.is_done = True
-                if operation.waiter is not None:
-                    operation.waiter.release()
-                if operation.on_done is not None:
-                    operation.on_done()
+            self._in_flight.finish(operations, error)
 
     def _close(self, reason: str) -> None:
         """Fails all open operations, and all later ones, with the reason of the first call."""
@@ -423,6 +395,4 @@ class Controller:
             # The first reason is the cause; later ones follow from it.
             self.closed = self.closed or reason
             self._queue.clear()
-            operations = [*self._in_flight.values(), self._join]
-            self._join = None
-        self._finish(operations, self.closed)
+        self._in_flight.fail_all(self.closed)

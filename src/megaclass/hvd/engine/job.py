@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megaclass.distributed.network.connection_watch import ConnectionWatch, OwnConnections
 from megaclass.hvd.engine.controller import Controller
@@ -12,8 +13,9 @@ from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from megaclass.hvd.settings import Settings
-from megaclass.hvd.transport import result_memory
-from megaclass.hvd.transport.process_set_table import ProcessSetTable
+
+if TYPE_CHECKING:
+    from megaclass.hvd.transport.process_set_table import ProcessSetTable
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Job:
     meeting: Meeting
     settings: Settings
     timeline: Timeline
-    sets: ProcessSetTable
+    sets: "ProcessSetTable"
     watch: ConnectionWatch
     controller: Controller
     connections: OwnConnections | None = None
@@ -82,7 +84,6 @@ class Job:
         self.watch.stop()
         self.controller.stop()
         self.timeline.stop()
-        result_memory.release()
         self.sets.close()
 
 

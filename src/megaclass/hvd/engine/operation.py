@@ -34,7 +34,7 @@ class Operation:
     waiter: "threading.Lock | None" = None
     """A lock that is held until the operation is done; created by the first thread that waits without driving."""
     on_done: Callable[[], None] | None = None
-    """Called once when the operation is done, by the driver under the controller's lock: it must not block."""
+    """Called once when the operation is done, by the driver: it must not wait."""
     ready: torch.cuda.Event | None = None
     """CUDA event after which the inputs may be read; once the operation is done, after which the outputs may be read."""
 

@@ -24,17 +24,8 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     **more: _typing.Any,
 ) -> _typing.Any:
     """Returns megaclass.hvd.tensorflow.keras.DistributedOptimizer(...): only the order of the arguments differs."""
-    return _optimizer.DistributedOptimizer(
-        optimizer,
-        name=name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        num_groups=num_groups,
-        groups=groups,
-        **more,
-    )
+    arguments = {name: value for name, value in locals().items() if name != "more"}
+    return _optimizer.DistributedOptimizer(**arguments, **more)
 
 
 if not _typing.TYPE_CHECKING:

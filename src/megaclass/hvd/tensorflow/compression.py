@@ -1,71 +1,47 @@
 """Gradient compression by Horovod's interface, for TensorFlow's tensors.
 
-A user's compressor is a class with static methods `compress(tensor) -> (tensor, context)` and
-`decompress(tensor, context)`; the tensor that compress() returns is reduced in its own dtype. The compressors of this module
-are recognised by allreduce, which uses a wire format of the engine instead: each rank sends 16 or 8 bits per number, and
-sums are formed in float32.
+The interface and what allreduce does instead of calling these compressors is that of megaclass.hvd.compression.
 """
 
 from typing import Any
 
 import tensorflow as tf
 
-from megaclass.distributed.wire_formats import WIRE_FORMATS
 from megaclass.hvd.collectives.ops import Average, Sum
+from megaclass.hvd.compression import Compressor as Compressor
+from megaclass.hvd.compression import NoneCompressor as NoneCompressor
+from megaclass.hvd.compression import wire_that_saves
 
 __all__ = ["Compression"]
 
 
-class Compressor:
-    """Interface of a compressor."""
+class _CastCompressor(Compressor):
+    """Sends floating-point numbers in another dtype."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns the tensor to send and the context for decompress()."""
-        raise NotImplementedError
+    dtype: Any
 
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return tensor, None
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        return (tf.cast(tensor, cls.dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor
+        return tf.cast(tensor, ctx) if ctx.is_floating else tensor
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(_CastCompressor):
     """Sends 16 bits per number, as float16."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tf.cast(tensor, ctx) if ctx.is_floating else tensor
+    wire_name, dtype = "fp16", tf.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_CastCompressor):
     """Sends 16 bits per number, as bfloat16, which has the range of float32."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return (tf.cast(tensor, tf.bfloat16) if tensor.dtype.is_floating else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tf.cast(tensor, ctx) if ctx.is_floating else tensor
+    wire_name, dtype = "bf16", tf.bfloat16
 
 
-class _ScaledCompressor(Compressor):
+class _ScaledCompressor(NoneCompressor):
     """Sends 8 bits per number and one exponent per block. Such numbers cannot be added: only allreduce supports them."""
 
     @staticmethod
@@ -74,17 +50,17 @@ class _ScaledCompressor(Compressor):
             raise ValueError("8-bit compression is for allreduce with op=Sum and op=Average only.")
         return tensor, None
 
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor
-
 
 class FP8Compressor(_ScaledCompressor):
     """Sends 8 bits per number, as scaled float8 (E4M3)."""
 
+    wire_name = "fp8"
+
 
 class Int8Compressor(_ScaledCompressor):
     """Sends 8 bits per number, as scaled integers."""
+
+    wire_name = "int8"
 
 
 class Compression:
@@ -97,18 +73,6 @@ class Compression:
     int8 = Int8Compressor
 
 
-# Compared by identity: a subclass may change compress() and is then called like any user's compressor.
-_WIRES: dict[Any, str] = {
-    FP16Compressor: "fp16",
-    BF16Compressor: "bf16",
-    FP8Compressor: "fp8",
-    Int8Compressor: "int8",
-}
-
-
 def wire_of(compression: Any, dtype: Any, op: int) -> str:
     """Returns the wire format of an allreduce; empty where compress() and decompress() are called instead."""
-    wire = _WIRES.get(compression, "")
-    if not wire or not dtype.is_floating or op not in (Average, Sum):
-        return ""
-    return wire if WIRE_FORMATS[wire].dtype.itemsize < dtype.size else ""
+    return wire_that_saves(compression, dtype.size) if dtype.is_floating and op in (Average, Sum) else ""

@@ -34,47 +34,22 @@ def DistributedOptimizer(
     optimizer: of Keras 3 (see hvd.keras.DistributedOptimizer) or a tf.compat.v1.train.Optimizer. With op=Adasum, a Keras
     optimizer makes its step on this rank, and the changes of the weights are combined.
     """
-    if op == Adasum and average_aggregated_gradients:
-        raise ValueError("Adasum does not support average_aggregated_gradients == True")
-    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        if op == Adasum:
-            raise NotImplementedError(
-                "op=Adasum needs a Keras optimizer; tf.compat.v1.train optimizers are not supported."
-            )
-        if backward_passes_per_step > 1:
-            raise ValueError(
-                "backward_passes_per_step > 1 needs a Keras optimizer, not a tf.compat.v1.train optimizer."
-            )
-        name = name or f"Distributed{type(optimizer).__name__}"
-        reducer = GradientReducer(
-            name,
-            compression,
-            sparse_as_dense,
-            op,
-            gradient_predivide_factor,
-            groups,
-            process_set,
-            scale_local_gradients,
-        )
-        return _DistributedOptimizer(optimizer, name, use_locking, reducer)
-    from megaclass.hvd.tensorflow.keras import optimizer as keras_optimizer
+    arguments = {name: value for name, value in locals().items() if name != "use_locking"}
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        # Keras is loaded when it is needed only.
+        from megaclass.hvd.tensorflow.keras import optimizer as keras_optimizer
 
-    return keras_optimizer.DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
+        return keras_optimizer.DistributedOptimizer(**arguments)
+    if op == Adasum:
+        raise NotImplementedError("op=Adasum needs a Keras optimizer; tf.compat.v1.train optimizers are not supported.")
+    if backward_passes_per_step > 1:
+        raise ValueError("backward_passes_per_step > 1 needs a Keras optimizer, not a tf.compat.v1.train optimizer.")
+    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
+    name = name or f"Distributed{type(optimizer).__name__}"
+    reducer = GradientReducer(
+        name, compression, sparse_as_dense, op, gradient_predivide_factor, groups, process_set, scale_local_gradients
     )
+    return _DistributedOptimizer(optimizer, name, use_locking, reducer)
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):

@@ -45,9 +45,9 @@ def allreduce_call(
     return Call(
         "allreduce",
         tensors,
-        lambda given: _enqueue_allreduce(
+        lambda given, outputs: _enqueue_allreduce(
             given,
-            [empty_result(tensor) for tensor in given],
+            [empty_result(tensor) for tensor in given] if outputs is None else outputs,
             name,
             op,
             prescale_factor,
@@ -60,6 +60,7 @@ def allreduce_call(
         lambda operation: list(operation.outputs),
         [tensor.dtype for tensor in tensors],
         [tensor.shape for tensor in tensors],
+        is_like_inputs=True,
     )
 
 
@@ -255,7 +256,7 @@ def _reducescattered(
         call = Call(
             "reducescatter",
             packed,
-            lambda given: _enqueue_reducescatter(
+            lambda given, _: _enqueue_reducescatter(
                 given, full_name, op, process_set, prescale_factor, postscale_factor, is_grouped=is_grouped
             ),
             lambda operation: list(operation.outputs),

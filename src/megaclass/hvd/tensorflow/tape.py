@@ -98,19 +98,8 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
 ) -> Any:
     """Returns a DistributedGradientTape that leaves out the gradients of `local_layers`, a Keras layer or several."""
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    arguments = {name: value for name, value in locals().items() if name != "local_layers"}
+    tape = DistributedGradientTape(**arguments)
     for variable in variables_of_layers(local_layers):
         tape.register_local_source(variable)
     return tape

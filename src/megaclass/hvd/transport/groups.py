@@ -1,4 +1,4 @@
-"""What carries an operation: the process group, the ring, and copies in main memory. The same choice on all ranks."""
+"""The carriers of an operation: the process group, the ring, and copies in main memory. The same choice on all ranks."""
 
 from collections.abc import Callable
 

@@ -108,6 +108,7 @@ class Agent:
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         self._greet()
+        # No process writes any more after this line, whatever the end was: the supervisor has found and killed all of them.
         self._loop(until=self._is_over)
         # No process writes any more: the pipes hold the rest of the output.
         for pipe in list(self._pipes):
@@ -120,6 +121,7 @@ class Agent:
         while not until():
             # Every pass, because handling an event may have filled or emptied the queue.
             self._balance()
+            # Any event may have ended a worker or filled the queue: clock and exits are looked at after each batch.
             for key, _ in self._selector.select(self._wait_s()):
                 key.data()
             self._beat()
@@ -177,6 +179,7 @@ class Agent:
                 print(
                     f"megaclass agent on {socket.gethostname()}: {why}; ending its ranks", file=sys.stderr, flush=True
                 )
+            # Shorter than the user's grace where necessary, so that all is over within the heartbeat limit on both sides.
             self._end(self._silence_grace_s)
 
     def _end(self, grace_s: float | None, first: int = signal.SIGTERM) -> None:
@@ -228,6 +231,7 @@ class Agent:
         if self._store_port is not None:
             # If that fails, rank 0 cannot listen there either, and says why.
             with contextlib.suppress(OSError):
+                # Before the ranks start: rank 0 asks for it as soon as it has imported torch.
                 offer = offer_store_socket(self._store_port, address)
         shared = job_environment(self._job["secret"], go["store_port"], offer.name if offer else "")
         for world in self._worlds:

@@ -50,6 +50,7 @@ def processes_of(
         parents[pid] = int(parent)
         if int(session) in sessions or (adopted_by and int(parent) == adopted_by) or _carries(folder, mark):
             found.add(pid)
+    # Descendants belong to the run although they may have cleared their environment, as sudo and some shells do.
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return sorted(found)
@@ -69,6 +70,7 @@ def kill_all(run_id: str, at_least_s: float = _KILL_S) -> None:
         left = processes_of(run_id)
         for pid in left:
             send(pid, signal.SIGKILL)
+        # Not at the first empty list: a process that forked while /proc was read is in none.
         if time.monotonic() - begun > (_LONGEST_KILL_S if left else at_least_s):
             return
         time.sleep(_PAUSE_S)

@@ -34,6 +34,8 @@ _NUM_ORPHAN_KILLERS = 2
 class Worker:
     rank: int
     process: subprocess.Popen[bytes]
+    lifeline: int
+    """Writing end of the worker's pipe, open for as long as this process lives (see `_die_with_pipe`)."""
     code: int | None = None
     """Exit code, or minus the signal that ended it; None while it runs."""
 
@@ -75,8 +77,6 @@ class Supervisor:
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
         self._orphan_killers: list[_OrphanKiller] = []
-        self._lifelines: list[int] = []
-        """Writing ends of the workers' pipes, open for as long as this process lives (see `_die_with_pipe`)."""
 
     def __enter__(self) -> "Supervisor":
         if self._adopts:
@@ -99,8 +99,8 @@ class Supervisor:
             os.close(killer.lifeline)
         for killer in self._orphan_killers:
             killer.process.wait()
-        for lifeline in self._lifelines:
-            os.close(lifeline)
+        for worker in self.workers:
+            os.close(worker.lifeline)
 
     def start(
         self,
@@ -112,9 +112,9 @@ class Supervisor:
         pass_fds: Sequence[int] = (),
     ) -> Worker:
         """Starts one worker. Raises LaunchError if the command cannot be started."""
+        # stdin stays the terminal's where output is not captured: a debugger in a local rank needs it.
         pipe = subprocess.PIPE if self._captures else None
         reader, lifeline = os.pipe()
-        self._lifelines.append(lifeline)
         try:
             process = subprocess.Popen(
                 list(command),
@@ -131,13 +131,19 @@ class Supervisor:
                 preexec_fn=partial(_die_with_parent, os.getpid(), reader),
             )
         except (OSError, ValueError) as error:
+            os.close(lifeline)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise LaunchError(f"Cannot start rank {rank} with {command[0]!r}: {reason}.") from error
         finally:
             os.close(reader)
-        worker = Worker(rank, process)
+        worker = Worker(rank, process, lifeline)
         self.workers.append(worker)
         return worker
+
+    def forget(self, worker: Worker) -> None:
+        """Releases what a worker that has ended still takes; an elastic job may start any number of workers one by one."""
+        self.workers.remove(worker)
+        os.close(worker.lifeline)
 
     def running(self) -> list[Worker]:
         """Returns the workers that have not ended."""
@@ -155,9 +161,11 @@ class Supervisor:
 
         A second call can shorten the grace but not prolong it.
         """
+        # Processes, not only workers: a rank behind a shell, and what it has started, must be asked as well.
         for pid in self._processes():
             orphan_killer.send(pid, first)
         kill_at = time.monotonic() + (self._grace_s if grace_s is None else grace_s)
+        # Ctrl-C twice, or a lost driver after a signal, may shorten the time to save; nothing may prolong it.
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     def reap(self) -> list[Worker]:
@@ -177,6 +185,7 @@ class Supervisor:
         for index, killer in enumerate(self._orphan_killers):
             if killer.process.poll() is not None:
                 os.close(killer.lifeline)
+                # The kernel, short of memory, or a user may have ended it, and one alone is not enough.
                 self._orphan_killers[index] = self._start_orphan_killer()
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._orphan_killers[index].lifeline, b".")

@@ -78,6 +78,7 @@ class AgentPipe:
             raise LaunchError(f"Cannot start {command[0]!r} for {self.name}: {error.strerror}.") from error
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        # One thread serves all hosts: a host that does not read, or sends without end, must not stop the others.
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
 
@@ -96,6 +97,7 @@ class AgentPipe:
 
     def send(self, message: Message) -> None:
         """Queues a message and writes as much as the pipe takes now."""
+        # Never written past the queue: messages must stay in order, and a part of one may still wait here.
         self._unsent += encode(message)
         self.write()
 

@@ -18,6 +18,7 @@ from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import describe_plan, passed_on, place_ranks
 
+# Three pipes, their other ends while ssh or the agent is being started, and those of an orphan killer.
 FILES_PER_HOST = 8
 FILES_PER_RANK = 2
 _OWN_FILES = 256
@@ -27,7 +28,10 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on the hosts and returns its exit code (launch/exit_codes.py)."""
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
-        raise LaunchError(f"--min-np {options.min_processes} is more than the {num_processes} processes to start with.")
+        raise LaunchError(
+            f"--min-np {options.min_processes} is more than the {num_processes} processes to start with: "
+            f"lower it, or raise -np."
+        )
     ssh = ssh_settings(options)
     placements = place_ranks(hosts, num_processes)
     here = [placement.host.name for placement in placements if placement.host.is_local]
@@ -50,6 +54,7 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         print(plan)
         return 0
     raise_file_limit(FILES_PER_HOST * len(placements) + FILES_PER_RANK * num_processes)
+    # Not started before this line: everything above can be wrong without a trace on any host.
     return run_job(lambda io: _SshJob(options, ssh, [*hosts], num_processes, io), options, num_processes)
 
 

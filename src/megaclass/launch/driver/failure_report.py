@@ -33,6 +33,7 @@ class LastLines:
     def shown(self) -> list[str]:
         """Returns the last traceback, shortened in the middle, or else the last lines, without control characters."""
         lines = [_plain(line) for line in self._lines]
+        # The last traceback: earlier ones are often causes that were handled, "during handling of which" it occurred.
         starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
         if starts and len(lines) - starts[-1] > _SHOWN_LINES:
             kept = lines[starts[-1] :]

@@ -66,6 +66,7 @@ class HangWatch:
                     what = "no step has finished" if message.get("is_training") else "a collective has not finished"
                     self._late = (message["silent_s"], what)
             case "stacks":
+                # The fields were checked against those of RankReport when the message was decoded.
                 fields = {name: value for name, value in message.items() if name != "say"}
                 report = RankReport(host=agent.name, stacks=payload.decode(errors="replace"), **fields)
                 self._reports[report.rank] = report
@@ -98,16 +99,19 @@ class HangWatch:
         # From here on the exit of a rank, which SIGABRT may cause, is no cause any more.
         self._end.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
         self._messages.detail(f"{what} for {silent_s:.0f} s: asking for the stacks of all ranks")
+        # All ranks, not only the late one: which rank is missing shows only in comparison.
         self._pipes.send({"do": "stacks", "name": self._name})
 
     def _judge(self) -> None:
         self._is_asking = False
+        # A rank whose agent did not answer counts, too: the missing one is often the culprit.
         reports = [self._reports.get(rank) or self._lost_report(rank) for rank in self._table.running()]
         reports += [report for rank, report in self._reports.items() if rank in self._table.codes]
         verdict = find_verdict(reports)
         sentence = hang_sentence(self._silent_s, verdict, what=self._what)
         self._record(sentence, verdict, steps_done(reports))
         hosts = {self._table.hosts[rank] for rank in verdict.suspects}
+        # If every host is suspected, excluding them would leave none for a restart.
         failed = tuple(sorted(hosts)) if len(hosts) < len(self._placements) else ()
         self._end.decision.explain(Outcome(exit_code=EXIT_HUNG, failed_hosts=failed), sentence + self._where(verdict))
         if self._end.decision.reason is Reason.FAULT:

@@ -49,6 +49,7 @@ class JobEnd:
         self, outcome: Outcome, *, report: str = "", grace_s: float | None = None, first: int = signal.SIGTERM
     ) -> None:
         """Ends all ranks because of a fault; the outcome is recorded if it is the first one."""
+        # The order to end goes out even if the outcome does not count: a later fault may need a shorter grace.
         self.decision.decide(Reason.FAULT, outcome, report)
         self._order_end(grace_s, first)
 
@@ -80,6 +81,7 @@ class JobEnd:
             if number not in ENDING_SIGNALS:
                 self._pass_on(number)
                 continue
+            # Before the ranks are told: whatever they do from here on is a consequence.
             self.decision.decide(Reason.SIGNAL, Outcome(exit_code=exit_status(-number), may_restart=False))
             if number == signal.SIGINT:
                 self._interrupt()

@@ -100,6 +100,7 @@ class JobRun:
                 self._pipes.drop_starting()
                 self._end.end(failure, grace_s=0.0)
             else:
+                # The time without progress counts from the start of the ranks, not from that of the driver.
                 self._table.printed_at = time.monotonic()
                 self._start.go(self._pipes)
             self._loop(until=lambda: not self._pipes.unfinished())
@@ -116,6 +117,7 @@ class JobRun:
         while not until():
             now = time.monotonic()
             if is_start and self._start.problems:
+                # The first problem sets this moment, and later passes do not move it.
                 start_deadline = min(start_deadline, now + _SETTLE_S)
             if now >= start_deadline:
                 # Where other hosts have problems, the silent ones have not had the whole time: they are not blamed.

@@ -38,6 +38,7 @@ class JobStart:
     ) -> None:
         self.problems: list[tuple[str, str]] = []
         """Host, or an empty text for all together, and why the job cannot start."""
+        # Random, so that the output of a login script on that host cannot be taken for it.
         self.token = secrets.token_hex(16)
         """The agents' greeting: what login scripts print before it is skipped."""
         self._placements = placements
@@ -113,6 +114,7 @@ class JobStart:
     def failure(self, num_hosts: int) -> Outcome:
         """Prints the problems and returns the outcome of a job that was not started."""
         # One host may have several problems; a difference between hosts belongs to none of them.
+        # Each host once, in the order in which the problems were found.
         hosts = tuple(dict.fromkeys(host for host, _ in self.problems if host))
         for _, problem in self.problems:
             self._messages.say(problem)

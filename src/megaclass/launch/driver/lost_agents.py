@@ -84,6 +84,7 @@ class LostAgents:
         self._orphan_killers.wait()
 
     def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True) -> None:
+        # Only an agent that was told to start ranks can have left some behind.
         if agent.state is PipeState.RUNNING and is_reachable:
             self._kill_orphans_of(agent)
         self._pipes.drop(agent)
@@ -91,6 +92,7 @@ class LostAgents:
         if self._end.is_ending:
             self._messages.detail(f"{agent.name} {why}")
             return
+        # The last words of ssh or the agent are often the cause; earlier ones were shown with --verbose.
         last = "".join(f"\n    {line}" for line in agent.stderr_text.splitlines()[-3:])
         lost = f"{agent.name} ({agent.placement.ranks()}) {why}."
         self._messages.say(f"{lost} Its ranks end by themselves; all others are being stopped.{last}")

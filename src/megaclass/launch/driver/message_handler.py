@@ -48,6 +48,7 @@ class MessageHandler:
             case "output":
                 rank = message["rank"]
                 self._table.printed_at = time.monotonic()
+                # The last lines of a rank are kept from here on: if it fails, the report quotes them.
                 self._table.note_lines(rank, self._output.put(rank, message["stream"], payload))
             case "hello":
                 agent.hello = message
@@ -65,6 +66,7 @@ class MessageHandler:
             case "note":
                 self._messages.say(f"{agent.name}: {message['text']}")
             case "progress":
+                # Agents report on their own, so that an older step may come later.
                 self.checkpoint_step = max(self.checkpoint_step or 0, message["step"])
             case "status" | "stacks" | "kept":
                 self._hang_watch.note(agent, message, payload)
@@ -90,7 +92,9 @@ class MessageHandler:
         if code == EXIT_RESUME_ME:
             self._end.resume(f"rank {rank} on {self._table.hosts[rank]}")
             return
+        # At once, before the other ranks print their own errors about the one that is gone.
         self._messages.say(self._table.headline_of(rank))
+        # Exit code 2 is a mistake of the user's, which a restart would repeat.
         may_restart = is_worth_restarting(code)
         if not self._is_last_start and not may_restart:
             self._messages.say(f"exit code {code} means that something has to be fixed first: no restart.")

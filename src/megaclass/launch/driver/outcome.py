@@ -53,6 +53,7 @@ class OutcomeDecision:
 
     def decide(self, reason: Reason, outcome: Outcome, report: str = "") -> bool:
         """Records the outcome if its reason counts; returns whether it does."""
+        # A signal also replaces a signal: SIGTERM after Ctrl-C gives the exit code of SIGTERM.
         counts = reason > self.reason or reason is Reason.SIGNAL
         if counts:
             self.reason, self._outcome = reason, outcome

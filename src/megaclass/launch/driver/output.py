@@ -34,6 +34,7 @@ class LineCutter:
         """Returns the lines that are complete."""
         self._partial += data
         # A carriage return at the very end may be half of \r\n.
+        # Only up to the last line end: the rest of a line may come with the next message, and other ranks print in between.
         end = max(self._partial.rfind(b"\n"), self._partial.rfind(b"\r", 0, len(self._partial) - 1)) + 1
         if not end:
             return self._pieces_of_a_long_line()
@@ -41,6 +42,7 @@ class LineCutter:
         del self._partial[:end]
         shown: list[bytes] = []
         for line in lines:
+            # An empty line stays one; a progress bar's empty states are not shown.
             shown += [state for state in line.split(b"\r") if state] or [b""]
         shown += [state for state in last.split(b"\r") if state]
         return [line[i : i + MAX_LINE_BYTES] for line in shown for i in range(0, len(line) or 1, MAX_LINE_BYTES)]
@@ -74,6 +76,7 @@ class Screen:
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._is_closing = False
+        # Daemon: a driver that gives up on a blocked terminal must be able to leave.
         self._thread = threading.Thread(target=self._write_all, name="screen", daemon=True)
         self._thread.start()
 
@@ -88,6 +91,7 @@ class Screen:
     def put(self, stream: str, data: bytes) -> None:
         with self._changed:
             self._waiting.append((self._fds[stream], data))
+            # Counted until it is written, not until it is taken from the queue: a write may block for long.
             self._num_bytes += len(data)
             self._changed.notify()
 
@@ -187,6 +191,7 @@ class RankOutput:
         """Shows the complete lines and returns them."""
         if self._folder is not None:
             self._store(rank, stream, data)
+        # The file has the bytes as they came; the screen has whole lines.
         lines = self._cutters.setdefault((rank, stream), LineCutter()).feed(data)
         self._show(rank, stream, lines)
         return lines
@@ -249,8 +254,10 @@ class RankOutput:
             if file is not None:
                 view = memoryview(data)
                 while view:
+                    # Unbuffered files write less than asked for when the disk is nearly full.
                     view = view[file.write(view) or 0 :]
         except OSError as error:
+            # Given up for good: a full disk would otherwise cost a message per line.
             self._files[rank, stream] = None
             self._messages.say(f"cannot write {path}: {error.strerror}; the run continues without this file.")
 

@@ -60,6 +60,7 @@ class RankTable:
         text = failure_report(rank, self.hosts[rank], self.pids[rank], self.codes[rank], last_lines)
         early = sorted(other for other, code in self.codes.items() if code == 0)
         if early:
+            # A rank that left early with exit code 0 often is the cause: the others then fail for want of it.
             times = ", ".join(f"{r} ({time.monotonic() - self._exit_times[r]:.1f} s before)" for r in early)
             text += f"\nAlready ended with exit code 0: rank {times}. If that was too early, look there for the cause."
         return text
@@ -67,6 +68,7 @@ class RankTable:
     def name_early_leaver(self) -> str | None:
         """Returns a sentence, once per start, about a rank that has left while others may be waiting for it."""
         now = time.monotonic()
+        # Only exits with 0 get this old: after any other code, 75 included, the job is being ended by then.
         early = [rank for rank, at in self._exit_times.items() if now - at > _LEFT_EARLY_S]
         if not early or self._has_named_early or not self.num_left:
             return None

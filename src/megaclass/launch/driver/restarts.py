@@ -71,6 +71,7 @@ class RestartLimit:
         """Counts one start, which lasted so many seconds."""
         step = result.checkpoint_step
         has_advanced = step is not None and (self.best_step is None or step > self.best_step)
+        # Apart from progress: a start that wrote a checkpoint within seconds may be repeated at once.
         self.num_short = self.num_short + 1 if seconds < SHORT_START_S and not has_advanced else 0
         # No rank ran: the hosts may be booting, and only the pause grows.
         if not result.has_started:
@@ -88,6 +89,7 @@ class RestartLimit:
 
     def pause_s(self) -> float:
         """Returns the pause before the next start: 0, 0, 1, 3, 7 … 60 s, so that a booting host does not use all of them up."""
+        # No pause after the first short start: most failures are single ones, and the ranks of a large job wait for it.
         return min(_LONGEST_PAUSE_S, 2.0 ** (self.num_short - 1) - 1) if self.num_short else 0.0
 
     def why_not_again(self) -> str | None:
@@ -124,6 +126,7 @@ def _run_with_restarts(job: RestartableJob, num_restarts: int, io: DriverIo) -> 
         result = job.start(restart)
         outcome = result.outcome
         limit.note(result, time.monotonic() - begun)
+        # Order of the reasons to stop: success, an outcome that repeats itself, no restart left, too few hosts, no progress.
         if outcome.exit_code == 0 or not outcome.may_restart or restart == num_restarts:
             return outcome
         # The hosts first: with other hosts the count of starts without progress begins again.
@@ -150,6 +153,7 @@ def _pause(limit: RestartLimit, io: DriverIo) -> int | None:
     if pause_s > 1:
         io.messages.say(f"{limit.num_short} starts ended within {SHORT_START_S:g} s: the next one in {pause_s:.0f} s.")
     while (left_s := ends_at - time.monotonic()) > 0:
+        # Not a plain sleep: Ctrl-C must end the pause, and with it the job.
         select.select([io.signals], [], [], left_s)
         # Other signals are for ranks, and none runs now.
         for number in io.signals.taken():

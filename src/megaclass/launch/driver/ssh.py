@@ -81,6 +81,7 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.la
     return [
         "ssh",
         *settings.extra,
+        # No questions: stdin is the connection to the agent, and many hosts are connected to at once.
         *("-o", "BatchMode=yes"),
         *("-o", f"ConnectTimeout={_CONNECT_S}"),
         *("-o", f"ServerAliveInterval={max(1, round(settings.heartbeat_s / 3))}"),
@@ -89,10 +90,12 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass.la
         # of the user's configuration are cleared, because only the first connection would get the port.
         *("-o", "ControlMaster=no"),
         *("-o", "ClearAllForwardings=yes"),
+        # No terminal on the other side: it would echo, and turn Ctrl-C in the job's bytes into a signal.
         "-T",
         *(("-p", str(settings.port)) if settings.port is not None else ()),
         *(("-i", str(settings.identity_file)) if settings.identity_file is not None else ()),
         "--",
+        # -H needs brackets around an IPv6 address, because of the colon before the slots; ssh does not take them.
         host.name.replace("[", "").replace("]", ""),
         f"{settings.remote_prefix} {remote}".lstrip(),
     ]
@@ -115,6 +118,7 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
     """Returns why an agent did not start, and what to do."""
     login = login_command(host, settings)
     if not host.is_local and code == 255:
+        # The order matters: the message about a changed host key also says that its verification failed.
         for pattern, cause, advice in _CAUSES:
             if re.search(pattern, stderr, re.IGNORECASE):
                 copy = login_command(host, settings, "ssh-copy-id")

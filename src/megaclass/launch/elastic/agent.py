@@ -199,7 +199,7 @@ class ElasticAgent(Agent):
         super()._note_exit(worker)
         # What it started ends with it; its pid may belong to another process later.
         self._kill_session(worker)
-        self._supervisor.workers.remove(worker)
+        self._supervisor.forget(worker)
         self._hangs.forget(worker.rank)
 
     def _kill_session(self, worker: Worker) -> None:

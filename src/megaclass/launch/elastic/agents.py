@@ -114,9 +114,10 @@ class ElasticAgents:
             self.by_host[host].send({**message, "worlds": worlds_on(host, members, worlds), "uses_ports": uses_ports})
         return worlds
 
-    def announce_change(self, token: str, *, only_removals: bool) -> None:
+    def announce_change(self, token: str, *, only_removals: bool, has_removals: bool) -> None:
         """Tells all workers of the generation that the hosts have changed."""
-        self._tell_all({"do": "changed", "token": token, "only_removals": only_removals})
+        change = {"only_removals": only_removals, "has_removals": has_removals}
+        self._tell_all({"do": "changed", "token": token, **change})
 
     def announce_break(self, token: str) -> None:
         """Tells all workers of the generation that a member is gone, so that they do not wait for it."""

@@ -276,7 +276,7 @@ class ElasticRun:
         is_useful = bool(joining) or 0 < len(unwanted) < self._size
         if is_useful and (joining, unwanted) != self._announced:
             self._announced = (joining, unwanted)
-            self._agents.announce_change(self._generation.token, only_removals=not joining)
+            self._agents.announce_change(self._generation.token, only_removals=not joining, has_removals=bool(unwanted))
 
     def _is_wanted(self, worker: WorkerRecord) -> bool:
         return worker.slot < self._hosts.slots(worker.host)

@@ -122,7 +122,10 @@ def publication(generation: Generation, members: Sequence[WorkerRecord], previou
         "generation": generation.number,
         "token": generation.token,
         **generation.where(),
-        "members": [{"worker": member.number, "host": member.host, "previous_rank": member.rank} for member in members],
+        "members": [
+            {"worker": member.number, "host": member.host, "slot": member.slot, "previous_rank": member.rank}
+            for member in members
+        ],
         "previous_size": previous_size,
         "needs_sync": needs_sync,
     }

@@ -7,6 +7,7 @@ is new: the port, the secret, the token. A process that belongs to an old genera
     here = worker.rendezvous(Why.START)    blocks until the driver has published the next generation; sets os.environ
     worker.hosts_changed()                 one system call, no network: True if the driver wants another generation
     worker.committed(step)                 the state of this step is safe
+    worker.is_broken()                     whether a member of this generation is gone
     worker.when_broken(end_connections)    a thread calls the function when a member of this generation is gone, so that
                                            collectives that wait for it fail at once instead of after a time limit
     worker.rendezvous(Why.FAILED)          after a failed collective: leaves this generation, waits for the next one
@@ -27,6 +28,7 @@ generation that the worker knows. Everything happens in the caller's thread, exc
     field            written by                   read by         guarded by
     here             rendezvous()                 all threads     assigned whole
     _is_changed      _take, rendezvous()          all threads     _lock
+    _has_removals    _take, rendezvous()          all threads     _lock
     _is_broken       _take, rendezvous()          all threads     _lock
     _has_committed   committed(), rendezvous()    committed()     _lock
 """
@@ -66,6 +68,8 @@ class Member:
     worker: int
     """Number of the process, unique in the whole job. It stays the same as long as the process lives."""
     host: str
+    slot: int
+    """Place on its host, from 0. It stays the same as long as the process lives, and so does the GPU of this number."""
     previous_rank: int | None
     """Its rank in the previous generation; None for a process that was not a member of it."""
 
@@ -121,6 +125,7 @@ class ElasticWorker:
         self._lock = threading.Lock()
         self._is_changed = False
         self._has_only_removals = False
+        self._has_removals = False
         self._is_broken = False
         self._has_left = False
         self._has_committed = False
@@ -140,6 +145,31 @@ class ElasticWorker:
     def has_only_removals(self) -> bool:
         """True if the change that hosts_changed() reported only removes hosts, so that no new rank needs the state."""
         return self._has_only_removals
+
+    @property
+    def has_removals(self) -> bool:
+        """True if the change that hosts_changed() reported removes hosts, whether or not it adds others."""
+        return self._has_removals
+
+    @property
+    def has_committed(self) -> bool:
+        """True if committed() was called in the current generation."""
+        return self._has_committed
+
+    def is_broken(self, timeout_s: float = 0.0) -> bool:
+        """Returns whether a member of the current generation is gone, or has left it after a failure.
+
+        timeout_s: how long to wait for the news, if there is none yet.
+        """
+        ends_at = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if not self._is_broken:
+                    self._take(self._receive(0.0))
+                if self._is_broken or (left_s := ends_at - time.monotonic()) <= 0:
+                    return self._is_broken
+            # Not for the whole time: the thread of when_broken() may receive the news.
+            self._channel.wait_readable(min(left_s, _TICK_S))
 
     def when_broken(self, end_connections: Callable[[], None]) -> None:
         """Calls the function in a thread when a member of the current generation is gone, or has left it after a failure.
@@ -182,7 +212,8 @@ class ElasticWorker:
             if message["say"] == "dismissed":
                 raise Dismissed(str(message["why"]))
             self.here = _assignment(message)
-            self._is_changed = self._has_only_removals = self._is_broken = self._has_left = self._has_committed = False
+            self._is_changed = self._has_only_removals = self._has_removals = False
+            self._is_broken = self._has_left = self._has_committed = False
             os.environ.update({str(name): str(value) for name, value in message["env"].items()})
             # What came together with the assignment already concerns the new generation.
             self._take(later)
@@ -229,6 +260,7 @@ class ElasticWorker:
             if message.get("say") == "changed" and is_current:
                 self._is_changed = True
                 self._has_only_removals = bool(message.get("only_removals"))
+                self._has_removals = bool(message.get("has_removals"))
             if message.get("say") == "broken" and is_current:
                 self._is_broken = True
 

@@ -21,10 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megaclass.distributed.rank_status import OwnStatus, RankStatus
-from megaclass.files import make_private_folder, write_text
+from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for
-from megaclass.launch.hang.record import HANG_FOLDER, keep_stacks, keep_verdict
+from megaclass.launch.hang.record import HANG_FOLDER, done_in_time, keep_stacks, keep_verdict
 from megaclass.launch.hang.sentence import hang_sentence, steps_done
 from megaclass.launch.hang.stacks import MAX_STACK_BYTES, RankReport
 from megaclass.launch.hang.verdict import find_verdict
@@ -41,6 +41,7 @@ _NO_SIGN = "wrote no stacks: it is stopped, in native code that keeps the interp
 @contextmanager
 def watched_from_inside(status: OwnStatus, world: World) -> Iterator[None]:
     """Watches this rank while the block runs, unless an agent or parent does."""
+    # An agent sees all ranks of its host, and also those that cannot run this thread.
     if status.has_reader:
         yield
         return
@@ -69,35 +70,40 @@ def _end_hung_rank(seen: RankStatus, world: World) -> None:
     # The step is the same on all ranks, so that they find each other's files without exchanging anything.
     name = f"step-{seen.step}"
     folder = Path(seen.folder) if seen.folder else None
-    if folder is not None and world.size > 1:
-        begun = time.time()
-        keep_stacks(folder, name, [own])
-        with contextlib.suppress(OSError):
-            make_private_folder(folder / HANG_FOLDER / name)
-            write_text(folder / HANG_FOLDER / name / f"rank-{own.rank}.json", json.dumps(asdict(own)), is_private=True)
+    begun = time.time()
+    # The disk of the run folder may be what hangs: then no rank can learn of the others, and each speaks for itself.
+    is_kept = folder is not None and keep_stacks(folder, name, [own]) is not None
+    is_shared = folder is not None and is_kept and world.size > 1 and _share(folder / HANG_FOLDER / name, own)
+    if folder is not None and is_shared:
         deadline = time.monotonic() + _OTHERS_S
         while len(reports) < world.size and time.monotonic() < deadline:
             time.sleep(0.2)
             reports = _reports_of(folder / HANG_FOLDER / name, begun - _OTHERS_S, own)
-    elif folder is not None:
-        keep_stacks(folder, name, [own])
     if own.rank == min(report.rank for report in reports):
-        found = {report.rank for report in reports}
-        missing = [rank for rank in range(world.size) if rank not in found]
-        reports += [RankReport(rank=rank, host="?", pid=0, state="lost", detail=_NO_SIGN) for rank in missing]
+        if is_shared:
+            found = {report.rank for report in reports}
+            missing = [rank for rank in range(world.size) if rank not in found]
+            reports += [RankReport(rank=rank, host="?", pid=0, state="lost", detail=_NO_SIGN) for rank in missing]
         verdict = find_verdict(reports)
         sentence = hang_sentence(silent_s, verdict)
-        where = f" Stacks: {folder / HANG_FOLDER / name}." if folder is not None else ""
+        where = f" Stacks: {folder / HANG_FOLDER / name}." if folder is not None and is_kept else ""
         print(f"megaclass: {sentence}{where}", file=sys.stderr, flush=True)
-        if folder is not None:
+        if folder is not None and is_kept:
             keep_verdict(folder, name, sentence, verdict, steps_done(reports))
     else:
         time.sleep(_PRINT_FIRST_S)
+    # Not sys.exit(): the main thread is inside a call that does not return, and finalising would wait for it.
     os._exit(EXIT_HUNG)
+
+
+def _share(folder: Path, own: RankReport) -> bool:
+    """Writes this rank's report for the others; returns whether the disk took it in time."""
+    return done_in_time(lambda: write_text(folder / f"rank-{own.rank}.json", json.dumps(asdict(own)), is_private=True))
 
 
 def _report(seen: RankStatus, world: World) -> RankReport:
     with tempfile.TemporaryFile() as file:
+        # Needs a real file: it writes to the descriptor, from C.
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         stacks = file.read(MAX_STACK_BYTES).decode(errors="replace")
@@ -121,6 +127,7 @@ def _reports_of(folder: Path, not_before: float, own: RankReport) -> list[RankRe
     found = {own.rank: own}
     for file in folder.glob("rank-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
+            # Clocks of hosts may differ by seconds; a hang at the same step of an earlier start is older by more.
             if file.stat().st_mtime >= not_before:
                 report = RankReport(**json.loads(file.read_text(encoding="utf-8")))
                 found[report.rank] = report

@@ -45,6 +45,7 @@ _WAITS_FOR_FILE = ("read", "pread", "readv", "preadv", "open", "openat", "stat",
 def state_of(pid: int) -> str:
     """Returns the state letter of a process (T: stopped, D: waits in the kernel, Z: ended), or an empty text if it is gone."""
     try:
+        # The name in parentheses before the state may itself contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return ""
@@ -56,6 +57,7 @@ def system_call(pid: int, thread: int) -> str:
         fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
     except OSError:
         return ""
+    # "running", or -1 for a thread that is in no system call.
     if len(fields) < 2 or not fields[0].isdecimal():
         return ""
     name = _CALLS.get(platform.machine(), {}).get(int(fields[0]), f"system call {fields[0]}")

@@ -30,7 +30,7 @@ def keep_stacks(run_folder: Path, name: str, reports: Sequence[RankReport]) -> P
         for report in reports:
             write_private(folder / f"rank-{report.rank}.txt", _text_of(report))
 
-    return run_folder / HANG_FOLDER / name if _done_in_time(write) else None
+    return run_folder / HANG_FOLDER / name if done_in_time(write) else None
 
 
 def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: Verdict, step: int | None) -> None:
@@ -51,7 +51,7 @@ def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: Verdict, s
             stacks=f"{HANG_FOLDER}/{name}",
         )
 
-    _done_in_time(write)
+    done_in_time(write)
 
 
 def _text_of(report: RankReport) -> str:
@@ -67,7 +67,7 @@ def _text_of(report: RankReport) -> str:
     return "\n".join([*lines, "", report.stacks or "(no Python stacks)", ""])
 
 
-def _done_in_time(action: Callable[[], None]) -> bool:
+def done_in_time(action: Callable[[], None]) -> bool:
     """Runs the action in a thread that is left behind if it takes too long."""
     is_done = threading.Event()
 
@@ -79,4 +79,5 @@ def _done_in_time(action: Callable[[], None]) -> bool:
         is_done.set()
 
     threading.Thread(target=run, daemon=True, name="megaclass-hang-record").start()
+    # The thread cannot be ended if the disk never answers, but as a daemon it does not keep the process.
     return is_done.wait(_WRITE_S)

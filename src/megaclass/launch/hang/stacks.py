@@ -68,6 +68,7 @@ def collect(
     abort: called for ranks that are alive but did not register; sends SIGABRT. aborted_output: what such a rank has printed
     since, read by the caller's own means. tick: called several times per second meanwhile.
     """
+    # All are asked before any answer is awaited: they answer at the same time, and the states are of one moment.
     found = {watched.rank: _asked(watched) for watched in ranks}
     deadline = time.monotonic() + answer_s
     waiting = [watched for watched in ranks if found[watched.rank].state == "silent"]
@@ -87,6 +88,7 @@ def collect(
             is_same = bool(text) and text == texts.get(watched.rank)
             settled[watched.rank] = settled.get(watched.rank, 0) + 1 if is_same else 0
             texts[watched.rank] = text
+            # Two more looks: faulthandler writes thread after thread, and a busy host may pause it in between.
             if settled[watched.rank] >= 2:
                 waiting.remove(watched)
     return [_report(watched, found[watched.rank], host, texts.get(watched.rank, b"")) for watched in ranks]
@@ -104,10 +106,12 @@ class _Asked:
 def _asked(watched: WatchedRank) -> _Asked:
     """Reads the rank's page and the kernel's view of it, then asks it for its stacks."""
     status = watched.page.read()
+    # The process that was started may be a shell; the rank itself has written its own pid into the page.
     pid = status.pid or watched.pid
     state = _STATES.get(state_of(pid), "silent")
     asked = _Asked(status, pid, state, main_thread_waits_for(pid), file_wait(pid))
     if state == "silent" and status.gives_stacks:
+        # A page is used again, and an older answer must not be taken for the new one.
         watched.page.forget_stacks()
         with contextlib.suppress(OSError):
             os.kill(pid, STACKS_SIGNAL)

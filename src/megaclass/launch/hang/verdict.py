@@ -88,6 +88,7 @@ def _place(report: RankReport) -> _Place:
         collective = "queued work of its GPU"
     shown, call = main, report.waits_for
     if not collective and waits_for_other_thread(main) and (busy := busy_thread(list(threads.values()))):
+        # A main thread that waits for one of its own threads says nothing: that thread shows what the rank is doing.
         shown, call = busy, report.file_wait or call
     frame = place_of(shown)
     where = f"in {frame.shown()} ({frame.function})" if frame else ""
@@ -105,6 +106,7 @@ def _suspects(places: list[_Place]) -> list[_Place]:
     if min(steps) != max(steps):
         return [place for place in places if place.report.step == min(steps)]
     busy = [place for place in places if not place.is_waiting]
+    # A minority that computes while the others wait. With two ranks one is enough; otherwise half is the most.
     if 0 < len(busy) < len(places) and (len(busy) * 2 <= len(places) or len(places) == 2):
         return busy
     return _odd(places, lambda place: place.collective or place.where) or _odd(places, _kind_of_call)
@@ -112,6 +114,7 @@ def _suspects(places: list[_Place]) -> list[_Place]:
 
 def _odd(places: list[_Place], key: Callable[[_Place], Hashable]) -> list[_Place]:
     """Returns the places that differ from the most frequent one; of two ranks that differ, the second."""
+    # Of equally frequent places the one of the lowest rank counts as usual, because Counter keeps the order of insertion.
     counts = Counter(map(key, places)).most_common()
     if len(counts) < 2:
         return []

@@ -23,8 +23,8 @@ from megaclass.launch.driver import driver
 from megaclass.launch.driver.failure_report import headline, stopped_message
 from megaclass.launch.elastic import driver as elastic
 from megaclass.launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
-from megaclass.launch.hang.local_watch import LocalHangWatch
 from megaclass.launch.hosts import Host
+from megaclass.launch.launchers.local_hang_watch import LocalHangWatch
 from megaclass.launch.launchers.ssh import this_machine
 from megaclass.launch.network import hold_store_port, offer_store_socket, reserve_port
 from megaclass.launch.options import RunOptions

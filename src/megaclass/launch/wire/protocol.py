@@ -90,9 +90,9 @@ def _parsed(line: bytes, max_payload_bytes: int) -> Message:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{line[:80]!r} is no message") from error
+        raise ProtocolError(f"{line[:80]!r} is not a message") from error
     size = message.get("size", 0) if isinstance(message, dict) else None
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= max_payload_bytes:
-        raise ProtocolError(f"{line[:80]!r} is no message")
+        raise ProtocolError(f"{line[:80]!r} is not a message")
     assert isinstance(message, dict)
     return message

@@ -1,13 +1,14 @@
 """Notes the events of a run in events.jsonl: rank 0 writes them, all other ranks note nothing."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaclass import __version__
+from megaclass.errors import UserError
 from megaclass.events_file import append_event, read_events
 
 _logger = logging.getLogger("megaclass.train")
@@ -37,12 +38,22 @@ class RunEvents:
         self.has_failed = True
         _logger.info(f"an event ({event}) could not be written to {self.folder}: events.jsonl will have gaps.")
 
-    def note_begin(self, first_step: int, num_steps: int, world_size: int) -> None:
-        """Notes the start or resumption of the run, and a number of ranks that differs from the one before."""
+    def note_begin(
+        self, first_step: int, num_steps: int, world_size: int, change: Mapping[str, object] | None = None
+    ) -> None:
+        """Notes the start or resumption of the run, and a number of ranks that differs from the one before.
+
+        change: fields of the event `rank_change`, in an elastic job whose ranks have changed while it ran.
+        """
         self.has_begun = True
         if not self.is_main:
             return
-        earlier = [event["world_size"] for event in read_events(self.folder)[0] if "world_size" in event]
+        if change:
+            self.note("rank_change", first_step, **change)
+            return
+        # The number of ranks is in `start` and `resume`, and in `rank_change` of an elastic job.
+        sizes = [event.get("world_size", event.get("after")) for event in read_events(self.folder)[0]]
+        earlier = [size for size in sizes if size is not None]
         if first_step and earlier and earlier[-1] != world_size:
             self.note("rank_change", first_step, before=earlier[-1], after=world_size)
         begins = {"num_steps": num_steps, "world_size": world_size, "version": __version__}
@@ -53,8 +64,11 @@ class RunEvents:
         self.note("save", step)
 
     @contextmanager
-    def ending_noted(self) -> Iterator[None]:
-        """Notes warnings while the block runs, and how it ends if that is by an error."""
+    def ending_noted(self, *, is_elastic: bool = False) -> Iterator[None]:
+        """Notes warnings while the block runs, and how it ends if that is by an error.
+
+        is_elastic: an error may be the loss of another rank, after which the run continues with those that are left.
+        """
         handler = _WarningsToEvents(self)
         logger = logging.getLogger("megaclass")
         if self.is_main:
@@ -62,7 +76,8 @@ class RunEvents:
         try:
             yield
         except BaseException as error:
-            self.note("end", outcome="failed", text=f"{type(error).__name__}: {error}")
+            if not is_elastic or isinstance(error, UserError) or not isinstance(error, Exception):
+                self.note("end", outcome="failed", text=f"{type(error).__name__}: {error}")
             raise
         finally:
             logger.removeHandler(handler)

@@ -17,7 +17,7 @@ from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage
-from megaclass.errors import DataError
+from megaclass.errors import DataError, UserError
 from megaclass.image_size import compact_size
 from megaclass.progress import bar_on_demand
 from megaclass.train.build import input_size
@@ -45,10 +45,15 @@ def make_data(config: Config) -> None:
         )
 
 
-def open_data(config: Config, world: World, device: torch.device) -> tuple[ImageSource, BatchLoader]:
-    """Opens the data and the loader of this rank; with data.stage, one rank per host first copies the data into memory."""
+def open_data(
+    config: Config, world: World, device: torch.device, source: ImageSource | None = None
+) -> tuple[ImageSource, BatchLoader]:
+    """Opens the data and the loader of this rank; with data.stage, one rank per host first copies the data into memory.
+
+    source: the data, if this process has opened it already.
+    """
     path = _staged(config)
-    source = open_source(path)
+    source = open_source(path) if source is None else source
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
@@ -70,6 +75,17 @@ def open_data(config: Config, world: World, device: torch.device) -> tuple[Image
         num_local_ranks=world.local_size,
     )
     return source, make_loader(config, source, world, device, processes)
+
+
+def source_if_possible(config: Config) -> ImageSource | None:
+    """Returns the data, opened, or None if that fails: a process that joins a running job opens it before the others wait.
+
+    An error is not reported here but by open_data(), to all ranks.
+    """
+    try:
+        return open_source(_staged(config))
+    except (UserError, OSError):
+        return None
 
 
 def check_classes(source: ImageSource, path: str) -> str:

@@ -3,7 +3,7 @@
 import faulthandler
 import logging
 import signal
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,22 +15,25 @@ from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
 from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
-from megaclass.distributed.process_group import process_group
+from megaclass.distributed.process_group import choose_device, process_group
 from megaclass.distributed.rank_status import own_status
 from megaclass.errors import CheckpointError, ExportError, TrainError
+from megaclass.launch.elastic.worker import Assignment, elastic_worker
 from megaclass.launch.exit_codes import EXIT_RESUME_ME
 from megaclass.launch.hang.own_watch import watched_from_inside
 from megaclass.train.build import Model, build_model
+from megaclass.train.elastic.commits import Commits
+from megaclass.train.elastic.generations import joined_group, through_generations
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import TrainingResult, train
-from megaclass.train.run.data import describe_sizes, how_to_verify
+from megaclass.train.run.data import describe_sizes, how_to_verify, source_if_possible
 from megaclass.train.run.finish import finish_run
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.initial_weights import load_initial_weights
 from megaclass.train.run.memory import out_of_memory_explained
-from megaclass.train.run.restart import StartMode, prepare_run, take_over
+from megaclass.train.run.restart import FolderLock, StartMode, prepare_run, take_over
 from megaclass.train.run.resume import resume_run
-from megaclass.train.run.run import Run, open_run
+from megaclass.train.run.run import OpenedData, Run, open_run
 from megaclass.train.run.same_start import check_same_start
 from megaclass.train.run.signals import Stop, StopSignals
 from megaclass.world import World
@@ -39,6 +42,9 @@ _logger = logging.getLogger("megaclass.train")
 # The shell's code for a program that was ended by Ctrl-C.
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _STDERR = 2
+# How long rank 0 of an elastic job waits, after a loss, for the files of other ranks in a checkpoint that is under way: they
+# wait for it to continue.
+_LAST_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,15 @@ class TrainedRun:
     outcome: TrainingResult
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """State of a process of an elastic job that outlives its generations."""
+
+    commits: Commits
+    opened: OpenedData
+    lock: FolderLock
+
+
 def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
     if not faulthandler.is_enabled():
@@ -57,11 +72,43 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
         faulthandler.enable(file=_STDERR)
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
     own_status().give_stacks()
+    worker = elastic_worker()
     # `held` outlives the process group: the folder stays locked until rank 0 has written the last result.
     with ExitStack() as held, watched_from_inside(own_status(), world):
-        with process_group(world, device=config.train.device) as device:
+        if worker is None:
+            code = _train_and_finish(process_group(world, device=config.train.device), config, world, mode, held)
+            assert code is not None, "only the ranks of elastic jobs change"
+            return code
+        # Errors that every generation would meet come first, and what takes long: the others train meanwhile.
+        choose_device(config.train.device, world)
+        kept = Kept(
+            Commits(worker, config.train.commit_steps), OpenedData(source_if_possible(config)), FolderLock(held)
+        )
+
+        def train_generation(here: Assignment) -> int | None:
+            own_status().progress(allowed_s=0.0, phase="joining")
+            group = joined_group(worker, here, config.train.device)
+            return _train_and_finish(group, config, here.world, mode, held, kept, here)
+
+        return through_generations(worker, train_generation)
+
+
+def _train_and_finish(
+    group: AbstractContextManager[torch.device],
+    config: Config,
+    world: World,
+    mode: StartMode,
+    held: ExitStack,
+    kept: Kept | None = None,
+    here: Assignment | None = None,
+) -> int | None:
+    """Trains in the group, evaluates and exports; returns the exit code, or None if the ranks of an elastic job change."""
+    with ExitStack() as weights:
+        with group as device:
             with out_of_memory_explained(config, world, device):
-                trained = train_in_group(config, world, device, mode, held)
+                trained = train_in_group(config, world, device, mode, held, kept, here)
+            if trained.outcome.is_regrouping:
+                return None
             trained.run.events.note(
                 "end", trained.outcome.num_steps, outcome="stopped" if trained.outcome.stop else "finished"
             )
@@ -70,7 +117,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
                     _logger.info(f"asked to stop; saved at step {trained.outcome.num_steps}, --resume continues.")
                 return EXIT_RESUME_ME if trained.outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
             # From here on the backbone has the weights that are evaluated and exported.
-            held.enter_context(trained.model.for_evaluation())
+            weights.enter_context(trained.model.for_evaluation())
             with own_status().long_work("evaluation"):
                 results = trained.outcome.results or evaluate_model(trained.run, trained.model, has_bar=True)
         # The other ranks are done: export and report are the work of one rank.
@@ -87,16 +134,32 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     return 0
 
 
-def train_in_group(config: Config, world: World, device: torch.device, mode: StartMode, held: ExitStack) -> TrainedRun:
-    """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done."""
+def train_in_group(
+    config: Config,
+    world: World,
+    device: torch.device,
+    mode: StartMode,
+    held: ExitStack,
+    kept: Kept | None = None,
+    here: Assignment | None = None,
+) -> TrainedRun:
+    """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done.
+
+    kept, here: of a process of an elastic job, its state and its place in this generation.
+    """
     folder = RunFolder(Path(config.train.run_dir))
     hosts = check_same_start(config, device)
-    mode = prepare_run(config, folder, world, device, mode, held)
+    plan = kept.commits.join(here, device) if kept is not None and here is not None else None
+    is_continued = kept is not None and kept.commits.has_begun
+    lock = kept.lock if kept is not None else None
+    mode = prepare_run(config, folder, world, device, mode, held, is_continued=is_continued, lock=lock)
     # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
     own_status().name_folder(folder.path.absolute())
-    run = replace(open_run(config, world, device, folder, hosts), command=mode.command)
-    sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if world.is_main else "", device)
+    opened = kept.opened if kept is not None else None
+    run = replace(open_run(config, world, device, folder, hosts, opened), command=mode.command)
+    is_described = world.is_main and not is_continued
+    sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if is_described else "", device)
     if world.is_main and device.type == "cuda":
         # A start takes from ten seconds to half a minute (benchmarks/startup.md): say what is being waited for.
         _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
@@ -107,22 +170,34 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
         f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
         f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
     )
+    if kept is not None and is_continued and plan is None and world.is_main:
+        _logger.warning(
+            "centres were lost with a rank and with the rank that held the copy of them: going back to "
+            f"{'the newest checkpoint' if mode.resume is not None else 'the start, because there is no checkpoint yet'}."
+        )
     first_step = 0
-    if mode.resume is None:
+    if kept is not None and plan is not None:
+        first_step = kept.commits.restore(plan, model, device)
+        # Rows of steps that are trained once more would be in the curve twice.
+        on_main_rank(lambda: folder.forget_metrics_after(first_step), device)
+    elif mode.resume is None:
         load_initial_weights(run, model, mode)
     else:
         first_step = resume_run(run, model, mode)
-    # From here on a restart continues this run (see restart.py).
-    on_main_rank(lambda: take_over(config, folder, mode), device)
-    if world.is_main:
+    if plan is None:
+        # From here on a restart continues this run (see restart.py).
+        on_main_rank(lambda: take_over(config, folder, mode), device)
+    if kept is not None:
+        kept.commits.begin()
+    if is_described:
         _logger.info(run.source.describe())
         _logger.info(sizes)
         if device.type == "cuda":
             _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
         if Path(config.data.path).exists() and not verification_files(config.data.path):
             _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
-    with run.events.ending_noted():
-        outcome = _train_and_save(run, model, first_step)
+    with run.events.ending_noted(is_elastic=kept is not None):
+        outcome = _train_and_save(run, model, first_step, kept.commits if kept is not None else None)
     if run.loader.bad_images.num_bad:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
@@ -130,7 +205,7 @@ def train_in_group(config: Config, world: World, device: torch.device, mode: Sta
     return TrainedRun(run, model, outcome)
 
 
-def _train_and_save(run: Run, model: Model, first_step: int) -> TrainingResult:
+def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | None) -> TrainingResult:
     """Collective. Trains with a checkpoint writer; signals are handled until the last checkpoint is on the disk."""
     config = run.config
     signals = StopSignals(is_main=run.world.is_main)
@@ -144,11 +219,12 @@ def _train_and_save(run: Run, model: Model, first_step: int) -> TrainingResult:
             data=run.data_fingerprint,
             is_asynchronous=config.train.async_checkpoints,
             on_published=run.events.note_published,
+            last_wait_s=None if commits is None else _LAST_WAIT_S,
         ) as writer:
             # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())
-            outcome = train(run, model, first_step, writer, signals)
-            if run.world.is_main and not outcome.stop:
+            outcome = train(run, model, first_step, writer, signals, commits)
+            if run.world.is_main and not outcome.stop and not outcome.is_regrouping:
                 _logger.info(f"all {outcome.num_steps:,} steps are done; writing the last checkpoint")
         # A signal may have come while the last checkpoint was written.
         return replace(outcome, stop=signals.of_any_rank(run.device))

@@ -79,12 +79,35 @@ def check_start(config: Config, mode: StartMode, command: Sequence[str]) -> None
     make_data(config)
 
 
+@dataclass(slots=True)
+class FolderLock:
+    """The lock of the run folder: a process takes it once and holds it until `held` ends."""
+
+    held: ExitStack
+    is_taken: bool = False
+
+    def take(self, folder: RunFolder, patience_s: float) -> None:
+        """Takes the lock, unless this process has it."""
+        if not self.is_taken:
+            self.held.enter_context(folder.locked(patience_s))
+            self.is_taken = True
+
+
 def prepare_run(
-    config: Config, folder: RunFolder, world: World, device: torch.device, mode: StartMode, held: ExitStack
+    config: Config,
+    folder: RunFolder,
+    world: World,
+    device: torch.device,
+    mode: StartMode,
+    held: ExitStack,
+    *,
+    is_continued: bool = False,
+    lock: FolderLock | None = None,
 ) -> StartMode:
     """Collective. Rank 0 locks the folder, decides how the run starts, and makes the data; returns the decision.
 
-    The lock is entered into `held`.
+    The lock is entered into `held`, or taken as `lock`, which may have it already. is_continued: an elastic job has begun this
+    run with other ranks, so that rank 0 decides as after a restart.
     """
     decided = mode
     # Under torchrun, srun or megaclass run no parent has called check_start. The ranks that our own parent starts cannot
@@ -93,13 +116,13 @@ def prepare_run(
 
     def prepare() -> None:
         nonlocal decided
-        is_restart = is_first_check and os.environ.get("MEGACLASS_RESTART", "0") != "0"
+        is_restart = is_continued or (is_first_check and os.environ.get("MEGACLASS_RESTART", "0") != "0")
         if is_first_check:
             require_packages(config)
             if mode.needs_free_folder and not is_restart:
                 folder.check_free()
         # A restart may come before the previous rank 0 has ended.
-        held.enter_context(folder.locked(_PREVIOUS_START_ENDS_S if is_restart else 0.0))
+        (lock or FolderLock(held)).take(folder, _PREVIOUS_START_ENDS_S if is_restart else 0.0)
         if is_restart:
             # Only the holder of the lock may read what the previous start left.
             decided = _mode_after_restart(config, folder, mode)

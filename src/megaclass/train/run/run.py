@@ -44,16 +44,40 @@ class Run:
         return self.loader.image_size
 
 
-def open_run(config: Config, world: World, device: torch.device, folder: RunFolder, hosts: tuple[str, ...]) -> Run:
+@dataclass(slots=True)
+class OpenedData:
+    """Open data that a process keeps while the ranks of its job change; None for parts that it has not needed yet."""
+
+    source: ImageSource | None = None
+    classes: ClassList | None = None
+    fingerprint: DataFingerprint | None = None
+
+
+def open_run(
+    config: Config,
+    world: World,
+    device: torch.device,
+    folder: RunFolder,
+    hosts: tuple[str, ...],
+    opened: OpenedData | None = None,
+) -> Run:
     """Collective. Opens the data on every rank, and refuses data that differs between hosts.
 
-    The first rank of every host computes the fingerprint, which reads up to 256 images.
+    The first rank of every host computes the fingerprint, which reads up to 256 images. opened: what this process has
+    already; what is missing is added.
     """
-    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device), device)
-    classes = on_every_rank(lambda: class_list(config.data.path, source), device)
-    data_fingerprint = on_every_rank_for_long(
-        lambda: fingerprint_of(source) if world.local_rank == 0 else DataFingerprint(), device
-    )
+    known = OpenedData() if opened is None else opened
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device, known.source), device)
+    classes = on_every_rank(lambda: known.classes or class_list(config.data.path, source), device)
+    known.source, known.classes = source, classes
+
+    def fingerprint() -> DataFingerprint:
+        if world.local_rank:
+            return DataFingerprint()
+        known.fingerprint = known.fingerprint or fingerprint_of(source)
+        return known.fingerprint
+
+    data_fingerprint = on_every_rank_for_long(fingerprint, device)
     check_same_data(data_fingerprint.fingerprint, source.num_images, source.num_classes, hosts, world, device)
     return Run(
         config=config,

@@ -164,19 +164,8 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
 ) -> Any:
     """Returns a DistributedOptimizer that leaves out the gradients of `local_layers`, a Keras layer or several."""
-    wrapped = DistributedOptimizer(
-        optimizer,
-        name=name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    arguments = {name: value for name, value in locals().items() if name != "local_layers"}
+    wrapped = DistributedOptimizer(**arguments)
     for variable in variables_of_layers(local_layers):
         wrapped.register_local_var(variable)
     return wrapped

@@ -1,0 +1,90 @@
+"""The operations that were submitted and are not done yet, and the threads that wait for them.
+
+`lock` is the controller's lock. Any thread adds operations; the driver finishes them, and so does a thread that closes the
+controller, possibly while the driver still runs one of them: the first to finish an operation decides its result.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from megaclass.hvd.engine.messages import Key
+from megaclass.hvd.engine.operation import Operation
+from megaclass.hvd.exceptions import DUPLICATE_NAME
+
+
+class InFlight:
+    """Operations by key, and the join of this rank if it has announced one."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._operations: dict[Key, Operation] = {}
+        self._join: Operation | None = None
+
+    # -- the caller holds `lock` ----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def add(self, operation: Operation) -> None:
+        """Adds an operation; ValueError if one of the same name is under way."""
+        # Two operations of one name could not be told apart by the other ranks. Horovod refuses this with the same text.
+        if operation.request.key in self._operations:
+            raise ValueError(DUPLICATE_NAME)
+        self._operations[operation.request.key] = operation
+
+    def add_join(self, operation: Operation) -> None:
+        self._join = operation
+
+    def add_waiter(self, operation: Operation) -> None:
+        """Makes sure that the operation has a lock on which threads can wait for it."""
+        if operation.waiter is None:
+            operation.waiter = threading.Lock()
+            operation.waiter.acquire()
+
+    # -- any thread, without `lock` -------------------------------------------------------------------------------
+
+    def get(self, key: Key) -> Operation | None:
+        """Returns the operation; None if this rank has joined, and takes part in it with zeros."""
+        return self._operations.get(key)
+
+    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Calls `call` once the operation is done, or now if it is. The driver calls it, so that it must not wait."""
+        with self._lock:
+            if not operation.is_done:
+                operation.on_done = call
+                return
+        call()
+
+    def finish(self, operations: Sequence[Operation | None], error: str) -> None:
+        """Marks the operations as done, and lets the threads that wait for them through."""
+        finished: list[Operation] = []
+        with self._lock:
+            for operation in operations:
+                # An interrupted wait may have closed the controller, and failed this operation, while it was running.
+                if operation is None or operation.is_done:
+                    continue
+                self._operations.pop(operation.request.key, None)
+                # In this order: readers look at `is_done` first, without the lock.
+                operation.error = error
+                operation.is_done = True
+                if operation.waiter is not None:
+                    operation.waiter.release()
+                finished.append(operation)
+        # Without the lock: what is called may submit the next operation.
+        for operation in finished:
+            if operation.on_done is not None:
+                operation.on_done()
+
+    def finish_join(self, last_joined: int) -> None:
+        """Finishes this rank's join: all ranks have joined."""
+        join, self._join = self._join, None
+        if join is not None:
+            join.result = last_joined
+        self.finish([join], "")
+
+    def fail_all(self, error: str) -> None:
+        """Fails everything that is under way."""
+        with self._lock:
+            operations = [*self._operations.values(), self._join]
+            self._join = None
+        self.finish(operations, error)

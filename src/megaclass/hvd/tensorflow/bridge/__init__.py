@@ -1,0 +1,23 @@
+"""Runs collectives of the engine on TensorFlow's tensors, without copies where the framework allows it.
+
+run            one or more calls, eagerly or in a graph; names, gradients and questions of graphs
+call           `Call` describes one collective; how to submit calls and to fetch their results
+memory         tensors of TensorFlow as torch's and back, sharing memory
+kernel         an asynchronous operation of TensorFlow, through its C API: collectives in graphs
+python_nodes   collectives in graphs where there is a GPU, or no such C API: nodes that run Python
+"""
+
+from megaclass.hvd.tensorflow.bridge.call import Call
+from megaclass.hvd.tensorflow.bridge.memory import to_tensorflow, to_torch
+from megaclass.hvd.tensorflow.bridge.run import at_run_time, differentiable, not_rewritten, operation_name, run
+
+__all__ = [
+    "Call",
+    "at_run_time",
+    "differentiable",
+    "not_rewritten",
+    "operation_name",
+    "run",
+    "to_tensorflow",
+    "to_torch",
+]

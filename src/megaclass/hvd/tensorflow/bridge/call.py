@@ -1,0 +1,74 @@
+"""The description of one collective, and the way of calls to the engine and back."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+from torch import Tensor
+
+from megaclass.hvd.basics import _basics
+from megaclass.hvd.collectives.handles import fetch
+from megaclass.hvd.engine.operation import Operation
+
+_ARITHMETIC = {tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64}
+_SENDABLE = {*_ARITHMETIC, tf.bool, tf.uint16, tf.uint32, tf.uint64}
+_ALLOWED = {"allreduce": _ARITHMETIC, "reducescatter": _ARITHMETIC}
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective of this rank."""
+
+    kind: str
+    inputs: Sequence[Any]
+    """TensorFlow's tensors."""
+    submit: Callable[[list[Tensor], list[Tensor] | None], int]
+    """Submits torch's tensors to the engine and returns the handle. The second list is None, or memory for the results."""
+    results: Callable[[Operation], list[Tensor]]
+    """Returns the results of the finished operation."""
+    dtypes: Sequence[Any]
+    """TensorFlow's dtypes of the results."""
+    shapes: Sequence[Any]
+    """Shapes of the results, as far as they are known before."""
+    is_like_inputs: bool = False
+    """True if there is one result for each input, of its shape and dtype; only then is there memory before the call."""
+
+    def __post_init__(self) -> None:
+        allowed = _ALLOWED.get(self.kind, _SENDABLE)
+        for tensor in self.inputs:
+            if tensor.dtype not in allowed:
+                raise ValueError(f"Tensor type {tensor.dtype.name} is not supported by {self.kind}.")
+
+    def without_inputs(self) -> "Call":
+        """Returns the call without TensorFlow's tensors, each of which keeps its whole graph in memory."""
+        return replace(self, inputs=())
+
+
+def submit_calls(
+    calls: Sequence[Call], inputs: Sequence[list[Tensor]], outputs: Sequence[list[Tensor] | None], *, is_awaited: bool
+) -> list[int]:
+    """Submits the calls together and returns their handles. is_awaited: the caller waits for them next."""
+    with _basics.job().controller.together(is_awaited=is_awaited):
+        return [call.submit(given, out) for call, given, out in zip(calls, inputs, outputs, strict=True)]
+
+
+def fetch_results(calls: Sequence[Call], handles: Sequence[int]) -> list[list[Tensor]]:
+    """Waits for all operations, also after one has failed, and returns their results or raises the first error."""
+    results: list[list[Tensor]] = []
+    error: Exception | None = None
+    for call, handle in zip(calls, handles, strict=True):
+        try:
+            results.append(fetch(handle, call.results))
+        except Exception as failed:
+            error = error or failed
+    if error is not None:
+        raise error
+    return results
+
+
+def split(items: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """Cuts the items into lists of these lengths."""
+    places = list(itertools.accumulate(counts, initial=0))
+    return [list(items[start:stop]) for start, stop in itertools.pairwise(places)]

@@ -1,0 +1,42 @@
+"""Tensors of TensorFlow as tensors of torch, and back, that share their memory."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+from torch import Tensor
+
+# torch has these dtypes but no arithmetic for them. They are sent as the signed integers of the same width.
+_SENT_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def to_torch(tensor: Any) -> Tensor:
+    """Returns an eager tensor or a numpy array as a tensor of torch that shares its memory. It must not be written to."""
+    if isinstance(tensor, np.generic):
+        # TensorFlow passes tensors without dimensions to Python nodes as numpy's scalars.
+        tensor = np.asarray(tensor)
+    if not isinstance(tensor, np.ndarray):
+        shared = torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+    elif tensor.dtype == tf.bfloat16.as_numpy_dtype:
+        shared = torch.from_numpy(tensor.view(np.int16)).view(torch.bfloat16)
+    else:
+        shared = torch.from_numpy(tensor)
+    return shared.view(_SENT_AS[shared.dtype]) if shared.dtype in _SENT_AS else shared
+
+
+def to_tensorflow(tensor: Tensor, dtype: Any) -> Any:
+    """Returns the tensor as an eager tensor of TensorFlow that shares its memory."""
+    if tensor.is_cuda:
+        # TensorFlow has streams of its own.
+        torch.cuda.current_stream(tensor.device).synchronize()
+    shared = tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.contiguous()))  # type: ignore[attr-defined]
+    return shared if shared.dtype == dtype else tf.bitcast(shared, dtype)
+
+
+def to_numpy(tensor: Tensor, dtype: Any) -> Any:
+    """Returns the tensor as an array of TensorFlow's dtype, which shares the memory of a tensor in main memory."""
+    tensor = tensor.cpu()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().view(dtype.as_numpy_dtype)

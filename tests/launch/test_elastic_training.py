@@ -1,0 +1,132 @@
+"""`megaclass train` in an elastic job: ranks die and join, and the run ends like one that was never disturbed."""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.launch.conftest import wait_until
+
+from megaclass.cli.main import main
+from megaclass.events_file import read_events
+
+HERE = Path(__file__).parent
+RECIPE = HERE.parents[1] / "recipes" / "demo.toml"
+NUM_IMAGES, STEPS_PER_EPOCH, NUM_STEPS = 96, 6, 72
+SETTINGS = (
+    *("synth.identities=12", "synth.images_per_identity=8", "synth.size=32", "synth.pairs=40", "data.mirror=false"),
+    *("backbone.name=counting_backbone:CountingNet", "backbone.embedding_dim=16", "backbone.batch_norm=sync"),
+    *("head.margin=adaface", "head.margin_size=0.1", "head.scale=16", "head.sample_rate=0.5", "train.ema=0.9"),
+    *("train.global_batch=16", "train.epochs=12", "train.report_steps=1", "export.onnx=false"),
+    *("train.commit_steps=10", "train.checkpoint_epochs=4", "train.nproc=1", "optimizer.lr=0.0003"),
+)
+
+
+def rows_of(folder: Path) -> list[list]:
+    """What the processes have written down: generation, step, rank, number of ranks, images."""
+    lines = [line for file in folder.glob("seen-*") for line in file.read_text().splitlines()]
+    return sorted(json.loads(line) for line in lines)
+
+
+def losses_of(run_dir: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+@pytest.fixture
+def undisturbed(tmp_path, monkeypatch):
+    """The losses of one process, in this one."""
+    monkeypatch.syspath_prepend(str(HERE))
+    (tmp_path / "count").mkdir()
+    monkeypatch.setenv("COUNT_DIR", str(tmp_path / "count"))
+    places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={tmp_path / 'undisturbed'}")
+    assert main(["train", str(RECIPE), *SETTINGS, *places]) == 0
+    for file in (tmp_path / "count").iterdir():
+        file.unlink()
+    return losses_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.ranks
+def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_path, undisturbed):
+    """Rank 0 is killed, then two ranks join, then a rank is killed together with the one that holds its copy."""
+    count, run_dir, hosts = tmp_path / "count", tmp_path / "run", tmp_path / "hosts"
+    hosts.write_text("localhost slots=3\n")
+    for step in (35, 43, 56):
+        (count / f"hold-{step}").touch()
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    options = ("--min-np", "1", "--max-np", "4", "--verbose", "--hostfile", str(hosts))
+    places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={run_dir}")
+    train = (sys.executable, "-m", "megaclass", "train", str(RECIPE), *SETTINGS, *places)
+    job = run.start(*options, *train, env={"COUNT_DIR": str(count), "PYTHONPATH": path})
+
+    def arrive_at(step: int, generation: int, size: int) -> dict[int, int]:
+        """Waits until all ranks hold before a step; returns their processes by rank."""
+
+        def processes() -> dict[int, int]:
+            found = {}
+            for file in count.glob("seen-*"):
+                for line in file.read_text().splitlines():
+                    if json.loads(line)[:2] == [generation, step]:
+                        found[json.loads(line)[2]] = int(file.name.removeprefix("seen-"))
+            return found
+
+        wait_until(lambda: len(processes()) == size or job.process.poll() is not None, 120, job.story)
+        assert job.process.poll() is None, job.story()
+        return processes()
+
+    first = arrive_at(35, 1, 3)
+    os.kill(first[0], signal.SIGKILL)
+    job.says(f"rank 0 on localhost (pid {first[0]}) ended with signal SIGKILL; 2 rank(s) go on.")
+    (count / "hold-35").unlink()
+    # Rank 0 had written the metrics and held the folder's lock; its centres are on another rank.
+    second = arrive_at(43, 2, 2)
+    assert second == {0: first[1], 1: first[2]}
+    job.says("generation 2: 2 ranks on localhost:2; before: 3.")
+    job.says("generation 2 trains")
+    hosts.write_text("localhost slots=3\n127.0.0.1 slots=2\n")
+    job.says("127.0.0.1:2 was added; new ranks there join at the next commit.")
+    job.says("is ready (start)", 5, timeout_s=90)
+    (count / "hold-43").unlink()
+    third = arrive_at(56, 3, 4)
+    assert (third[0], third[1]) == (first[1], first[2])
+    # Copies are on another host where there is one: that of rank 1 is on rank 3.
+    for rank in (1, 3):
+        os.kill(third[rank], signal.SIGKILL)
+    job.says("ended with signal SIGKILL", 3)
+    (count / "hold-56").unlink()
+    assert job.wait(150) == 0, job.story()
+    assert (
+        "centres were lost with a rank and with the rank that held the copy of them: going back to the newest"
+        in job.err
+    )
+
+    # Every step is in the curve once, and the curve is the undisturbed one: other ranks add in another order.
+    losses = losses_of(run_dir)
+    assert [step for step, _ in losses] == list(range(1, NUM_STEPS + 1))
+    assert losses == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in undisturbed]
+    # Of a step that was done again, the last time counts. Every image was trained on once per epoch.
+    rows = rows_of(count)
+    last = {step: generation for generation, step, *_ in rows}
+    images: list[Counter] = [Counter() for _ in range(NUM_STEPS // STEPS_PER_EPOCH)]
+    for generation, step, _, _, seen in rows:
+        if last[step] == generation:
+            images[step // STEPS_PER_EPOCH] += Counter(seen)
+    assert [(len(seen), set(seen.values())) for seen in images] == [(NUM_IMAGES, {1})] * len(images)
+    # Only steps since the last commit, and since the last checkpoint where the copy was lost, too, were done again.
+    begins = {generation: min(row[1] for row in rows if row[0] == generation) for generation in (1, 2, 3, 4)}
+    assert begins == {1: 0, 2: 30, 3: begins[3], 4: 48} and begins[3] in (48, 50)
+    assert {(row[0], row[3]) for row in rows} == {(1, 3), (2, 2), (3, 4), (4, 2)}
+
+    changes = [event for event in read_events(run_dir)[0] if event["event"] == "rank_change"]
+    fields = ("step", "before", "after", "lost_ranks", "undone_steps", "generation")
+    assert [tuple(change[name] for name in fields) for change in changes] == [
+        (30, 3, 2, [0], 5, 2),
+        (begins[3], 2, 4, [], 0, 3),
+        (48, 4, 2, [1, 3], 8, 4),
+    ]
+    page = (run_dir / "report.html").read_text()
+    assert page.count("rank_change") == 3 and re.search(r"before 4, after 2, lost_ranks \[1, 3\]", page)
