@@ -91,10 +91,15 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
 	$(call install,megaclass with its progress bar and ONNX exporter,--editable ".[ui$(COMMA)onnx]")
 	@touch $@
 
+# Without its dependencies: it asks for Pillow below 13, and the tests should run on the newest. These are what it imports besides.
+TRACKIO := trackio gradio-client orjson python-multipart brotli websockets
+
 $(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
 	$(call install,megaclass and the tools of its tests,--editable ".[ui$(COMMA)onnx$(COMMA)dev]")
 	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
 	@$(PIP) --quiet --editable ".[tensorflow]" || echo "TensorFlow could not be installed."
+	@echo "Installing trackio, which is optional, too."
+	@$(PIP) --quiet --no-deps $(TRACKIO) || echo "trackio could not be installed."
 	@touch $@ $(VENV)/.demo-installed
 
 COMMA := ,

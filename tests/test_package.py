@@ -88,8 +88,14 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(wheel):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 
+def test_the_index_would_accept_the_wheel_and_show_its_readme(wheel):
+    run = [sys.executable, "-m", "twine", "check", "--strict", str(wheel)]
+    checked = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert checked.returncode == 0 and "PASSED" in checked.stdout, checked.stdout + checked.stderr
+
+
 def test_the_demos_command_runs_from_the_wheel_in_an_empty_folder(commands, tmp_path):
-    call(commands / "megaclass", "train", ROOT / "recipes" / "demo.toml", *TINY, cwd=tmp_path)
+    call(commands / "megaclass", "demo", *TINY, cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["datasets", "runs"]
     run_dir = tmp_path / "runs" / "demo"
     names = {path.name for path in run_dir.iterdir()}

@@ -21,7 +21,7 @@ from megaclass.evaluate.report.page import (
     script_digest,
     write_report,
 )
-from megaclass.evaluate.report.training import time_parts
+from megaclass.evaluate.report.training.curves import time_parts
 
 _NUM_PAIRS = 60
 _VOID = {"meta", "img", "br", "link", "hr", "input"}
@@ -254,7 +254,7 @@ def test_where_time_went_adds_up():
     # 98 s in all, a quarter of it waiting.
     parts = time_parts(_report().models[0].metrics)
     assert parts == {"computing": pytest.approx(73.5), "waiting for data": pytest.approx(24.5)}
-    assert "computing 73.5 s (75%), waiting for data 24.5 s (25%)" in Page(render_report(_report())).words()
+    assert "computing 73.5 s (75%) waiting for data 24.5 s (25%)" in Page(render_report(_report())).words()
     resumed = [{"elapsed_s": 10.0}, {"elapsed_s": 4.0}, {"step": 1}]
     assert time_parts(resumed) == {"computing": 14.0}
 

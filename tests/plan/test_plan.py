@@ -1,15 +1,23 @@
 """`megaclass plan`: its numbers against measured ones and against the formulas of the documentation."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megaclass.bench.data import read_and_decode_rate
 from megaclass.cli.main import main
 from megaclass.config.read import load_config_values
+from megaclass.data.loading import choose
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
 from megaclass.plan.exchanges import exchanges
-from megaclass.plan.gpus import GIB, GPUS
+from megaclass.plan.gpus import GIB, GPUS, known_gpu
 from megaclass.plan.job import Job
+from megaclass.plan.loader import plan_loader
 from megaclass.plan.memory import plan_memory
 from megaclass.plan.plan import make_plan
 from megaclass.plan.speed import step_time
@@ -92,3 +100,73 @@ def test_the_command_prints_text_and_json_and_says_what_is_missing(
     assert main(["plan", "demo", *recipe, *size, "l4", "head.optimizer=adamw"]) in (0, 1)
     text = capsys.readouterr().out
     assert "Memory per rank" in text and "centres" in text and "images/s" in text
+
+
+def with_data(planned: Job, **data: object) -> Job:
+    return planned.with_settings(data=data)
+
+
+def test_the_loader_is_the_one_that_training_would_start_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = job("slim", 8 * 64, 1000, 1.0, num_ranks=8)
+    batch_bytes = 64 * 112 * 112 * 3
+    for cores, threads in ((16, 1), (64, 1), (128, 3), (1024, 2)):
+        monkeypatch.setattr(choose, "available_cores", lambda cores=cores: cores)
+        cuda = torch.device("cuda")
+        started = choose.choose_processes("debug", workers="auto", threads=threads, device=cuda, num_local_ranks=8)
+        found = plan_loader(with_data(planned, threads=threads))
+        assert (found.num_processes, found.num_threads) == (started.num_processes, threads * started.num_processes)
+        # data/loading/in_processes.py: at most 16 batches ahead, within 256 MiB, and two that training holds.
+        assert found.host_bytes == 18 * batch_bytes
+    assert plan_loader(with_data(planned, workers=3, threads=2)).num_threads == 6
+    own_threads = plan_loader(with_data(planned, workers=0, threads=5))
+    assert (own_threads.num_processes, own_threads.host_bytes) == (0, (6 + 5 + 2) * batch_bytes)
+    on_gpu = plan_memory(with_data(planned, on_gpu=True))
+    assert on_gpu.host_loader == 0 and on_gpu.parts["training images"] == 10_000 * 112 * 112 * 3
+
+
+@pytest.mark.ranks
+def test_the_decode_rate_is_measured_on_the_data_of_the_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    synthesize(tmp_path / "data", num_identities=8, images_per_identity=8, image_size=32, seed=0, num_pairs=20)
+    source = open_source(str(tmp_path / "data"))
+    read = type(source).read
+    seen = set()
+
+    def slow_read(self: object, index: int) -> bytes:
+        time.sleep(0.01)
+        seen.add(index)
+        return read(self, index)
+
+    recipe = ["plan", "demo", f"data.path={tmp_path}/data", "synth.identities=0", "train.nproc=1", "--gpu", "h200"]
+    main([*recipe, "--json"])
+    quick = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(type(source), "read", slow_read)
+    assert 10 < read_and_decode_rate(source, seconds=0.1, batch=16) < 100, "ten milliseconds per image are waited for"
+    assert len(seen) >= 16
+    main([*recipe, "data.workers=4"])
+    assert "each rank has 4 threads in 4 loader processes: set data.workers=" in capsys.readouterr().out
+    assert quick["decode_images_per_second_per_thread"] > 100
+    assert quick["threads_needed_per_rank"] == -(
+        -quick["images_per_second"] // quick["decode_images_per_second_per_thread"]
+    )
+
+
+def test_the_report_draws_the_plan_as_stacked_bars_beside_the_measured_memory() -> None:
+    planned = job("slim", 64, 1_000_000, 1.0)
+    memory = plan_memory(planned)
+    rows = [{"step": 1, "gpu_memory_gib": 3.0}, {"step": 2, "gpu_memory_gib": 5.0}, {"step": 3}]
+    section = memory_section(
+        "run", PlannedMemory(memory=memory, gpu_name="h200", gpu_bytes=GPUS["h200"].memory, is_gpu_known=True), rows
+    )
+    on_gpu, measured, loader = section["bars"]
+    assert section["legend"] == [
+        "backbone", "centres", "optimizer", "logits", "activations", "buffers", "loader (host memory)", "measured",
+    ]  # fmt: skip
+    longest = max(memory.peak, 5 * GIB)
+    assert sum(float(part["share"]) for part in on_gpu["parts"]) == pytest.approx(100 * memory.peak / longest, abs=0.1)
+    centres = next(part for part in on_gpu["parts"] if part["text"].startswith("centres "))
+    assert float(centres["share"]) == pytest.approx(100 * memory.parts["centres"] / longest, abs=0.01)
+    assert measured["total"] == "5.00 GiB" and f"{5 * GIB / memory.peak - 1:+.0%}" in section["text"]
+    assert loader["parts"][0]["text"].startswith("loader ")
+    assert known_gpu("NVIDIA A100-SXM4-40GB", 42_400_000_000) is GPUS["a100-40"] and known_gpu("abacus", None) is None

@@ -1,4 +1,4 @@
-"""Shards and the classes that they hold: the one rule by which centres move to another number of ranks.
+"""Shards and the classes they hold: the one rule by which centres move to another number of ranks.
 
 A shard is the centres of a contiguous range of classes, in a file of a checkpoint (load.py) or in the memory of a rank of an
 elastic job (train/elastic). No torch here.

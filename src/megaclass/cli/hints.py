@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""What commands are added to: the result of add_subparsers(), for which argparse has no public name."""
+"""The object that commands are added to: the result of add_subparsers(), for which argparse has no public name."""
 
 
 def _hint(given: Sequence[str], parser: argparse.ArgumentParser) -> str:

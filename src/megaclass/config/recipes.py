@@ -7,8 +7,8 @@ _FOLDER = Path(__file__).parents[1] / "recipes"
 
 
 def recipe_path(given: Path) -> Path:
-    """Returns the file that the user means: the given one if it exists, otherwise a recipe of the package with that name."""
-    if given.exists() or len(given.parts) != 1:
+    """Returns the file that the user means: the given one if it is a file, otherwise a recipe of the package with that name."""
+    if given.is_file() or len(given.parts) != 1:
         return given
     shipped = _FOLDER / f"{given.name.removesuffix('.toml')}.toml"
     return shipped if shipped.is_file() else given

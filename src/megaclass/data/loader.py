@@ -153,14 +153,13 @@ class BatchLoader:
         """Images of another size that this rank has fitted so far; workers add to it under _counting."""
         self._counting = threading.Lock()
         self.num_workers = max(1, num_workers)
-        self.num_prefetched = max(self.num_workers + 1, num_prefetched)
+        self.num_prefetched = prefetched_by_threads(self.num_workers, num_prefetched)
         self.processes = processes
         self.device = device
         self.is_resident = is_resident
         self._resident: ResidentImages | None = None
         self._batch_shape = (plan.max_rows, *self.image_size, 3)
-        # Enough for the batches that wait, those in the making, and two in the hands of the caller.
-        num_kept = self.num_prefetched + self.num_workers + 2
+        num_kept = batches_of_threads(self.num_workers, self.num_prefetched)
         self._memory = ReusedMemory(num_kept * math.prod(self._batch_shape))
 
     @property
@@ -252,6 +251,16 @@ class BatchLoader:
                 del loaded, pixels
         finally:
             processes.close()
+
+
+def prefetched_by_threads(num_threads: int, num_prefetched: int = 4) -> int:
+    """Returns how many finished batches wait for the caller if threads of the rank decode."""
+    return max(num_threads + 1, num_prefetched)
+
+
+def batches_of_threads(num_threads: int, num_prefetched: int) -> int:
+    """Returns how many batches are in memory at most: those that wait, those in the making, and two that the caller has."""
+    return num_prefetched + num_threads + 2
 
 
 def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:

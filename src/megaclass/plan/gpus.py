@@ -60,8 +60,13 @@ def gpu_named(name: str | None) -> Gpu:
         return known
     if torch.cuda.is_available():
         here = torch.cuda.get_device_properties(0)
-        words = here.name.lower().replace("geforce rtx ", "rtx").replace("-", " ").split()
-        alike = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
-        if alike:
-            return min(alike, key=lambda gpu: abs(gpu.memory - here.total_memory))
+        return known_gpu(here.name, here.total_memory) or GPUS["h200"]
     return GPUS["h200"]
+
+
+def known_gpu(name: str, memory: object) -> Gpu | None:
+    """Returns the GPU of the table that CUDA calls so, by its memory in bytes if there are several; None if there is none."""
+    words = name.lower().replace("geforce rtx ", "rtx").replace("-", " ").split()
+    alike = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
+    size = memory if isinstance(memory, int) else 0
+    return min(alike, key=lambda gpu: abs(gpu.memory - size)) if alike else None

@@ -5,13 +5,13 @@ from functools import cache
 
 import torch
 
+from megaclass.backbones.configured import backbone_on_paper
 from megaclass.config.schema import BackboneConfig, Config
 from megaclass.head.sampling import rate_schedule, sample_capacity
 from megaclass.head.stored_memory import SHARE_OF_DEVICE
 from megaclass.image_size import compact_size
 from megaclass.plan.gpus import Gpu
 from megaclass.plan.trace import BackboneTrace, trace_backbone
-from megaclass.train.build import backbone_on_paper
 
 _DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from megaclass.plan.head import HeadCosts, head_costs
 from megaclass.plan.job import Job
+from megaclass.plan.loader import plan_loader
 
 LIBRARIES = 100 << 20
 """Workspaces of cuBLAS and the scratch memory of the fused batch norm, in torch's count."""
@@ -48,17 +49,15 @@ def plan_memory(job: Job) -> Memory:
         "centres": head.centres,
         "state of the centres": head.row_state,
         "communication buffers": _communication(job),
+        "training images": _images_on_gpu(job),
         "libraries": LIBRARIES,
     }
     moments = _moments(job, head)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    height, width = job.image_size
-    threads = config.data.threads
-    batches = max(threads + 1, 4) + threads + 2
     return Memory(
         {name: size for name, size in (lasting | moments[moment]).items() if size},
         moment,
-        host_loader=batches * job.max_batch * height * width * 3,
+        host_loader=plan_loader(job).host_bytes,
     )
 
 
@@ -79,6 +78,12 @@ def _moments(job: Job, head: HeadCosts) -> dict[str, dict[str, int]]:
         "backward": {"activations": backward, "batch in the head": head.images, "logits": head.stored},
         "update of the centres": {"batch in the head": head.images, "logits": head.stored + head.update_extra},
     }
+
+
+def _images_on_gpu(job: Job) -> int:
+    """With data.on_gpu every rank keeps the pixels of all images."""
+    height, width = job.image_size
+    return job.num_images * height * width * 3 if job.config.data.on_gpu else 0
 
 
 def _communication(job: Job) -> int:

@@ -9,6 +9,7 @@ from megaclass.errors import UserError
 from megaclass.plan.exchanges import Exchange, exchanges, exposed_seconds
 from megaclass.plan.head import head_costs
 from megaclass.plan.job import Job
+from megaclass.plan.loader import LoaderPlan, plan_loader
 from megaclass.plan.memory import OUTSIDE_TORCH, USABLE, Memory, plan_memory
 from megaclass.plan.speed import StepTime, step_time
 
@@ -34,6 +35,7 @@ class Plan:
 
     job: Job
     memory: Memory
+    loader: LoaderPlan
     sent: list[Exchange]
     time: StepTime
     exchange_s: float
@@ -95,6 +97,8 @@ class Plan:
             "bytes": self.memory.parts,
             "peak_moment": self.memory.peak_moment,
             "host_loader_bytes": self.memory.host_loader,
+            "loader_processes_per_rank": self.loader.num_processes,
+            "reader_threads_per_rank": self.loader.num_threads,
             "exchanges": [asdict(one) for one in self.sent],
             "step_s": {**asdict(self.time), "exchange": self.exchange_s, "total": self.step_s},
             "images_per_second": self.images_per_second,
@@ -116,6 +120,7 @@ def make_plan(job: Job, *, decode_rate: float | None = None) -> Plan:
     return Plan(
         job=job,
         memory=memory,
+        loader=plan_loader(job),
         sent=sent,
         time=seconds,
         exchange_s=exposed_seconds(job, sent, seconds.backbone),

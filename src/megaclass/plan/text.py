@@ -70,12 +70,17 @@ def _data(plan: Plan) -> str:
     needed = f"{per_rank:,.0f} images/s per rank are needed"
     if plan.decode_rate is None or plan.threads_needed is None:
         return f"{needed}; nothing was measured, because there is no data here"
-    threads = plan.job.config.data.threads
-    advice = "" if threads >= plan.threads_needed else f": set data.threads={plan.threads_needed} (now {threads})"
-    return (
-        f"{needed}; one thread of this machine reads and decodes {plan.decode_rate:,.0f}, so {plan.threads_needed} "
-        f"keep up{advice}"
-    )
+    loader = plan.loader
+    here = f"{loader.num_threads} thread" + "s" * (loader.num_threads > 1)
+    if loader.num_processes:
+        here += f" in {loader.num_processes} loader process" + "es" * (loader.num_processes > 1)
+    indent = f"\n{'':14}"
+    reads = f"{needed}; one thread of this machine{indent}reads and decodes {plan.decode_rate:,.0f}, so {plan.threads_needed}"
+    if loader.num_threads >= plan.threads_needed:
+        return f"{reads} keep up; each rank has {here}"
+    per_process = plan.job.config.data.threads
+    change = f"data.workers={-(-plan.threads_needed // per_process)}"
+    return f"{reads} would keep up;{indent}each rank has {here}: set {change} if the host has the cores"
 
 
 def _size(num_bytes: int) -> str:

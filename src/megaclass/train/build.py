@@ -4,21 +4,18 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from megaclass.backbones import build_backbone
-from megaclass.backbones.vit import VisionTransformer
+from megaclass.backbones.configured import checkpoint_activations, configured_layers, freeze
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
-from megaclass.config.schema import BackboneConfig, Config, HeadConfig, OptimizerConfig
+from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.data_parallel import data_parallel, exact_average
-from megaclass.distributed.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
+from megaclass.distributed.sync_batch_norm import synchronise_batch_norm
 from megaclass.distributed.wire_formats import compression_hook
 from megaclass.errors import ConfigError
 from megaclass.head.margins import MARGINS, Margin
@@ -156,95 +153,17 @@ def _build_backbone(
 ) -> tuple[nn.Module, list[KeyedDropout]]:
     # The initial weights depend on the seed alone: every rank draws the same ones, whatever ran before.
     torch.manual_seed(config.train.seed)
-    backbone = _layers(config.backbone, image_size)
+    backbone = configured_layers(config.backbone, image_size)
     # After all layers are in place, and before anything wraps them.
     dropouts = key_dropout(backbone, config.train.seed)
     if config.backbone.batch_norm == "sync":
         synchronise_batch_norm(backbone)
-    _freeze(backbone, config.backbone)
+    freeze(backbone, config.backbone)
     if config.backbone.checkpoint_activations:
-        _checkpoint_activations(backbone, config.backbone)
+        checkpoint_activations(backbone, config.backbone)
     backbone.to(device)
     backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return backbone, dropouts
-
-
-def backbone_on_paper(settings: BackboneConfig, image_size: ImageSize) -> nn.Module:
-    """Builds the backbone on torch's default device for `megaclass plan`: its memory, not its values, are those of a run."""
-    backbone = _layers(settings, image_size)
-    _freeze(backbone, settings)
-    if settings.checkpoint_activations:
-        _checkpoint_activations(backbone, settings)
-    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return backbone
-
-
-def _layers(settings: BackboneConfig, image_size: ImageSize) -> nn.Module:
-    backbone = build_backbone(settings.name, embedding_dim=settings.embedding_dim, image_size=image_size)
-    if settings.dropout:
-        if not isinstance(getattr(backbone, "dropout", None), nn.Dropout):
-            raise ConfigError(f"backbone.dropout is {settings.dropout}, but {settings.name} has no layer `dropout`.")
-        backbone.dropout = nn.Dropout(settings.dropout)
-    if settings.drop_path or settings.mask_patches:
-        if not isinstance(backbone, VisionTransformer):
-            raise ConfigError(
-                f"backbone.drop_path is {settings.drop_path} and backbone.mask_patches {settings.mask_patches}, but "
-                f"only the transformers (vit_t to vit_h) have them, not {settings.name}: set both to 0."
-            )
-        backbone.regularise(settings.drop_path, settings.mask_patches)
-    return backbone
-
-
-def _freeze(backbone: nn.Module, config: BackboneConfig) -> None:
-    for prefix in config.freeze:
-        frozen = [p for name, p in backbone.named_parameters() if name.startswith(prefix)]
-        if not frozen:
-            raise ConfigError(
-                f"backbone.freeze names {prefix!r}, but no parameter of {config.name} starts with that prefix."
-            )
-        for parameter in frozen:
-            parameter.requires_grad = False
-    if not any(parameter.requires_grad for parameter in backbone.parameters()):
-        raise ConfigError(
-            f"backbone.freeze = {list(config.freeze)} leaves nothing of {config.name} to train: "
-            f"leave at least its last layer out of the list."
-        )
-
-
-def _checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
-    blocks = [module for module in backbone.modules() if getattr(module, "is_recomputable", False)]
-    if not blocks:
-        raise ConfigError(
-            f"backbone.checkpoint_activations is on, but only the iresnets and the transformers support it, not "
-            f"{config.name}."
-        )
-    for block in blocks:
-        block.forward = partial(_forward_with_recomputation, block, block.forward)
-
-
-def _forward_with_recomputation(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        # A compiled block repeats its arithmetic only, and does not touch the running statistics again.
-        result: Tensor = checkpoint(forward, x, use_reentrant=False)
-    else:
-        result = checkpoint(
-            forward, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _statistics_stay(block))
-        )
-    return result
-
-
-@contextmanager
-def _statistics_stay(block: nn.Module) -> Iterator[None]:
-    """Freezes running statistics while backward repeats the forward: each batch must count once."""
-    norms = [module for module in block.modules() if isinstance(module, (nn.BatchNorm2d, SyncBatchNorm))]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
 
 
 def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:

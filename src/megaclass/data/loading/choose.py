@@ -32,9 +32,7 @@ def choose_processes(
     if workers == "auto":
         if device.type != "cuda" or unknown:
             return None
-        # More processes than cores would slow the thread that feeds the GPU, which is the one that must never wait.
-        for_loading = cores_of_rank(num_local_ranks) - _CORES_OF_TRAINING
-        num_processes = max(1, min(_MAX_PROCESSES, for_loading // threads))
+        num_processes = automatic_processes(threads, num_local_ranks)
     else:
         num_processes = workers
     if num_processes and unknown:
@@ -43,6 +41,13 @@ def choose_processes(
             f"the package, which loader processes do not know: set data.workers=0 and raise data.threads."
         )
     return LoaderSettings(path=path, num_processes=num_processes, num_threads=threads) if num_processes else None
+
+
+def automatic_processes(threads: int, num_local_ranks: int) -> int:
+    """Returns how many loader processes data.workers=auto starts per rank that trains on a GPU of this machine."""
+    # More processes than cores would slow the thread that feeds the GPU, which is the one that must never wait.
+    for_loading = cores_of_rank(num_local_ranks) - _CORES_OF_TRAINING
+    return max(1, min(_MAX_PROCESSES, for_loading // threads))
 
 
 def cores_of_rank(num_local_ranks: int) -> int:

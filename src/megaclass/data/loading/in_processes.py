@@ -20,6 +20,11 @@ _AHEAD_BYTES = 2**28
 _NUM_ON_DEVICE = 2
 
 
+def num_slots(batch_bytes: int) -> int:
+    """Returns how many batches of this size the ring of the loader processes of one rank holds."""
+    return min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes)) + _NUM_HELD
+
+
 @dataclass(frozen=True)
 class Loaded:
     """One batch as it comes from the ring."""
@@ -41,9 +46,9 @@ class ProcessBatches:
     ) -> None:
         height, width = reader.plan.image_size
         batch_bytes = reader.plan.max_rows * height * width * 3
-        num_ahead = min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes))
+        slots = num_slots(batch_bytes)
         self._reader = reader
-        self._processes = LoaderProcesses(settings, reader.plan, reader.source, bad_images, num_ahead + _NUM_HELD)
+        self._processes = LoaderProcesses(settings, reader.plan, reader.source, bad_images, slots)
         on_device = device is not None and device.type == "cuda"
         self._num_prefetched = _NUM_ON_DEVICE if on_device else 1
         try:
@@ -57,7 +62,7 @@ class ProcessBatches:
             raise
         self._filling: deque[tuple[int, int]] = deque()
         self._ready: deque[tuple[int, int]] = deque()
-        self._free: deque[int] = deque(range(num_ahead + _NUM_HELD))
+        self._free: deque[int] = deque(range(slots))
 
     @property
     def pids(self) -> list[int]:

@@ -38,6 +38,8 @@ class Figure:
     """Name and CSS classes of each key."""
     has_toggles: bool = False
     """Pressing a key of the legend hides its line."""
+    note: str = ""
+    """Words below the chart that say what to look for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,11 +118,18 @@ def log_axis(label: str, low: float, high: float) -> Axis:
 
 
 def line_chart(
-    series: Sequence[Series], x_axis: Axis, y_axis: Axis, *, title: str, size: tuple[int, int] = WIDE
+    series: Sequence[Series],
+    x_axis: Axis,
+    y_axis: Axis,
+    *,
+    title: str,
+    size: tuple[int, int] = WIDE,
+    band: tuple[float, float] | None = None,
 ) -> Markup:
-    """Draws lines over two axes, later ones over earlier ones."""
+    """Draws lines over two axes, later ones over earlier ones, and a shaded range of values behind them."""
     plot = _Plot(x_axis=x_axis, y_axis=y_axis, size=size)
-    lines = [
+    lines = [] if band is None else [plot.band(*band)]
+    lines += [
         f'<path class="line {escape(one.css)}" data-name="{escape(one.name)}" d="{_line_path(one, plot)}"/>'
         for one in series
     ]
@@ -191,6 +200,14 @@ class _Plot:
 
     def point(self, x: float, y: float) -> str:
         return f"{self.x(float(x)):.1f} {self.y(float(y)):.1f}"
+
+    def band(self, low: float, high: float) -> str:
+        """Returns a rectangle over the values from low to high, as far as they lie in the drawing."""
+        top, bottom = self.y(high), self.y(low)
+        return (
+            f'<rect class="band" x="{_LEFT}" y="{top:.1f}" width="{self.right - _LEFT}" '
+            f'height="{max(bottom - top, 0):.1f}"/>'
+        )
 
     def svg(self, drawn: Sequence[str], title: str, *, has_values: bool = False) -> Markup:
         width, height = self.size

@@ -1,7 +1,9 @@
 """Collects the content of a report from run folders; training and evaluation wrote everything it shows."""
 
+import datetime
 import logging
 import platform
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,24 @@ import numpy as np
 import torch
 
 import megaclass
+from megaclass.config.read import load_config_values
+from megaclass.config.schema import Config
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.embed import OnProgress
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluate.report.page import ModelReport, ReportData
-from megaclass.evaluate.report.ranks import rank_rows
-from megaclass.evaluate.report.training import time_parts
+from megaclass.evaluate.report.training.curves import time_parts
+from megaclass.evaluate.report.training.memory import PlannedMemory
+from megaclass.evaluate.report.training.ranges import cosine_range
+from megaclass.evaluate.report.training.ranks import rank_rows
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluate.training_images import TrainingImages, read_training_images
 from megaclass.events_file import read_events
 from megaclass.files import published_file
 from megaclass.metrics_file import read_metrics, read_summary
+from megaclass.plan.gpus import gpu_named, known_gpu
+from megaclass.plan.job import Job
+from megaclass.plan.memory import plan_memory
 
 _log = logging.getLogger("megaclass.evaluate")
 BASELINES_FOLDER = "baselines"
@@ -91,21 +100,66 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
     summary = read_summary(run)
     rows = _read_metrics(run / "metrics.jsonl")
-    config = run / "config.toml"
-    metrics = [_drawable(row) for row in rows]
+    path = run / "config.toml"
+    config_text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    config = _config_of(config_text)
+    num_classes = summary.get("num_classes")
+    metrics, events = [_drawable(row) for row in rows], read_events(run)[0]
     return ModelReport(
         name=name,
         results=read_results(run),
         metrics=metrics,
         rank_rows=rank_rows(rows),
-        events=read_events(run)[0],
+        events=events,
         profiles=sorted((run / "profile").glob("rank-*")),
-        facts=_facts(summary, metrics),
-        config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        facts=_facts(summary, metrics, events),
+        config_text=config_text,
+        cosines=cosine_range(config.head, num_classes if isinstance(num_classes, int) else None) if config else None,
+        planned=_planned(config, summary) if config else None,
         centres=centres,
         training_images=_training_images(run),
         sample_faces=read_faces(run),
     )
+
+
+def _config_of(text: str) -> Config | None:
+    """Returns the settings of a run; None if they cannot be read, which costs what is derived from them."""
+    try:
+        return load_config_values(tomllib.loads(text), where="config.toml") if text else None
+    except (UserError, tomllib.TOMLDecodeError, RecursionError):
+        return None
+
+
+def _planned(config: Config, summary: Mapping[str, Any]) -> PlannedMemory | None:
+    """Returns what `megaclass plan` counts for the run; None if the run is too young or its backbone is the user's own.
+
+    The settings come from a run folder, which must not decide which code is imported: a `module:Class` is not built.
+    """
+    num_classes, num_images, size = (summary.get(key) for key in ("num_classes", "num_images", "image_size"))
+    num_ranks = summary.get("world_size")
+    counts = (num_classes, num_images, num_ranks)
+    if ":" in config.backbone.name or not all(isinstance(one, int) and 0 < one < 10**12 for one in counts):
+        return None
+    sides: list[Any] = size if isinstance(size, list) else [size, size]
+    if len(sides) != 2 or not all(isinstance(side, int) and 8 <= side <= 4096 for side in sides):
+        return None
+    gpu = known_gpu(str(summary.get("gpu") or ""), summary.get("gpu_bytes"))
+    job = Job(
+        config=config,
+        gpu=gpu or gpu_named("h200"),
+        num_ranks=int(summary["world_size"]),
+        ranks_per_host=8,
+        num_classes=int(summary["num_classes"]),
+        num_images=int(summary["num_images"]),
+        image_size=(sides[0], sides[1]),
+        network=1e10,
+    )
+    try:
+        memory = plan_memory(job)
+    except (UserError, RuntimeError, ValueError) as error:
+        _log.warning("The report has no section on memory: %s", error)
+        return None
+    return PlannedMemory(memory=memory, gpu_name=job.gpu.name, gpu_bytes=job.gpu.memory, is_gpu_known=gpu is not None)
 
 
 def _name_of(run: Path, runs: Sequence[Path]) -> str:
@@ -131,11 +185,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
 
 
-def _facts(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _facts(
+    summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, str]:
     shown = {
-        "finished_at": ("Date", "{}"),
+        "finished_at": ("Finished", "{}"),
         "command": ("Command", "{}"),
         "host": ("Host", "{}"),
+        "gpu": ("GPU", "{}"),
         "version": ("Version of megaclass", "{}"),
         "data": ("Data", "{}"),
         "data_fingerprint": ("Data fingerprint", "{}"),
@@ -149,21 +206,35 @@ def _facts(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> 
         "final_loss": ("Final loss", "{:.4f}"),
         "images_per_second": ("Images per second", "{:,.0f}"),
     }
-    facts = {}
+    facts = _begun(events)
+    if seconds := sum(time_parts(metrics).values()):
+        facts["Duration"] = _duration(seconds)
     for key, (title, text) in shown.items():
         value = summary.get(key)
         if value is not None:
             is_plain = text == "{}" or _is_number(value)
             facts[title] = text.format(value) if is_plain else str(value)
-    seconds = sum(time_parts(metrics).values())
-    if seconds:
-        facts["Duration"] = _duration(seconds)
     size = summary.get("image_size")
     if isinstance(size, int):
         facts["Image size"] = f"{size} × {size}"
     elif isinstance(size, list):
         # (height, width) of a rectangle.
         facts["Image size"] = " × ".join(map(str, reversed(size)))
+    return facts
+
+
+def _begun(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the date of the first start, and what a run without a summary knows about itself."""
+    starts = [event for event in events if event["event"] in ("start", "resume")]
+    if not starts:
+        return {}
+    facts = {}
+    if 0 <= starts[0]["time"] < 4e9:
+        begun = datetime.datetime.fromtimestamp(starts[0]["time"], datetime.UTC)
+        facts["Started"] = begun.strftime("%Y-%m-%d %H:%M UTC")
+    for key, title in (("version", "Version of megaclass"), ("world_size", "Ranks")):
+        if isinstance(starts[-1].get(key), str | int):
+            facts[title] = str(starts[-1][key])
     return facts
 
 

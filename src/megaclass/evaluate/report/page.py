@@ -21,12 +21,14 @@ from megaclass.evaluate.protocols.centre_health import CentreHealth
 from megaclass.evaluate.report.charts import colour
 from megaclass.evaluate.report.classes import centres_section, training_images_section
 from megaclass.evaluate.report.pictures import picture
-from megaclass.evaluate.report.ranks import RankRow, rank_section
 from megaclass.evaluate.report.sets import ModelResults, set_sections
 from megaclass.evaluate.report.settings import differing_settings
-from megaclass.evaluate.report.time_line import time_line
-from megaclass.evaluate.report.training import times, training_figures
-from megaclass.evaluate.report.verdict import verdict
+from megaclass.evaluate.report.training.curves import times, training_figures
+from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
+from megaclass.evaluate.report.training.ranges import HealthyRange
+from megaclass.evaluate.report.training.ranks import RankRow, rank_section
+from megaclass.evaluate.report.training.time_line import time_line, time_line_picture
+from megaclass.evaluate.report.training.verdict import History, verdict
 from megaclass.evaluate.results import headline
 from megaclass.evaluate.training_images import TrainingImages
 from megaclass.files import write_text
@@ -48,6 +50,9 @@ class ModelReport:
     """Times of the ranks, from the same rows."""
     events: Sequence[Mapping[str, Any]] = ()
     """Rows of events.jsonl."""
+    cosines: HealthyRange | None = None
+    """Healthy range of the target cosine, by the settings."""
+    planned: PlannedMemory | None = None
     profiles: Sequence[Path] = ()
     """Traces and memory snapshots of train.profile."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -86,12 +91,27 @@ def render_report(report: ReportData, path: Path | None = None) -> str:
         script=Markup(_text("report.js")),
         script_digest=script_digest(),
         tiles=_tiles(report.models),
-        verdicts=[(model.name, verdict(model.metrics, model.events)) for _, model in runs if model.metrics],
-        time_lines=[(model.name, rows) for _, model in runs if (rows := time_line(model.events))],
+        verdicts=[
+            (model.name, verdict(History(model.metrics, model.events, model.rank_rows, model.cosines)))
+            for _, model in runs
+            if model.metrics or model.events
+        ],
+        time_lines=[
+            (model.name, time_line_picture(model.events), rows)
+            for _, model in runs
+            if (rows := time_line(model.events))
+        ],
         **set_sections(
             [ModelResults(name=one.name, results=one.results, is_baseline=one.is_baseline) for one in report.models]
         ),
-        training_figures=training_figures(trained) if trained else [],
+        training_figures=training_figures(
+            trained, {model.name: model.cosines for _, model in runs if model.cosines is not None}
+        )
+        if trained
+        else [],
+        memory=[
+            memory_section(model.name, model.planned, model.metrics) for _, model in runs if model.planned is not None
+        ],
         times=times(trained),
         ranks=[
             section
@@ -127,6 +147,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "panels": ("set-by-set", "Set by set"),
     "training_figures": ("training", "Training"),
     "ranks": ("ranks", "Ranks"),
+    "memory": ("memory", "Memory"),
     "time_lines": ("time-line", "Time line"),
     "centres": ("centres", "Class centres"),
     "training_images": ("labels", "Images that do not fit their class"),

@@ -1,4 +1,4 @@
-// The only script of the report: tabs, legend keys that hide a line, and the values of a chart under the pointer. Without it the page shows everything at once.
+// The only script of the report: tabs, legend keys that hide a line, smoothing, and the values of a chart under the pointer. Without it the page shows everything at once.
 "use strict";
 for (const list of document.querySelectorAll("[role=tablist]")) {
   const tabs = [...list.querySelectorAll("[role=tab]")];
@@ -45,7 +45,10 @@ for (const chart of document.querySelectorAll("svg[data-x]")) {
     };
   };
   const [x, y] = [scale("x"), scale("y")];
-  const lines = [...chart.querySelectorAll("path.line")].map((path) => ({
+  // Of several runs only the means are read: with the single values behind them the line would be twice as long.
+  const paths = [...chart.querySelectorAll("path.line")];
+  const readable = paths.filter((path) => paths.length <= 2 || !path.classList.contains("faint"));
+  const lines = () => readable.map((path) => ({
     path,
     name: path.dataset.name,
     points: path.getAttribute("d").split(/[ML]/).filter(Boolean).map((point) => point.split(" ").map(Number)),
@@ -64,7 +67,7 @@ for (const chart of document.querySelectorAll("svg[data-x]")) {
   const read = (event) => {
     const box = chart.getBoundingClientRect();
     const at = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
-    const visible = lines.filter((line) => line.path.style.display !== "none");
+    const visible = lines().filter((line) => line.path.style.display !== "none");
     if (!visible.length) return;
     const nearest = (line) => line.points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
     const found = visible.map((line) => [line.name, nearest(line)]);
@@ -80,5 +83,25 @@ for (const chart of document.querySelectorAll("svg[data-x]")) {
   chart.addEventListener("pointerleave", () => {
     cursor.setAttribute("visibility", "hidden");
     readout.textContent = "";
+  });
+}
+// Each mean is drawn over its single values: the slider computes it again from them, over more or fewer neighbours.
+for (const label of document.querySelectorAll(".smoothing")) {
+  label.hidden = false;
+  label.querySelector("input").addEventListener("input", (event) => {
+    const share = Number(event.target.value) / 100;
+    for (const chart of label.parentElement.querySelectorAll("svg[data-x]")) {
+      for (const faint of chart.querySelectorAll("path.faint")) {
+        const colour = [...faint.classList].find((name) => name.startsWith("series-"));
+        const mean = chart.querySelector("path." + colour + ":not(.faint)");
+        const pieces = faint.getAttribute("d").split("M").filter(Boolean)
+          .map((piece) => piece.split("L").map((point) => point.split(" ").map(Number)));
+        const span = Math.round(share * pieces.reduce((sum, piece) => sum + piece.length, 0));
+        mean.setAttribute("d", pieces.map((piece) => "M" + piece.map(([x], place) => {
+          const near = piece.slice(Math.max(0, place - span), place + span + 1);
+          return x.toFixed(1) + " " + (near.reduce((sum, point) => sum + point[1], 0) / near.length).toFixed(1);
+        }).join("L")).join(""));
+      }
+    }
   });
 }

@@ -76,6 +76,9 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         "host": socket.gethostname(),
         "version": megaclass.__version__,
     }
+    if run.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(run.device)
+        summary |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory}
     with _optional("A comparison of the verification sets with the training data"):
         drawn = Path(config.data.path) / "verification.bin" if config.synth.identities else None
         with bar_on_demand("comparing the verification sets with the training images") as on_progress:

@@ -1,7 +1,8 @@
-"""The section about ranks: a heat map of rank × time that shows which rank was slow and when, and links to profiles."""
+"""The section about ranks: where the time of each went, which one was slow and when (a heat map), links to profiles."""
 
 import os
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,9 +13,11 @@ from markupsafe import Markup
 
 OWN_PHASES = ("data", "forward", "backward", "update")
 """Phases in which a rank works; in exchanges it waits for the others."""
+PHASES = (*OWN_PHASES, "exchange")
 _LEVELS = (1.05, 1.1, 1.2, 1.5, 2.0)
-"""Ratios to the median rank at which the colour changes; from the third on (20 %) a rank counts as slow."""
-_MOST_COLUMNS, _MOST_ROWS = 96, 64
+"""Ratios to the median of the other ranks at which the colour changes; from the third on (20 %) a rank counts as slow."""
+_MOST_COLUMNS, _MOST_ROWS, _MOST_BARS = 96, 64, 16
+_LEAST_EXCESS_S = 0.001
 _WIDTH, _ROW, _LEFT, _BOTTOM = 960, 14, 66, 34
 
 
@@ -26,6 +29,8 @@ class RankRow:
     own_s: tuple[float, ...]
     slowest_phase: tuple[str, ...]
     """Per rank, the phase in which it is furthest above the median of all ranks."""
+    seconds: tuple[tuple[float, ...], ...] = ()
+    """Per rank, the seconds in each of PHASES; empty if the row does not have them."""
 
 
 def rank_rows(rows: Sequence[Mapping[str, Any]]) -> list[RankRow]:
@@ -44,8 +49,18 @@ def rank_rows(rows: Sequence[Mapping[str, Any]]) -> list[RankRow]:
         for values in by_rank:
             excess = [value - median for value, median in zip(values, medians, strict=True)]
             phases.append(OWN_PHASES[excess.index(max(excess))])
-        own_s = tuple(map(sum, by_rank))
-        found.append(RankRow(step=int(row["step"]), own_s=own_s, slowest_phase=tuple(phases)))
+        exchange = table.get("exchange")
+        seconds: tuple[tuple[float, ...], ...] = ()
+        if _is_column(exchange) and len(exchange) == len(by_rank):
+            seconds = tuple(zip(*columns, exchange, strict=True))
+        found.append(
+            RankRow(
+                step=int(row["step"]),
+                own_s=tuple(map(sum, by_rank)),
+                slowest_phase=tuple(phases),
+                seconds=seconds,
+            )
+        )
     return found
 
 
@@ -57,19 +72,50 @@ def rank_section(
     profiles: traces and snapshots of the run. page: the file of the report, to which the links are relative.
     """
     size = max((len(row.own_s) for row in rows), default=0)
-    if size < 2 and not profiles:
+    bars = rank_bars(rows)
+    if not bars and not profiles:
         return None
     return {
         "title": f"Ranks of {name}",
         "svg": heat_map(rows) if size > 1 else Markup(),
         "text": _summary(rows, size) if size > 1 else "",
+        "phases": PHASES,
+        "bars": bars,
         "levels": [f"up to {level:g}" for level in _LEVELS] + [f"above {_LEVELS[-1]:g}"],
         "profiles": [(path.name, _link(path, page)) for path in profiles],
     }
 
 
+def rank_bars(rows: Sequence[RankRow]) -> list[dict[str, Any]]:
+    """Returns a bar per rank, or group of ranks: its mean seconds per step in each phase, as shares of the longest bar."""
+    rows = [row for row in rows if row.seconds]
+    if not rows:
+        return []
+    size = len(rows[-1].seconds)
+    # The number of ranks may have changed; the bars are those of the last one.
+    rows = [row for row in rows if len(row.seconds) == size]
+    means = [[statistics.fmean(row.seconds[rank][phase] for row in rows) for phase in range(5)] for rank in range(size)]
+    num_bars = min(size, _MOST_BARS)
+    groups = [range(place * size // num_bars, (place + 1) * size // num_bars) for place in range(num_bars)]
+    bars = [[statistics.fmean(means[rank][phase] for rank in ranks) for phase in range(5)] for ranks in groups]
+    longest = max(map(sum, bars)) or 1.0
+    return [
+        {
+            "name": f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}",
+            "text": ", ".join(f"{name} {_time(value)}" for name, value in zip(PHASES, seconds, strict=True)),
+            "total": _time(sum(seconds)),
+            "shares": [f"{100 * value / longest:.2f}" for value in seconds],
+        }
+        for ranks, seconds in zip(groups, bars, strict=True)
+    ]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
 def heat_map(rows: Sequence[RankRow]) -> Markup:
-    """Draws the time of each rank relative to the median rank: one line per rank (or group of ranks), time to the right."""
+    """Draws the time of each rank relative to the median of the others: a line per rank (or group), time to the right."""
     size = max(len(row.own_s) for row in rows)
     num_rows, num_columns = min(size, _MOST_ROWS), min(len(rows), _MOST_COLUMNS)
     cell = (_WIDTH - _LEFT) / num_columns
@@ -96,32 +142,46 @@ def heat_map(rows: Sequence[RankRow]) -> Markup:
     return Markup("".join(parts))
 
 
+def usual_of_others(own_s: Sequence[float], rank: int) -> float:
+    """Returns the median time of the other ranks; that of the rank itself if it is alone."""
+    others = [own for other, own in enumerate(own_s) if other != rank]
+    return statistics.median(others) if others else own_s[rank]
+
+
 def _worst(rows: Sequence[RankRow], ranks: range) -> tuple[float, str]:
-    """Returns the largest ratio to the median rank among some ranks and rows, and its description."""
+    """Returns the largest ratio to the median of the others among some ranks and rows, and its description."""
     worst, words = 0.0, "no such rank then"
     for row in rows:
-        usual = statistics.median(row.own_s)
         for rank in ranks:
-            if rank < len(row.own_s) and usual and row.own_s[rank] / usual > worst:
+            if rank >= len(row.own_s):
+                continue
+            usual = usual_of_others(row.own_s, rank)
+            if usual and row.own_s[rank] / usual > worst:
                 worst = row.own_s[rank] / usual
                 words = f"rank {rank}, step {row.step:,}: {worst:.2f} × the median, most in {row.slowest_phase[rank]}"
     return worst, words
 
 
-def _summary(rows: Sequence[RankRow], size: int) -> str:
-    """Names the rank that was slow most often."""
-    counts: dict[tuple[int, str], int] = {}
+def slow_reports(rows: Sequence[RankRow]) -> Counter[tuple[int, str]]:
+    """Returns in how many reports each rank was the slowest by more than 20 %, by rank and the phase in which it lost most."""
+    counts: Counter[tuple[int, str]] = Counter()
     for row in rows:
         rank = max(range(len(row.own_s)), key=row.own_s.__getitem__)
-        others = [own for other, own in enumerate(row.own_s) if other != rank]
-        if others and row.own_s[rank] > _LEVELS[2] * statistics.median(others):
-            key = (rank, row.slowest_phase[rank])
-            counts[key] = counts.get(key, 0) + 1
+        usual = usual_of_others(row.own_s, rank)
+        # As in training: below a millisecond the difference is noise of the clock.
+        if row.own_s[rank] > _LEVELS[2] * usual and row.own_s[rank] - usual >= _LEAST_EXCESS_S:
+            counts[rank, row.slowest_phase[rank]] += 1
+    return counts
+
+
+def _summary(rows: Sequence[RankRow], size: int) -> str:
+    """Names the rank that was slow most often."""
+    counts = slow_reports(rows)
     if not counts:
         return "No rank was more than 20 % slower than the others in any report."
-    (rank, phase), number = max(counts.items(), key=lambda item: item[1])
+    (rank, phase), number = counts.most_common(1)[0]
     return (
-        f"In {sum(counts.values())} of {len(rows)} reports one of the {size} ranks was more than 20 % slower than the others; "
+        f"In {counts.total()} of {len(rows)} reports one of the {size} ranks was more than 20 % slower than the others; "
         f"most often rank {rank}, in {phase} ({number})."
     )
 
