@@ -139,3 +139,35 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     ]
     page = (run_dir / "report.html").read_text()
     assert page.count("rank_change") == 3 and re.search(r"before 4, after 2, lost_ranks \[1, 3\]", page)
+
+
+@pytest.mark.hosts
+@pytest.mark.soak
+def test_a_training_survives_a_cut_cable_and_a_dead_host(bed, tmp_path):
+    hosts, count, num_epochs = tmp_path / "hosts", tmp_path / "count", 120
+    count.mkdir()
+    hosts.write_text("h1:1\nh2:1\nh3:1\n")
+    options = ["--min-np", "1", "--heartbeat", "6", "--blacklist-cooldown-range", "2", "3", "--start-timeout", "60"]
+    for variable in (f"COUNT_DIR={count}", f"PYTHONPATH={HERE}", "COUNT_STEP_S=0.1", "OMP_NUM_THREADS=1"):
+        options += ["-x", variable]
+    places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={tmp_path / 'run'}", f"train.epochs={num_epochs}")
+    train = (sys.executable, "-m", "megaclass", "train", str(RECIPE), *SETTINGS, *places)
+    job = bed.start(*options, "--host-discovery-script", f"cat {hosts}", *train)
+    try:
+        job.says("from epoch", 3, timeout_s=120)
+        bed.do("cut", "h3")
+        job.says("h3 has not answered for", timeout_s=60)
+        job.says("generation 2: 2 ranks on h1:1, h2:1; before: 3.", timeout_s=60)
+        job.says("generation 2 trains", timeout_s=60)
+        bed.do("mend", "h3")
+        job.says("generation 3: 3 ranks on h1:1, h2:1, h3:1; before: 2.", timeout_s=120)
+        job.says("rank 2 of 3 from epoch", 2, timeout_s=60)
+        bed.do("kill", "h2")
+        job.says("generation 4: 2 ranks on h1:1, h3:1; before: 3.", timeout_s=60)
+        job.says("generation 4 trains", timeout_s=60)
+        (count / "stop").touch()
+        assert job.wait(240) == 0, job.story()
+    finally:
+        bed.start_in_background("start", "h2")
+        bed.do("mend", "h3")
+    assert lost_and_repeated(count, NUM_IMAGES, STEPS_PER_EPOCH, num_epochs) == (0, 0)
