@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import sys
-from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.launch.conftest import wait_until
+from tests.launch.counting_backbone import lost_and_repeated
 
 from megaclass.config.read import load_config
 from megaclass.distributed.process_group import process_group
@@ -123,13 +123,8 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     assert [step for step, _ in losses] == list(range(1, NUM_STEPS + 1))
     assert losses == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in undisturbed]
     # Of a step that was done again, the last time counts. Every image was trained on once per epoch.
+    assert lost_and_repeated(count, NUM_IMAGES, STEPS_PER_EPOCH, NUM_STEPS // STEPS_PER_EPOCH) == (0, 0)
     rows = rows_of(count)
-    last = {step: generation for generation, step, *_ in rows}
-    images: list[Counter] = [Counter() for _ in range(NUM_STEPS // STEPS_PER_EPOCH)]
-    for generation, step, _, _, seen in rows:
-        if last[step] == generation:
-            images[step // STEPS_PER_EPOCH] += Counter(seen)
-    assert [(len(seen), set(seen.values())) for seen in images] == [(NUM_IMAGES, {1})] * len(images)
     # Only steps since the last commit, and since the last checkpoint where the copy was lost, too, were done again.
     begins = {generation: min(row[1] for row in rows if row[0] == generation) for generation in (1, 2, 3, 4)}
     assert begins == {1: 0, 2: 30, 3: begins[3], 4: 48} and begins[3] in (48, 50)
