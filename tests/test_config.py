@@ -309,3 +309,10 @@ def test_every_recipe_says_in_one_line_what_it_is(capsys):
     out = capsys.readouterr().out
     for path in RECIPES:
         assert re.search(rf"^{path.stem} +\S.{{20,}}\.$", out, re.MULTILINE), path.stem
+
+
+def test_a_folder_in_the_working_directory_does_not_hide_the_recipe_of_that_name(tmp_path, monkeypatch):
+    # `megaclass train demo data.path=demo` makes such a folder before the ranks read the recipe.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert load_config(Path("demo")).backbone.name == "slim"

@@ -50,6 +50,16 @@ chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.wid
 found.values = chart.nextElementSibling.textContent;
 chart.dispatchEvent(new PointerEvent("pointerleave"));
 found.values_after = chart.nextElementSibling.textContent;
+const smoothing = document.querySelector(".smoothing input");
+const loss = document.querySelector("svg[aria-label=Loss]");
+const means = () => [...loss.querySelectorAll("path.line:not(.faint)")].map((path) => path.getAttribute("d"));
+const singles = [...loss.querySelectorAll("path.faint")].map((path) => path.getAttribute("d"));
+const slide = (value) => { smoothing.value = value; smoothing.dispatchEvent(new Event("input")); return means(); };
+found.smoothing_shown = visible(smoothing);
+found.unsmoothed = JSON.stringify(slide(0)) === JSON.stringify(singles);
+const heights = (path) => path.split(/[ML]/).filter(Boolean).map((point) => Number(point.split(" ")[1]));
+const spread = (path) => Math.max(...heights(path)) - Math.min(...heights(path));
+found.spreads = [slide(0).map(spread), slide(20).map(spread)];
 found.width = [document.documentElement.scrollWidth, window.innerWidth];
 found.background = getComputedStyle(document.body).backgroundColor;
 const said = document.createElement("pre");
@@ -129,6 +139,9 @@ def test_images_are_shown_and_tabs_and_legend_work(page):
         r"false accept rate [\d.]+: true accept rate (second|first) [\d.]+, (second|first) [\d.]+", found["values"]
     )
     assert found["values_after"] == ""
+    assert found["smoothing_shown"] and found["unsmoothed"], "at its left end the slider shows the values themselves"
+    assert len(found["spreads"][0]) == 2, "a mean per run"
+    assert all(wide < raw for raw, wide in zip(*found["spreads"], strict=True)), "means over more values are flatter"
 
 
 def test_a_phone_needs_no_sideways_scrolling_and_dark_is_dark(page):

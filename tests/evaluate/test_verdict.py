@@ -39,7 +39,7 @@ def verdict_on(run: ModelReport) -> list[Finding]:
 SENTENCES = {
     "healthy": r"healthy",
     "failed": r"the run failed: NotFiniteError: 16 embedding\(s\) .* are NaN or infinite",
-    "hang": r"the run hung at step 39: see the time line",
+    "hang": r"hung at step 39: no step has finished for 21 s\. rank 1 \(host\): in recorded/make_runs\.py:67 .*, asleep",
     "not-finite": r"127 steps were skipped because values were not finite, the first before step 4",
     "rising-loss": r"learning rate too high: loss rose from step 32, from 11\.31 to 24\.71",
     "plateau": r"stays on a plateau: loss 7\.84 at last, cosine with the own centre only 0\.07 where 0\.28 is needed",

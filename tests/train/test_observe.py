@@ -170,7 +170,9 @@ def test_top_shows_loss_speed_ranks_and_events_of_a_run_and_survives_foreign_con
     assert all(len(line) <= 80 for line in lines)
     assert lines[1] == "step 100 of 200 (50%), 2 ranks, running, last sign of life 90 s ago, 10 s left"
     assert "640 images/s" in shown
-    assert "    1     80.0 ms " in shown
+    assert "    1   80.0 ms " in shown
+    # A row of metrics per seven columns: ten losses fill the terminal.
+    assert max(len(line) for line in lines if "│" in line) > 65
     assert "the disk is nearly full" in shown
     assert "\x1b" not in shown
     append_event(tmp_path, "hang", step=100, text="rank 1 sleeps")
@@ -179,3 +181,20 @@ def test_top_shows_loss_speed_ranks_and_events_of_a_run_and_survives_foreign_con
     assert "running" in draw(read_run(tmp_path), 80, time.time())[1]
     append_event(tmp_path, "end", step=200, outcome="finished")
     assert draw(read_run(tmp_path), 80, time.time())[1].endswith(", finished")
+
+
+def test_top_in_a_low_terminal_shows_fewer_ranks_and_all_last_events(tmp_path):
+    phases = {phase: [0.01] * 16 for phase in PHASES} | {"data": [0.01 + 0.001 * rank for rank in range(16)]}
+    row = {"step": 10, "loss": 5.0, "images_per_second": 640.0, "rank_seconds": phases, "data_s": 0.01}
+    row |= {"gpu_memory_gib": 71.5, "gpu_busy_share": 0.9, "verification_accuracy": 0.99, "learning_rate": 0.1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    for step in range(9):
+        append_event(tmp_path, "save", step=step)
+    append_event(
+        tmp_path, "hang", step=10, text="rank 1 (gpu-2) is asleep in data/loader.py:142; " * 4 + "see the stacks."
+    )
+    tall, low = (draw(read_run(tmp_path), 80, time.time(), height) for height in (60, 23))
+    assert sum(line.startswith("   ") and " ms " in line for line in tall) == 16
+    assert len(low) == 23 and "2 slowest of 16 ranks: d data" in "\n".join(low) and low[-4].startswith("  ")
+    assert low[-1].endswith("see the stacks") and tall[-4:] == low[-4:], "a long text is wrapped, not cut"
+    assert "99.00%" in "\n".join(low) and all(len(line) <= 80 for line in low), "numbers continue on a second line"

@@ -99,7 +99,7 @@ for (const label of document.querySelectorAll(".smoothing")) {
         const span = Math.round(share * pieces.reduce((sum, piece) => sum + piece.length, 0));
         mean.setAttribute("d", pieces.map((piece) => "M" + piece.map(([x], place) => {
           const near = piece.slice(Math.max(0, place - span), place + span + 1);
-          return x + " " + (near.reduce((sum, point) => sum + point[1], 0) / near.length).toFixed(1);
+          return x.toFixed(1) + " " + (near.reduce((sum, point) => sum + point[1], 0) / near.length).toFixed(1);
         }).join("L")).join(""));
       }
     }

@@ -15,6 +15,8 @@ def differing_settings(configurations: Sequence[tuple[str, str]]) -> list[Row]:
         return []
     settings = [_flat(text) for _, text in configurations]
     names = list(dict.fromkeys(name for one in settings for name in one))
+    # Every run has a folder of its own, which tells nothing about it.
+    names = [name for name in names if name != "train.run_dir"]
     rows = [(name, [one.get(name, _ABSENT) for one in settings]) for name in names]
     return [(name, [Cell(value) for value in values]) for name, values in rows if len(set(values)) > 1]
 

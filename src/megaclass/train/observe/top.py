@@ -8,6 +8,7 @@ import itertools
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,10 @@ from megaclass.metrics_file import read_metrics
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PHASES = {"data": "d", "forward": "f", "backward": "b", "exchange": "x", "update": "u"}
 _CHART_ROWS = 6
-_MOST_RANKS = 16
+_MOST_RANKS, _FEWEST_RANKS = 16, 2
 _SHOWN_EVENTS = 6
+_LINES_OF_EVENT, _FEWEST_EVENT_LINES = 4, 4
+_ANY_HEIGHT = 10_000
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -52,7 +55,7 @@ def watch_run(folder: Path, *, interval_s: float, is_once: bool) -> int:
     try:
         while True:
             size = shutil.get_terminal_size((100, 40))
-            lines = draw(read_run(folder), size.columns, time.time())[: size.lines - 1]
+            lines = draw(read_run(folder), size.columns, time.time(), size.lines - 1)
             sys.stdout.write(_HOME + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _CLEAR_REST)
             sys.stdout.flush()
             time.sleep(interval_s)
@@ -85,16 +88,21 @@ def read_run(folder: Path) -> RunView:
     )
 
 
-def draw(view: RunView, width: int, now: float) -> list[str]:
-    """Returns the lines of the view, none longer than the terminal."""
-    lines = [*_title(view, now), ""]
+def draw(view: RunView, width: int, now: float, height: int = _ANY_HEIGHT) -> list[str]:
+    """Returns the lines of the view, none longer than the terminal and not more than its height.
+
+    In a low terminal fewer events are shown, the newest ones, and fewer ranks, the slowest ones.
+    """
+    above = [*_title(view, now), ""]
     if view.rows:
-        lines += [*_loss_chart(view.rows, width), "", *_speed(view), *_phases(view.rows[-1], width)]
-        lines += _ranks(view, width)
+        above += [*_loss_chart(view.rows, width), "", *_speed(view, width), *_phases(view.rows[-1], width)]
     else:
-        lines.append("no row of metrics yet")
-    lines += _last_events(view.events)
-    return [line[:width].rstrip() for line in lines]
+        above.append("no row of metrics yet")
+    room = height - len(above)
+    fewest = len(_ranks(view, width, _FEWEST_RANKS))
+    events = _last_events(view.events, width, max(_FEWEST_EVENT_LINES, room - fewest))
+    ranks = _ranks(view, width, min(_MOST_RANKS, max(1, room - len(events) - 2)))
+    return [line[:width].rstrip() for line in (*above, *ranks, *events)][:height]
 
 
 def _title(view: RunView, now: float) -> list[str]:
@@ -137,6 +145,8 @@ def _loss_chart(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     # There are at least as many losses as columns, so that no column is empty.
     ends = [number * len(losses) // columns for number in range(columns + 1)]
     means = [statistics.fmean(losses[start:stop]) for start, stop in itertools.pairwise(ends)]
+    # A few losses are drawn wide: the curve fills the terminal from the first rows on.
+    means = [mean for mean in means for _ in range(max(1, (width - 12) // columns))]
     low, high = min(means), max(means)
     heights = [round((mean - low) / (high - low) * (_CHART_ROWS * 8 - 1)) + 1 if high > low else 4 for mean in means]
     lines = []
@@ -147,7 +157,7 @@ def _loss_chart(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     return lines
 
 
-def _speed(view: RunView) -> list[str]:
+def _speed(view: RunView, width: int) -> list[str]:
     row = view.rows[-1]
     parts = [f"{_number(row.get('images_per_second')):,.0f} images/s"]
     if len(view.rows) > 1:
@@ -163,7 +173,7 @@ def _speed(view: RunView) -> list[str]:
     ):
         if isinstance(row.get(name), int | float):
             parts.append(text.format(row[name]))
-    return ["  ".join(parts)]
+    return _filled(parts, width)
 
 
 def _phases(row: Mapping[str, Any], width: int) -> list[str]:
@@ -171,13 +181,13 @@ def _phases(row: Mapping[str, Any], width: int) -> list[str]:
     total = sum(seconds.values())
     if not total:
         return []
-    shares = "  ".join(f"{phase} {value / total:.0%}" for phase, value in seconds.items())
-    return [f"step {1000 * total:,.1f} ms: {shares}"]
+    shares = [f"{phase} {value / total:.0%}" for phase, value in seconds.items()]
+    return _filled([f"step {_step_time(total)}: {shares[0]}", *shares[1:]], width)
 
 
-def _ranks(view: RunView, width: int) -> list[str]:
+def _ranks(view: RunView, width: int, most: int) -> list[str]:
     """Draws a bar per rank: its own time, and the time in which it waits for others in exchanges."""
-    row = view.rows[-1]
+    row = view.rows[-1] if view.rows else {}
     table = row.get("rank_seconds")
     if not isinstance(table, dict) or not all(isinstance(table.get(phase), list) for phase in _PHASES):
         return []
@@ -188,33 +198,66 @@ def _ranks(view: RunView, width: int) -> list[str]:
         return []
     memory = row.get("rank_gpu_memory_gib")
     own = [totals[rank] - _number(table["exchange"][rank]) for rank in range(size)]
-    shown = sorted(sorted(range(size), key=lambda rank: -own[rank])[:_MOST_RANKS])
+    shown = sorted(sorted(range(size), key=lambda rank: -own[rank])[:most])
     legend = ", ".join(f"{letter} {phase}" for phase, letter in _PHASES.items())
-    lines = ["", f"ranks ({legend})" + (f", the {_MOST_RANKS} slowest of {size}" if size > len(shown) else "")]
+    whose = "ranks" if size == len(shown) else f"{most} slowest of {size} ranks"
+    lines = ["", f"{whose}: {legend}"]
     for rank in shown:
-        columns = max(10, width - 40)
-        bar = "".join(
-            letter * round(_number(table[phase][rank]) / longest * columns) for phase, letter in _PHASES.items()
-        )
+        columns = max(10, width - 42)
+        # Ends are rounded, not lengths: bars of the same time are then equally long.
+        sums = itertools.accumulate((_number(table[phase][rank]) for phase in _PHASES), initial=0.0)
+        ends = [round(total / longest * columns) for total in sums]
+        letters = zip(_PHASES.values(), itertools.pairwise(ends), strict=True)
+        bar = "".join(letter * (stop - start) for letter, (start, stop) in letters)
         gib = f" {_number(memory[rank]):.1f} GiB" if isinstance(memory, list) and rank < len(memory) else ""
         slow = (
             f" {_number(row.get('slower')):.0%} slower: {row.get('slow_phase')}" if row.get("slow_rank") == rank else ""
         )
-        lines.append(f"{rank:>5} {1000 * own[rank]:>8.1f} ms {bar}{gib}{plain_text(slow)}")
+        lines.append(f"{rank:>5} {_step_time(own[rank]):>9} {bar}{gib}{plain_text(slow)}")
     return lines
 
 
-def _last_events(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not events:
-        return []
-    lines = ["", "events"]
-    for event in events[-_SHOWN_EVENTS:]:
-        clock = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
-        step = f" step {event['step']:,}" if event["step"] is not None else ""
-        known = ("time", "event", "step")
-        detail = ", ".join(f"{name} {_shown(value)}" for name, value in event.items() if name not in known)
-        lines.append(f"  {clock}{step} {plain_text(str(event['event']))}: {plain_text(detail)}")
+def _last_events(events: Sequence[Mapping[str, Any]], width: int, most_lines: int) -> list[str]:
+    """Returns the newest events, as many as fit below a blank line and a header."""
+    lines: list[str] = []
+    for event in reversed(events[-_SHOWN_EVENTS:]):
+        of_event = _event_lines(event, width)
+        if len(lines) + len(of_event) + 2 > most_lines and lines:
+            break
+        lines = [*of_event, *lines]
+    return ["", "events", *lines] if lines else []
+
+
+def _event_lines(event: Mapping[str, Any], width: int) -> list[str]:
+    clock = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
+    step = f" step {event['step']:,}" if event["step"] is not None else ""
+    fields = [(name, _shown(value)) for name, value in event.items() if name not in ("time", "event", "step")]
+    detail = ", ".join(value.rstrip(".") if name == "text" else f"{name} {value}" for name, value in fields)
+    text = plain_text(str(event["event"]).replace("_", " ") + f": {detail}" * bool(detail))
+    # Verdicts on hangs and warnings are longer than a line; of lists of numbers the first ones suffice.
+    return textwrap.wrap(
+        f"{clock}{step} {text}",
+        max(20, width),
+        initial_indent="  ",
+        subsequent_indent=" " * 11,
+        max_lines=_LINES_OF_EVENT if "text" in event else 1,
+        placeholder=" …",
+    )
+
+
+def _filled(parts: Sequence[str], width: int) -> list[str]:
+    """Joins the parts by two spaces, with as many on a line as fit."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
     return lines
+
+
+def _step_time(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _shown(value: Any) -> str:

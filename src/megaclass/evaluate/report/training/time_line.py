@@ -87,7 +87,8 @@ def time_line_picture(events: Sequence[Mapping[str, Any]]) -> Markup:
 def _details(event: Mapping[str, Any]) -> str:
     others = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
     shown = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in others.values())
-    text = ", ".join(f"{key} {value}" for key, value in zip(others, shown, strict=True))
+    # A text speaks for itself; numbers need their names.
+    text = ", ".join(value if key == "text" else f"{key} {value}" for key, value in zip(others, shown, strict=True))
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 

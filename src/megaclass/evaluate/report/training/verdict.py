@@ -30,7 +30,7 @@ _CHANCE = 0.6
 """Share of pairs that even raw pixels judge correctly; a model that stays below has learned nothing about identities."""
 _LEARNED = 0.7
 """Share of its first value below which a loss has fallen enough for the accuracy to show it."""
-_LONGEST_TEXT = 200
+_LONGEST_TEXT = 240
 
 Row = Mapping[str, Any]
 
@@ -88,16 +88,16 @@ def _failed(history: History) -> str | None:
     ends = [event for event in history.last_start() if event.get("event") == "end"]
     if not ends or ends[-1].get("outcome") != "failed":
         return None
-    text = str(ends[-1].get("text") or "see the messages of the run").rstrip(".")
-    return "the run failed: " + (text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "…")
+    return f"the run failed: {_cut(str(ends[-1].get('text') or 'see the messages of the run'))}"
 
 
 def _hang(history: History) -> str | None:
     hangs = [event for event in history.events if event.get("event") == "hang"]
     if not hangs:
         return None
-    step = hangs[-1].get("step")
-    return "the run hung" + (f" at step {step:,}" if isinstance(step, int) else "") + ": see the time line"
+    step, text = hangs[-1].get("step"), hangs[-1].get("text")
+    said = _cut(str(text).removeprefix("the job hangs: ")) if text else "see the time line"
+    return "the run hung" + (f" at step {step:,}" if isinstance(step, int) else "") + f": {said}"
 
 
 def _not_finite(history: History) -> str | None:
@@ -216,6 +216,11 @@ def _is_finished(history: History) -> bool:
     """True if the run did its last step, or has no events: until then the cosine still rises."""
     ends = [event.get("outcome") for event in history.last_start() if event.get("event") == "end"]
     return not history.events or "finished" in ends
+
+
+def _cut(text: str) -> str:
+    """Returns the text without its last full stop, which the page adds, and not longer than some lines."""
+    return text.rstrip(". ") if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT].rstrip() + "…"
 
 
 def _is_finite(value: object) -> bool:
