@@ -15,6 +15,7 @@ JOB = [sys.executable, str(Path(__file__).with_name("elastic_job.py"))]
 _QUICK = """
 import os, sys, time
 from pathlib import Path
+from megaclass.distributed.rank_status import own_status
 from megaclass.launch.elastic.worker import Why, elastic_worker
 folder = Path(__file__).parent
 worker, why = elastic_worker(), Why.START
@@ -30,6 +31,10 @@ while True:
         worker.committed(1)
         if is_there("end"):
             sys.exit(0)
+        if is_there(f"hang-{here.world.rank}"):
+            (folder / f"hang-{here.world.rank}").unlink()
+            own_status().progress(step=1, allowed_s=1.0, phase="training")
+            time.sleep(600)
         if is_there(f"exit-{here.world.rank}"):
             code = int((folder / f"exit-{here.world.rank}").read_text())
             (folder / f"exit-{here.world.rank}").unlink()
@@ -181,6 +186,20 @@ def test_a_stopped_rank_is_replaced_and_cannot_return(run, quick, tmp_path):
     job.says("generation 2: 1 rank on localhost:1; before: 2.")
     job.says("generation 3: 2 ranks on localhost:2; before: 1.")
     assert stopped not in run.processes()
+    (tmp_path / "end").touch()
+    assert job.wait() == 0
+
+
+def test_a_rank_that_hangs_by_its_own_account_is_killed_and_the_others_go_on(run, quick, tmp_path):
+    job = run.start("--min-np", "1", "-np", "3", *quick)
+    job.says("generation 1 rank", 3)
+    hung = pid_of(job, 1)
+    (tmp_path / "hang-1").touch()
+    job.says("(train.hang_after_s): the ranks leave generation 1, and one that has not left within 20 s is killed.")
+    job.says("rank 1 on localhost did not leave generation 1 within 20 s and is killed.")
+    job.says(f"rank 1 on localhost (pid {hung}) ended with signal SIGKILL; 2 rank(s) go on.")
+    job.says("generation 2: 2 ranks on localhost:2; before: 3.")
+    job.says("generation 2 rank", 2)
     (tmp_path / "end").touch()
     assert job.wait() == 0
 

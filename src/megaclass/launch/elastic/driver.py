@@ -31,8 +31,9 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         raise LaunchError("--master-port does not work in elastic jobs: every generation needs ports of its own.")
     if options.hang_timeout_s:
         raise LaunchError(
-            "--hang-timeout does not work in elastic jobs, whose ranks may wait for others. To end operations that some ranks "
-            "do not take part in, add -x HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=600."
+            "--hang-timeout does not work in elastic jobs, whose ranks may wait for others. `megaclass train` needs none: "
+            "train.hang_after_s finds a rank that hangs. For hvd, to end operations that some ranks do not take part in, add "
+            "-x HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=600."
         )
     source = source_of(options.host_discovery_script, options.hostfile, hosts, options.slots_per_host)
     ssh = ssh_settings(options)

@@ -51,6 +51,8 @@ _TICK_S = 0.25
 """How often times are looked at while a generation is being formed."""
 _JOIN_TOGETHER_S = 30.0
 """Workers that were started within this time are waited for, so that they join in one generation."""
+_LEAVE_HUNG_S = 20.0
+"""Time for the members of a generation that hangs to leave it: those that only wait for another one do so at once."""
 _LEAVE_S = 10.0
 """Time for a dismissed worker to end by itself."""
 
@@ -224,7 +226,8 @@ class ElasticRun:
                 self._end_after_failure()
             return
         members = self._table.members()
-        is_broken = len(members) < self._size or any(worker.is_ready for worker in members)
+        is_hung = self._events.hung_s is not None
+        is_broken = is_hung or len(members) < self._size or any(worker.is_ready for worker in members)
         if not is_broken:
             self._events.broken_at = None
             self._announce_change(now)
@@ -232,18 +235,23 @@ class ElasticRun:
         if self._events.broken_at is None:
             self._events.broken_at = now
         has_failed = len(members) < self._size or any(w.is_ready and w.why is not Why.CHANGED for w in members)
-        if has_failed and not self._has_announced_break:
+        if (has_failed or is_hung) and not self._has_announced_break:
             self._has_announced_break = True
+            if is_hung and not has_failed:
+                self._messages.say(
+                    f"no step has finished for {self._events.hung_s:.0f} s (train.hang_after_s): the ranks leave generation "
+                    f"{self._generation.number}, and one that has not left within {_LEAVE_HUNG_S:g} s is killed."
+                )
             self._agents.announce_break(self._generation.token)
         if not members:
             self._end_after_failure()
         elif all(worker.is_ready for worker in members):
             self._form_next(members, now)
-        elif now - self._events.broken_at > self._options.elastic_timeout_s:
+        elif now - self._events.broken_at > (_LEAVE_HUNG_S if is_hung else self._options.elastic_timeout_s):
             late = [worker for worker in members if not worker.is_ready]
+            limit = f"{_LEAVE_HUNG_S:g} s" if is_hung else f"{self._options.elastic_timeout_s:g} s (--elastic-timeout)"
             self._messages.say(
-                f"{named(late)} did not leave generation {self._generation.number} within "
-                f"{self._options.elastic_timeout_s:g} s (--elastic-timeout) and is killed."
+                f"{named(late)} did not leave generation {self._generation.number} within {limit} and is killed."
             )
             self._agents.order("kill", late)
             self._events.broken_at = now

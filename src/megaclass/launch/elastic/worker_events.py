@@ -20,6 +20,9 @@ from megaclass.launch.exit_codes import EXIT_HOST_LOST, EXIT_RESUME_ME, EXIT_USE
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
 
+_SETTLED_S = 5.0
+"""Time after the start of a generation from which on a rank that is late belongs to it; first steps may take minutes."""
+
 
 class WorkerEvents:
     """Follows the workers by the agents' messages. ElasticRun reads the public fields and decides."""
@@ -35,6 +38,9 @@ class WorkerEvents:
         """Outcome and report of the first failure since the last commit; decides the exit code if the job ends by it."""
         self.broken_at: float | None = None
         """Time at which the current generation lost its first member, or its first member came to the rendezvous."""
+        self.hung_s: float | None = None
+        """How long a rank has been without a step, if that is longer than it may by its own account (train.hang_after_s)."""
+        self._published_at = 0.0
         self._table = table
         self._agents = agents
         self._hosts = hosts
@@ -66,6 +72,11 @@ class WorkerEvents:
         elif kind == "hello":
             if problem := self._agents.greet(agent, message):
                 self._refuse(agent, problem)
+        elif kind == "status":
+            # A report of the generation before may still be on its way.
+            is_settled = time.monotonic() - self._published_at > _SETTLED_S
+            if "silent_s" in message and self._generation and is_settled:
+                self.hung_s = message["silent_s"]
         elif kind == "spare":
             self._agents.note_ports(agent, message)
         elif kind == "refuse":
@@ -88,7 +99,8 @@ class WorkerEvents:
         ranks = f"{len(members)} rank{'s' if len(members) > 1 else ''}"
         self._messages.say(f"generation {number}: {ranks} on {listed(members)}{change}.")
         self._generation = number
-        self.broken_at = None
+        self.broken_at = self.hung_s = None
+        self._published_at = time.monotonic()
 
     def note_lost_host(self, name: str, why: str) -> None:
         """Notes that a host's agent is gone, and all its workers with it."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megaclass.distributed.network.connection_watch import OwnConnections
 from megaclass.distributed.process_group import is_echo, process_group
+from megaclass.distributed.rank_status import own_status
 from megaclass.errors import ConnectionLostError, UserError
 from megaclass.launch.elastic.worker import Assignment, ElasticWorker, Why
 
@@ -28,6 +29,8 @@ _MOST_ATTEMPTS = 10
 """Generations in a row without a finished step, after which the last error ends this process."""
 _NEWS_S = 5.0
 """How long the news of a lost rank may take: the connections to it end before its agent and the driver have noticed."""
+_TIMED_OUT = "Timed out waiting"
+"""gloo, about a rank that hangs: it does not come to the rendezvous, and the driver kills it."""
 _JOIN_S = 60.0
 """All members were ready when the generation was published: longer means that one of them is gone."""
 
@@ -43,6 +46,8 @@ def through_generations(worker: ElasticWorker, train: Callable[[Assignment], int
     """
     why, num_failures = Why.START, 0
     while True:
+        # Waiting for hosts may take any time, and so does joining: the limits of the steps do not hold.
+        own_status().progress(allowed_s=0.0, phase="joining")
         here = worker.rendezvous(why)
         try:
             code = train(here)
@@ -94,6 +99,6 @@ def _abort_nccl() -> None:
 
 def _is_by_loss(worker: ElasticWorker, error: Exception) -> bool:
     """Tells whether a lost rank explains the error. Connections to it may fail before the driver knows of it."""
-    if isinstance(error, ConnectionLostError) or is_echo(error):
+    if isinstance(error, ConnectionLostError) or is_echo(error) or _TIMED_OUT in str(error):
         return True
     return worker.is_broken(0.0 if isinstance(error, UserError) else _NEWS_S)

@@ -1,7 +1,7 @@
 """Checks of an elastic job: those of a host that is about to join it, and those of the largest number of ranks.
 
 An error in a host that joins must not end the job: the process ends before the other ranks wait for it, and the driver leaves
-the host out. As soon as the process is a member, its errors are those of all ranks.
+the host out. Errors of a member are those of all ranks.
 """
 
 import socket

@@ -88,7 +88,6 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
         kept = Kept(Commits(worker, config.train.commit_steps), OpenedData(source), FolderLock(held), worker.max_ranks)
 
         def train_generation(here: Assignment) -> int | None:
-            own_status().progress(allowed_s=0.0, phase="joining")
             group = joined_group(worker, here, config.train.device)
             return _train_and_finish(group, config, here.world, mode, held, kept, here)
 
