@@ -172,7 +172,8 @@ _running: list[pytest.Item] = []
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    can_try_again = config.pluginmanager.hasplugin("rerunfailures")
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in _KINDS):
             fixtures = set(getattr(item, "fixturenames", ()))
@@ -180,7 +181,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("hosts")
             else:
                 item.add_marker("ranks" if fixtures & _FIXTURES_WITH_PROCESSES else "unit")
-        if item.get_closest_marker("hosts"):
+        if can_try_again and item.get_closest_marker("hosts"):
             # Daemons and networks: a busy machine can upset them, so one failure is tried again. It is listed with its reason.
             item.add_marker(pytest.mark.flaky(reruns=1))
     _put_long_files_first(items)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaclass.data.sources.record_index import RecordIndex, read_index, write_index
+from megaclass.data.sources.record_index import RecordIndex, open_index, write_index
 from megaclass.data.sources.recordio import Record, RecordReader, RecordWriter
 from megaclass.errors import DataError
 
@@ -64,7 +64,7 @@ def test_what_was_written_is_read_back(tmp_path, payload, labels):
     with RecordWriter(tmp_path / "a.rec") as writer:
         writer.write(9, record)
         writer.write(4, Record((0.0,), b"other"))
-    index = read_index(tmp_path / "a.idx")
+    index = open_index(tmp_path / "a.idx")
     assert index.keys.tolist() == [4, 9]
     reader = RecordReader(tmp_path / "a.rec")
     assert reader.read(int(index.offsets[1])) == record
@@ -113,7 +113,7 @@ def test_an_empty_or_missing_file_is_refused(tmp_path):
 @pytest.mark.parametrize("text", ["0\t0\n7\t32\n3\t96\n", "0\t0\r\n7\t32\r\n3\t96\r\n", "0\t0\n7\t32\n3\t96"])
 def test_an_index_may_be_unordered_with_gaps_and_any_line_end(tmp_path, text):
     (tmp_path / "a.idx").write_bytes(text.encode())
-    index = read_index(tmp_path / "a.idx")
+    index = open_index(tmp_path / "a.idx")
     assert index.keys.tolist() == [0, 3, 7]
     assert index.offsets.tolist() == [0, 96, 32]
 
@@ -125,20 +125,20 @@ BAD_LINES = ["3", "3\t", "\t3", "3 4", "3\t4\t5", "-3\t4", "3\tx", "", "3\t12345
 def test_a_bad_line_of_an_index_is_named(tmp_path, line):
     (tmp_path / "a.idx").write_text(f"0\t0\n{line}\n5\t64\n")
     with pytest.raises(DataError, match=r"a\.idx, line 2"):
-        read_index(tmp_path / "a.idx")
+        open_index(tmp_path / "a.idx")
 
 
 def test_a_key_occurs_once_in_an_index(tmp_path):
     (tmp_path / "a.idx").write_text("1\t0\n2\t32\n1\t64\n")
     with pytest.raises(DataError, match="key 1 more than once"):
-        read_index(tmp_path / "a.idx")
+        open_index(tmp_path / "a.idx")
 
 
 def test_a_large_index_survives_the_round_trip(tmp_path):
     rng = np.random.default_rng(0)
     index = RecordIndex(np.arange(30_000), rng.integers(0, 10**15, 30_000))
     write_index(tmp_path / "a.idx", index)
-    assert np.array_equal(read_index(tmp_path / "a.idx").offsets, index.offsets)
+    assert np.array_equal(open_index(tmp_path / "a.idx").offsets, index.offsets)
 
 
 def test_any_bytes_give_records_or_a_data_error(tmp_path):

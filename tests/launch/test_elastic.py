@@ -106,6 +106,15 @@ def test_a_training_survives_killed_workers_and_hosts_that_come_and_go_without_l
     assert survivors == [("1", "2"), ("1", "3"), ("0", "2"), ("0", "3"), ("0", "2")]
 
 
+def test_too_few_hosts_at_the_start_are_told_before_the_wait_ends(run, tmp_path):
+    script = tmp_path / "discover"
+    script.write_text("#!/bin/sh\nsleep 0.5\necho localhost:1\n")
+    script.chmod(0o755)
+    job = run.start("--min-np", "2", "--elastic-timeout", "1", "--host-discovery-script", str(script), "true")
+    assert job.wait() == 255
+    assert "1 rank(s) can run, but 2 are needed (--min-np): waiting for hosts" in job.err
+
+
 def test_too_few_ranks_end_the_job_after_the_elastic_timeout(run, quick):
     job = run.start("--min-np", "2", "--elastic-timeout", "1", "-H", "localhost:2", *quick)
     job.says("generation 1 rank", 2)

@@ -5,14 +5,19 @@ import os
 import re
 import signal
 import sys
-from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.launch.conftest import wait_until
+from tests.launch.counting_backbone import lost_and_repeated
 
-from megaclass.cli.main import main
+from megaclass.config.read import load_config
+from megaclass.distributed.process_group import process_group
 from megaclass.events_file import read_events
+from megaclass.train.run.rank_main import train_in_group
+from megaclass.train.run.restart import StartMode
+from megaclass.world import World
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parents[1] / "recipes" / "demo.toml"
@@ -39,12 +44,14 @@ def losses_of(run_dir: Path) -> list[tuple[int, float]]:
 
 @pytest.fixture
 def undisturbed(tmp_path, monkeypatch):
-    """The losses of one process, in this one."""
+    """The losses of one process, this one, which trains and neither evaluates nor reports."""
     monkeypatch.syspath_prepend(str(HERE))
     (tmp_path / "count").mkdir()
     monkeypatch.setenv("COUNT_DIR", str(tmp_path / "count"))
     places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={tmp_path / 'undisturbed'}")
-    assert main(["train", str(RECIPE), *SETTINGS, *places]) == 0
+    config, world = load_config(RECIPE, [*SETTINGS, *places]), World(starter="tests")
+    with process_group(world, device="cpu") as device, ExitStack() as held:
+        train_in_group(config, world, device, StartMode(), held)
     for file in (tmp_path / "count").iterdir():
         file.unlink()
     return losses_of(tmp_path / "undisturbed")
@@ -52,7 +59,9 @@ def undisturbed(tmp_path, monkeypatch):
 
 @pytest.mark.ranks
 def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_path, undisturbed):
-    """Rank 0 is killed, then two ranks join, then a rank is killed together with the one that holds its copy."""
+    """Rank 0 is killed; a host with other settings is refused; two ranks join; a rank and the one with its copy are killed."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.read_text())
     count, run_dir, hosts = tmp_path / "count", tmp_path / "run", tmp_path / "hosts"
     hosts.write_text("localhost slots=3\n")
     for step in (35, 43, 56):
@@ -60,7 +69,7 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     options = ("--min-np", "1", "--max-np", "4", "--verbose", "--hostfile", str(hosts))
     places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={run_dir}")
-    train = (sys.executable, "-m", "megaclass", "train", str(RECIPE), *SETTINGS, *places)
+    train = (sys.executable, "-m", "megaclass", "train", str(recipe), *SETTINGS, *places)
     job = run.start(*options, *train, env={"COUNT_DIR": str(count), "PYTHONPATH": path})
 
     def arrive_at(step: int, generation: int, size: int) -> dict[int, int]:
@@ -87,6 +96,11 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     assert second == {0: first[1], 1: first[2]}
     job.says("generation 2: 2 ranks on localhost:2; before: 3.")
     job.says("generation 2 trains")
+    recipe.write_text(RECIPE.read_text().replace("weight_decay = 5e-4", "weight_decay = 5e-3"))
+    hosts.write_text("localhost slots=3\n127.0.0.2 slots=1\n")
+    job.says("head.weight_decay is 0.0005 there and 0.005 here.", timeout_s=90)
+    job.says("ended with exit code 2; 2 rank(s) go on. 127.0.0.2 gets no new ranks")
+    recipe.write_text(RECIPE.read_text())
     hosts.write_text("localhost slots=3\n127.0.0.1 slots=2\n")
     job.says("127.0.0.1:2 was added; new ranks there join at the next commit.")
     job.says("is ready (start)", 5, timeout_s=90)
@@ -100,8 +114,8 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     (count / "hold-56").unlink()
     assert job.wait(150) == 0, job.story()
     assert (
-        "centres were lost with a rank and with the rank that held the copy of them: going back to the newest"
-        in job.err
+        "WARNING megaclass: a rank and the rank that held the copy of its centres are lost: going back from step 56 to the "
+        "checkpoint of step 48." in job.err
     )
 
     # Every step is in the curve once, and the curve is the undisturbed one: other ranks add in another order.
@@ -109,13 +123,8 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     assert [step for step, _ in losses] == list(range(1, NUM_STEPS + 1))
     assert losses == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in undisturbed]
     # Of a step that was done again, the last time counts. Every image was trained on once per epoch.
+    assert lost_and_repeated(count, NUM_IMAGES, STEPS_PER_EPOCH, NUM_STEPS // STEPS_PER_EPOCH) == (0, 0)
     rows = rows_of(count)
-    last = {step: generation for generation, step, *_ in rows}
-    images: list[Counter] = [Counter() for _ in range(NUM_STEPS // STEPS_PER_EPOCH)]
-    for generation, step, _, _, seen in rows:
-        if last[step] == generation:
-            images[step // STEPS_PER_EPOCH] += Counter(seen)
-    assert [(len(seen), set(seen.values())) for seen in images] == [(NUM_IMAGES, {1})] * len(images)
     # Only steps since the last commit, and since the last checkpoint where the copy was lost, too, were done again.
     begins = {generation: min(row[1] for row in rows if row[0] == generation) for generation in (1, 2, 3, 4)}
     assert begins == {1: 0, 2: 30, 3: begins[3], 4: 48} and begins[3] in (48, 50)

@@ -1,10 +1,10 @@
 """Elastic jobs under random events: workers and hosts die, stop, come and go, and the discovery script fails.
 
-    python tests/soak/elastic.py [--jobs 10] [--events 20] [--seed 0] [--out benchmarks/elastic.md]
+    python tests/soak/elastic.py [--jobs 10] [--events 20] [--seed 0] [--train] [--out benchmarks/elastic.md]
 
 Every job trains on this machine, where `localhost`, `127.0.0.1` … `127.0.0.4` are hosts with an agent each, until its events
 have happened. A job passes when it ends with 0, when every sample was trained on exactly once per epoch (steps that are undone
-after a failure take their counts with them), and when no process is left.
+after a failure take their counts with them), and when no process is left. With --train the jobs are `megaclass train`.
 """
 
 import argparse
@@ -27,7 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from outages import launch_fixtures
 
 LAUNCH = launch_fixtures()
-JOB = Path(__file__).parents[1] / "launch" / "elastic_job.py"
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS / "launch"))
+JOB = TESTS / "launch" / "elastic_job.py"
+NUM_IMAGES, STEPS_PER_EPOCH = 96, 6
+STEPS_PER_EVENT = 60
 NAMES = ("localhost", "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 LONGEST_S = 90.0
 MAX_RANKS = 4
@@ -187,7 +191,26 @@ EVENTS: dict[str, tuple[int, Callable[[Soak], bool | None]]] = {
 """Kinds of events with their weights."""
 
 
-def run_one(seed: int, num_events: int) -> Result:
+def training(folder: Path, num_epochs: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Command and environment of a small `megaclass train` whose backbone writes down the images that it has seen."""
+    settings = (
+        *("synth.identities=12", "synth.images_per_identity=8", "synth.size=32", "synth.pairs=40", "data.mirror=false"),
+        *("backbone.name=counting_backbone:CountingNet", "backbone.embedding_dim=16", "backbone.batch_norm=sync"),
+        *("train.global_batch=16", f"train.epochs={num_epochs}", "train.commit_steps=5", "train.checkpoint_epochs=5"),
+        *(
+            "optimizer.lr=0.0003",
+            "export.onnx=false",
+            f"data.path={folder / 'data'}",
+            f"train.run_dir={folder / 'run'}",
+        ),
+    )
+    recipe = TESTS.parent / "recipes" / "demo.toml"
+    path = os.pathsep.join([str(TESTS / "launch"), os.environ.get("PYTHONPATH", "")])
+    env = {"PYTHONPATH": path, "COUNT_DIR": str(folder), "COUNT_STEP_S": "0.1"}
+    return (sys.executable, "-m", "megaclass", "train", str(recipe), *settings), env
+
+
+def run_one(seed: int, num_events: int, *, is_training: bool = False) -> Result:
     rng = random.Random(seed)
     here = LAUNCH.Here()
     with tempfile.TemporaryDirectory() as name:
@@ -206,8 +229,11 @@ def run_one(seed: int, num_events: int) -> Result:
             "--heartbeat",
             "10",
         )
-        command = (sys.executable, str(JOB), "300", "100000", "0.02", str(folder / "stop"))
-        soak.run = here.start(*options, "--host-discovery-script", str(folder / "hosts.sh"), *command)
+        command: tuple[str, ...] = (sys.executable, str(JOB), "300", "100000", "0.02", str(folder / "stop"))
+        num_epochs, env = num_events * STEPS_PER_EVENT // STEPS_PER_EPOCH, {}
+        if is_training:
+            command, env = training(folder, num_epochs)
+        soak.run = here.start(*options, "--host-discovery-script", str(folder / "hosts.sh"), *command, env=env)
         counts: Counter[str] = Counter()
         unanswered: list[str] = []
         soak.wait(soak.is_steady)
@@ -223,11 +249,15 @@ def run_one(seed: int, num_events: int) -> Result:
             time.sleep(rng.uniform(0.0, 1.0))
         (folder / "stop").touch()
         try:
-            code = soak.run.wait(120)
+            code = soak.run.wait(600 if is_training else 120)
         except Exception:
             soak.run.process.kill()
             code = None
         ends = re.findall(r"end: (\d+) samples lost, (\d+) repeated", soak.run.out)
+        if is_training:
+            from counting_backbone import lost_and_repeated
+
+            ends = [lost_and_repeated(folder, NUM_IMAGES, STEPS_PER_EPOCH, num_epochs)]
         time.sleep(1.0)
         orphans = here.processes()
         for pid in orphans:
@@ -238,7 +268,7 @@ def run_one(seed: int, num_events: int) -> Result:
         return Result(code, counts, unanswered, lost, repeated, len(orphans), soak.seconds, soak.generation())
 
 
-def table(results: list[Result], num_asked: int) -> str:
+def table(results: list[Result], num_asked: int, what: str) -> str:
     events: Counter[str] = Counter()
     seconds: dict[str, list[float]] = {}
     for result in results:
@@ -247,9 +277,9 @@ def table(results: list[Result], num_asked: int) -> str:
             seconds.setdefault(kind, []).extend(values)
     total = sum(events.values())
     lines = [
-        "# Elastic jobs under random events",
+        f"# Elastic jobs of {what} under random events",
         "",
-        f"`python tests/soak/elastic.py` on {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), load "
+        f"`python {' '.join(sys.argv)}` on {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), load "
         f"average {os.getloadavg()[1]:.0f}, up to {MAX_RANKS} ranks on up to {len(NAMES)} hosts, which are names of one "
         f"machine with an agent each.",
         "",
@@ -279,14 +309,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", action="store_true", help="jobs of megaclass train")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     results = []
     for number in range(given.jobs):
-        results.append(run_one(given.seed + number, given.events))
+        results.append(run_one(given.seed + number, given.events, is_training=given.train))
         result = results[-1]
         print(f"job {number}: exit code {result.code}, {dict(result.num_events)}, {result.seconds}", flush=True)
-        text = table(results, given.events)
+        text = table(results, given.events, "`megaclass train`" if given.train else "a program with `hvd.elastic`")
         if given.out is not None:
             given.out.write_text(text)
     print(text)

@@ -67,6 +67,9 @@ def to_toml(config: Config) -> str:
 
 def _recipes_near(path: Path) -> str:
     """Returns the recipe that was probably meant, and those that there are."""
+    if not path.parent.is_dir() and path.stem in recipe_names():
+        # README's lines are for a clone, whose folder `recipes` an installed package does not have.
+        return f" The package has it, by its name: megaclass train {path.stem}"
     near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
     shipped = recipe_names() if len(path.parts) == 1 else []
     known = {name.removesuffix(".toml"): str(path.parent / name) for name in near} | {name: name for name in shipped}
@@ -170,7 +173,8 @@ def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
             return converted
     shown = given.text if isinstance(given, _Argument) else given
     literals = [str(option) for choice in choices for option in typing.get_args(choice) if isinstance(option, str)]
-    close = difflib.get_close_matches(str(shown), literals, n=1)
+    # By its letters "gpu" is closest to "cpu".
+    close = ["cuda"] if shown == "gpu" and "cuda" in literals else difflib.get_close_matches(str(shown), literals, n=1)
     hint_text = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(f"{_place(given, where)}: {name} is {shown!r}; expected {_type_name(hint)}{hint_text}")
 

@@ -20,9 +20,14 @@ def find_sets(paths: Sequence[Path]) -> list[EvaluationSet]:
         if not here:
             expected = ", or ".join(protocol.found_at for protocol in PROTOCOLS.values() if protocol.found_at)
             reason = "nothing of that kind is in it" if path.is_dir() else "it is neither"
+            pairs = (
+                f" Pairs of the images in a folder: megaclass data pairs {path} --out {path}.bin"
+                if path.is_dir()
+                else ""
+            )
             raise DataError(
                 f"Cannot evaluate on {path}: expected {expected}, but "
-                f"{reason if path.exists() else 'the path does not exist'}."
+                f"{reason if path.exists() else 'the path does not exist'}.{pairs}"
             )
         found += here
     return _with_distinct_names(found)

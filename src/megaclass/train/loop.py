@@ -103,7 +103,8 @@ def train(
             is_saved = done % checkpoint_steps == 0 or is_last
             is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
             is_committed = commits is not None and (done % commits.interval == 0 or is_saved)
-            is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated
+            # At every commit, too: if the ranks change there, the rows are still those of a run that was never disturbed.
+            is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated or is_committed
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
             with data_errors.raised_on_all_ranks(device), observer.step(step, is_last=is_last):
                 meter.add(

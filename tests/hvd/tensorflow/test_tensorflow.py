@@ -104,6 +104,30 @@ def test_unmodified_scripts_in_horovods_idiom_run_and_learn(tmp_path):
     assert float(re.findall(r"Total img/sec on 2 process\(es\): ([\d.]+)", printed)[0]) > 0
 
 
+# Imports every module but those for TensorFlow, and prints those of TensorFlow and Keras that came along.
+IMPORTS = """
+import importlib, pathlib, sys
+import megaclass
+folder = pathlib.Path(megaclass.__file__).parent
+sys.path.insert(0, sys.argv[1])
+for file in sorted(folder.rglob("*.py")):
+    parts = file.relative_to(folder.parent).with_suffix("").parts
+    if "shims" in parts or "__main__" in parts or parts[1:3] in [("hvd", "tensorflow"), ("hvd", "keras")]:
+        continue
+    importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+import horovod.torch, horovod.torch.elastic
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"megaclass", "keras", "tensorflow"}))
+"""
+
+
+@needs_tensorflow
+@pytest.mark.ranks
+def test_no_other_module_imports_tensorflow_or_keras():
+    command = [sys.executable, "-c", IMPORTS, hvd.shims_folder()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout == "['megaclass']\n", done.stdout + done.stderr
+
+
 def test_a_missing_tensorflow_is_reported_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     for name in [name for name in sys.modules if name.startswith("megaclass.hvd.tensorflow")]:

@@ -29,6 +29,7 @@ from megaclass.launch.agent.agent import Agent, main
 from megaclass.launch.agent.orphan_killer import processes_of, send
 from megaclass.launch.agent.supervisor import Worker
 from megaclass.launch.elastic.channel import FD_NAME, KEY_NAME, Channel, ChannelError, worker_key
+from megaclass.launch.elastic.worker import IS_RUNNING_NAME, MAX_RANKS_NAME
 from megaclass.launch.network import hold_store_port, interface_towards, reserve_port
 from megaclass.launch.plan import interface_environment, job_environment, rank_environment
 from megaclass.launch.wire.protocol import Message
@@ -97,6 +98,8 @@ class ElasticAgent(Agent):
                 PROGRESS_FD_NAME: str(self._progress.fileno()),
                 FD_NAME: str(theirs.fileno()),
                 KEY_NAME: key,
+                IS_RUNNING_NAME: str(int(bool(start["is_running"]))),
+                MAX_RANKS_NAME: str(int(start["max_ranks"])),
                 "MEGACLASS_RESTART": "0",
                 "HOROVOD_ELASTIC": "1",
             }

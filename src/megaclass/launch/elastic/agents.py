@@ -93,15 +93,21 @@ class ElasticAgents:
         address = address_of_first_host([self.by_host[host] for host in hosts])
         return Generation(number=number, token=secrets.token_hex(16), secret=new_secret(), address=address, **ports)
 
-    def start(self, workers: Sequence[WorkerRecord], worlds: dict[int, World], generation: Generation) -> None:
-        """Starts new workers. Their environment has the given worlds, until they learn others at the rendezvous."""
+    def start(
+        self, workers: Sequence[WorkerRecord], worlds: dict[int, World], generation: Generation, *, is_running: bool
+    ) -> None:
+        """Starts new workers. Their environment has the given worlds, until they learn others at the rendezvous.
+
+        is_running: the program has made progress already, and the workers join it.
+        """
+        job = {"is_running": is_running, "max_ranks": self._options.max_processes or 0}
         for host in dict.fromkeys(worker.host for worker in workers):
             here = [worker for worker in workers if worker.host == host]
             entries = [{"worker": worker.number, "world": asdict(worlds[worker.number])} for worker in here]
             self._checkers[host].expect({worker.number for worker in here})
             agent = self.by_host[host]
             agent.state = PipeState.RUNNING
-            agent.send({"do": "start", "workers": entries, **generation.where()})
+            agent.send({"do": "start", "workers": entries, **job, **generation.where()})
 
     def publish(self, generation: Generation, members: Sequence[WorkerRecord], previous_size: int) -> dict[int, World]:
         """Tells all members their places; returns their worlds."""

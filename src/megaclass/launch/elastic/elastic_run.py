@@ -21,6 +21,7 @@ Everything happens in one thread, in `run`. Messages and times change the state 
     _announced           the change that its members were told of            _announce_change, _publish
     _has_announced_break its members were told that one of them is gone      _form_generation, _publish
     _short_since         since when there are too few ranks                  _is_enough
+    _has_told_short      the user was told so                                _is_enough
     _is_closing          the last worker has ended, the agents are leaving   _decide
     WorkerEvents         what messages mean; is_aware, is_finishing, …       messages of the agents, losses
 """
@@ -73,6 +74,7 @@ class ElasticRun:
         self._announced: tuple[frozenset[int], frozenset[int]] | None = None
         self._has_announced_break = False
         self._short_since: float | None = None
+        self._has_told_short = False
         self._is_closing = False
 
     def run(self) -> Outcome:
@@ -209,7 +211,7 @@ class ElasticRun:
             worker.shown_rank = worlds[worker.number].rank
         generation = self._generation or self._agents.new_generation(1, in_rank_order(new, order))
         assert generation is not None, "an agent that has said hello has named its ports"
-        self._agents.start(new, worlds, generation)
+        self._agents.start(new, worlds, generation, is_running=self._events.has_progressed)
         if is_first:
             self._messages.detail(f"started {len(new)} workers on {listed(new)}")
 
@@ -284,14 +286,15 @@ class ElasticRun:
     def _is_enough(self, num_ranks: int, num_needed: int, now: float) -> bool:
         """Returns whether there are enough ranks; ends the job if there were too few for --elastic-timeout."""
         if num_ranks >= num_needed:
-            self._short_since = None
+            self._short_since, self._has_told_short = None, False
             return True
         limit_s = self._options.elastic_timeout_s
+        self._short_since = self._short_since or now
+        # Not a word while hosts are still being found or connected to: at every start there are too few for a moment.
         if not self._hosts.listed or self._agents.is_any_starting():
-            self._short_since = self._short_since or now
             return False
-        if self._short_since is None or self._short_since == now:
-            self._short_since = now
+        if not self._has_told_short:
+            self._has_told_short = True
             self._messages.say(
                 f"{num_ranks} rank(s) can run, but {num_needed} are needed (--min-np): waiting for hosts for up to "
                 f"{limit_s:g} s (--elastic-timeout)."

@@ -46,6 +46,8 @@ from megaclass.errors import LaunchError
 from megaclass.launch.elastic.channel import FD_NAME, Channel, ChannelError, Message, inherited_channel
 from megaclass.world import World
 
+IS_RUNNING_NAME = "MEGACLASS_ELASTIC_IS_RUNNING"
+MAX_RANKS_NAME = "MEGACLASS_ELASTIC_MAX_RANKS"
 _TICK_S = 0.2
 """How often the thread of when_broken() looks whether its generation is over."""
 
@@ -120,6 +122,10 @@ class ElasticWorker:
     def __init__(self, channel: Channel) -> None:
         self.here: Assignment | None = None
         """The current generation; None before the first rendezvous."""
+        self.joins_running_job = os.environ.get(IS_RUNNING_NAME) == "1"
+        """True if other processes of the job had made progress when this one was started."""
+        self.max_ranks = int(os.environ.get(MAX_RANKS_NAME) or 0)
+        """Largest number of ranks that the job may have (--max-np); 0 if it was not given."""
         self._channel = channel
         self._pid = os.getpid()
         self._lock = threading.Lock()

@@ -27,6 +27,8 @@ class WorkerEvents:
     def __init__(self, table: WorkerTable, agents: ElasticAgents, hosts: HostTable, end: JobEnd, io: DriverIo) -> None:
         self.is_aware = False
         """True once a worker has come to the rendezvous: the program is an elastic one."""
+        self.has_progressed = False
+        """True once a worker has reported a commit."""
         self.is_finishing = False
         """True once a member has ended with exit code 0."""
         self.first_failure: tuple[Outcome, str] | None = None
@@ -117,6 +119,7 @@ class WorkerEvents:
             case "failed":
                 self._messages.detail(f"rank {worker.shown_rank} on {worker.host} left: {message['text']}")
             case "committed":
+                self.has_progressed = True
                 # The job has made progress since: an earlier failure is not the reason if it ends later.
                 if self._disturbed_at is not None and self._generation > self._failed_generation:
                     self.first_failure = None
@@ -141,8 +144,10 @@ class WorkerEvents:
         report = self._table.report_of(worker, code) + self._output.where(worker.shown_rank)
         outcome = Outcome(exit_code=exit_status(code) or 1, failed_hosts=(worker.host,), may_restart=False)
         ended = f"{who} (pid {pid}) ended with {how_it_ended(code)}"
-        if code == EXIT_USER_ERROR or self.is_finishing or not (self.is_aware or self._generation):
-            # Exit code 2: something has to be fixed first. A program that is not elastic ends with its first rank that fails.
+        is_fault = code == EXIT_USER_ERROR and (is_member or not self.has_progressed)
+        if is_fault or self.is_finishing or not (self.is_aware or self._generation):
+            # Exit code 2: something has to be fixed first. On a host that was about to join a job that runs well, it has to be
+            # fixed there. A program that is not elastic ends with its first rank that fails.
             self._messages.say(f"{ended}; the other {len(self._table.alive)} are being stopped.")
             self._end.end(outcome, report=report)
             return

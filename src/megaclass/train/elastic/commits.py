@@ -46,7 +46,7 @@ from megaclass.train.elastic.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the job's ranks that is about to come, as all ranks have agreed at a commit."""
+    """A change of the job's ranks that is about to happen, as all ranks have agreed at a commit."""
 
     is_wanted: bool = False
     has_removals: bool = False

@@ -17,7 +17,7 @@ from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage
-from megaclass.errors import DataError, UserError
+from megaclass.errors import DataError
 from megaclass.image_size import compact_size
 from megaclass.progress import bar_on_demand
 from megaclass.train.build import input_size
@@ -52,7 +52,7 @@ def open_data(
 
     source: the data, if this process has opened it already.
     """
-    path = _staged(config)
+    path = staged_path(config)
     source = open_source(path) if source is None else source
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
@@ -75,17 +75,6 @@ def open_data(
         num_local_ranks=world.local_size,
     )
     return source, make_loader(config, source, world, device, processes)
-
-
-def source_if_possible(config: Config) -> ImageSource | None:
-    """Returns the data, opened, or None if that fails: a process that joins a running job opens it before the others wait.
-
-    An error is not reported here but by open_data(), to all ranks.
-    """
-    try:
-        return open_source(_staged(config))
-    except (UserError, OSError):
-        return None
 
 
 def check_classes(source: ImageSource, path: str) -> str:
@@ -163,7 +152,7 @@ def describe_sizes(config: Config, source: ImageSource) -> str:
     return f"{text}, {found.num_other_shape:,} of these {change}."
 
 
-def _staged(config: Config) -> str:
+def staged_path(config: Config) -> str:
     """Returns where to read the data: its path, or the copy in memory that one rank of this host makes."""
     if not config.data.stage:
         return config.data.path

@@ -24,9 +24,10 @@ from megaclass.launch.hang.own_watch import watched_from_inside
 from megaclass.train.build import Model, build_model
 from megaclass.train.elastic.commits import Commits
 from megaclass.train.elastic.generations import joined_group, through_generations
+from megaclass.train.elastic.joining import check_most_ranks, open_to_join
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.loop import TrainingResult, train
-from megaclass.train.run.data import describe_sizes, how_to_verify, source_if_possible
+from megaclass.train.run.data import describe_sizes, how_to_verify
 from megaclass.train.run.finish import finish_run
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.initial_weights import load_initial_weights
@@ -63,6 +64,8 @@ class Kept:
     commits: Commits
     opened: OpenedData
     lock: FolderLock
+    max_ranks: int
+    """Largest number of ranks that the job may have; 0 if it was not given."""
 
 
 def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
@@ -79,11 +82,10 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
             code = _train_and_finish(process_group(world, device=config.train.device), config, world, mode, held)
             assert code is not None, "only the ranks of elastic jobs change"
             return code
-        # Errors that every generation would meet come first, and what takes long: the others train meanwhile.
+        # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
-        kept = Kept(
-            Commits(worker, config.train.commit_steps), OpenedData(source_if_possible(config)), FolderLock(held)
-        )
+        source = open_to_join(config) if worker.joins_running_job else None
+        kept = Kept(Commits(worker, config.train.commit_steps), OpenedData(source), FolderLock(held), worker.max_ranks)
 
         def train_generation(here: Assignment) -> int | None:
             own_status().progress(allowed_s=0.0, phase="joining")
@@ -158,6 +160,8 @@ def train_in_group(
     own_status().name_folder(folder.path.absolute())
     opened = kept.opened if kept is not None else None
     run = replace(open_run(config, world, device, folder, hosts, opened), command=mode.command)
+    if kept is not None and kept.max_ranks and not is_continued:
+        on_main_rank(lambda: check_most_ranks(config, run.source, kept.max_ranks), device)
     is_described = world.is_main and not is_continued
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if is_described else "", device)
     if world.is_main and device.type == "cuda":
@@ -170,11 +174,6 @@ def train_in_group(
         f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
         f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
     )
-    if kept is not None and is_continued and plan is None and world.is_main:
-        _logger.warning(
-            "centres were lost with a rank and with the rank that held the copy of them: going back to "
-            f"{'the newest checkpoint' if mode.resume is not None else 'the start, because there is no checkpoint yet'}."
-        )
     first_step = 0
     if kept is not None and plan is not None:
         first_step = kept.commits.restore(plan, model, device)
@@ -184,6 +183,8 @@ def train_in_group(
         load_initial_weights(run, model, mode)
     else:
         first_step = resume_run(run, model, mode)
+    if kept is not None and is_continued and plan is None and world.is_main:
+        _announce_fallback(first_step, kept.commits.last_step)
     if plan is None:
         # From here on a restart continues this run (see restart.py).
         on_main_rank(lambda: take_over(config, folder, mode), device)
@@ -203,6 +204,19 @@ def train_in_group(
     if run.loader.num_resized:
         _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
     return TrainedRun(run, model, outcome)
+
+
+def _announce_fallback(first_step: int, last_step: int) -> None:
+    """Rank 0. Says what the ranks continue from, because no commit in memory is whole. last_step: steps done by this rank."""
+    if first_step == last_step:
+        _logger.info(
+            "the ranks that left held centres that no other rank has: continuing from the checkpoint on the disk."
+        )
+        return
+    where = f"the checkpoint of step {first_step:,}" if first_step else "the start, because there is no checkpoint yet"
+    _logger.warning(
+        f"a rank and the rank that held the copy of its centres are lost: going back from step {last_step:,} to {where}."
+    )
 
 
 def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | None) -> TrainingResult:

@@ -106,7 +106,10 @@ def _choose(run: Run, mode: StartMode) -> Path:
         for reason in passed_over:
             _logger.info(f"passed over a checkpoint: {reason}")
         if found is None:
-            raise CheckpointError(f"There is no whole checkpoint in {checkpoints} to resume this run from.")
+            raise CheckpointError(
+                f"There is no whole checkpoint in {checkpoints} to resume this run from. To start it from the beginning, leave "
+                f"out --resume."
+            )
 
     on_main_rank(report, run.device)
     assert found is not None

@@ -18,7 +18,7 @@ from megaclass.errors import LaunchError
 from megaclass.world import World
 
 # Where a host keeps its data and how many threads read it is the host's own business: the data's fingerprint is compared.
-_OF_EACH_HOST = ("data.path", "data.stage", "data.threads")
+OF_EACH_HOST = ("data.path", "data.stage", "data.threads")
 _SHOWN = 8
 
 
@@ -29,7 +29,7 @@ def check_same_start(config: Config, device: torch.device) -> tuple[str, ...]:
     """
     hosts = tuple(gather_texts(socket.gethostname(), device))
     facts = {"megaclass": __version__}
-    facts |= {name: value for name, value in flat_values(config).items() if name not in _OF_EACH_HOST}
+    facts |= {name: value for name, value in flat_values(config).items() if name not in OF_EACH_HOST}
     raise_if_different({name: str(value) for name, value in facts.items()}, hosts, device)
     return hosts
 

@@ -1,15 +1,18 @@
 """Run by each of two ranks: every collective eagerly and in a graph, its gradient, its errors, graphs of different order."""
 
+import gc
 import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 import megaclass.hvd.tensorflow as hvd
 from megaclass.hvd.tensorflow import bridge
+from megaclass.hvd.tensorflow.bridge import kernel
 
 # One thread for all nodes of a graph: a node that waited for another rank would stop all others.
 tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -213,6 +216,27 @@ for result in [*kept, in_graph]:
     equal(tf.stack([tf.reduce_min(result), tf.reduce_max(result)]), [3, 3])
 equal(tf.reduce_max(large), 2.0 + rank)
 
+
+@tf.function
+def read_again(x):
+    """Only the last of these may be written where its input is: nothing else reads that."""
+    y = x * 2.0
+    return hvd.allreduce(y, op=hvd.Sum), y + 1.0, hvd.broadcast(x + 3.0, 1), hvd.allreduce(x * 4.0, op=hvd.Sum)
+
+
+given = tf.fill([1000], rank + 1.0)
+for found, expected in zip(read_again(given), [6.0, 2.0 * rank + 3.0, 5.0, 12.0], strict=True):
+    equal(found, np.full(1000, expected))
+equal(given, np.full(1000, rank + 1.0))
+
+# ---- graphs keep what their nodes need ----
+
+assert kernel.is_available() or not tf.__version__.startswith("2.21.")
+branches = tf.function(lambda x: tf.cond(x[0] > 0, lambda: hvd.allreduce(x), lambda: -x))
+equal(branches(tf.ones([2])), [1, 1])
+gc.collect()
+equal(branches(tf.ones([2])), [1, 1])
+
 # ---- process sets, objects, join, questions ----
 
 alone = hvd.add_process_set([1])
@@ -253,6 +277,21 @@ for number, run in enumerate(both_ways(lambda x: hvd.allreduce(x, name="mismatch
     error = error_of(lambda run=run: run(tf.ones([2], tf.float32 if rank else tf.float64)))
     assert "HorovodInternalError" in repr(error) + str(error) and "float64" in str(error), error
     equal(run(tf.ones([2])), [1, 1])
+error = error_of(lambda: tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(tf.ones([2])))
+assert "jit_compile" in str(error), error
+# Nodes that run Python, which are used where TensorFlow has a GPU.
+with mock.patch.object(kernel, "is_available", return_value=False):
+    again = tf.function(in_another_order.python_function)
+    for number in range(5):
+        results = again(tf.fill([3], number), tf.fill([300_000], 1.0))
+        equal(results["a"], [2 * number] * 3)
+    for dtype in (tf.bfloat16, tf.uint32):
+        gathered, from_one, received, _ = tf.function(sent)(tf.cast([rank, 2, 3], dtype))
+        equal(gathered, [0, 2, 3, 1, 2, 3])
+        equal(from_one, [1, 2, 3])
+        equal(received, [0, 1] if rank == 0 else [2, 3, 2, 3])
+    error = error_of(lambda: tf.function(lambda x: hvd.allreduce(x, name="mismatch"))(tf.ones([2 + rank])))
+    assert isinstance(error, tf.errors.UnknownError) and "sent shape [2], but rank 1 (" in str(error), error
 error = error_of(lambda: hvd.broadcast(tf.ones([1]), root_rank=rank, name="roots differ"))
 assert isinstance(error, hvd.HorovodInternalError) and "root" in str(error), error
 for call, text in (

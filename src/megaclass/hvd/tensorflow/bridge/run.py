@@ -21,11 +21,18 @@ from megaclass.hvd.tensorflow.bridge.memory import to_tensorflow, to_torch
 
 try:
     from tensorflow.python.eager.record import could_possibly_record
-except ImportError:  # not a public name of TensorFlow
+    from tensorflow.python.ops import control_flow_util
+
+    is_for_xla = control_flow_util.GraphOrParentsInXlaContext
+except (ImportError, AttributeError):  # not public names of TensorFlow
 
     def could_possibly_record() -> bool:
         """Returns whether a gradient tape may be active."""
         return True
+
+    def is_for_xla(graph: Any) -> bool:
+        """Returns whether the graph is known to be compiled by XLA, which otherwise says itself that it cannot do so."""
+        return False
 
 
 def not_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +62,11 @@ def _run_eagerly(calls: Sequence[Call]) -> list[list[Any]]:
 
 
 def _run_in_graph(calls: Sequence[Call]) -> list[list[Any]]:
+    if is_for_xla(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            f"XLA cannot compile {calls[0].kind}, which waits for other ranks: pass jit_compile=False to tf.function() or "
+            f"model.compile()."
+        )
     in_function = tf.compat.v1.executing_eagerly_outside_functions()
     # A kernel has no access to the streams of TensorFlow's GPUs.
     if in_function and not tf.config.list_logical_devices("GPU") and kernel.is_available():
