@@ -18,6 +18,7 @@ import megaclass
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
 from megaclass.errors import CheckpointError, DataError
+from megaclass.model.thresholds import choose_threshold
 
 
 def load_sibling(name):
@@ -78,6 +79,12 @@ def test_verify_uses_the_thresholds_of_the_evaluation_and_their_false_accept_rat
         model.verify(images[0], images[1], far=1e-3)
     with pytest.raises(DataError, match="no threshold from 'cfp': it was evaluated on lfw"):
         model.verify(images[0], images[1], evaluation_set="cfp")
+
+
+def test_too_few_pairs_for_any_rate_are_told_with_how_to_get_more():
+    point = {"threshold": 1.0, "num_pairs": 10, "num_same": 5, "threshold_at_far": {"1e-1": None}}
+    with pytest.raises(DataError, match=r"\(5 different pairs\): they are too few for any; evaluate on more pairs"):
+        choose_threshold({"lfw": point}, far=0.1, evaluation_set=None, model="x")
 
 
 def test_a_model_whose_evaluation_is_of_other_weights_says_that_it_has_no_threshold(gallery, run):

@@ -46,6 +46,7 @@ SENTENCES = {
     "plateau-100": r"stays on a plateau",
     "flat-loss": r"hardly learns: loss 17\.20 at first, 17\.46 at last; raise optimizer\.lr",
     "overfitting": r"learned by heart: loss fell to 5\.88, but the accuracy on pairs never passed 56\.0%",
+    "unlearning": r"overfitting: the accuracy on pairs fell from 72\.0% at step 32 to 66\.0% while the loss fell",
     "slow-loader": r"loader is the bottleneck: 87% waiting; raise data\.workers",
     "slow-rank": r"rank 1 is slow, most in forward: in 24 of 32 reports",
 }

@@ -101,9 +101,15 @@ def choose_threshold(
     at_far = point.get("threshold_at_far")
     known = {at: value for at, value in at_far.items() if is_number(value)} if isinstance(at_far, Mapping) else {}
     if far_name(far) not in known:
+        if known:
+            instead = f"measured are {', '.join(known)}"
+        elif isinstance(at_far, Mapping):
+            instead = "they are too few for any; evaluate on more pairs, for example of megaclass data pairs"
+        else:
+            instead = "none was measured; evaluate again with this version"
         raise DataError(
             f"{model} has no threshold for a false accept rate of {far:g} from {name} ({num_different:,} different pairs): "
-            f"{'measured are ' + ', '.join(known) if known else 'none was measured; evaluate again with this version'}."
+            f"{instead}."
         )
     return Threshold(
         similarity=1 - float(known[far_name(far)]) / 2, far=far, evaluated_on=name, num_different=num_different

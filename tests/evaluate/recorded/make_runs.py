@@ -77,6 +77,8 @@ class Made:
     data: Callable[[Path], None] | None = None
     """Changes a copy of the drawn data, given its folder; the run then trains on the folder `data`."""
     exit_codes: tuple[int, ...] = (0,)
+    begins_trained: bool = False
+    """The run starts from the backbone of a healthy run on the drawn data."""
 
 
 def large_photos(folder: Path) -> None:
@@ -107,6 +109,13 @@ RUNS: dict[str, Made] = {
     "plateau-100": Made("low cosine", "optimizer.lr=100"),
     "flat-loss": Made("flat loss", "optimizer.lr=1e-7 optimizer.warmup_epochs=0"),
     "overfitting": Made("overfitting", "train.evaluate_epochs=2 train.epochs=20 data.mirror=false", wrong_labels),
+    # A good model is trained further on labels drawn by chance, and loses what it knew.
+    "unlearning": Made(
+        "overfitting",
+        "train.evaluate_epochs=2 train.epochs=20 data.mirror=false optimizer.lr=0.02",
+        wrong_labels,
+        begins_trained=True,
+    ),
     "slow-loader": Made("waiting for data", "train.epochs=4", large_photos),
     "slow-rank": Made("slow rank", "train.nproc=2 backbone.name=make_runs:SlowNet"),
 }
@@ -120,11 +129,18 @@ def make(name: str, made: Made) -> None:
             _as_folders(folder)
             made.data(folder)
             settings += ["synth.identities=0", "data.path=data", "data.size=16"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "megaclass", "train", "demo", *settings]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode in made.exit_codes, f"{name}: exit code {done.returncode}\n{done.stderr}"
+        if made.begins_trained:
+            _train([*BASE, "data.path=drawn", "train.run_dir=good"], folder, (0,))
+            settings.append("train.init_backbone=good/model.safetensors")
+        _train(settings, folder, made.exit_codes)
         keep(folder / "run", KEPT / name)
+
+
+def _train(settings: list[str], folder: Path, exit_codes: tuple[int, ...]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megaclass", "train", "demo", *settings]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode in exit_codes, f"exit code {done.returncode} of {' '.join(settings)}\n{done.stderr}"
 
 
 def _as_folders(folder: Path) -> None:

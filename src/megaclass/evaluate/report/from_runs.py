@@ -42,16 +42,17 @@ def report_of_runs(
     device: torch.device,
     on_progress: OnProgress | None = None,
     known_centres: Mapping[Path, CentreHealth | None] | None = None,
+    has_plan: bool = True,
 ) -> ReportData:
     """Reads the runs (or folders that `megaclass evaluate --out` wrote) in the given order.
 
-    known_centres: of runs whose centres have been measured already.
+    known_centres: of runs whose centres have been measured already. has_plan: False leaves the planned memory out.
     """
     known_centres = known_centres or {}
     models: list[ModelReport] = []
     for run in runs:
         centres = known_centres[run] if run in known_centres else measured_centres(run, device, on_progress)
-        models.append(_read_run(run, _name_of(run, runs), centres))
+        models.append(_read_run(run, _name_of(run, runs), centres, has_plan))
         # Baselines are the same for every run on the same data; a comparison of runs goes without them.
         if len(runs) == 1:
             models += [
@@ -94,7 +95,7 @@ def read_faces(run: Path) -> list[list[bytes]]:
     return list(rows.values())
 
 
-def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport:
+def _read_run(run: Path, name: str, centres: CentreHealth | None, has_plan: bool) -> ModelReport:
     known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
@@ -115,7 +116,7 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
         facts=_facts(summary, metrics, events),
         config_text=config_text,
         cosines=cosine_range(config.head, num_classes if isinstance(num_classes, int) else None) if config else None,
-        planned=_planned(config, summary) if config else None,
+        planned=_planned(config, summary) if config and has_plan else None,
         centres=centres,
         training_images=_training_images(run),
         sample_faces=read_faces(run),

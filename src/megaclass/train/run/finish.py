@@ -99,7 +99,10 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
             centres = measured_centres(folder, cpu, on_progress)
         with _optional("The section of the report on training images"):
             _examine_images(run, model, centres)
-        write_report(folder / "report.html", report_of_runs([folder], device=cpu, known_centres={folder: centres}))
+        # Counting the memory of the backbone takes 2 s, most of it for imports that the export needs as well.
+        has_plan = run.device.type == "cuda" or config.export.onnx
+        report = report_of_runs([folder], device=cpu, known_centres={folder: centres}, has_plan=has_plan)
+        write_report(folder / "report.html", report)
     # Last, because it is the step most likely to fail.
     if config.export.onnx:
         _logger.info("exporting model.onnx and comparing its embeddings with the model's")

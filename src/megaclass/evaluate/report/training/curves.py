@@ -107,9 +107,14 @@ def _figure(
 
 
 def _note(healthy: Sequence[tuple[str, HealthyRange]]) -> str:
-    """Returns the words about the ranges, once if they are the same for all runs."""
-    words = list(dict.fromkeys(one.words for _, one in healthy))
-    return words[0] if len(words) == 1 else " ".join(f"{name}: {one.words}" for name, one in healthy)
+    """Returns the words about the ranges; where they differ, those of the first run and the limits of the others."""
+    if not healthy:
+        return ""
+    words = healthy[0][1].words
+    others = [(name, one.low) for name, one in healthy[1:] if one.words != words]
+    if not others:
+        return words
+    return f"{healthy[0][0]}: {words} " + ", ".join(f"{name}: from {low:.2f} on" for name, low in others) + "."
 
 
 def _y_axis(chart: _Chart, drawn: Sequence[Series], band: tuple[float, float] | None) -> Axis:
