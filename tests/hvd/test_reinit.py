@@ -111,11 +111,15 @@ def _odd_names(rank: int, size: int) -> None:
         assert hvd.synchronize(handles[number]).tolist() == [number * size] * 2
     for name in NAMES:
         assert hvd.allgather(torch.tensor([rank]), name=name).tolist() == list(range(size))
-    # 7 and "7" are one name.
-    handle = hvd.allreduce_async(torch.ones(3_000_000), name=7)
-    name, text = error_of(lambda: hvd.allreduce_async(torch.ones(3_000_000), name="7"))
-    assert name == "ValueError" and "same name as another tensor" in text
-    hvd.synchronize(handle)
+    # 7 and "7" are one name. Rank 1 submits its part only after rank 0 has looked: until then the name is in use.
+    if rank == 1:
+        hvd.barrier()
+    handle = hvd.allreduce_async(torch.ones(2), name=7)
+    if rank == 0:
+        name, text = error_of(lambda: hvd.allreduce_async(torch.ones(2), name="7"))
+        assert name == "ValueError" and "same name as another tensor" in text
+        hvd.barrier()
+    assert hvd.synchronize(handle).tolist() == [1, 1]
 
 
 def test_any_text_or_number_is_a_name(run_ranks):
