@@ -34,6 +34,8 @@ def test_a_list_is_split_into_parts_whose_lengths_differ_by_one(num_values, n, s
         ("2.9.1", "2.11.0", False),
         ("2.11.0a0", "2.11.0", True),
         ("1.10", "1.9.0", True),
+        ("2.11", "2.11.0", True),
+        ("2.11", "2.11.1", False),
         ("3", "2.11.0", True),
     ],
 )

@@ -66,7 +66,9 @@ class _Basics:
             if not self._is_registered:
                 atexit.register(self._shutdown_at_exit)
                 self._is_registered = True
-            current.job = self._start(list(comm) if comm else None, list(process_sets or []))
+            # An array of numpy has no truth value of its own; an empty list means all ranks, as None does.
+            ranks = [int(rank) for rank in comm] if comm is not None else []
+            current.job = self._start(ranks or None, list(process_sets or []))
 
     def _start(self, ranks: list[int] | None, wanted: list[ProcessSet]) -> Job:
         worker = elastic_worker()

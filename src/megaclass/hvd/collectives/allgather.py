@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megaclass.hvd.collectives.allreduce import grouped_allreduce
 from megaclass.hvd.collectives.handles import enqueue, fetch, group_of, synchronize
-from megaclass.hvd.collectives.ops import Average
+from megaclass.hvd.collectives.ops import Average, Sum
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -74,6 +74,8 @@ def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Starts the sum or average of a sparse tensor by gathering indices and values; the function it returns waits for it."""
+    if op not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async supports op=Average and op=Sum only, not op={op!r}.")
     # allgather concatenates along dimension 0, so the indices are sent as one row per value.
     indices = tensor._indices().transpose(0, 1).contiguous()
     indices_handle = allgather_async(indices, name=f"{name}.indices", process_set=process_set)

@@ -153,7 +153,8 @@ def check_tensor(kind: str, tensor: Tensor) -> None:
 
 def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
     number = process_set.process_set_id
-    if number is None or number not in job.process_sets:
+    # The ranks, too: a set of a job that was shut down may have the number of another set of this job.
+    if number is None or job.process_sets.get(number) != tuple(process_set.ranks or ()):
         raise ValueError(
             f"{kind.capitalize()}: Process set provided does not exist, or has not been registered. ({process_set})"
         )

@@ -126,4 +126,5 @@ def _numbers(version: str) -> list[int]:
         if not digits:
             break
         numbers.append(int(digits))
-    return numbers
+    # 2.11 is 2.11.0.
+    return numbers + [0] * (3 - len(numbers))

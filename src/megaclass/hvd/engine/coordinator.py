@@ -314,10 +314,10 @@ class Coordinator:
 def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
     """Yields (what, value of one, value of two) for every term in which members must agree, the most telling first."""
     kind = one.kind
-    if one.dtypes != two.dtypes:
-        yield "data types", _plain(one.dtypes), _plain(two.dtypes)
     if len(one.shapes) != len(two.shapes):
         yield f"{kind} numbers of tensors", str(len(one.shapes)), str(len(two.shapes))
+    if one.dtypes != two.dtypes:
+        yield "data types", _plain(one.dtypes), _plain(two.dtypes)
     if kind in ("allreduce", "broadcast", "reducescatter") and one.shapes != two.shapes:
         yield f"{kind} tensor shapes", f"shape {_plain(one.shapes)}", f"shape {_plain(two.shapes)}"
     if kind in ("allgather", "alltoall"):

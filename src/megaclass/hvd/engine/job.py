@@ -17,6 +17,9 @@ from megaclass.hvd.settings import Settings
 if TYPE_CHECKING:
     from megaclass.hvd.transport.process_set_table import ProcessSetTable
 
+# One count for all jobs of a process: a handle that was kept over a shutdown() must not stand for an operation of the next job.
+_HANDLE_NUMBERS = itertools.count(1)
+
 
 @dataclass
 class Job:
@@ -32,7 +35,7 @@ class Job:
     """The sockets of this generation, in an elastic job."""
     handles: dict[int, Operation] = field(default_factory=dict)
     """Operations whose results have not been fetched, by handle."""
-    handle_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    handle_numbers: Iterator[int] = _HANDLE_NUMBERS
     """Any thread takes the next one: a step of an iterator that is written in C needs no lock."""
     # Any thread counts, under the lock.
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -347,7 +347,7 @@ def digest_of_all(requests: Sequence[Request]) -> bytes:
     names = [request.name for request in requests]
     lengths = array("Q", map(len, names)).tobytes()
     terms = b"".join([request.terms.digest for request in requests])
-    return short_hash(b"%d;%s%s%s" % (len(names), lengths, terms, "".join(names).encode()))
+    return short_hash(b"%d;%s%s%s" % (len(names), lengths, terms, "".join(names).encode(errors="surrogatepass")))
 
 
 def _to_json(content: list[Any]) -> bytes:

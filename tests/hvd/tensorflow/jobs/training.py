@@ -10,6 +10,7 @@ import tensorflow as tf
 import megaclass.hvd.keras as hvd_keras
 import megaclass.hvd.tensorflow as hvd
 import megaclass.hvd.tensorflow.keras as hvd_tf_keras
+from megaclass.hvd.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
@@ -228,6 +229,87 @@ corrected = (
 )
 np.testing.assert_allclose([momentum for _, momentum in seen], corrected, rtol=1e-5)
 np.testing.assert_allclose(log["lr"], [0.3, 0.4, 0.004, 0.2], rtol=1e-5)
+
+# Callbacks by hand, at their edges.
+calls = hvd_keras.callbacks
+for logs in (None, {}):
+    calls.MetricAverageCallback().on_epoch_end(0, logs)
+    assert not logs
+logs = {"loss": 2.0 * rank, "accuracy": np.float32(0.25 + rank / 2), "count": 3}
+calls.MetricAverageCallback().on_epoch_end(0, logs)
+assert logs == {"loss": 1.0, "accuracy": 0.5, "count": 3.0}, logs
+net = model()
+net.compile(keras.optimizers.SGD(0.8), loss=loss_of)
+halving = calls.LearningRateScheduleCallback(initial_lr=0.8, multiplier=0.5, start_epoch=1, end_epoch=3)
+halving.set_model(net)
+halving.set_params({"steps": 4})
+halving.on_train_begin()
+rates = []
+for epoch in range(4):
+    halving.on_epoch_begin(epoch)
+    for batch in range(2):
+        # A staircase changes the rate in the first batch only; before and after its epochs the rate stays.
+        halving.on_train_batch_begin(batch)
+        rates.append(round(float(net.optimizer.learning_rate), 6))
+        halving.on_train_batch_end(batch)
+        net.optimizer.learning_rate = rates[-1] if batch else 0.9
+assert rates == [0.8, 0.9, 0.4, 0.9, 0.2, 0.9, 0.9, 0.9], rates
+smooth = calls.LearningRateScheduleCallback(initial_lr=1.0, multiplier=lambda epoch: 1 + epoch, staircase=False)
+smooth.set_model(net)
+smooth.set_params({"steps": None})
+text = str(error_of(smooth.on_train_begin))
+assert "specify the steps_per_epoch parameter to the LearningRateScheduleCallback()" in text, text
+smooth.set_params({"steps": 5})
+smooth.on_train_begin()
+smooth.on_epoch_begin(2)
+smooth.on_train_batch_begin(1)
+logs = {}
+smooth.on_epoch_end(2, logs)
+np.testing.assert_allclose(logs["lr"], 1 + 2.2, rtol=1e-6)
+assert "`initial_lr` is required" in str(error_of(lambda: calls.LearningRateScheduleCallback(None, 0.1)))
+# A variable that is registered as local, and the second start of a training, are left alone.
+net, start = model(seed=10 + rank), model(seed=10)
+net.compile(keras.optimizers.SGD(0.1), loss=loss_of)
+once = calls.BroadcastGlobalVariablesCallback(0)
+once.register_local_var(net.weights[3])
+once.set_model(net)
+net.weights[3].assign([1.0, 2.0, 3.0 + rank])
+once.on_train_begin()
+close(net.weights[:3], start.weights[:3], 0)
+close([net.weights[3]], [[1.0, 2.0, 3.0 + rank]], 0)
+net.weights[0].assign(net.weights[0] + rank)
+once.on_train_begin()
+once.on_train_batch_end(0)
+close([net.weights[0]], [start.weights[0] + rank], 0)
+
+# Plain values, the compressors by themselves, and gradients that are added up on one rank.
+close([hvd_keras.allreduce([1.0, rank]), hvd_keras.allreduce(np.float64(rank), op=hvd.Sum)], [[1.0, 0.5], 1.0])
+close([hvd_keras.allgather([[rank, 7]]), hvd_keras.broadcast([rank, 5], 1)], [[[0, 7], [1, 7]], [1, 5]])
+close([hvd_keras.reducescatter([[2.0 * rank], [4.0]])], [[[1.0]] if rank == 0 else [[4.0]]])
+for compressor in (hvd.Compression.fp16, hvd.Compression.bf16):
+    for dtype in (tf.float32, tf.float64, tf.int32):
+        packed, context = compressor.compress(tf.constant([1, -3], dtype))
+        assert packed.dtype.size == (2 if dtype.is_floating else 4)
+        unpacked = compressor.decompress(packed, context)
+        assert unpacked.dtype == dtype and unpacked.numpy().tolist() == [1, -3]
+for compressor in (hvd.Compression.fp8, hvd.Compression.int8):
+    assert "for allreduce with op=Sum and op=Average only" in str(
+        error_of(lambda c=compressor: c.compress(tf.ones([2])))
+    )
+    assert compressor.compress(tf.constant([3]))[0].numpy().tolist() == [3]
+for is_mean, expected in ((False, [3.0, 6.0]), (True, [1.5, 3.0])):
+    helper, applied, skipped = LocalGradientAggregationHelper(2, average_aggregated_gradients=is_mean), [], []
+    for number in range(4):
+        helper.step([tf.constant([1.0, 2.0]) * (number % 2 + 1), None], applied.append, lambda: skipped.append(1))  # noqa: B023
+    # Sums start again after each step, and a variable without a gradient stays without.
+    assert [[t if t is None else t.numpy().tolist() for t in each] for each in applied] == [[expected, None]] * 2
+    assert len(skipped) == 2
+    text = str(error_of(lambda: helper.step([None, tf.ones([1])], applied.append, skipped.clear)))  # noqa: B023
+    assert "needs gradients for the same variables in every pass" in text, text
+slices = tf.IndexedSlices(tf.ones([1, 2]), [0], [3, 2])
+text = str(error_of(lambda: LocalGradientAggregationHelper(2).step([slices], print, print)))
+assert "pass sparse_as_dense=True" in text, text
+assert "backward_passes_per_step=0: must be > 0" in str(error_of(lambda: LocalGradientAggregationHelper(0)))
 
 # Saved models load without hvd, and hvd's load_model() restores state and wraps the optimizer.
 file = f"{folder}/model.keras"
