@@ -149,12 +149,13 @@ def test_pairs_whose_images_are_in_the_training_data_are_told(run, pairs_bin, tm
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["report", "RUN", "--out", "/proc/nowhere/report.html"], "Cannot write /proc/nowhere/report.html"),
         (["export", "RUN", "--to", "insightface", "--out", "/proc/nowhere"], "Cannot write /proc/nowhere"),
-        (["export", "nowhere.pth", "--to", "onnx"], "name the folder to write with --out"),
+        (["export", "nowhere.pth", "--to", "onnx"], "There is no model at nowhere.pth"),
+        (["export", "RUN/config.toml", "--to", "onnx"], "name the folder to write with --out"),
         (["embed", "RUN", "nowhere", "--out", "e.npy"], "the folder does not exist"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_exit_code_2(run, capsys, arguments, message):
-    assert main([str(run) if one == "RUN" else one for one in arguments]) == 2
+    assert main([one.replace("RUN", str(run)) for one in arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err

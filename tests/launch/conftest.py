@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+import filelock
 import pytest
 
 MARK = "MEGACLASS_TEST_MARK"
@@ -212,10 +213,12 @@ class Bed:
         """For what starts a process that stays: it must not hold our pipe."""
         program = Path(__file__).with_name("hosts.sh")
         log = self.folder / "hosts.log"
-        with log.open("ab") as file:
-            subprocess.run(
-                ["bash", str(program), *arguments], env=self._env, stdout=file, stderr=file, check=True, timeout=60
-            )
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        # One at a time: `ip netns add` of two test processes at once can fail where no namespace was ever made.
+        with filelock.FileLock(Path(tempfile.gettempdir(), "megaclass-beds.lock")), log.open("ab") as file:
+            command = ["bash", str(program), *arguments]
+            done = subprocess.run(command, env=self._env, stdout=file, stderr=file, check=False, timeout=60)
+        assert done.returncode == 0, f"hosts.sh {arguments}: {log.read_text()[-2000:]}"
 
     def inside(self, host: str, *command: str) -> list[str]:
         """The command that runs `command` on a host."""
