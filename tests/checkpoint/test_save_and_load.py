@@ -303,6 +303,16 @@ def forge(folder, change):
     replace(manifest, files=files).write(folder)
 
 
+@pytest.mark.parametrize(("field", "value"), [("num_classes", 0), ("world_size", 0), ("step", -1)])
+def test_a_forged_manifest_with_an_impossible_number_is_refused(tmp_path, field, value):
+    from dataclasses import replace
+
+    folder = save(tmp_path, 1)
+    replace(read_manifest(folder), **{field: value}).write(folder)
+    with pytest.raises(CheckpointError, match=rf"is not a manifest: TypeError: {field} is '{value}', expected"):
+        read_manifest(folder)
+
+
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "..", ".", "", "a\0b"])
 def test_a_file_name_that_climbs_out_of_the_folder_is_refused(tmp_path, name):
     folder = save(tmp_path, 1)

@@ -92,9 +92,9 @@ def _check_types(manifest: Manifest) -> None:
         if not is_right:
             raise TypeError(f"{field_name} is {str(value)[:60]!r}, expected {expected}")
 
-    for name in ("step", "num_classes", "world_size"):
+    for name, least in (("step", 0), ("num_classes", 1), ("world_size", 1)):
         value = getattr(manifest, name)
-        require(name, value, _is_count(value), "a whole number from 0")
+        require(name, value, _is_count(value) and value >= least, f"a whole number from {least}")
     require("config", manifest.config, isinstance(manifest.config, str), "text")
     for name, saved in manifest.files.items():
         for key in ("num_bytes", "class_start", "class_stop"):
