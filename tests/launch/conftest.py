@@ -286,18 +286,27 @@ def _why_no_bed() -> str:
     return "several hosts on one machine need namespaces, which are forbidden here" if probe.returncode else ""
 
 
+_beds: list[Bed] = []
+
+
 @pytest.fixture(scope="session")
 def bed_of_the_session() -> Iterator[Bed]:
     if reason := _why_no_bed():
         pytest.skip(reason)
+    if _beds:
+        # A module that imports this fixture has one of its own; the hosts are those of the process.
+        yield _beds[0]
+        return
     folder = Path(tempfile.gettempdir(), f"megaclass-bed-{os.getpid()}")
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this number
     folder.mkdir(mode=0o700)
     bed = Bed(folder)
     try:
         bed.start_in_background("up", "3")
+        _beds.append(bed)
         yield bed
     finally:
+        _beds.clear()
         bed.start_in_background("down")
         shutil.rmtree(folder, ignore_errors=True)
 
