@@ -113,7 +113,7 @@ def test_embeddings_of_another_width_are_refused():
 def test_a_probe_does_not_find_its_own_image(with_faiss):
     """Probes 0 to 22 are also gallery rows; leaving these out finds what a gallery without them gives to each."""
     if with_faiss:
-        pytest.importorskip("faiss")
+        pytest.importorskip("faiss", reason="the extra megaclass[retrieval] is not installed")
     probes, probe_labels, gallery, gallery_labels = _case()
     rows = np.arange(23) * 3 + 1
     gallery[rows], gallery_labels[rows] = probes, probe_labels

@@ -1,4 +1,4 @@
-"""Compressed all-reduce: sends 16 or 8 bits for every float32.
+"""Compressed all-reduce: sends 16 or 8 bits per float32.
 
     reduce-scatter  every rank rounds its vector and sends each other rank one part of it (all-to-all)
     sum             each rank adds the received parts in float32
@@ -194,7 +194,7 @@ def _float_of_e4m3(numbers: Tensor) -> Tensor:
 
 
 def _padded(flat_N: Tensor, size: int, addend_N: Tensor | None = None) -> Tensor:
-    """Returns a copy plus the addend, if any, padded with zeros to whole blocks for every rank."""
+    """Returns a copy plus the addend, if any, padded with zeros to whole blocks per rank."""
     count = flat_N.numel()
     padded = flat_N.new_empty(count + -count % (size * _ALIGNMENT))
     padded[count:] = 0.0

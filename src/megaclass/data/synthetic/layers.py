@@ -60,7 +60,7 @@ class Layers:
 
 
 def fixed(colour: tuple[float, float, float], like: Map) -> Colour:
-    """Returns one colour for every image of the batch to which `like` belongs."""
+    """Returns one colour per image of the batch to which `like` belongs."""
     red, green, blue = (np.full_like(like, value) for value in colour)
     return red, green, blue
 

@@ -27,7 +27,7 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roc:
-    """Shares of pairs called "same", from (0, 0) to (1, 1): one point for every distance that occurs."""
+    """Shares of pairs called "same", from (0, 0) to (1, 1): one point per distance that occurs."""
 
     far: Floats
     """False accept rate: share of the different pairs called "same", never decreasing."""
