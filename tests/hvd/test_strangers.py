@@ -358,23 +358,27 @@ import os, sys, time, torch, torch.distributed as dist
 if "hvd" in sys.argv:
     import megaclass.hvd as hvd
     hvd.init()
-    rank, step = hvd.rank(), lambda: hvd.broadcast_object(hvd.allreduce(torch.ones(10)))
+    rank = hvd.rank()
+    def all_know(flag):
+        return hvd.broadcast_object(hvd.allreduce(torch.full([10], flag), op=hvd.Sum)[0].item())
 else:
     from megaclass.distributed.process_group import process_group
     from megaclass.world import world_from_environment
     joined = process_group(world_from_environment(), device="cpu")
     joined.__enter__()
-    rank, step = dist.get_rank(), lambda: dist.all_reduce(torch.ones(10))
-step()
+    rank = dist.get_rank()
+    def all_know(flag):
+        dist.all_reduce(flags := torch.full([10], flag))
+        return flags[0].item()
+all_know(0.0)
 if rank == 0:
     print("environment", sorted(os.environ), flush=True)
     print("pid", os.getpid(), flush=True)
 end = time.monotonic() + 120
-while not os.path.exists(sys.argv[1]):
-    step()
+# Every rank ends after the same step, the first one in which any of them has seen the file.
+while not all_know(float(os.path.exists(sys.argv[1]))):
     time.sleep(0.05)
     assert time.monotonic() < end
-step()
 if "trainer" in sys.argv:
     joined.__exit__(None, None, None)
 print("all", flush=True)
