@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megaclass.checkpoint.class_names import class_list
 from megaclass.cli.main import main
 from megaclass.data.decode import decode_image
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.train.run.class_names import class_list
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from megaclass.checkpoint.class_names import class_list
 from megaclass.data.decode import IMAGE_SUFFIXES
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.open_source import FORMATS, check_source, open_source, verification_files
@@ -18,7 +19,6 @@ from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.stage import stage, unstage
 from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
-from megaclass.train.run.class_names import class_list
 
 
 def jpeg(grey: int, size: tuple[int, int] = (20, 24), kind: str = "JPEG") -> bytes:

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from megaclass.checkpoint.class_names import class_list
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
@@ -13,7 +14,6 @@ from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.overlap import find_overlaps
 from megaclass.data.tools.split import Split, is_unseen
 from megaclass.errors import DataError
-from megaclass.train.run.class_names import class_list
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megaclass.checkpoint.class_names import class_list
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools import stage as stage_module
 from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.data.tools.stage import stage, unstage
 from megaclass.errors import DataError
-from megaclass.train.run.class_names import class_list
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megaclass import embed_folder as module
-from megaclass.embed_folder import EmbeddedFolder, embed_folder
 from megaclass.errors import DataError
 from megaclass.model import LoadedModel, load
+from megaclass.model.embed_folder import EmbeddedFolder, embed_folder
 
 _NUM_IMAGES = 11
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megaclass.errors import LaunchError
-from megaclass.launch.driver.ssh import SshSettings, agent_command
+from megaclass.launch.driver.agents.ssh import SshSettings, agent_command
 from megaclass.launch.hosts import Host
 from megaclass.launch.plan import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
 from megaclass.world import world_from_environment

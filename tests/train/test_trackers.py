@@ -13,9 +13,9 @@ from tests.launch.conftest import wait_until
 from megaclass.config.read import load_config_values
 from megaclass.errors import ConfigError
 from megaclass.train.observe.metrics_server import metrics_served, prometheus_text
+from megaclass.train.observe.sinks import open_sinks
 from megaclass.train.observe.trackers import TRACKERS
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.sinks import open_sinks
 
 ROWS = [
     {"step": 20, "loss": 5.5, "images_per_second": 100.0, "elapsed_s": 1.0, "rank_seconds": {"data": [0.1]}},

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.checkpoint.manifest import CLASSES, Manifest
-from megaclass.errors import CheckpointError
+from megaclass.data.sources.open_source import format_of
+from megaclass.data.sources.source import ImageSource
+from megaclass.errors import CheckpointError, DataError
 
 _SHOWN = 3
 
@@ -44,6 +46,20 @@ class ClassList:
         if not self.text:
             return (b"%d" % number for number in range(self.num_classes))
         return (line.rstrip(b"\n") for line in io.BytesIO(self.text))
+
+
+def class_list(path: str, source: ImageSource) -> ClassList:
+    """Reads names from a classes.txt beside the data, or takes those of its folders if each is an identity.
+
+    Without names (train.rec and its property file have numbers only), classes are identified by their numbers.
+    """
+    names = format_of(path).class_names()
+    if names is None:
+        return ClassList(source.num_classes)
+    classes = ClassList.of(names, path)
+    if classes.num_classes != source.num_classes:
+        raise DataError(f"{path} names {classes.num_classes:,} classes, but has labels for {source.num_classes:,}.")
+    return classes
 
 
 @dataclass(frozen=True)

@@ -222,9 +222,9 @@ def _shuffle(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[int, dict[str, Any], str]:
+    from megaclass.checkpoint.class_names import class_list
     from megaclass.data.tools.pack import pack
     from megaclass.image_size import compact_size, shown_size
-    from megaclass.train.run.class_names import class_list
 
     source = _open(path)
     names = class_list(path, source).text
@@ -261,9 +261,9 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.checkpoint.class_names import class_list
     from megaclass.data.tools.pack import PackOptions, pack
     from megaclass.data.tools.verify import verify
-    from megaclass.train.run.class_names import class_list
 
     with _progress("checking records") as on_progress:
         findings, sound = verify(options.path, num_threads=options.threads, on_progress=on_progress)
@@ -293,8 +293,8 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.checkpoint.class_names import class_list
     from megaclass.data.tools.split import Split, split_data
-    from megaclass.train.run.class_names import class_list
 
     by = "identities" if options.identities is not None else "images"
     split = Split(by=by, share=getattr(options, by), seed=options.seed)

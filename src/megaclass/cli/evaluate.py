@@ -255,7 +255,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 def _embed(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
-        from megaclass.embed_folder import embed_folder
+        from megaclass.model.embed_folder import embed_folder
 
         fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
         with _bar("embedding", world) as on_progress:

@@ -29,9 +29,9 @@ from megaclass.train.elastic.commits import Change, Commits
 from megaclass.train.evaluation import accuracies, evaluate_between_steps
 from megaclass.train.metrics import Meter, check_finite
 from megaclass.train.observe.observer import Observer
+from megaclass.train.observe.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.run.run import Run
 from megaclass.train.run.signals import Stop, StopSignals
-from megaclass.train.run.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.schedule import learning_rate
 from megaclass.train.step import training_step
 

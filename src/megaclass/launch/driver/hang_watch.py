@@ -15,7 +15,7 @@ A rank is late by its own account: `megaclass train` knows how long a step takes
 import time
 from collections.abc import Sequence
 
-from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megaclass.checkpoint.class_names import ClassList
+from megaclass.checkpoint.class_names import ClassList, class_list
 from megaclass.config.schema import Config
 from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
 from megaclass.train.observe.events import RunEvents
-from megaclass.train.run.class_names import class_list
 from megaclass.train.run.data import open_data
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.same_start import check_same_data

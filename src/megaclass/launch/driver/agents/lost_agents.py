@@ -9,12 +9,12 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.driver.job_end import LEAVE_S, JobEnd
 from megaclass.launch.driver.job_start import JobStart
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverMessages
-from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.exit_codes import EXIT_HOST_LOST, how_it_ended
 from megaclass.launch.hosts import Host
 
