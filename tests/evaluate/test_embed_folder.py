@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaclass import embed_folder as module
+from megaclass.model import embed_folder as module
 from megaclass.errors import DataError
 from megaclass.model import LoadedModel, load
 from megaclass.model.embed_folder import EmbeddedFolder, embed_folder
