@@ -128,7 +128,7 @@ def compressed_allreduce_async_(
     return _enqueue_allreduce([tensor], [tensor], name, op, prescale, postscale, process_set, wire=wire)
 
 
-def _reduced(
+def combine(
     is_grouped: bool,
     name: str | None,
     op: int,
@@ -157,13 +157,13 @@ def _reduced(
 
 
 class HorovodAllreduce(torch.autograd.Function):
-    """allreduce with a gradient; takes the arguments of _reduced()."""
+    """allreduce with a gradient; takes the arguments of combine()."""
 
     @staticmethod
     def forward(ctx: Any, is_grouped: bool, name: str | None, *arguments: Any) -> tuple[Tensor, ...]:
         # The operation of the backward pass has no name: the forward one of this name may be in flight again.
         ctx.arguments = (is_grouped, None, *arguments[:5])
-        return _reduced(is_grouped, name, *arguments)
+        return combine(is_grouped, name, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -193,7 +193,7 @@ def allreduce(
         (reduced,) = HorovodAllreduce.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
         # An autograd function costs several microseconds, which a small allreduce would notice.
-        (reduced,) = _reduced(*arguments)
+        (reduced,) = combine(*arguments)
     result: Tensor = reduced if wire else compression.decompress(reduced, ctx)
     return result
 

@@ -5,12 +5,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from megaclass.hvd.collectives.allreduce import _enqueue_allreduce
+from megaclass.hvd.collectives.allreduce import _enqueue_allreduce, combine
 from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility
 from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.collectives.reducescatter import _enqueue_reducescatter
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run
+from megaclass.hvd.tensorflow.bridge import (
+    Call,
+    at_run_time,
+    check_dtype,
+    could_possibly_record,
+    differentiable,
+    not_rewritten,
+    operation_name,
+    run,
+    to_tensorflow,
+    to_torch,
+)
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.gathers import allgather, allgather_call, grouped_allgather
 from megaclass.hvd.transport.result_memory import empty_result
@@ -86,6 +97,8 @@ def allreduce(
     op = handle_average_backwards_compatibility(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         return _sparse_allreduce(tensor, op, prescale_factor * postscale_factor, name, process_set)
+    if tf.executing_eagerly() and not could_possibly_record():
+        return _allreduced_at_once(tensor, compression, op, prescale_factor, postscale_factor, name, process_set)
     (result,) = _allreduced(
         [tensor], compression, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope, False
     )
@@ -122,6 +135,29 @@ def grouped_allreduce(
     return _allreduced(
         tensors, compression, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope, True
     )
+
+
+def _allreduced_at_once(
+    tensor: Any,
+    compression: Any,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Any:
+    """Combines one tensor in eager code that no tape records.
+
+    This is the most common call. The general way below would take longer than the allreduce of a small tensor itself.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    wire = wire_of(compression, tensor.dtype, op)
+    packed, ctx = (tensor, None) if wire else compression.compress(tensor)
+    check_dtype("allreduce", packed.dtype)
+    given = to_torch(packed)
+    (reduced,) = combine(False, name, op, prescale_factor, postscale_factor, process_set, wire, given)
+    result = to_tensorflow(reduced, packed.dtype)
+    return result if wire else compression.decompress(result, ctx)
 
 
 def _allreduced(

@@ -7,13 +7,22 @@ kernel         an asynchronous operation of TensorFlow, through its C API: colle
 python_nodes   collectives in graphs where there is a GPU, or no such C API: nodes that run Python
 """
 
-from megaclass.hvd.tensorflow.bridge.call import Call
+from megaclass.hvd.tensorflow.bridge.call import Call, check_dtype
 from megaclass.hvd.tensorflow.bridge.memory import to_tensorflow, to_torch
-from megaclass.hvd.tensorflow.bridge.run import at_run_time, differentiable, not_rewritten, operation_name, run
+from megaclass.hvd.tensorflow.bridge.run import (
+    at_run_time,
+    could_possibly_record,
+    differentiable,
+    not_rewritten,
+    operation_name,
+    run,
+)
 
 __all__ = [
     "Call",
     "at_run_time",
+    "check_dtype",
+    "could_possibly_record",
     "differentiable",
     "not_rewritten",
     "operation_name",

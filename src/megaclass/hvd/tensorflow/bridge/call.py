@@ -17,6 +17,12 @@ _SENDABLE = {*_ARITHMETIC, tf.bool, tf.uint16, tf.uint32, tf.uint64}
 _ALLOWED = {"allreduce": _ARITHMETIC, "reducescatter": _ARITHMETIC}
 
 
+def check_dtype(kind: str, dtype: Any) -> None:
+    """Raises ValueError if this kind of collective cannot take tensors of TensorFlow's dtype."""
+    if dtype not in _ALLOWED.get(kind, _SENDABLE):
+        raise ValueError(f"Tensor type {dtype.name} is not supported by {kind}.")
+
+
 @dataclass(slots=True)
 class Call:
     """One collective of this rank."""
@@ -36,10 +42,8 @@ class Call:
     """True if there is one result for each input, of its shape and dtype; only then is there memory before the call."""
 
     def __post_init__(self) -> None:
-        allowed = _ALLOWED.get(self.kind, _SENDABLE)
         for tensor in self.inputs:
-            if tensor.dtype not in allowed:
-                raise ValueError(f"Tensor type {tensor.dtype.name} is not supported by {self.kind}.")
+            check_dtype(self.kind, tensor.dtype)
 
     def without_inputs(self) -> "Call":
         """Returns the call without TensorFlow's tensors, each of which keeps its whole graph in memory."""

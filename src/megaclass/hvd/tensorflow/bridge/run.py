@@ -20,9 +20,10 @@ from megaclass.hvd.tensorflow.bridge.call import Call, fetch_results, split, sub
 from megaclass.hvd.tensorflow.bridge.memory import to_tensorflow, to_torch
 
 try:
-    from tensorflow.python.eager.record import could_possibly_record
+    from tensorflow.python.eager import record
     from tensorflow.python.ops import control_flow_util
 
+    could_possibly_record = record.could_possibly_record
     is_for_xla = control_flow_util.GraphOrParentsInXlaContext
 except (ImportError, AttributeError):  # not public names of TensorFlow
 
