@@ -7,8 +7,9 @@ their times is the cost of the bridge between TensorFlow and the engine. Figures
 benchmarks/hvd.py. The aim of the project's issue: the bridge adds at most 15 % at 1 MiB and above.
 
 The call of a tf.function costs a fraction of a millisecond even if the function does nothing, which is not the bridge's. The
-bridge in graphs is therefore measured by functions that make several collectives in a row, as the graph of a training step
-does, against as many calls of the torch API. The time of one collective and of an empty function is printed for comparison.
+bridge in graphs is therefore measured by functions that reduce several tensors as one group, as the tape and the optimizers do
+with the gradients of a step, against the same group in the torch API. Rows without a limit show what a node of a graph costs:
+several allreduces in a row, of which each needs the result of the one before, one allreduce, and none.
 """
 
 import argparse
@@ -75,26 +76,36 @@ def reductions(pairs: int) -> list[list[str]]:
         # Ones: torch maps zeros to a single page of memory until they are written, so that they would be read from the cache.
         ours, theirs = tf.ones([count]), torch.ones(count)
         one = tf.function(functools.partial(in_a_row, name=f"graph {label}", length=1))
-        several = tf.function(functools.partial(in_a_row, name=f"row {label}", length=length))
+        several = tf.function(functools.partial(in_a_group, name=f"group {label}", length=length))
+        chain = tf.function(functools.partial(in_a_row, name=f"row {label}", length=length))
         empty = tf.function(lambda t: tf.identity(t))
         runs: dict[str, Callable[[], Any]] = {
             "torch": functools.partial(torch_in_a_row, theirs, name=f"torch {label}", length=1),
             "eager": functools.partial(hvd.allreduce, ours, name=f"eager {label}", op=hvd.Average),
             "graph": functools.partial(one, ours),
             "empty": functools.partial(empty, ours),
+            "torch group": functools.partial(
+                torch_hvd.grouped_allreduce, [theirs] * length, name=f"torch group {label}", op=hvd.Average
+            ),
+            "graph group": functools.partial(several, ours),
             "torch row": functools.partial(torch_in_a_row, theirs, name=f"torch row {label}", length=length),
-            "graph row": functools.partial(several, ours),
+            "graph row": functools.partial(chain, ours),
         }
         times = alternate(runs, repeats, pairs)
         limit = LIMIT if count * 4 >= 1024 * 1024 else None
         graph = "in tf.function"
         rows += [
             row(f"allreduce, {label}, eager", times["eager"], times["torch"], limit),
-            row(f"{length} allreduces in a row, {label}, {graph}", times["graph row"], times["torch row"], limit),
+            row(f"group of {length}, {label} each, {graph}", times["graph group"], times["torch group"], limit),
+            row(f"{length} allreduces in a row, {label}, {graph}", times["graph row"], times["torch row"], None),
             row(f"one allreduce, {label}, {graph}", times["graph"], times["torch"], None),
             row(f"no allreduce, {label}, {graph}", times["empty"], times["torch"], None),
         ]
     return rows
+
+
+def in_a_group(tensor: Any, name: str, length: int) -> Any:
+    return hvd.grouped_allreduce([tensor] * length, name=name, op=hvd.Average)
 
 
 def in_a_row(tensor: Any, name: str, length: int) -> Any:
@@ -186,8 +197,9 @@ def render(rows: list[list[str]], memory: list[str], pairs: int, load: float) ->
         "|---" * len(titles) + "|",
         *(f"| {' | '.join(entry)} |" for entry in rows),
         "",
-        "Rows about allreduce are compared with as many calls of the torch API's allreduce into a new tensor. In `tf.function`",
-        "the time includes the call of the function itself, whose own cost is that of the row without an allreduce.",
+        "Rows about allreduce are compared with the same calls of the torch API into new tensors. A group is what the tape and",
+        "the optimizers make of the gradients of a step; in a row means that each allreduce needs the result of the last one.",
+        "In `tf.function` the time includes the call of the function itself, which is that of the row without an allreduce.",
         "",
         f"To pass a tensor to torch and back, without a collective: {', '.join(memory)}.",
         "The time does not depend on the size: nothing is copied.",
