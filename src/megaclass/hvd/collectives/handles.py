@@ -222,8 +222,8 @@ def _wait(job: Job, operation: Operation) -> None:
 def join(device: int = -1) -> int:
     """Declares that this rank has no more data: until all ranks have joined, it contributes zeros to their allreduces.
 
-    Returns the rank that joined last. `device` is accepted for Horovod's sake: the zeros are allocated on the device type
-    of the other ranks' tensors.
+    Returns the rank that joined last. `device` is accepted for compatibility with Horovod: the zeros are allocated on the
+    device type of the other ranks' tensors.
     """
     job = current.running()
     operation = Operation(Request("join", "join"))

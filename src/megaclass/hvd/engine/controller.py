@@ -270,7 +270,7 @@ class Controller:
         self._timeline.mark_cycle()
         requests = [operation.request for operation in operations]
         digest = digest_of_all(requests)
-        # A rank does not know what the others announce. If the lists differ, the payload was sent in vain, which is cheap.
+        # A rank does not know what the others announce. If the lists differ, the payload is not used, which is cheap.
         payload = self._runner.small_payload(operations) if len(self._hosts) > 1 else b""
         if self._coordinator is not None:
             self._announced(0, digest, requests, payload)

@@ -84,7 +84,7 @@ class TensorFlowKerasState(TensorFlowState):
     """State of a training: a Keras model and its optimizer, and plain Python objects as attributes."""
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        """optimizer: that of model.compile() by default. `backend` is accepted for Horovod's sake."""
+        """optimizer: that of model.compile() by default. `backend` is accepted for compatibility with Horovod."""
         if not model.built:
             raise ValueError(
                 "TensorFlowKerasState: the model has no weights yet; build it or call it on a batch before."

@@ -25,7 +25,7 @@ def broadcast_variables(
 ) -> Any:
     """Overwrites variables with those of the root; in the graph of a v1 session, returns the operation that does so.
 
-    variables: of TensorFlow or Keras, in the same order on all ranks. `inplace` is accepted for Horovod's sake.
+    variables: of TensorFlow or Keras, in the same order on all ranks. `inplace` is accepted for compatibility with Horovod.
     """
     variables = list(variables)
     if tf.executing_eagerly():

@@ -91,8 +91,8 @@ def allreduce(
 ) -> Any:
     """Returns the tensor combined over ranks; differentiable. tf.IndexedSlices are gathered.
 
-    op: Average (the default), Sum, Adasum, Min, Max or Product. The devices are accepted for Horovod's sake: a tensor is
-    reduced where it is.
+    op: Average (the default), Sum, Adasum, Min, Max or Product. The devices are accepted for compatibility with Horovod: a
+    tensor is reduced where it is.
     """
     op = handle_average_backwards_compatibility(op, average)
     if isinstance(tensor, tf.IndexedSlices):

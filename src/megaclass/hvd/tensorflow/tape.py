@@ -34,7 +34,7 @@ class _DistributedTape:
     ) -> Any:
         """Computes the gradients on this rank and combines them over ranks.
 
-        `use_generic_names` is accepted for Horovod's sake: gradients are always matched by their place in `sources`.
+        `use_generic_names` is accepted for compatibility: gradients are always matched by their place in `sources`.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         reduced = self._reducer(_flat(gradients), _flat(sources))

@@ -33,7 +33,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
     """Overwrites weights and optimizer state with the root's when training begins.
 
     A model that Keras can build only with data is broadcast after the first batch, as in Horovod. `device` is accepted for
-    Horovod's sake.
+    compatibility with Horovod.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:

@@ -61,7 +61,7 @@ def load_model(
 ) -> Any:
     """Loads a saved Keras model and wraps its optimizer, state included, in a DistributedOptimizer.
 
-    custom_optimizers: classes of optimizers that are not Keras' own. `legacy_opts` is accepted for Horovod's sake.
+    custom_optimizers: classes of optimizers that are not Keras' own. `legacy_opts` is accepted for compatibility with Horovod.
     """
     objects = {**{cls.__name__: cls for cls in custom_optimizers or ()}, **(custom_objects or {})}
     model = keras.models.load_model(filepath, custom_objects=objects)
