@@ -57,7 +57,7 @@ def test_a_machine_may_have_two_names_among_others(bed, script):
     ], run.story()
 
 
-def test_every_rank_is_told_its_place_by_torchruns_and_by_horovods_names(bed, script):
+def test_every_rank_is_told_its_place_by_torchruns_and_by_horovods_names_and_all_hosts_end_with_0(bed, script):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]
     names += [
         f"HOROVOD_{name}"
@@ -70,6 +70,8 @@ def test_every_rank_is_told_its_place_by_torchruns_and_by_horovods_names(bed, sc
         "[2]<stdout>:2 4 0 1 10.123.0.1 eth0 2 4 0 1 1 3 h2",
         "[3]<stdout>:3 4 0 1 10.123.0.1 eth0 3 4 0 1 2 3 h3",
     ], run.story()
+    assert run.code == 0
+    bed.seconds_until_nothing_is_left(timeout_s=5)
 
 
 def test_the_driver_need_not_be_one_of_the_hosts(bed):
@@ -109,15 +111,15 @@ time.sleep(600)
     assert run.wait() == 128 + signal.SIGTERM
 
 
-def test_other_hosts_get_what_matters_to_the_ranks_and_nothing_else(bed, script):
+def test_other_hosts_get_what_matters_to_the_ranks_and_what_their_login_script_prints_is_not_taken_for_the_agent(
+    bed, script
+):
     env = {"NCCL_DEBUG": "INFO", "AWS_SECRET": "s3cret", "CUDA_VISIBLE_DEVICES": "7", "WANDB_MODE": "offline"}
-    run = bed("-H", "h1:1,h2:1", *script(f"print(*[os.environ.get(name) for name in {list(env)}])"), env=env)
-    assert sorted(run.out.splitlines()) == ["[0]<stdout>:INFO s3cret 7 offline", "[1]<stdout>:INFO None None offline"]
-
-
-def test_what_a_login_script_prints_is_not_taken_for_the_agent(bed, script):
-    run = bed("-H", "h1:1,h2:1", "--remote-prefix", "echo Welcome; echo Hello >&2;", *script("print(rank)"))
-    assert (run.code, sorted(run.out.splitlines())) == (0, ["[0]<stdout>:0", "[1]<stdout>:1"]), run.story()
+    login = ("--remote-prefix", "echo Welcome; echo Hello >&2;")
+    body = f"print(*[os.environ.get(name) for name in {list(env)}])"
+    run = bed("-H", "h1:1,h2:1", *login, *script(body), env=env)
+    lines = ["[0]<stdout>:INFO s3cret 7 offline", "[1]<stdout>:INFO None None offline"]
+    assert (run.code, sorted(run.out.splitlines())) == (0, lines), run.story()
 
 
 def test_two_jobs_at_once_do_not_meet(bed, script):
@@ -130,12 +132,6 @@ def test_two_jobs_at_once_do_not_meet(bed, script):
     for job in jobs:
         job.send(signal.SIGTERM)
     assert [job.wait() for job in jobs] == [143, 143]
-
-
-def test_the_ranks_of_one_host_end_when_those_of_another_do(bed, script):
-    run = bed(*HOSTS, *script("print('done')"))
-    assert run.code == 0 and run.out.count("done") == 4
-    bed.seconds_until_nothing_is_left(timeout_s=5)
 
 
 # ---- what keeps it from starting ----
@@ -220,18 +216,15 @@ def mounted(bed, host, source, target):
         subprocess.run(bed.inside(host, "umount", str(target)), check=True, timeout=20)
 
 
-def test_a_host_without_python(bed, script, tmp_path):
-    with mounted(bed, "h2", tmp_path, Path(sys.executable).parent):
-        err = refused(bed, *HOSTS, *script(SLEEP))
-    assert f"megaclass: h2: there is no Python at {sys.executable}" in err and "--python" in err
-    assert "megaclass: h3" not in err
-
-
-def test_a_host_without_megaclass(bed, script, tmp_path):
+def test_a_host_without_python_and_one_without_megaclass(bed, script, tmp_path):
     import megaclass
 
-    with mounted(bed, "h3", tmp_path, Path(megaclass.__file__).parent):
+    with (
+        mounted(bed, "h2", tmp_path, Path(sys.executable).parent),
+        mounted(bed, "h3", tmp_path, Path(megaclass.__file__).parent),
+    ):
         err = refused(bed, *HOSTS, *script(SLEEP))
+    assert f"megaclass: h2: there is no Python at {sys.executable}" in err and "--python" in err
     assert f"megaclass: h3: {sys.executable} there has no megaclass" in err
 
 
