@@ -64,8 +64,10 @@ def test_a_full_disk_costs_checkpoints_or_the_run_which_may_be_restarted_and_the
     counted.release(25)
     counted.wait_for(29, started, num_ranks=2)
     counted.release(29)
-    started.says("ended with exit code 74", timeout_s=120)
+    started.says("the save is repeated in ", timeout_s=60)
+    # All ranks have done the last step: the next start holds before it.
     counted.hold(29)
+    started.says("ended with exit code 74", timeout_s=120)
     (disk / "ballast").unlink()
 
     # Rank 1 may open no further files in the last step, so that only its part of the checkpoint fails.
