@@ -428,7 +428,7 @@ def test_an_interrupt_between_two_starts_ends_the_run(run, script):
     [
         ([], 2, "the last 3 starts made no progress (no checkpoint, and none ran for 60 s)"),
         ([5, 5, 5, 5, 9], 3, "the last 3 starts made no progress (no checkpoint after step 5)"),
-        ([5, 6, None, None, None, 8], 4, "the last 3 starts made no progress (no checkpoint after step 6)"),
+        ([5, None, 6, None, None, None, 8], 5, "the last 3 starts made no progress (no checkpoint after step 6)"),
     ],
     ids=["a program that reports nothing", "the same step again and again", "some starts advance"],
 )
