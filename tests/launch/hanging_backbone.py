@@ -5,7 +5,6 @@ HANG_CAUSES names the cause of each start of the job, separated by commas; with 
 
 import ctypes
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -36,8 +35,6 @@ def hang(cause: str) -> None:
         pipe = Path(os.environ["HANG_PIPE"])
         # Opened for writing, too, so that opening does not wait and reading does.
         os.read(os.open(pipe, os.O_RDWR), 1)
-    elif cause == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
     elif cause == "collective":
         # One rank alone waits for a message that is never sent.
         dist.recv(torch.zeros(1), src=0, tag=77)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -316,7 +317,7 @@ def test_hosts_that_work_and_hosts_that_do_not_stand_in_one_table(bed, check, tm
 def test_who_has_no_key_yet_is_told_to_make_one(bed, check, tmp_path):
     text = (bed.folder / "ssh_config").read_text().replace(f"{bed.folder}/id", f"{tmp_path}/absent")
     (bed.folder / "keyless_config").write_text(text)
-    done = check("-H", "h1:1,h2:1", config="keyless_config", env={"SSH_AUTH_SOCK": None})
+    done = check("-H", "h2:1", config="keyless_config", env={"SSH_AUTH_SOCK": None})
     assert done.returncode == 1
     line = f"Type: ssh-keygen -t ed25519 && ssh-copy-id -F {bed.folder}/keyless_config h2\n"
     assert line in done.stdout, done.stdout
@@ -330,35 +331,34 @@ def test_a_host_key_that_nobody_has_confirmed_comes_with_the_login_to_type(bed, 
     assert f"Log in once with `ssh -F {bed.folder}/unknown_config h2` and compare the key." in done.stdout
 
 
-def test_a_clock_that_is_wrong_is_shown_but_does_not_stop_the_start(bed, check):
+@contextlib.contextmanager
+def in_the_past(bed, host, port):
+    """An ssh server on a port of the host; whoever logs in there lives 90 s in the past. Yields whether that can be done."""
     library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
-    if library is None:
-        pytest.skip("a wrong clock on one host needs libfaketime: apt-get install faketime")
-    text = (bed.folder / "h2" / "sshd_config").read_text().replace("Port 22", "Port 2200")
-    # Whoever logs in there lives 90 s in the past.
-    text = text.replace("SetEnv ", f"SetEnv LD_PRELOAD={library} FAKETIME=-90 ")
+    text = (bed.folder / host / "sshd_config").read_text().replace("Port 22", f"Port {port}")
+    if library is not None:
+        text = text.replace("SetEnv ", f"SetEnv LD_PRELOAD={library} FAKETIME=-90 ")
     config = bed.folder / "late_sshd_config"
     config.write_text(text)
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(bed.inside("h2", "/usr/sbin/sshd", "-D", "-f", str(config)), **quiet)
+    server = subprocess.Popen(bed.inside(host, "/usr/sbin/sshd", "-D", "-f", str(config)), **quiet)
     try:
-        wait_until(lambda: run(bed.inside("h2", "ss", "-Hltn", "sport = :2200")).stdout, what="the second sshd")
-        done = check("-H", "h1:1,h2:1", "-p", "2200", "--json")
+        wait_until(lambda: run(bed.inside(host, "ss", "-Hltn", f"sport = :{port}")).stdout, what="the second sshd")
+        yield library is not None
     finally:
-        for pid in bed.pids_of("h2", str(config)):
+        for pid in bed.pids_of(host, str(config)):
             os.kill(pid, signal.SIGKILL)
         server.wait()
-    assert done.returncode == 0, done.stdout
-    [clock] = [one for one in json.loads(done.stdout)["findings"] if one["what"] == "clock"]
-    assert (clock["where"], clock["state"]) == ("h2", "doubtful")
-    assert -91 < float(clock["found"].split()[0]) < -89 and "timedatectl set-ntp true" in clock["advice"]
 
 
-def test_little_disk_and_little_shared_memory_on_a_host_are_found(bed, check, tmp_path):
+def test_little_disk_little_shared_memory_and_a_wrong_clock_are_found_and_the_clock_does_not_stop_the_start(
+    bed, check, tmp_path
+):
     for folder, size in ((tmp_path, "80m"), ("/dev/shm", "500m")):
         run(bed.inside("h2", "mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder))).check_returncode()
     try:
-        done = check("-H", "h1:1,h2:1", "--workdir", str(tmp_path))
+        with in_the_past(bed, "h2", 2200) as is_late:
+            done = check("-H", "h1:1,h2:1", "-p", "2200", "--workdir", str(tmp_path))
     finally:
         for folder in (tmp_path, "/dev/shm"):
             run(bed.inside("h2", "umount", str(folder))).check_returncode()
@@ -366,23 +366,11 @@ def test_little_disk_and_little_shared_memory_on_a_host_are_found(bed, check, tm
     assert done.returncode == 1 and "[!]" not in one
     assert f"[!] free disk      0.1 GiB at {tmp_path}\n" in two and f"du -xsh {tmp_path}/* | sort -h" in two
     assert "[?] shared memory  0.49 GiB free in /dev/shm" in two and "remount,size=8G /dev/shm" in two
-
-
-def test_another_torch_and_another_recipe_are_set_against_each_other(bed, check, tmp_path):
-    version = Path(torch.__file__).with_name("version.py")
-    (tmp_path / "version.py").write_text(version.read_text().replace(torch.__version__, "2.11.7"))
-    (tmp_path / "recipe.toml").write_text("one")
-    (tmp_path / "other.toml").write_text("two")
-    with (
-        mounted(bed, "h2", tmp_path / "version.py", version),
-        mounted(bed, "h2", tmp_path / "other.toml", tmp_path / "recipe.toml"),
-    ):
-        done = check("-H", "h1:1,h2:1", str(tmp_path / "recipe.toml"))
-    together = done.stdout.split("\n\n")[2]
-    assert done.returncode == 1
-    assert f"[!] same versions  torch is {torch.__version__} on h1; 2.11.7 on h2\n" in together
-    assert f"Type on h2: {sys.executable} -m pip install torch=={torch.__version__.partition('+')[0]}\n" in together
-    assert f"Type on h1: scp {tmp_path}/recipe.toml h2:{tmp_path}/recipe.toml\n" in together
+    assert "Training would not start: 1 problem, marked [!]." in done.stdout, "only the disk stops the start"
+    if not is_late:
+        pytest.skip("a wrong clock on one host, which was not tested, needs libfaketime: apt-get install faketime")
+    [behind_s] = re.findall(r"\[\?\] clock +(-\d+\.\d+) s against this machine", two)
+    assert -91 < float(behind_s) < -89 and "timedatectl set-ntp true" in two
 
 
 @pytest.mark.ranks
@@ -421,17 +409,25 @@ def test_without_ssh_here_no_host_is_asked(monkeypatch, tmp_path, capsys):
     )
 
 
-def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp_path):
+def test_a_firewall_a_missing_interface_and_hosts_with_other_code_torch_and_recipe_are_found(bed, check, tmp_path):
     if shutil.which("nft") is None:
         pytest.skip("there is no nft: apt-get install nftables")
     source = Path(megaclass.__file__).parent / "errors.py"
     (tmp_path / "errors.py").write_text(source.read_text() + "\n# changed\n")
+    version = Path(torch.__file__).with_name("version.py")
+    (tmp_path / "version.py").write_text(version.read_text().replace(torch.__version__, "2.11.7"))
+    (tmp_path / "recipe.toml").write_text("one")
+    (tmp_path / "other.toml").write_text("two")
     chain = "add table inet wall; add chain inet wall i { type filter hook input priority 0; }"
     rules = f"{chain}; add rule inet wall i tcp dport != 22 ct state new drop"
     run(bed.inside("h2", "nft", rules)).check_returncode()
     try:
-        with mounted(bed, "h2", tmp_path / "errors.py", source):
-            done = check("-H", "h1:1,h2:1", "--network-interface", "eth9")
+        with (
+            mounted(bed, "h2", tmp_path / "errors.py", source),
+            mounted(bed, "h2", tmp_path / "version.py", version),
+            mounted(bed, "h2", tmp_path / "other.toml", tmp_path / "recipe.toml"),
+        ):
+            done = check("-H", "h1:1,h2:1", "--network-interface", "eth9", str(tmp_path / "recipe.toml"))
     finally:
         run(bed.inside("h2", "nft", "delete", "table", "inet", "wall")).check_returncode()
     assert done.returncode == 1, done.stderr
@@ -441,6 +437,9 @@ def test_a_firewall_other_code_and_a_missing_interface_are_found(bed, check, tmp
     assert "[X] ports" in two and "[X] route" in two
     assert "[!] interface      no interface eth9 with an address" in one and "one of: eth0, lo" in one
     assert "[!] same code" in together
+    assert f"[!] same versions  torch is {torch.__version__} on h1; 2.11.7 on h2\n" in together
+    assert f"Type on h2: {sys.executable} -m pip install torch=={torch.__version__.partition('+')[0]}\n" in together
+    assert f"Type on h1: scp {tmp_path}/recipe.toml h2:{tmp_path}/recipe.toml\n" in together
 
 
 def test_a_host_list_that_cannot_be_read_is_refused(capsys):

@@ -15,7 +15,7 @@ def test_a_training_survives_a_cut_cable_a_host_that_wakes_up_late_and_a_dead_ho
     hosts, stop = tmp_path / "hosts", tmp_path / "stop"
     hosts.write_text("h1:1\nh2:1\nh3:1\n")
     options = ("--min-np", "1", "--heartbeat", "6", "--blacklist-cooldown-range", "2", "3", "--start-timeout", "60")
-    job = bed.start(*options, "--host-discovery-script", f"cat {hosts}", *JOB, "3000", "100000", "0.02", str(stop))
+    job = bed.start(*options, "--host-discovery-script", f"cat {hosts}", *JOB, "400", "100000", "0.05", str(stop))
     try:
         job.says("from epoch 0", 3, timeout_s=120)
         # A cut cable. The ranks at both ends end their connections; those of h3 are ended by their agent.

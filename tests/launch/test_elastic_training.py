@@ -21,13 +21,13 @@ from megaclass.world import World
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parents[1] / "recipes" / "demo.toml"
-NUM_IMAGES, STEPS_PER_EPOCH, NUM_STEPS = 96, 6, 72
+NUM_IMAGES, STEPS_PER_EPOCH, NUM_STEPS = 96, 6, 36
 SETTINGS = (
-    *("synth.identities=12", "synth.images_per_identity=8", "synth.size=32", "synth.pairs=40", "data.mirror=false"),
+    *("synth.identities=0", f"data.path=synthetic:12x{NUM_IMAGES}@32", "data.mirror=false"),
     *("backbone.name=counting_backbone:CountingNet", "backbone.embedding_dim=16", "backbone.batch_norm=sync"),
     *("head.margin=adaface", "head.margin_size=0.1", "head.scale=16", "head.sample_rate=0.5", "train.ema=0.9"),
-    *("train.global_batch=16", "train.epochs=12", "train.report_steps=1", "export.onnx=false"),
-    *("train.commit_steps=10", "train.checkpoint_epochs=4", "train.nproc=1", "optimizer.lr=0.0003"),
+    *("train.global_batch=16", "train.epochs=6", "train.report_steps=1", "export.onnx=false"),
+    *("train.commit_steps=5", "train.checkpoint_epochs=2", "train.nproc=1", "optimizer.lr=0.0003"),
 )
 
 
@@ -48,8 +48,8 @@ def undisturbed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     (tmp_path / "count").mkdir()
     monkeypatch.setenv("COUNT_DIR", str(tmp_path / "count"))
-    places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={tmp_path / 'undisturbed'}")
-    config, world = load_config(RECIPE, [*SETTINGS, *places]), World(starter="tests")
+    settings = [*SETTINGS, f"train.run_dir={tmp_path / 'undisturbed'}"]
+    config, world = load_config(RECIPE, settings), World(starter="tests")
     with process_group(world, device="cpu") as device, ExitStack() as held:
         train_in_group(config, world, device, StartMode(), held)
     for file in (tmp_path / "count").iterdir():
@@ -64,12 +64,11 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     recipe.write_text(RECIPE.read_text())
     count, run_dir, hosts = tmp_path / "count", tmp_path / "run", tmp_path / "hosts"
     hosts.write_text("localhost slots=3\n")
-    for step in (35, 43, 56):
+    for step in (17, 21, 28):
         (count / f"hold-{step}").touch()
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     options = ("--min-np", "1", "--max-np", "4", "--verbose", "--hostfile", str(hosts))
-    places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={run_dir}")
-    train = (sys.executable, "-m", "megaclass", "train", str(recipe), *SETTINGS, *places)
+    train = (sys.executable, "-m", "megaclass", "train", str(recipe), *SETTINGS, f"train.run_dir={run_dir}")
     job = run.start(*options, *train, env={"COUNT_DIR": str(count), "PYTHONPATH": path})
 
     def arrive_at(step: int, generation: int, size: int) -> dict[int, int]:
@@ -87,12 +86,12 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
         assert job.process.poll() is None, job.story()
         return processes()
 
-    first = arrive_at(35, 1, 3)
+    first = arrive_at(17, 1, 3)
     os.kill(first[0], signal.SIGKILL)
     job.says(f"rank 0 on localhost (pid {first[0]}) ended with signal SIGKILL; 2 rank(s) go on.")
-    (count / "hold-35").unlink()
+    (count / "hold-17").unlink()
     # Rank 0 had written the metrics and held the folder's lock; its centres are on another rank.
-    second = arrive_at(43, 2, 2)
+    second = arrive_at(21, 2, 2)
     assert second == {0: first[1], 1: first[2]}
     job.says("generation 2: 2 ranks on localhost:2; before: 3.")
     job.says("generation 2 trains")
@@ -104,18 +103,18 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     hosts.write_text("localhost slots=3\n127.0.0.1 slots=2\n")
     job.says("127.0.0.1:2 was added; new ranks there join at the next commit.")
     job.says("is ready (start)", 5, timeout_s=90)
-    (count / "hold-43").unlink()
-    third = arrive_at(56, 3, 4)
+    (count / "hold-21").unlink()
+    third = arrive_at(28, 3, 4)
     assert (third[0], third[1]) == (first[1], first[2])
     # Copies are on another host where there is one: that of rank 1 is on rank 3.
     for rank in (1, 3):
         os.kill(third[rank], signal.SIGKILL)
     job.says("ended with signal SIGKILL", 3)
-    (count / "hold-56").unlink()
+    (count / "hold-28").unlink()
     assert job.wait(150) == 0, job.story()
     assert (
-        "WARNING megaclass: a rank and the rank that held the copy of its centres are lost: going back from step 56 to the "
-        "checkpoint of step 48." in job.err
+        "WARNING megaclass: a rank and the rank that held the copy of its centres are lost: going back from step 28 to the "
+        "checkpoint of step 24." in job.err
     )
 
     # Every step is in the curve once, and the curve is the undisturbed one: other ranks add in another order.
@@ -127,15 +126,15 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     rows = rows_of(count)
     # Only steps since the last commit, and since the last checkpoint where the copy was lost, too, were done again.
     begins = {generation: min(row[1] for row in rows if row[0] == generation) for generation in (1, 2, 3, 4)}
-    assert begins == {1: 0, 2: 30, 3: begins[3], 4: 48} and begins[3] in (48, 50)
+    assert begins == {1: 0, 2: 15, 3: begins[3], 4: 24} and begins[3] in (24, 25)
     assert {(row[0], row[3]) for row in rows} == {(1, 3), (2, 2), (3, 4), (4, 2)}
 
     changes = [event for event in read_events(run_dir)[0] if event["event"] == "rank_change"]
     fields = ("step", "before", "after", "lost_ranks", "undone_steps", "generation")
     assert [tuple(change[name] for name in fields) for change in changes] == [
-        (30, 3, 2, [0], 5, 2),
+        (15, 3, 2, [0], 2, 2),
         (begins[3], 2, 4, [], 0, 3),
-        (48, 4, 2, [1, 3], 8, 4),
+        (24, 4, 2, [1, 3], 4, 4),
     ]
     page = (run_dir / "report.html").read_text()
     assert page.count("rank_change") == 3 and re.search(r"before 4, after 2, lost_ranks \[1, 3\]", page)
@@ -150,7 +149,7 @@ def test_a_training_survives_a_cut_cable_and_a_dead_host(bed, tmp_path):
     options = ["--min-np", "1", "--heartbeat", "6", "--blacklist-cooldown-range", "2", "3", "--start-timeout", "60"]
     for variable in (f"COUNT_DIR={count}", f"PYTHONPATH={HERE}", "COUNT_STEP_S=0.1", "OMP_NUM_THREADS=1"):
         options += ["-x", variable]
-    places = (f"data.path={tmp_path / 'data'}", f"train.run_dir={tmp_path / 'run'}", f"train.epochs={num_epochs}")
+    places = (f"train.run_dir={tmp_path / 'run'}", f"train.epochs={num_epochs}")
     train = (sys.executable, "-m", "megaclass", "train", str(RECIPE), *SETTINGS, *places)
     job = bed.start(*options, "--host-discovery-script", f"cat {hosts}", *train)
     try:

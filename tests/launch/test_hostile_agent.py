@@ -86,33 +86,46 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e"
 @pytest.mark.parametrize(
     ("wire", "says"),
     [
-        (output("../../victim"), "'output' with stream = '../../victim', not one of stdout, stderr"),
         (output("/tmp/owned"), "not one of stdout, stderr"),
         (output("stdout/x"), "not one of stdout, stderr"),
         (output(["stdout"]), "not one of stdout, stderr"),
-        (output("stdout", 0), "'output' with rank = 0, not a rank of this host"),
         (output("stdout", "1"), "not a rank of this host"),
         (output("stdout", True), "not a rank of this host"),
         (output("stdout", "../../victim"), "not a rank of this host"),
-        (output("stdout", data=b"x" * (MAX_OUTPUT_BYTES + 1)), "is not a message"),
         (encode({"say": "exit", "rank": 0, "pid": 8, "code": 0}), "'exit' with rank = 0, not a rank of this host"),
-        (encode({"say": "exit", "rank": 1, "pid": 8, "code": 256}), "not a whole number from -64 to 255"),
         (encode({"say": "exit", "rank": 1, "pid": 8, "code": "0"}), "not a whole number from -64 to 255"),
         (encode({"say": "exit", "rank": 1, "pid": -1, "code": 0}), "not a whole number from 1 to"),
-        (encode({"say": "exit", "rank": 1, "pid": 8, "code": 0}) * 2, "a second 'exit' of rank 1"),
-        (encode({"say": "started", "pids": {"0": 1, "1": 1}}), "not a pid for each rank of this host"),
-        (encode({"say": "stopped", "rank": 1, "pid": ESCAPE}), "not a whole number"),
-        (encode({"say": "hello", "pid": 8, "address": "$(touch owned)"}), "not a numeric IP address"),
         (encode({"say": "hello", "pid": 8, "port": 70000}), "not a whole number from 1 to 65535"),
-        (encode({"say": "hello", "pid": 8}), "a second 'hello'"),
         (encode({"say": "note", "text": {"a": 1}}), "not a text"),
         (encode({"say": "note"}), "'note' without 'text'"),
         (encode({"say": "stacks", "rank": 0, "pid": 8}), "'stacks' with rank = 0, not a rank of this host"),
         (encode({"say": "status", "idle_s": "never"}), "'status' with idle_s = 'never', not a number"),
-        (encode({"say": "note", "text": "x"}) * (MAX_REMARKS + 1), f"more than {MAX_REMARKS} remarks"),
-        (encode({"say": ESCAPE}), "an unknown message"),
         (encode({"say": ["output"]}), "an unknown message"),
         (encode({"do": "end"}), "an unknown message"),
+    ],
+)
+def test_a_message_that_no_agent_sends_is_refused(wire, says):
+    """The next test shows with others of them what a refused message does to the job."""
+    checker = AgentMessageChecker([1])
+    [(message, payload)] = MessageReader(max_line_bytes=1 << 20, max_payload_bytes=MAX_OUTPUT_BYTES).feed(wire)
+    with pytest.raises(ProtocolError, match=re.escape(says)):
+        checker.checked(message, payload, is_running=True)
+
+
+@pytest.mark.parametrize(
+    ("wire", "says"),
+    [
+        (output("../../victim"), "'output' with stream = '../../victim', not one of stdout, stderr"),
+        (output("stdout", 0), "'output' with rank = 0, not a rank of this host"),
+        (output("stdout", data=b"x" * (MAX_OUTPUT_BYTES + 1)), "is not a message"),
+        (encode({"say": "exit", "rank": 1, "pid": 8, "code": 256}), "not a whole number from -64 to 255"),
+        (encode({"say": "exit", "rank": 1, "pid": 8, "code": 0}) * 2, "a second 'exit' of rank 1"),
+        (encode({"say": "started", "pids": {"0": 1, "1": 1}}), "not a pid for each rank of this host"),
+        (encode({"say": "stopped", "rank": 1, "pid": ESCAPE}), "not a whole number"),
+        (encode({"say": "hello", "pid": 8, "address": "$(touch owned)"}), "not a numeric IP address"),
+        (encode({"say": "hello", "pid": 8}), "a second 'hello'"),
+        (encode({"say": "note", "text": "x"}) * (MAX_REMARKS + 1), f"more than {MAX_REMARKS} remarks"),
+        (encode({"say": ESCAPE}), "an unknown message"),
         (b"[" * 5000 + b"\n", "is not a message"),
         (b"{" * (1 << 21), "a line of more than 1048576 bytes"),
         (encode({"say": "done"}), "says that it is done, but not how rank 1 ended"),

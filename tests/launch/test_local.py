@@ -183,7 +183,7 @@ def test_sigterm_to_the_parent_reaches_the_ranks_who_take_their_time_and_say_how
     """Longer than the grace: a save is not cut short."""
     body = f"""
 def save(*_):
-    time.sleep({2 * GRACE_S} + 0.5 * rank)
+    time.sleep({GRACE_S + 1} + 0.5 * rank)
     say(f"saved{{rank}}", "")
     os._exit({code})
 signal.signal(signal.SIGTERM, save)
@@ -202,7 +202,7 @@ def test_a_closed_terminal_is_sigterm_to_the_ranks_and_closing_it_twice_is_no_se
     body = f"""
 def save(*_):
     say(f"heard{{rank}}", "")
-    time.sleep({2 * GRACE_S})
+    time.sleep({GRACE_S + 1})
     say(f"saved{{rank}}", "")
     os._exit(75)
 signal.signal(signal.SIGTERM, save)

@@ -138,11 +138,9 @@ def test_skypilot_itself_reads_the_task():
 # ---- what stands in them is run ----
 
 _RECIPE = """
-[synth]
-identities = 20
-images_per_identity = 8
+[data]
+path = "replaced by the command"
 size = 32
-pairs = 40
 [backbone]
 name = "slim"
 embedding_dim = 16
@@ -151,6 +149,18 @@ epochs = 1
 global_batch = 32
 [export]
 onnx = false
+"""
+# Stands in for `megaclass train` where a training would load torch on two hosts only to show once more that it trains.
+_STAND_IN = """
+import os, socket, sys
+from megaclass.cli.main import main
+from megaclass.distributed.network.rank0_address import meeting_point
+from megaclass.world import world_from_environment
+world = meeting_point(world_from_environment())
+# torchrun's own store listens there until its ranks have ended.
+socket.create_connection((world.address, world.port), timeout=60).close()
+print(f"rank {world.rank} of {world.size} on {os.uname().nodename}: restart {os.environ['MEGACLASS_RESTART']}", flush=True)
+sys.exit(main([*sys.argv[1:], "--show-config"]))
 """
 
 
@@ -175,8 +185,8 @@ def skypilot(node, nodes):
     return documents("skypilot.yaml")[0]["run"], env
 
 
-@pytest.mark.parametrize("recipe", [indexed_job, kubeflow, skypilot], ids=lambda recipe: recipe.__name__)
-def test_the_command_of_each_recipe_trains_on_two_hosts(bed, tmp_path, recipe):
+def run_on_two_hosts(bed, tmp_path, recipe, command="-m megaclass"):
+    """Runs the command of a recipe on two hosts, with `command` instead of `-m megaclass`; returns what both have printed."""
     (tmp_path / "tiny.toml").write_text(_RECIPE)
     names = tmp_path / "hosts"
     names.write_text((bed.folder / "hosts").read_text() + "10.123.0.1 megaclass-0.megaclass\n")
@@ -190,18 +200,33 @@ def test_the_command_of_each_recipe_trains_on_two_hosts(bed, tmp_path, recipe):
         # What a test has less of: GPUs, and the data of the recipe.
         text = re.sub(r"--nproc-per-node=8", "--nproc-per-node=1", text)
         text = text.replace("recipes/ms1mv3-r50-arcface.toml", f"{tmp_path}/tiny.toml")
-        text = text.replace("/data/ms1mv3", f"{tmp_path}/data").replace("/runs/ms1mv3-r50", f"{tmp_path}/run")
+        text = text.replace("/data/ms1mv3", "synthetic:20x160").replace("/runs/ms1mv3-r50", f"{tmp_path}/run")
+        assert "-m megaclass train " in text
+        text = text.replace("-m megaclass train ", f"{command} train ")
         shell = ["unshare", "--mount", "bash", "-c", f"mount --bind {names} /etc/hosts\n{text}"]
         with log.open("wb") as out:
-            command = bed.inside(f"h{node + 1}", *shell)
+            command_there = bed.inside(f"h{node + 1}", *shell)
             processes.append(
                 subprocess.Popen(
-                    command, env=plain | env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                    command_there, env=plain | env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
                 )
             )
     deadline = time.monotonic() + 200
     codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
     story = "\n".join(log.read_text()[-3000:] for log in logs)
     assert codes == [0, 0], story
-    assert "rank 0 of 2 on h1: " in story and "rank 1 of 2 on h2: " in story
+    assert "rank 0 of 2 on h1: " in story and "rank 1 of 2 on h2: " in story, story
+    return story
+
+
+def test_the_command_of_a_recipe_trains_on_two_hosts(bed, tmp_path):
+    story = run_on_two_hosts(bed, tmp_path, kubeflow)
     assert (tmp_path / "run" / "summary.json").is_file(), story
+
+
+@pytest.mark.parametrize("recipe", [indexed_job, skypilot], ids=lambda recipe: recipe.__name__)
+def test_the_command_of_each_other_recipe_starts_ranks_on_two_hosts_that_meet_and_know_the_run(bed, tmp_path, recipe):
+    (tmp_path / "stand_in.py").write_text(_STAND_IN)
+    story = run_on_two_hosts(bed, tmp_path, recipe, str(tmp_path / "stand_in.py"))
+    assert story.count(": restart 1\n") == 2, story
+    assert story.count(f'run_dir = "{tmp_path}/run"') == 2 and story.count('path = "synthetic:20x160"') == 2, story
