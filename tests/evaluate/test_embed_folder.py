@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from megaclass.model import embed_folder as module
 from megaclass.errors import DataError
 from megaclass.model import LoadedModel, load
+from megaclass.model import embed_folder as module
 from megaclass.model.embed_folder import EmbeddedFolder, embed_folder
 
 _NUM_IMAGES = 11
