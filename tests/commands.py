@@ -8,13 +8,13 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import PIPE, STDOUT, CompletedProcess
 
-from tests.conftest import fork_server
+from tests.conftest import fork_server, free_port
 
 from megaclass.cli.main import main
 
@@ -35,6 +35,7 @@ class ForkedCommand:
     """A command that runs in a process of its own."""
 
     process: BaseProcess
+    stdout: Path
     stderr: Path
 
     @property
@@ -56,24 +57,51 @@ class ForkedCommand:
 
 
 @contextlib.contextmanager
-def forked_command(arguments: Sequence[str], folder: Path, preparation: str = "") -> Iterator[ForkedCommand]:
-    """Starts `megaclass` with these arguments; it is killed at the end of the block. Its output goes to a file in `folder`.
+def forked_command(
+    arguments: Sequence[str],
+    folder: Path,
+    preparation: str = "",
+    *,
+    env: Mapping[str, str] | None = None,
+    name: str = "command",
+) -> Iterator[ForkedCommand]:
+    """Starts `megaclass` with these arguments; it is killed at the end of the block.
 
-    preparation: Python code that the process runs first.
+    Its output goes to the files `name`.stdout and `name`.stderr in `folder`. preparation: Python code that the process runs
+    first. env: its whole environment, if it is not that of the tests.
     """
-    stderr = folder / "stderr.txt"
-    process = fork_server.Process(target=_run_command, args=([*arguments], str(stderr), preparation), daemon=True)
+    outputs = folder / f"{name}.stdout", folder / f"{name}.stderr"
+    call = ([*arguments], *map(str, outputs), preparation, dict(os.environ if env is None else env))
+    process = fork_server.Process(target=_run_command, args=call, daemon=True)
     process.start()
     try:
-        yield ForkedCommand(process, stderr)
+        yield ForkedCommand(process, *outputs)
     finally:
         process.kill()
         process.join()
 
 
-def _run_command(arguments: list[str], stderr: str, preparation: str) -> None:
-    with Path(stderr).open("w") as file:
-        os.dup2(file.fileno(), 2)
-    os.dup2(2, 1)
+def ended_ranks(commands: Sequence[Sequence[str]], folder: Path, env: Mapping[str, str]) -> list[ForkedCommand]:
+    """Runs one command per rank, as under torchrun with one rank per host, and returns them when all have ended."""
+    port = free_port()
+    with contextlib.ExitStack() as started:
+        ranks = []
+        for rank, arguments in enumerate(commands):
+            size = len(commands)
+            world = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            world |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "GROUP_WORLD_SIZE": size}
+            whole = {**env, **{key: str(value) for key, value in world.items()}}
+            ranks.append(started.enter_context(forked_command(arguments, folder, env=whole, name=f"rank-{rank}")))
+        for one in ranks:
+            one.ended(240.0)
+        return ranks
+
+
+def _run_command(arguments: list[str], stdout: str, stderr: str, preparation: str, env: dict[str, str]) -> None:
+    for number, path in ((1, stdout), (2, stderr)):
+        with Path(path).open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(env)
     exec(preparation, {})
     sys.exit(main(arguments))
