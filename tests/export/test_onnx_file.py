@@ -177,7 +177,6 @@ _FAMILIES = {
     "an iresnet": partial(IResNet, (2, 1, 1, 1)),
     "a mobilefacenet": partial(MobileFaceNet, (1, 2, 1, 1), 1),
     "a vision transformer": partial(VisionTransformer, 64, 2),
-    "slim": BACKBONES["slim"],
 }
 # Too large for a test: 1,030 blocks, and 750 million parameters.
 _HUGE = ("iresnet2060", "vit_h")
