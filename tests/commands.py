@@ -77,23 +77,32 @@ def forked_command(
     try:
         yield ForkedCommand(process, *outputs)
     finally:
-        process.kill()
+        if process.is_alive():  # the number of a process that has ended may be another's by now
+            process.kill()
         process.join()
 
 
-def ended_ranks(commands: Sequence[Sequence[str]], folder: Path, env: Mapping[str, str]) -> list[ForkedCommand]:
-    """Runs one command per rank, as under torchrun with one rank per host, and returns them when all have ended."""
-    port = free_port()
+@contextlib.contextmanager
+def forked_ranks(
+    commands: Sequence[Sequence[str]], folder: Path, env: Mapping[str, str]
+) -> Iterator[list[ForkedCommand]]:
+    """Starts one command per rank, as under torchrun with one rank per host; they are killed at the end of the block."""
+    port, size = free_port(), len(commands)
     with contextlib.ExitStack() as started:
         ranks = []
         for rank, arguments in enumerate(commands):
-            size = len(commands)
             world = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             world |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "GROUP_WORLD_SIZE": size}
             whole = {**env, **{key: str(value) for key, value in world.items()}}
             ranks.append(started.enter_context(forked_command(arguments, folder, env=whole, name=f"rank-{rank}")))
-        for one in ranks:
-            one.ended(240.0)
+        yield ranks
+
+
+def ended_ranks(commands: Sequence[Sequence[str]], folder: Path, env: Mapping[str, str]) -> list[ForkedCommand]:
+    """Runs `forked_ranks` until all have ended, or until four minutes have passed."""
+    with forked_ranks(commands, folder, env) as ranks:
+        for rank in ranks:
+            rank.ended(240.0)
         return ranks
 
 
