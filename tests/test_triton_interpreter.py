@@ -11,10 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).parent
 HEAD = "head/kernels/test_interpreted.py"
+NORM = "backbones/test_fused_norm.py"
 SHARES = {
-    "head on one rank": ([HEAD], "not ranks"),
-    "head on several ranks": ([HEAD], "ranks"),
-    "batch norm and augmentation": (["backbones/test_fused_norm.py", "data/test_device_prepare.py"], ""),
+    "on one rank": ([HEAD, NORM, "data/test_device_prepare.py"], "not ranks"),
+    "on several ranks": ([HEAD, NORM], "ranks"),
 }
 # Half a minute on an idle machine.
 PATIENCE_S = 800

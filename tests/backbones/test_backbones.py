@@ -81,8 +81,9 @@ def test_rectangles_become_embeddings_where_16_divides_both_sides(name, size):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param("iresnet2060", 112, marks=pytest.mark.soak),
-        *itertools.product(sorted({*BACKBONES} - {"iresnet2060"}), [112]),
+        # Many more of the same layers.
+        *(pytest.param(name, 112, marks=pytest.mark.soak) for name in ("iresnet200", "iresnet2060", "vit_h")),
+        *itertools.product(sorted({*BACKBONES} - {"iresnet200", "iresnet2060", "vit_h"}), [112]),
         *itertools.product(["iresnet18", "mbf", "mbf_large", "slim", "vit_t"], [32]),
     ],
 )

@@ -56,12 +56,13 @@ ORDERS = {
 }
 
 
+@pytest.mark.parametrize("num_restarts", [200, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS.keys())
-def test_a_thousand_restarts_with_any_number_of_ranks_go_on_with_the_same_images(make):
+def test_restarts_with_any_number_of_ranks_go_on_with_the_same_images(make, num_restarts):
     rng = np.random.default_rng(0)
     order = make()
     uninterrupted = [order.batch(epoch, step) for epoch in range(3) for step in range(order.steps_per_epoch)]
-    for _ in range(1000):
+    for _ in range(num_restarts):
         start, world_size = int(rng.integers(len(uninterrupted))), int(rng.integers(1, 9))
         restarted = make()
         # Of the remaining order, the next step and any later one, on any rank.

@@ -1,9 +1,12 @@
+import shutil
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tests.shared_folder import made_once
 from torch import nn
 
 from megaclass.backbones import BACKBONES
@@ -36,24 +39,15 @@ class TinyBackbone(nn.Module):
         return self.features(self.fc(torch.flatten(self.dropout(x), 1)))
 
 
-class DiffersWhenExported(TinyBackbone):
-    """Stands for an exporter that gets an operation wrong."""
+class DiffersFromItsExport(TinyBackbone):
+    """For an exporter that gets an operation wrong: its file is that of a TinyBackbone."""
 
-    def __init__(self, scale: float, shift: float) -> None:
+    def __init__(self, scale: float = 1.0, shift: float = 0.0, shift_per_image: float = 0.0) -> None:
         super().__init__()
-        self.scale, self.shift = scale, shift
+        self.scale, self.shift, self.shift_per_image = scale, shift, shift_per_image
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        embeddings = super().forward(x)
-        return embeddings * self.scale + self.shift if torch.compiler.is_exporting() else embeddings
-
-
-class DiffersInLargerBatches(TinyBackbone):
-    """Stands for an export that holds for one image only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        embeddings = super().forward(x)
-        return embeddings + (x.shape[0] - 1) if torch.compiler.is_exporting() else embeddings
+        return super().forward(x) * self.scale + self.shift + self.shift_per_image * (x.shape[0] - 1)
 
 
 class FixesTheBatch(TinyBackbone):
@@ -61,12 +55,6 @@ class FixesTheBatch(TinyBackbone):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).reshape(len(x), -1)
-
-
-class OneRowTooMany(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.flatten(1)
-        return torch.cat([flat, flat[:1]])
 
 
 class LooksAtValues(nn.Module):
@@ -112,34 +100,82 @@ def test_onnxruntime_gives_the_embeddings_of_torch_for_any_batch(tmp_path, capfd
             np.testing.assert_allclose(got, backbone.eval()(images).numpy(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("backbone", "message"),
-    [
-        (DiffersWhenExported(1.0, 0.5), r"lowest cosine \S+ \(at least 0.99999 is required\)"),
-        (DiffersWhenExported(2.0, 0.0), "norms differ by up to 100.00%"),
-        (DiffersInLargerBatches(), r"For 7 image\(s\) .* lowest cosine"),
-        (FixesTheBatch(), r"takes batches of 2 only, .*uses the batch size as a plain number"),
-        (OneRowTooMany(), r"For 1 image\(s\) .* expected one row per image"),
-    ],
-    ids=[
-        "other direction",
-        "other scale",
-        "right for one image",
-        "right for one size of batch",
-        "other number of rows",
-    ],
-)
-def test_a_wrong_export_is_refused_and_leaves_what_was_there(tmp_path, backbone, message):
-    path = tmp_path / "model.onnx"
+@pytest.fixture(scope="module")
+def file_of_tiny(tmp_path_factory):
+    """The export of a TinyBackbone drawn with seed 0."""
+
+    def export(folder):
+        export_onnx(folder / "model.onnx", _drawn(TinyBackbone), image_size=_SIZE)
+
+    return made_once(tmp_path_factory, "onnx-file-of-tiny", export) / "model.onnx"
+
+
+@pytest.fixture
+def exporter_gives(monkeypatch):
+    """exporter_gives(file): torch's exporter writes a copy of this file, whatever it is given. An export takes seconds."""
+
+    def replace_exporter(file):
+        def save(path, external_data):
+            shutil.copyfile(file, path)
+
+        program = SimpleNamespace(model=SimpleNamespace(metadata_props={}), save=save)
+        monkeypatch.setattr(torch.onnx, "export", lambda *arguments, **options: program)
+
+    return replace_exporter
+
+
+def _drawn(build):
+    torch.manual_seed(0)
+    return build()
+
+
+def _assert_refused(folder, backbone, message):
+    path = folder / "model.onnx"
     path.write_bytes(b"the model of before")
     with pytest.raises(ExportError, match=message):
         export_onnx(path, backbone, image_size=_SIZE)
     assert path.read_bytes() == b"the model of before"
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(folder.iterdir()) == [path]
 
 
-def test_a_backbone_that_has_diverged_is_refused(tmp_path):
-    backbone = TinyBackbone()
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ({"shift": 0.5}, r"lowest cosine \S+ \(at least 0.99999 is required\)"),
+        ({"scale": 0.5}, "norms differ by up to 100.00%"),
+        ({"shift_per_image": 1.0}, r"For 7 image\(s\) .* lowest cosine"),
+    ],
+    ids=["other direction", "other scale", "right for one image"],
+)
+def test_a_wrong_export_is_refused_and_leaves_what_was_there(
+    tmp_path, file_of_tiny, exporter_gives, difference, message
+):
+    exporter_gives(file_of_tiny)
+    backbone = _drawn(partial(DiffersFromItsExport, **difference))
+    _assert_refused(tmp_path, backbone, message)
+
+
+def test_an_export_that_gives_another_number_of_rows_is_refused(tmp_path, file_of_tiny, exporter_gives, monkeypatch):
+    import onnxruntime
+
+    run = onnxruntime.InferenceSession.run
+
+    def one_row_too_many(*arguments):
+        (rows,) = run(*arguments)
+        return [np.concatenate([rows, rows[:1]])]
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", one_row_too_many)
+    exporter_gives(file_of_tiny)
+    _assert_refused(tmp_path, _drawn(TinyBackbone), r"For 1 image\(s\) .* expected one row per image")
+
+
+def test_an_export_that_holds_for_one_size_of_batch_is_refused(tmp_path):
+    _assert_refused(tmp_path, FixesTheBatch(), r"takes batches of 2 only, .*uses the batch size as a plain number")
+
+
+def test_a_backbone_that_has_diverged_is_refused(tmp_path, file_of_tiny, exporter_gives):
+    exporter_gives(file_of_tiny)
+    backbone = _drawn(TinyBackbone)
     with torch.no_grad():
         backbone.fc.weight[0, 0] = torch.nan
     with pytest.raises(ExportError, match="lowest cosine nan"):
@@ -147,16 +183,17 @@ def test_a_backbone_that_has_diverged_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_onnxruntime_cannot_run_is_refused(tmp_path, monkeypatch):
+def test_a_model_that_onnxruntime_cannot_run_is_refused(tmp_path, file_of_tiny, exporter_gives, monkeypatch):
     import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 
     def fail(*_):
         raise RuntimeException("a node failed")
 
+    exporter_gives(file_of_tiny)
     monkeypatch.setattr(onnxruntime.InferenceSession, "run", fail)
     with pytest.raises(ExportError, match=r"cannot run the ONNX model of TinyBackbone on 1 image\(s\): a node failed"):
-        export_onnx(tmp_path / "model.onnx", TinyBackbone(), image_size=_SIZE)
+        export_onnx(tmp_path / "model.onnx", _drawn(TinyBackbone), image_size=_SIZE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,15 +214,16 @@ _FAMILIES = {
     "an iresnet": partial(IResNet, (2, 1, 1, 1)),
     "a mobilefacenet": partial(MobileFaceNet, (1, 2, 1, 1), 1),
     "a vision transformer": partial(VisionTransformer, 64, 2),
-    "slim": BACKBONES["slim"],
+    # The slim one is exported by tests/export/test_run_export.py.
 }
 # Too large for a test: 1,030 blocks, and 750 million parameters.
 _HUGE = ("iresnet2060", "vit_h")
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_every_family_of_backbones_runs_in_onnxruntime_at_any_batch(tmp_path, family):
-    _assert_runs_in_onnxruntime(tmp_path, _FAMILIES[family])
+def test_every_family_of_backbones_runs_in_onnxruntime_at_any_batch(run_ranks, tmp_path, family):
+    # In another process: here the exporter, much Python code, takes twice as long while coverage is measured.
+    run_ranks(1, _assert_runs_in_onnxruntime, tmp_path, _FAMILIES[family], timeout_s=280)
 
 
 @pytest.mark.soak

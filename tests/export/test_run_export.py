@@ -59,7 +59,7 @@ def test_insightface_gets_the_state_dict_it_loads(make_run, tmp_path):
 @pytest.mark.parametrize("form", ["safetensors", pytest.param("onnx", marks=pytest.mark.ranks)])
 def test_a_model_of_rectangles_carries_its_size_and_how_images_are_treated(make_run, tmp_path, form):
     if form == "onnx":
-        pytest.importorskip("onnxruntime", reason="the extra megaclass[onnx] is not installed")
+        onnxruntime = pytest.importorskip("onnxruntime", reason="the extra megaclass[onnx] is not installed")
     settings = '[data]\nsize = [32, 48]\nfit = "crop"\nmirror = false\n'
     run = make_run("slim", size=(32, 48), settings=settings)
     out = export_model(run, form, tmp_path / "out")
@@ -68,6 +68,14 @@ def test_a_model_of_rectangles_carries_its_size_and_how_images_are_treated(make_
         assert model.treatment == ImageTreatment(fit="crop", mirror=False)
     assert json.loads((out / "config.json").read_text())["image_size"] == [32, 48]
     assert "48 × 32 pixels" in (out / "README.md").read_text()
+    if form == "onnx":
+        session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
+        for num_images in (1, 3):
+            images = torch.rand(num_images, 3, 32, 48) * 2 - 1
+            (got,) = session.run(["embedding"], {"input": images.numpy()})
+            with torch.no_grad():
+                want = load(run).network.eval()(images)
+            torch.testing.assert_close(torch.from_numpy(got), want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
 
 def test_weights_of_rectangles_without_their_size_are_not_exported(make_run, tmp_path):

@@ -88,7 +88,7 @@ def test_an_imported_recipe_shows_its_settings_and_trains(published, tmp_path, c
     assert main(["train", str(recipe), "--show-config"]) == 0
     assert f'name = "{load_config(recipe).backbone.name}"' in capsys.readouterr().out
     small = [
-        "data.path=synthetic:40x16@112",
+        "data.path=synthetic:40x16@32",
         "train.global_batch=8",
         "train.epochs=1",
         "train.nproc=1",

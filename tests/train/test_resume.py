@@ -7,8 +7,6 @@ import random
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.commands import forked_ranks
 
 from megaclass.checkpoint.load import load_shared, saved_rows
 from megaclass.checkpoint.manifest import read_manifest
@@ -191,21 +190,24 @@ def test_the_command_line_says_how_a_run_begins(data, tmp_path, monkeypatch):
 
 
 def run_with_kills(recipe, run_dir, num_kills):
-    """Starts the command, kills it with -9 somewhere after a new checkpoint, and resumes, until it is left alone."""
+    """Starts two ranks, kills them with -9 somewhere after a new checkpoint, and resumes, until they are left alone."""
     chance = random.Random(num_kills)
-    command = [sys.executable, "-m", "megaclass", "train", str(recipe), f"train.run_dir={run_dir}"]
+    command = ["train", str(recipe), f"train.run_dir={run_dir}"]
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     for attempt in range(num_kills + 1):
         options = ["--resume"] if (run_dir / "checkpoints").exists() else ["--overwrite"]
         before = newest_name(run_dir)
-        with subprocess.Popen([*command, *options], env=env, stderr=subprocess.PIPE, text=True) as process:
+        with forked_ranks([[*command, *options]] * 2, recipe.parent, env) as ranks:
             if attempt < num_kills:
-                while process.poll() is None and newest_name(run_dir) == before:
+                while ranks[0].is_alive() and newest_name(run_dir) == before:
                     time.sleep(0.002)
                 time.sleep(chance.uniform(0, 0.3))
-                process.kill()
-            _, said = process.communicate(timeout=240)
-            assert process.returncode in ((0, -9) if attempt < num_kills else (0,)), said
+                for rank in ranks:
+                    rank.process.kill()
+            allowed = (0, -9) if attempt < num_kills else (0,)
+            assert ranks[0].ended(240) in allowed, ranks[0].errors()
+            # The second may have failed because the first was killed before it.
+            assert ranks[1].ended(240) is not None and (attempt < num_kills or ranks[1].ended() == 0), ranks[1].errors()
 
 
 def newest_name(run_dir):

@@ -122,8 +122,10 @@ MARGINS = [
 @pytest.mark.parametrize("name", MARGINS)
 def test_every_margin_trains_as_the_reference_does(name):
     options = {"margin": _margins()[name], "sample_rate": 0.5}
-    truth = train(new_head("reference", **options), torch.float64)
-    assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
+    # Two steps where the margin of the second depends on the first.
+    num_steps = 2 if name in ("adaface", "curricular", "curricular, shifted") else 1
+    truth = train(new_head("reference", **options), torch.float64, num_steps)
+    assert_close(train(new_head("triton_fused", **options), torch.float32, num_steps), truth, 3e-6)
 
 
 @interpreted
