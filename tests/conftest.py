@@ -33,9 +33,9 @@ from megaclass.launch.network import reserve_port
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch asks the name server who connects to a store; an answer that is lost costs a second then, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-forkserver = multiprocessing.get_context("forkserver")
+fork_server = multiprocessing.get_context("forkserver")
 # torch._dynamo: every optimizer loads it, which takes as long as torch itself.
-forkserver.set_forkserver_preload(
+fork_server.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.tensor.debug", "megaclass.head.partial_fc", "numpy"]
 )
 _reserved: list[socket.socket] = []
@@ -113,9 +113,9 @@ class RankPool:
 
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ours, theirs = forkserver.Pipe()
+        ours, theirs = fork_server.Pipe()
         stacks = self._folder / f"stacks.{time.monotonic_ns()}.txt"
-        process = forkserver.Process(target=_rank_main, args=(theirs, str(stacks), self._store.port), daemon=True)
+        process = fork_server.Process(target=_rank_main, args=(theirs, str(stacks), self._store.port), daemon=True)
         process.start()
         theirs.close()
         self._ranks.append(_Rank(process, ours, stacks))

@@ -18,7 +18,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from tests.conftest import forkserver, free_port
+from tests.conftest import fork_server, free_port
 
 from megaclass.launch.plan import rank_environment
 from megaclass.world import World
@@ -42,7 +42,7 @@ class Forked:
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         place = ({**os.environ, **(env or {})}, str(cwd or Path.cwd()), [str(path) for path in self._outputs])
-        self._process = forkserver.Process(target=_main, args=(place, function, args))
+        self._process = fork_server.Process(target=_main, args=(place, function, args))
         self._process.start()
 
     def end(self, timeout_s: float = 240.0) -> CompletedProcess[str]:
