@@ -1,20 +1,32 @@
 """Signals to a run: SIGTERM, SIGUSR1 and SIGHUP save, leave with 75, and it goes on with --resume; a crash leaves its stack."""
 
+import contextlib
+import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.commands import ended_in_this_process
+import torch
+import torch.distributed as dist
+from tests.commands import ended_in_this_process, forked_command
+from tests.shared_folder import made_once
 
 from megaclass.checkpoint.manifest import check_files, read_manifest
 from megaclass.cli.main import main
+from megaclass.config.read import load_config
+from megaclass.events_file import read_events
+from megaclass.train.run.rank_main import train_in_group
+from megaclass.train.run.restart import StartMode
+from megaclass.train.run.signals import Stop
+from megaclass.world import World
 
 pytestmark = pytest.mark.ranks
 
@@ -34,16 +46,31 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory) -> Callable[..., list[str]]:
-    """command(folder, settings…): trains in the folder, on data that is drawn once for all tests."""
-    data = tmp_path_factory.mktemp("drawn") / "data"
+    """command(folder, settings…): arguments that train in the folder, on data that is drawn once for all tests."""
     options = ["--identities", "12", "--images-per-identity", "8", "--size", "32", "--pairs", "40"]
-    assert main(["data", "synth", *options, "--out", str(data)]) == 0
+
+    def draw(folder: Path) -> None:
+        assert main(["data", "synth", *options, "--out", str(folder / "data")]) == 0
+
+    data = made_once(tmp_path_factory, "preemption", draw) / "data"
 
     def words(folder: Path, *more: str) -> list[str]:
         places = [f"data.path={data}", f"train.run_dir={folder / 'run'}"]
-        return [sys.executable, "-m", "megaclass", "train", str(RECIPE), *TINY, *places, *more]
+        return ["train", str(RECIPE), *TINY, *places, *more]
 
     return words
+
+
+MEGACLASS = [sys.executable, "-m", "megaclass"]
+# Every flush to the disk takes 1 s, as on a busy network disk; a save has six in a row, which is longer than any grace.
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+def slow(handle):
+    time.sleep(1)
+    fsync(handle)
+os.fsync = slow
+"""
 
 
 def num_rows(folder: Path) -> int:
@@ -51,168 +78,157 @@ def num_rows(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def wait_for_rows(folder: Path, process: subprocess.Popen[str], num_before: int = 0) -> None:
-    for _ in range(2400):
-        if num_rows(folder) >= num_before + 2:
-            return
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        time.sleep(0.05)
-    pytest.fail("no metrics appeared")
+def wait_for(is_there: Callable[[], object], is_alive: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_there():
+        assert is_alive(), "the run has ended"
+        assert time.monotonic() < deadline, "the run does not begin"
+        time.sleep(0.02)
 
 
-def rank_pids(parent: int) -> dict[int, int]:
-    """RANK -> pid of the processes of this job that are ranks, wherever in the tree they are."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            variables = dict(part.split(b"=", 1) for part in environment if b"=" in part)
-            if variables.get(b"MEGACLASS_TEST_JOB") == str(parent).encode() and b"RANK" in variables:
-                found[int(variables[b"RANK"])] = int(entry.name)
-    return found
+def checkpoints_of(folder: Path) -> list[Path]:
+    return sorted((folder / "run" / "checkpoints").glob("step-*"))
+
+
+def assert_one_whole_checkpoint(folder: Path) -> None:
+    (saved,) = checkpoints_of(folder)
+    check_files(saved, read_manifest(saved))
 
 
 def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, command):
     """One run, which each signal stops once; each start but the first resumes."""
     step, mode = 0, []
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)):
-        run = [*command(tmp_path, "train.nproc=1", "train.epochs=300"), *mode]
-        num_before = num_rows(tmp_path)
-        process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
-        wait_for_rows(tmp_path, process, num_before)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == code, errors
-        assert "--resume continues" in errors and (not mode or f"step {step}" in errors)
-        saved = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+        num_wanted = num_rows(tmp_path) + 2
+        with forked_command([*command(tmp_path, "train.nproc=1", "train.epochs=300"), *mode], tmp_path) as process:
+            wait_for(lambda: num_rows(tmp_path) >= num_wanted, process.is_alive)  # noqa: B023
+            os.kill(process.pid, number)
+            assert process.ended() == code, (number, process.errors())
+        errors = process.errors()
+        assert "--resume continues" in errors and (not mode or f"step {step}" in errors), (number, errors)
+        saved = checkpoints_of(tmp_path)[-1]
         before, step, mode = step, int(saved.name.removeprefix("step-")), ["--resume"]
         assert step > before
     epochs = f"train.epochs={(step + 2) / 6}"
-    resumed = ended_in_this_process([*command(tmp_path, "train.nproc=1", epochs)[3:], "--resume"])
+    resumed = ended_in_this_process([*command(tmp_path, "train.nproc=1", epochs), "--resume"])
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {step}" in resumed.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 2
 
 
-def sent_to_rank_1(tmp_path, command, number):
-    """A run of two ranks after the signal: the process, and what it wrote to stderr."""
-    job = str(os.getpid())
-    process = subprocess.Popen(
-        command(tmp_path, "train.nproc=2", "train.epochs=300"),
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "MEGACLASS_TEST_JOB": job},
-    )
-    wait_for_rows(tmp_path, process)
-    os.kill(rank_pids(int(job))[1], number)
-    return process, process.communicate(timeout=60)[1]
-
-
 def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path, command):
-    process, errors = sent_to_rank_1(tmp_path, command, signal.SIGSEGV)
-    assert process.returncode == 128 + signal.SIGSEGV, errors
-    assert "Segmentation fault" in errors and "train/loop.py" in errors
-    assert "megaclass: rank 1 on" in errors and "ended with signal SIGSEGV" in errors
+    """How the launcher names such a rank is shown in tests/launch/test_local.py."""
+    with forked_command(command(tmp_path, "train.nproc=1", "train.epochs=300"), tmp_path) as process:
+        wait_for(lambda: num_rows(tmp_path) >= 2, process.is_alive)
+        os.kill(process.pid, signal.SIGSEGV)
+        assert process.ended() == -signal.SIGSEGV
+    assert "Segmentation fault" in process.errors() and "train/loop.py" in process.errors()
 
 
-def test_a_signal_to_one_rank_makes_all_of_them_leave_together(tmp_path, command):
-    process, errors = sent_to_rank_1(tmp_path, command, signal.SIGUSR1)
-    assert process.returncode == 75, errors
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+def _train_until_rank_1_gets(number: int, arguments: Sequence[str], folder: Path) -> tuple[Stop, str]:
+    """On every rank: why the training ended, and the messages."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=1)
+    config = load_config(Path(arguments[1]), arguments[2:])
+    is_over = threading.Event()
+
+    def send() -> None:
+        while not is_over.wait(0.02):
+            if num_rows(folder) >= 2:
+                os.kill(os.getpid(), number)
+                return
+
+    # Should the training fail in that moment, the signal does not end the rank.
+    previous = signal.signal(number, lambda *_: None)
+    sender = threading.Thread(target=send)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), ExitStack() as held:
+        if rank == 1:
+            sender.start()
+            held.callback(sender.join)
+            held.callback(is_over.set)
+        trained = train_in_group(config, world, torch.device("cpu"), StartMode(), held)
+    signal.signal(number, previous)
+    return trained.outcome.stop, said.getvalue()
+
+
+def test_a_signal_to_one_rank_makes_all_of_them_leave_together(run_ranks, tmp_path, command):
+    arguments = command(tmp_path, "train.nproc=2", "train.epochs=300", "train.device=cpu")
+    outcomes = run_ranks(2, _train_until_rank_1_gets, int(signal.SIGUSR1), arguments, tmp_path)
+    assert [stop for stop, _ in outcomes] == [Stop.ASKED] * 2, outcomes
+    assert_one_whole_checkpoint(tmp_path)
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, command):
     # A report far away: what was asked once waits for it.
     run = command(tmp_path, "train.nproc=2", "train.epochs=3000", "train.report_steps=10000")
-    process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
-    while "training" not in (line := process.stderr.readline()):
-        assert line, "the run has ended"
-    time.sleep(1)
+    process = subprocess.Popen([*MEGACLASS, *run], stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: read_events(tmp_path / "run")[0], lambda: process.poll() is None)
     process.send_signal(signal.SIGINT)
     while "again to leave at once" not in (line := process.stderr.readline()):
         assert line, "the run has ended"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert not checkpoints_of(tmp_path)
 
 
 def test_ctrl_c_saves_in_all_ranks(tmp_path, command):
-    process = subprocess.Popen(
-        command(tmp_path, "train.nproc=2", "train.epochs=300"), stderr=subprocess.PIPE, text=True
-    )
-    wait_for_rows(tmp_path, process)
+    run = command(tmp_path, "train.nproc=2", "train.epochs=300")
+    process = subprocess.Popen([*MEGACLASS, *run], stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: num_rows(tmp_path) >= 2, lambda: process.poll() is None)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130 and "--resume continues" in errors, errors
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    check_files(saved, read_manifest(saved))
+    assert_one_whole_checkpoint(tmp_path)
 
 
-# Gives the command a terminal of its own, closes it when the curve has begun, and says how the command ended.
+# Gives the command a terminal of its own and closes it when the curve has begun. When the first file of the checkpoint is
+# there, it sends SIGTERM, as a system that shuts down does. Exits like the command.
 _CLOSE_TERMINAL = """
-import os, pty, sys, time
+import glob, os, pty, signal, sys, time
+run_dir, command = sys.argv[1], sys.argv[2:]
 pid, terminal = pty.fork()
 if pid == 0:
-    os.execv(sys.argv[2], sys.argv[2:])
+    os.execv(command[0], command)
 os.set_blocking(terminal, False)
 def rows():
     try:
         os.read(terminal, 65536)
-        return open(sys.argv[1]).read().count("\\n")
     except OSError:
-        return open(sys.argv[1]).read().count("\\n") if os.path.exists(sys.argv[1]) else 0
+        pass
+    return open(run_dir + "/metrics.jsonl").read().count("\\n") if os.path.exists(run_dir + "/metrics.jsonl") else 0
 deadline = time.monotonic() + 120
 while rows() < 2 and time.monotonic() < deadline:
     time.sleep(0.05)
 os.close(terminal)
+while not glob.glob(run_dir + "/checkpoints/.step-*.partial") and time.monotonic() < deadline:
+    time.sleep(0.05)
+os.kill(pid, signal.SIGTERM)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
 # One process is sent SIGHUP by another test, too.
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_run_whose_terminal_is_closed_saves_and_leaves_with_75(tmp_path, command, nproc):
+def test_after_a_closed_terminal_and_sigterm_a_save_takes_longer_than_any_grace_and_the_run_leaves_with_75(
+    tmp_path, command, nproc
+):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     run = command(tmp_path, f"train.nproc={nproc}", "train.epochs=300")
-    watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run" / "metrics.jsonl"), *run]
-    assert subprocess.run(watched, timeout=200, env={**os.environ, "TERM": "xterm"}).returncode == 75
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    check_files(saved, read_manifest(saved))
+    watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run"), *MEGACLASS, *run]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": path}
+    assert subprocess.run(watched, timeout=200, env=environment).returncode == 75
+    assert_one_whole_checkpoint(tmp_path)
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-def test_sigterm_to_the_parent_of_local_ranks_waits_for_a_save_that_takes_longer_than_any_grace(tmp_path, command):
-    train = command(tmp_path, "train.nproc=2", "train.epochs=300")
-    # Every fsync takes 1 s, as on a busy network disk; a save has six in a row.
-    # -D: this process is the command, the tracer its grandchild.
-    slow = ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "--seccomp-bpf", "-e", "trace=fsync"]
-    slow += ["-e", "inject=fsync:delay_enter=1s"]
-    process = subprocess.Popen([*slow, *train], stderr=subprocess.PIPE, text=True)
-    wait_for_rows(tmp_path, process)
-    process.terminate()
-    _, errors = process.communicate(timeout=110)
-    assert process.returncode == 75, errors
-    assert "--resume continues" in errors and "ended with" not in errors
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    check_files(saved, read_manifest(saved))
-
-
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_sigterm_during_the_last_save_lets_it_finish_and_says_that_the_rest_is_to_do(tmp_path, command):
-    train = command(tmp_path, "train.nproc=1", "train.epochs=1")
-    slow = ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "--seccomp-bpf", "-e", "trace=fsync"]
-    slow += ["-e", "inject=fsync:delay_enter=1s"]
-    process = subprocess.Popen([*slow, *train], stderr=subprocess.PIPE, text=True)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    while not list(checkpoints.glob(".step-*.partial")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.terminate()
-    _, errors = process.communicate(timeout=110)
-    assert process.returncode == 75 and "saved at step 6, --resume continues" in errors, errors
-    (saved,) = checkpoints.glob("step-*")
-    check_files(saved, read_manifest(saved))
+    with forked_command(command(tmp_path, "train.nproc=1", "train.epochs=1"), tmp_path, SLOW_DISK) as process:
+        checkpoints = tmp_path / "run" / "checkpoints"
+        wait_for(lambda: list(checkpoints.glob(".step-*.partial")), process.is_alive)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.ended() == 75, process.errors()
+    assert "saved at step 6, --resume continues" in process.errors()
+    assert_one_whole_checkpoint(tmp_path)
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -1,4 +1,7 @@
-"""`megaclass train`, in processes of its own, on a tiny set: what a run leaves, what it survives, what it refuses."""
+"""`megaclass train` on a tiny set: what a run leaves, what it survives, what it refuses.
+
+The workers of a test session share data and finished runs (see tests/shared_folder.py): tests read them or work on copies.
+"""
 
 import fcntl
 import json
@@ -17,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.commands import ended_in_this_process
-from tests.conftest import free_port
+from tests.commands import ended_in_this_process, ended_ranks, forked_command
+from tests.shared_folder import made_once
 
 from megaclass.cli.main import main
 from megaclass.events_file import read_events
@@ -120,46 +123,56 @@ def in_order(text, *patterns):
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
-    data = folder / "data"
-    options = ["--identities", "20", "--images-per-identity", "8", "--size", "32", "--pairs", "40"]
-    assert main(["data", "synth", *options, "--out", str(data)]) == 0
-    shutil.copy(data / "verification.bin", data / "lfw.bin")
-    recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE.format(data=data, run_dir=folder / "run"))
-    return Setting(folder, data, recipe)
+    def draw(folder):
+        options = ["--identities", "20", "--images-per-identity", "8", "--size", "32", "--pairs", "40"]
+        assert main(["data", "synth", *options, "--out", str(folder / "data")]) == 0
+        shutil.copy(folder / "data" / "verification.bin", folder / "data" / "lfw.bin")
+        (folder / "recipe.toml").write_text(RECIPE.format(data=folder / "data", run_dir=folder / "run"))
+
+    folder = made_once(tmp_path_factory, "train", draw)
+    return Setting(folder, folder / "data", folder / "recipe.toml")
 
 
 @pytest.fixture(scope="module")
-def alone(setting):
+def alone(setting, tmp_path_factory):
     """One process, never stopped."""
-    done = setting.train("export.onnx=true")
-    assert done.returncode == 0, done.stderr
-    return Run(setting.folder / "run", done.stdout, done.stderr)
+
+    def train(folder):
+        arguments = ["train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "export.onnx=true"]
+        with forked_command(arguments, folder, env=ENV) as process:
+            assert process.ended(PATIENCE_S) == 0, process.errors()
+
+    folder = made_once(tmp_path_factory, "train-alone", train)
+    return Run(folder / "run", (folder / "command.stdout").read_text(), (folder / "command.stderr").read_text())
 
 
 @pytest.fixture(scope="module")
-def pair(setting):
+def pair(setting, tmp_path_factory):
     """Two processes on a terminal 80 columns wide; standard error is that terminal."""
-    run_dir = setting.folder / "pair"
-    primary, secondary = pty.openpty()
-    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={run_dir}", "train.nproc=2"]
-    process = subprocess.Popen(
-        command, env=ENV | {"TERM": "xterm"}, stdout=subprocess.PIPE, stderr=secondary, text=True
-    )
-    os.close(secondary)
-    seen = b""
-    try:
-        while chunk := os.read(primary, 65536):
-            seen += chunk
-    except OSError:  # what Linux says when the last writer has left
-        pass
-    finally:
-        os.close(primary)
-    stdout, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, seen.decode()
-    return Run(run_dir, stdout, seen.decode())
+
+    def train(folder):
+        primary, secondary = pty.openpty()
+        fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "train.nproc=2"]
+        process = subprocess.Popen(
+            command, env=ENV | {"TERM": "xterm"}, stdout=subprocess.PIPE, stderr=secondary, text=True
+        )
+        os.close(secondary)
+        seen = b""
+        try:
+            while chunk := os.read(primary, 65536):
+                seen += chunk
+        except OSError:  # what Linux says when the last writer has left
+            pass
+        finally:
+            os.close(primary)
+        stdout, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, seen.decode()
+        (folder / "stdout").write_text(stdout)
+        (folder / "terminal").write_bytes(seen)
+
+    folder = made_once(tmp_path_factory, "train-pair", train)
+    return Run(folder / "run", (folder / "stdout").read_text(), (folder / "terminal").read_bytes().decode())
 
 
 # --- what a run leaves ---
@@ -209,7 +222,8 @@ def test_the_curve_has_a_row_a_report_and_the_loss_falls(alone):
 
 
 def test_the_settings_that_are_kept_are_those_that_are_shown(alone, setting, capsys):
-    assert main(["train", str(setting.recipe), "export.onnx=true", "--show-config"]) == 0
+    shown = ["train", str(setting.recipe), f"train.run_dir={alone.path}", "export.onnx=true", "--show-config"]
+    assert main(shown) == 0
     assert (alone.path / "config.toml").read_text() == capsys.readouterr().out
 
 
@@ -256,11 +270,17 @@ def test_two_processes_train_as_well_as_one(alone, pair):
 
 
 def test_under_torchrun_the_same_recipe_gives_the_same_losses(setting, pair, tmp_path):
-    run_dir = tmp_path / "run"
+    """The last steps, from a checkpoint of a run whose ranks `megaclass train` started."""
+    run_dir = Path(shutil.copytree(pair.path, tmp_path / "run"))
+    (run_dir / "summary.json").unlink()
+    shutil.rmtree(run_dir / "checkpoints" / "step-000000040")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "megaclass"]
-    done = setting.train(f"train.run_dir={run_dir}", command=torchrun)
+    done = setting.train(f"train.run_dir={run_dir}", "--resume", command=torchrun)
     assert done.returncode == 0, done.stderr
+    assert f"resuming from {run_dir}/checkpoints/step-000000035, step 35\n" in done.stderr
     assert losses_of(run_dir) == pair.losses
+    names = ("model.safetensors", "checkpoints/step-000000040/shared.safetensors")
+    assert all((run_dir / name).read_bytes() == (pair.path / name).read_bytes() for name in names)
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
 
 
@@ -279,24 +299,24 @@ def checkpoints_of(run_dir):
 
 
 @pytest.fixture(scope="module")
-def stopped(setting):
+def stopped(setting, tmp_path_factory):
     """A run killed after its second checkpoint; before that, while it stood still, a second job tried the same folder."""
-    run_dir = setting.folder / "stopped"
-    arguments = ["train", str(setting.recipe), f"train.run_dir={run_dir}"]
-    process = subprocess.Popen([*MEGACLASS, *arguments], env=ENV, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while len(rows_of(run_dir)) < 13 or len(checkpoints_of(run_dir)) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.002)
-        process.send_signal(signal.SIGSTOP)
-        second = subprocess.run(
-            [*MEGACLASS, *arguments, "--overwrite"], env=ENV, capture_output=True, text=True, timeout=120, check=False
-        )
-    finally:
-        process.kill()
-        process.wait()
-    return Stopped(run_dir, rows_of(run_dir)[-1]["step"], (second.returncode, second.stderr))
+
+    def train_and_kill(folder):
+        run_dir = folder / "run"
+        arguments = ["train", str(setting.recipe), f"train.run_dir={run_dir}"]
+        with forked_command(arguments, folder, env=ENV) as process:
+            deadline = time.monotonic() + 120
+            while len(rows_of(run_dir)) < 13 or len(checkpoints_of(run_dir)) < 2:
+                assert process.is_alive() and time.monotonic() < deadline, process.errors()
+                time.sleep(0.002)
+            os.kill(process.pid, signal.SIGSTOP)
+            second = ended_in_this_process([*arguments, "--overwrite"])
+        (folder / "second.json").write_text(json.dumps([second.returncode, second.stderr]))
+
+    folder = made_once(tmp_path_factory, "train-stopped", train_and_kill)
+    second_job = json.loads((folder / "second.json").read_text())
+    return Stopped(folder / "run", rows_of(folder / "run")[-1]["step"], second_job)
 
 
 def test_a_second_job_in_the_folder_of_a_running_one_is_refused_and_touches_nothing(stopped):
@@ -327,10 +347,11 @@ def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goe
     damaged.write_bytes(damaged.read_bytes()[:-3])
     first_step = int(previous.name.removeprefix("step-"))
     profile = ("train.profile=37:39", "train.profile_ranks=[1]")
-    done = setting.train("--resume", f"train.run_dir={run_dir}", "train.nproc=2", *profile)
-    assert done.returncode == 0, done.stderr
-    assert f"megaclass: passed over a checkpoint: {damaged} has" in done.stderr
-    assert f"resuming from {previous}, step {first_step}\n" in done.stderr
+    arguments = ["train", str(setting.recipe), "--resume", f"train.run_dir={run_dir}", *profile]
+    ranks = ended_ranks([arguments] * 2, tmp_path, ENV)
+    assert [rank.ended() for rank in ranks] == [0, 0], [rank.errors() for rank in ranks]
+    assert f"megaclass: passed over a checkpoint: {damaged} has" in ranks[0].errors()
+    assert f"resuming from {previous}, step {first_step}\n" in ranks[0].errors()
     losses = losses_of(run_dir)
     assert list(losses) == list(range(1, NUM_STEPS + 1))
     assert [losses[step] for step in range(1, first_step + 1)] == list(alone.losses.values())[:first_step]
@@ -381,10 +402,12 @@ def test_a_finished_run_whose_model_cannot_be_written_says_so_and_writes_it_when
 
 
 @pytest.fixture
-def refused(setting, capfd):
+def refused(setting, tmp_path, capfd):
     """refused(*arguments): standard error of a command that ends with 2."""
 
     def run(*arguments):
+        if not any(word.startswith("train.run_dir=") for word in arguments):
+            arguments = (f"train.run_dir={tmp_path}/run", *arguments)
         assert main(["train", str(setting.recipe), *arguments]) == 2
         err = capfd.readouterr().err
         assert "Traceback" not in err
@@ -398,12 +421,11 @@ def snapshot(folder):
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(refused, alone, nproc):
-    before = snapshot(alone.path)
-    assert f"The run folder {alone.path} already holds a run: continue it with --resume" in refused(
-        f"train.nproc={nproc}"
-    )
-    assert snapshot(alone.path) == before
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(refused, alone, tmp_path, nproc):
+    run_dir = Path(shutil.copytree(alone.path, tmp_path / "run"))
+    before = snapshot(run_dir)
+    assert f"The run folder {run_dir} already holds a run: continue it with --resume" in refused(f"train.nproc={nproc}")
+    assert snapshot(run_dir) == before
 
 
 def test_overwrite_removes_the_run_and_nothing_else(setting, alone, tmp_path):
@@ -446,12 +468,13 @@ def test_resume_and_overwrite_exclude_each_other(refused):
     assert "--resume and --overwrite exclude each other" in refused("--resume", "--overwrite")
 
 
-def test_resuming_with_other_settings_is_refused_with_the_difference(refused, alone):
-    before = snapshot(alone.path)
+def test_resuming_with_other_settings_is_refused_with_the_difference(refused, alone, tmp_path):
+    run_dir = Path(shutil.copytree(alone.path, tmp_path / "run"))
+    before = snapshot(run_dir)
     err = refused("--resume", "head.scale=20.0", "train.seed=1")
-    newest = alone.path / "checkpoints" / "step-000000040"
+    newest = run_dir / "checkpoints" / "step-000000040"
     assert f"{newest} belongs to another run: head.scale was 16.0, is 20.0; train.seed was 0, is 1." in err
-    assert snapshot(alone.path) == before
+    assert snapshot(run_dir) == before
 
 
 def test_resuming_where_there_is_nothing_is_refused(refused, tmp_path):
@@ -477,9 +500,10 @@ def test_a_data_folder_without_records_says_what_was_looked_for_and_what_was_fou
 
 
 def test_data_of_other_arguments_are_not_overwritten(refused, setting, tmp_path):
-    before = snapshot(setting.data)
-    assert str(setting.data) in refused("synth.identities=21", f"train.run_dir={tmp_path}/run")
-    assert snapshot(setting.data) == before
+    data = Path(shutil.copytree(setting.data, tmp_path / "data"))
+    before = snapshot(data)
+    assert str(data) in refused("synth.identities=21", f"data.path={data}")
+    assert snapshot(data) == before
 
 
 def test_labels_beyond_the_number_of_classes_end_the_command_once_and_clearly(setting, tmp_path):
@@ -495,16 +519,11 @@ def test_labels_beyond_the_number_of_classes_end_the_command_once_and_clearly(se
 
 def test_where_hosts_keep_logs_of_their_own_each_says_which_rank_ended_the_run_and_why(setting, tmp_path):
     """Two ranks, each the only one of its host; the data is missing on the second."""
-    port = free_port()
-    started = []
-    for rank, data in enumerate([setting.data, tmp_path / "nothing"]):
-        command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={tmp_path}/run", f"data.path={data}"]
-        world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-        world |= {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-        env = ENV | {name: str(value) for name, value in world.items()}
-        started.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    logs = [process.communicate(timeout=PATIENCE_S)[1] for process in started]
-    assert [process.returncode for process in started] == [2, 2]
+    command = ["train", str(setting.recipe), f"train.run_dir={tmp_path}/run"]
+    commands = [[*command, f"data.path={data}"] for data in (setting.data, tmp_path / "nothing")]
+    ranks = ended_ranks(commands, tmp_path, ENV)
+    assert [rank.ended() for rank in ranks] == [2, 2]
+    logs = [rank.errors() for rank in ranks]
     reason = f"Cannot open the data at {tmp_path}/nothing: there is no such folder."
     assert logs[0].splitlines()[-1].startswith(f"megaclass: rank 1: {reason}")
     assert logs[1].splitlines()[-1].startswith(f"megaclass: {reason}")

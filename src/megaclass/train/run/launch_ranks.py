@@ -13,7 +13,6 @@ from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.errors import LaunchError
 from megaclass.train.build import build_margin
-from megaclass.train.run.rank_main import train_as_rank
 from megaclass.train.run.restart import StartMode, check_start
 from megaclass.world import NO_STARTER, World, starters_variables, world_from_environment
 
@@ -29,10 +28,10 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     if world.starter != NO_STARTER:
         if world.size == 1 and config.train.nproc > 1:
             _logger.warning(_unused_nproc(config, world), extra={"sender": world.name()})
-        return train_as_rank(config, world, mode)
+        return _train_here(config, world, mode)
     check_start(config, mode, ["megaclass", "train", *arguments])
     if config.train.nproc == 1:
-        return train_as_rank(config, world, mode)
+        return _train_here(config, world, mode)
     if not sys.platform.startswith("linux"):
         raise LaunchError(
             f"train.nproc is {config.train.nproc}, but several processes are started and watched on Linux only: set "
@@ -42,6 +41,13 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     from megaclass.launch.launchers.local import run_local
 
     return run_local([sys.executable, "-m", "megaclass", "train", *arguments], config.train.nproc)
+
+
+def _train_here(config: Config, world: World, mode: StartMode) -> int:
+    # Not at module level: a process that only starts ranks need not load what trains and evaluates.
+    from megaclass.train.run.rank_main import train_as_rank
+
+    return train_as_rank(config, world, mode)
 
 
 def _check_settings(config: Config) -> None:
