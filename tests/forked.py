@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from tests.conftest import fork_server, free_port
 
+from megaclass.cli.main import main
 from megaclass.launch.plan import rank_environment
 from megaclass.world import World
 
@@ -76,6 +77,11 @@ def run_forked(
 ) -> CompletedProcess[str]:
     """Call `function(*args)` in a process of its own and wait for its end; options as for `Forked`."""
     return Forked(function, *args, **options).end(timeout_s)
+
+
+def run_command(*arguments: str, **options: Any) -> CompletedProcess[str]:
+    """`megaclass arguments…` in a forked process; options as for `run_forked`."""
+    return run_forked(_run_megaclass, *arguments, **options)
 
 
 def run_script(path: Path, *arguments: str, **options: Any) -> CompletedProcess[str]:
@@ -141,6 +147,10 @@ def _exit_code(function: Callable[..., object], args: tuple[Any, ...]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _run_megaclass(*arguments: str) -> None:
+    sys.exit(main([*arguments]))
 
 
 def _run_as_main(path: str, *arguments: str) -> None:
