@@ -2,12 +2,13 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import run_forked
 
+from megaclass.cli.main import main
 from megaclass.files import make_private_folder, open_private, write_private
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
@@ -52,17 +53,16 @@ def test_a_link_that_somebody_put_there_is_not_written_through(tmp_path):
     assert (tmp_path / "victim").read_text() == "as it was"
 
 
-def megaclass(*arguments: str, mask: int, **more) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MEGACLASS_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "megaclass", *arguments],
-        umask=mask,
-        env={**env, "OMP_NUM_THREADS": "1", **more},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+def megaclass(*arguments: str, mask: int) -> None:
+    done = run_forked(_main_with_umask, mask, arguments)
     assert done.returncode == 0, done.stderr
+
+
+def _main_with_umask(mask: int, arguments: tuple[str, ...]) -> None:
+    os.umask(mask)
+    for name in [name for name in os.environ if name.startswith("MEGACLASS_")]:
+        del os.environ[name]
+    sys.exit(main([*arguments]))
 
 
 @pytest.mark.ranks
@@ -83,11 +83,11 @@ def test_a_link_in_the_place_of_an_output_file_is_not_followed(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
-def test_everything_in_a_run_folder_but_the_model_is_private(tmp_path, mask):
+@pytest.mark.parametrize(("mask", "num_ranks"), [(0o022, 2), (0o077, 1)], ids=["0o22", "0o77"])
+def test_everything_in_a_run_folder_but_the_model_is_private(tmp_path, mask, num_ranks):
     run, data = tmp_path / "run", tmp_path / "data"
     places = (f"data.path={data}", f"train.run_dir={run}", f"train.tensorboard={str(HAS_TENSORBOARD).lower()}")
-    megaclass("train", str(RECIPE), *TINY, *places, mask=mask)
+    megaclass("train", str(RECIPE), *TINY, *places, f"train.nproc={num_ranks}", mask=mask)
     assert mode(run) == 0o700
     # TensorBoard's own files follow the umask, inside a folder that is private.
     assert not HAS_TENSORBOARD or mode(run / "tensorboard") == 0o700

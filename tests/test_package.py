@@ -19,12 +19,12 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[1]
 TINY = [
     "synth.identities=20",
-    "synth.images_per_identity=8",
+    "synth.images_per_identity=4",
     "synth.size=32",
-    "synth.pairs=40",
+    "synth.pairs=20",
     "backbone.embedding_dim=16",
-    "train.epochs=1",
-    "train.global_batch=32",
+    "train.epochs=0.5",
+    "train.global_batch=16",
 ]
 
 

@@ -1,26 +1,24 @@
 """Every command and every Python block of README and docs runs as it is written, in one folder with small real data.
 
-Commands run one after another in the order of the pages, through the command line's own entry point; Python blocks run in one
-process, and those that use several ranks once more under torchrun. `SMALLER` shows what is replaced to make them quick, and
-`NOT_RUN` what cannot run here, and why.
+Commands run one after another in the order of the pages, through the command line's own entry point, then the Python blocks
+in the same forked process; blocks that use several ranks run once more under torchrun. `SMALLER` shows what is replaced to
+make them quick, and `NOT_RUN` what cannot run here, and why.
 """
 
-import contextlib
 import importlib.util
-import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tests import pages
+from tests.forked import run_forked, torchrun
 from tests.pages import ROOT, Snippet, run_in_this_process, unused_reasons, why_not_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,7 +47,11 @@ HAS_TIMM = all(importlib.util.find_spec(name) for name in ("timm", "torchvision"
 SMALLER = [
     (r"/data/", "data/"),
     (r"datasets/ms1m", "data/ms1m"),
-    (r"synthetic:1000000", "synthetic:100"),
+    (r"synthetic:1000000", "synthetic:100x200@32"),
+    (r"data\.size=112", "data.size=48"),
+    (r"data\.size=\[112,96\]", "data.size=[48,32]"),
+    (r"\bmodel\.onnx", "exported/model.onnx"),  # that of an earlier command
+    (r"^(megaclass plan .*)", r"\1 backbone.name=slim"),
     (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/evaluate/test_templates.py draws one
     (r"train\.nproc=8", "train.nproc=1"),
     (r"\bRECIPE\b", "recipe.toml"),
@@ -57,7 +59,7 @@ SMALLER = [
     (r"runs/ms1m --to onnx", "runs/slim --to onnx"),  # ONNX's exporter takes long, and less for fewer layers
 ]
 SMALL_SETTINGS = {
-    "backbone.name": "mbf",  # small, and InsightFace has it, too, for the export
+    "backbone.name": "slim",
     "backbone.embedding_dim": "16",
     "train.global_batch": "8",
     "train.epochs": "1e-9",
@@ -90,44 +92,40 @@ def draw(folder: Path, num_identities: int, images_per_identity: int, size: int 
             Image.fromarray(pixels).save(place / f"{number}.png")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What a reader of the pages has: own images, a packed set with lfw.bin beside it, a trained run and its exports."""
-    folder = tmp_path_factory.mktemp("snippets")
-    with contextlib.chdir(folder):
-        shutil.copytree(ROOT / "recipes", "recipes")
-        for name in ("own", "faces", "photos"):
-            draw(Path("data") / name, 12, 4)
-        for name, source in (("known", "own"), ("seen", "own"), ("photos", "own")):
-            shutil.copytree(Path("data") / source, name)
-        for name in ("anna", "anna-again", "bert"):
-            shutil.copy("data/own/person0/0.png", f"{name}.jpg")
-        Path("recipe.toml").write_text(
-            '[data]\npath = "data/own"\n[synth]\nidentities = 0\n[train]\nrun_dir = "runs/recipe"\n'
-        )
-        run("megaclass data pack data/own --out data/ms1m")
-        run("megaclass data pairs data/own --out data/ms1m/lfw.bin --pairs 20")
-        shutil.copy("data/ms1m/lfw.bin", "lfw.bin")
-        shutil.copy("data/ms1m/lfw.bin", "cfp_fp.bin")
-        shutil.copy("data/ms1m/lfw.bin", "own.bin")
-        lines = [f"person{number}\t1\t2" for number in range(4)]
-        lines += [f"person{number}\t1\tperson{number + 4}\t2" for number in range(4)]
-        Path("lfw").mkdir()
-        Path("lfw/pairs.txt").write_text("1\t4\n" + "\n".join(lines) + "\n")
-        for number in range(8):
-            (Path("lfw") / f"person{number}").mkdir()
-            for take in (1, 2):
-                source = f"data/own/person{number}/{take}.png"
-                Image.open(source).save(f"lfw/person{number}/person{number}_{take:04d}.jpg")
-        run("megaclass train recipe.toml")
-        run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/ms1m")
-        run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/other train.seed=1")
-        run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/slim backbone.name=slim")
-        run("megaclass export runs/slim --to onnx --out onnx")
-        run("megaclass export runs/ms1m --to insightface --out pth")
-        shutil.copy("onnx/model.onnx", "model.onnx")
-        shutil.copy("pth/backbone.pth", "backbone.pth")
-    return folder
+def fill_folder() -> None:
+    """Make what a reader of the pages has: own images, a packed set with lfw.bin beside it, trained runs and exports."""
+    shutil.copytree(ROOT / "recipes", "recipes")
+    for name in ("own", "faces", "photos"):
+        draw(Path("data") / name, 12, 4)
+    for name, source in (("known", "own"), ("seen", "own"), ("photos", "own")):
+        shutil.copytree(Path("data") / source, name)
+    for name in ("anna", "anna-again", "bert"):
+        shutil.copy("data/own/person0/0.png", f"{name}.jpg")
+    Path("recipe.toml").write_text(
+        '[data]\npath = "data/own"\n[synth]\nidentities = 0\n[train]\nrun_dir = "runs/recipe"\n'
+    )
+    run("megaclass data pack data/own --out data/ms1m")
+    run("megaclass data pairs data/own --out data/ms1m/lfw.bin --pairs 20")
+    shutil.copy("data/ms1m/lfw.bin", "lfw.bin")
+    shutil.copy("data/ms1m/lfw.bin", "cfp_fp.bin")
+    shutil.copy("data/ms1m/lfw.bin", "own.bin")
+    lines = [f"person{number}\t1\t2" for number in range(4)]
+    lines += [f"person{number}\t1\tperson{number + 4}\t2" for number in range(4)]
+    Path("lfw").mkdir()
+    Path("lfw/pairs.txt").write_text("1\t4\n" + "\n".join(lines) + "\n")
+    for number in range(8):
+        (Path("lfw") / f"person{number}").mkdir()
+        for take in (1, 2):
+            source = f"data/own/person{number}/{take}.png"
+            Image.open(source).save(f"lfw/person{number}/person{number}_{take:04d}.jpg")
+    run("megaclass train recipe.toml")
+    run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/ms1m")
+    run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/other train.seed=1")
+    run("megaclass train recipe.toml data.path=data/ms1m train.run_dir=runs/slim")
+    run("megaclass export runs/ms1m --to insightface --out pth")
+    run("megaclass export runs/ms1m --to safetensors --out centres")
+    shutil.copy("pth/backbone.pth", "backbone.pth")
+    shutil.copy("centres/centres.safetensors", "centres.safetensors")
 
 
 def smaller(command: str) -> list[str]:
@@ -138,6 +136,9 @@ def smaller(command: str) -> list[str]:
         given = {word.partition("=")[0] for word in words}
         if "synth.identities" not in given and any(word.startswith("recipes/demo") for word in words):
             words.append("synth.identities=20")
+        if "train.run_dir=runs/ms1m" in words:
+            words.append("backbone.name=mbf")  # InsightFace has it, too, for the export
+            given.add("backbone.name")
         is_resumed = any(word.startswith("--resume") for word in words)
         words += [f"{name}={value}" for name, value in SMALL_SETTINGS.items() if name not in given]
         if not is_resumed and "--overwrite" not in words:
@@ -154,81 +155,67 @@ def run(command: str) -> None:
     run_in_this_process(words)
 
 
+def run_commands_and_blocks(blocks: list[Snippet]) -> None:
+    """Print what ran, and why commands failed."""
+    fill_folder()
+    for command in commands():
+        if why_not_run(command.text, NOT_RUN):
+            continue
+        try:
+            run(command.text)
+            print(f"typed {command.place}")
+        except AssertionError as error:
+            print(f"FAILED {command.place}: {error}")
+    run_blocks(blocks)
+
+
+def run_blocks(blocks: list[Snippet]) -> None:
+    for block in blocks:
+        code = compile(block.text.replace('"anna"', '"person0"'), block.place, "exec")
+        exec(code, {"__name__": "__main__"})
+        if os.environ.get("RANK", "0") == "0":
+            print(f"ran {block.place}")
+
+
+def blocks_that_run() -> list[Snippet]:
+    blocks = [block for block in python_blocks() if HAS_TIMM or "import timm" not in block.text]
+    return [block for block in blocks if not any(part in block.text for part in BLOCKS_NOT_RUN)]
+
+
+def assert_blocks_ran(done: CompletedProcess[str], blocks: list[Snippet], num_losses: int) -> None:
+    ran = re.findall(r"^ran (.*)$", done.stdout, re.MULTILINE)
+    assert ran == [block.place for block in blocks] and done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == num_losses and (not losses or losses[-1] < losses[0])
+
+
 @pytest.mark.ranks
-@pytest.mark.timeout(1500)  # about a minute on an idle machine
-def test_every_command_of_the_pages_runs(folder):
-    failures, num_run = [], 0
-    with contextlib.chdir(folder):
-        for command in commands():
-            if why_not_run(command.text, NOT_RUN):
-                continue
-            num_run += 1
-            try:
-                run(command.text)
-            except AssertionError as error:
-                failures.append(f"{command.place}: {error}")
+@pytest.mark.timeout(1500)  # about half a minute on an idle machine
+def test_every_command_and_every_python_block_of_the_pages_runs(tmp_path):
+    blocks = blocks_that_run()
+    assert len(blocks) >= 7
+    done = run_forked(run_commands_and_blocks, blocks, cwd=tmp_path, timeout_s=1400)
+    failures = re.findall(r"^FAILED .*?(?=^typed |^FAILED |^ran |\Z)", done.stdout, re.MULTILINE | re.DOTALL)
     assert not failures, "\n\n".join(failures)
-    assert num_run > 25
+    typed = re.findall(r"^typed (.*)$", done.stdout, re.MULTILINE)
+    expected = [command.place for command in commands() if not why_not_run(command.text, NOT_RUN)]
+    assert typed == expected and len(typed) > 25, done.stdout[-1000:] + done.stderr[-3000:]
+    assert_blocks_ran(done, blocks, num_losses=5)
 
 
 def test_commands_that_do_not_run_here_have_a_reason_that_is_still_needed():
     assert not unused_reasons(commands(), NOT_RUN)
 
 
-DRIVER = """
-import json, os, sys
-# One write per line: the lines of two ranks in one pipe stay apart.
-sys.stdout.reconfigure(line_buffering=True, write_through=False)
-for place, code in json.loads(open(sys.argv[1]).read()):
-    exec(compile(code, place, "exec"), {"__name__": "__main__"})
-    if os.environ.get("RANK", "0") == "0":
-        print(f"ran {place}", flush=True)
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(0)  # torch's gloo threads abort the interpreter's end now and then (docs/decisions.md)
-"""
-
-
-def _run_blocks(folder, command, blocks):
-    (folder / "blocks.json").write_text(
-        json.dumps([(block.place, block.text.replace('"anna"', '"person0"')) for block in blocks])
-    )
-    return subprocess.run(
-        [*command, "driver.py", "blocks.json"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-    )
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("starter", ["alone", "torchrun"])
-def test_every_python_block_of_the_pages_runs(folder, starter):
-    blocks = [block for block in python_blocks() if HAS_TIMM or "import timm" not in block.text]
-    blocks = [block for block in blocks if not any(part in block.text for part in BLOCKS_NOT_RUN)]
-    command = [sys.executable]
-    if starter == "torchrun":
-        blocks = [block for block in blocks if "init_process_group" in block.text or "Accelerator()" in block.text]
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert len(blocks) >= (2 if starter == "torchrun" else 7)
-    with contextlib.chdir(folder):
-        run("megaclass export runs/ms1m --to safetensors --out centres")
-        shutil.copy("centres/centres.safetensors", "centres.safetensors")
-    (folder / "driver.py").write_text(DRIVER)
-    # Under torchrun each block gets processes of its own: torch's store keeps the keys of a group that was destroyed, and a
-    # second group of the same processes can wait for ranks of the first one.
-    done = [
-        _run_blocks(folder, command, part)
-        for part in ([[block] for block in blocks] if starter == "torchrun" else [blocks])
-    ]
-    stdout, stderr = "".join(one.stdout for one in done), "".join(one.stderr for one in done)
-    ran = re.findall(r"^ran (.*)$", stdout, re.MULTILINE)
-    assert ran == [block.place for block in blocks], stdout[-1000:] + stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", stdout, re.MULTILINE)]
-    assert len(losses) == (10 if starter == "torchrun" else 5) and losses[-1] < losses[0]
+def test_python_blocks_of_several_ranks_run_under_torchrun(tmp_path):
+    blocks = [block for block in blocks_that_run() if re.search(r"init_process_group|Accelerator\(\)", block.text)]
+    assert len(blocks) >= 2
+    for block in blocks:
+        # Each block gets processes of its own: torch's store keeps the keys of a group that was destroyed, and a second group
+        # of the same processes can wait for ranks of the first one.
+        done = torchrun(2, run_blocks, [block], cwd=tmp_path)
+        assert_blocks_ran(done, [block], num_losses=10 if block.page == "README.md" else 0)
 
 
 @pytest.mark.gpu

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.forked import run_command
 
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
@@ -54,12 +53,10 @@ def test_numbers_that_cannot_be_kept_are_printed_all_the_same(run, pairs_bin, ca
 
 @pytest.mark.ranks
 def test_several_processes_print_once_and_give_the_numbers_of_one(run, pairs_bin, tmp_path):
-    command = [sys.executable, "-m", "megaclass", "evaluate", str(run), "--on", str(pairs_bin()), "--json"]
+    command = ["evaluate", str(run), "--on", str(pairs_bin()), "--json", "--device", "cpu"]
     numbers = []
     for nproc in ("1", "2"):
-        done = subprocess.run(
-            [*command, "--nproc", nproc, "--device", "cpu"], capture_output=True, text=True, timeout=120
-        )
+        done = run_command(*command, "--nproc", nproc)
         assert done.returncode == 0, done.stderr
         assert len(re.findall(r"^evaluating lfw (\d+)/\1, 0 s left$", done.stderr, re.MULTILINE)) == 1, "one bar"
         numbers.append(json.loads(done.stdout)["lfw"])

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import megaclass
+from megaclass.cli.main import main
 from megaclass.errors import CheckpointError, DataError, UserError
 from megaclass.evaluate.protocol import Evaluator
 from megaclass.evaluate.sets import evaluate_sets, find_sets
@@ -26,11 +27,15 @@ FORMS = {
 def test_the_same_numbers_come_from_each_form(make_run, tmp_path, pairs_bin, backbone):
     pytest.importorskip("onnxruntime", reason="the extra megaclass[onnx] is not installed")
     run, numbers = make_run("faces", backbone=backbone), {}
+    assert main(["evaluate", str(run), "--on", str(pairs_bin()), "--device", "cpu"]) == 0
+    threshold = load(run).threshold()
     paths = [run, *(export_model(run, form, tmp_path / form) / name for form, name in FORMS[backbone].items())]
     sets = find_sets([pairs_bin()])
     for path in paths:
         model = load(path)
         assert (model.image_size, model.embedding_dim) == (32, 16)
+        if path.suffix in ("", ".safetensors", ".onnx"):
+            assert model.threshold() == load(path.parent if path.suffix else path).threshold() == threshold
         evaluator = Evaluator(network=model.network, image_size=model.image_size, device=model.device)
         (numbers[path],) = [result.to_json() for result in evaluate_sets(evaluator, sets)]
     for path in paths[1:]:

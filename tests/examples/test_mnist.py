@@ -1,11 +1,8 @@
 import gzip
 import hashlib
-import os
 import re
 import runpy
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import free_port
-from tests.hvd.jobs import outputs_of, start_script
+from tests.forked import launched_script, run_script
 
 pytestmark = pytest.mark.ranks
 
@@ -23,15 +20,13 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "mnist.py"
 
 
 def _run(*arguments: str) -> str:
-    command = [sys.executable, str(SCRIPT), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
+    run = run_script(SCRIPT, *arguments)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
 
 def test_the_classic_script_learns_drawn_digits_on_two_processes():
-    printed = _run("--num-proc", "2", "--drawn", "1500", "--epochs", "3", "--batch-size", "32", "--lr", "0.03")
+    printed = _run("--num-proc", "2", "--drawn", "800", "--epochs", "3", "--batch-size", "16", "--lr", "0.03")
     ends = re.findall(r"epoch \d: ([\d.]+) ms per step on 2 process\(es\), .* accuracy ([\d.]+)%", printed)
     assert len(ends) == 3 and float(ends[-1][0]) > 0
     assert float(ends[-1][1]) > 60  # guessing gives 10
@@ -58,8 +53,7 @@ def test_it_reads_idx_files(tmp_path):
     labels = (tmp_path / "t10k-labels-idx1-ubyte").read_bytes()
     assert "on 1 process(es)" in _run("--data-dir", str(tmp_path), "--epochs", "1")
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(labels[:-1])
-    command = [sys.executable, str(SCRIPT), "--data-dir", str(tmp_path)]
-    wrong = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    wrong = run_script(SCRIPT, "--data-dir", str(tmp_path))
     assert wrong.returncode == 1 and "says (20,), 28 bytes, but has 27" in wrong.stderr
 
 
@@ -69,10 +63,8 @@ def test_it_reads_idx_files(tmp_path):
     ids=["adasum", "8 bits"],
 )
 def test_its_options_run_under_a_launcher(options):
-    arguments = ["--drawn", "200", "--epochs", "1", *options]
-    script = f"import runpy, sys; sys.argv[1:] = {arguments!r}; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    for code, _, err in outputs_of(start_script(script, 2, free_port()), timeout_s=120):
-        assert code == 0, err
+    for run in launched_script(2, SCRIPT, "--drawn", "200", "--epochs", "1", *options):
+        assert run.returncode == 0, run.stderr
 
 
 @contextmanager
@@ -133,19 +125,15 @@ def test_it_downloads_what_is_missing_and_trains_on_it(tmp_path):
 def test_a_download_that_goes_wrong_ends_all_processes_and_leaves_nothing(tmp_path, files, promised, expected):
     with _mirror(files, promised_bytes=promised) as (url, _):
         arguments = ["--data-dir", str(tmp_path), "--download", "--mirror", url]
-        script = (
-            f"import runpy, sys; sys.argv[1:] = {arguments!r}; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-        )
-        first, second = outputs_of(start_script(script, 2, free_port()), timeout_s=60)
-    assert first[0] == 1 and expected in first[2] and f"{url}/train-images-idx3-ubyte.gz" in first[2]
-    assert "Traceback" not in first[2]
+        first, second = launched_script(2, SCRIPT, *arguments)
+    assert first.returncode == 1 and expected in first.stderr and f"{url}/train-images-idx3-ubyte.gz" in first.stderr
+    assert "Traceback" not in first.stderr
     # The other one waited for it; it does not wait for ever.
-    assert second[0] != 0
+    assert second.returncode != 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mirror_that_is_not_there_is_named(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, str(SCRIPT), "--data-dir", str(tmp_path), "--download", "--mirror", url]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = run_script(SCRIPT, "--data-dir", str(tmp_path), "--download", "--mirror", url)
     assert run.returncode == 1 and f"Cannot download {url}/train-images-idx3-ubyte.gz" in run.stderr

@@ -1,16 +1,15 @@
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import run_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "own_margin.py"
 
 
 @pytest.mark.ranks
 def test_the_example_trains_with_both_margins_and_the_loss_falls():
-    run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
+    run = run_script(SCRIPT)
     assert run.returncode == 0, run.stderr
     first, second = re.split(r"^HardNegatives\(.*\)$", run.stdout, flags=re.MULTILINE)
     assert first.startswith("GrowingMargin(scale=32.0, margin=0.4)\n")

@@ -1,13 +1,11 @@
 """The head inside a LightningModule and inside a model that Accelerate prepares: real trainers, real DDP, real files."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.forked import torchrun_script
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
@@ -18,14 +16,8 @@ NUM_CLASSES, WIDTH = 25, 16
 
 
 def _run(script: str, num_ranks: int, folder: Path) -> str:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [sys.executable, *torchrun, str(EXAMPLES / script), str(folder)]
-    run = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
-    )
-    # Lightning and Accelerate leave their process group to the interpreter's end, where torch's gloo threads abort the process
-    # now and then (docs/decisions.md); everything has been saved and printed by then.
-    assert run.returncode == 0 or "terminate called without an active exception" in run.stderr, run.stderr
+    run = torchrun_script(num_ranks, EXAMPLES / script, str(folder))
+    assert run.returncode == 0, run.stderr
     return run.stdout
 
 
