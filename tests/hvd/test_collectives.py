@@ -283,7 +283,7 @@ def _barriers_by_a_counter_in_shared_memory(rank: int, size: int, path: str) -> 
     with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         entered = memoryview(memory).cast("Q")
         num_early = 0
-        for number in range(1, 201):
+        for number in range(1, 101):
             if number % size == rank:
                 time.sleep(0.002)
             entered[rank] = number
@@ -294,10 +294,16 @@ def _barriers_by_a_counter_in_shared_memory(rank: int, size: int, path: str) -> 
     return num_early
 
 
+def _enter_a_barrier(rank: int, size: int) -> None:
+    hvd.barrier()
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_no_barrier_returns_before_all_ranks_have_entered_it_however_busy_the_machine_is(run_ranks, tmp_path, size):
     shared = tmp_path / "entered"
     shared.write_bytes(bytes(4096))
+    # The ranks start before the machine gets busy.
+    run_ranks(size, in_job, _enter_a_barrier)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
         assert run_ranks(size, in_job, _barriers_by_a_counter_in_shared_memory, str(shared)) == [0] * size

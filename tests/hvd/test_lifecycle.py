@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import free_port
-from tests.hvd.jobs import error_of, in_job, outputs_of, start_script
+from tests.hvd.jobs import ForkedScript, error_of, fork_script, in_job, outputs_of
 
 import megaclass.hvd as hvd
 
@@ -31,7 +31,7 @@ print("rank", hvd.rank() if hvd.is_initialized() else "-")
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_process_may_leave_and_come_back(size):
-    for code, out, err in outputs_of(start_script(_AGAIN, size, free_port())):
+    for code, out, err in outputs_of(fork_script(_AGAIN, size, free_port())):
         assert code == 0, err
         assert out == "rank -\n"
 
@@ -42,10 +42,7 @@ def test_a_plain_python_process_is_a_world_of_one():
         "import torch, megaclass.hvd as hvd; hvd.init(); print(hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1)))"
     )
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HOROVOD_RANK")}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=clean, capture_output=True, text=True, timeout=200, check=True
-    )
-    assert run.stdout == "0 1 tensor([1.])\n"
+    assert outputs_of([ForkedScript(script, clean)]) == [(0, "0 1 tensor([1.])\n", "")]
 
 
 def test_nothing_is_known_before_init():
@@ -114,7 +111,7 @@ def test_an_idle_job_costs_less_than_a_hundredth_of_a_core():
     used = lambda: sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     begun = used(); time.sleep(3); print((used() - begun) / 3)
     """
-    for code, out, err in outputs_of(start_script(textwrap.dedent(script), 2, free_port())):
+    for code, out, err in outputs_of(fork_script(textwrap.dedent(script), 2, free_port())):
         assert code == 0, err
         assert float(out) < 0.01
 
@@ -130,7 +127,7 @@ def test_when_one_rank_ends_the_operations_of_the_others_fail():
         except hvd.HorovodInternalError as error:
             print("Horovod has been shut down" in str(error))
     """
-    (_, _, _), (code, out, err) = outputs_of(start_script(textwrap.dedent(script), 2, free_port()))
+    (_, _, _), (code, out, err) = outputs_of(fork_script(textwrap.dedent(script), 2, free_port()))
     assert (code, out) == (0, "True\n"), err
 
 
@@ -147,7 +144,7 @@ def test_a_rank_that_crashes_is_named_at_once():
     except hvd.HorovodInternalError as error:
         print("Rank 1 (" in str(error), time.monotonic() - begun < 5)
     """
-    results = outputs_of(start_script(textwrap.dedent(script), 3, free_port()))
+    results = outputs_of(fork_script(textwrap.dedent(script), 3, free_port()))
     assert [(code, out) for code, out, _ in results] == [(0, "True True\n"), (7, ""), (0, "True True\n")], results
 
 
@@ -181,7 +178,7 @@ print(horovod.__version__, issubclass(HorovodInternalError, RuntimeError))
 @pytest.mark.ranks
 def test_a_script_that_imports_horovod_runs_unchanged_where_the_launcher_says_so():
     path = os.pathsep.join([hvd.shims_folder(), os.environ.get("PYTHONPATH", "")])
-    for code, out, err in outputs_of(start_script(_UNCHANGED, 2, free_port(), PYTHONPATH=path)):
+    for code, out, err in outputs_of(fork_script(_UNCHANGED, 2, free_port(), PYTHONPATH=path)):
         assert (code, out) == (0, "0.28.1 True\n"), err
     elsewhere = subprocess.run([sys.executable, "-c", "import horovod"], capture_output=True, text=True, check=False)
     assert "No module named 'horovod'" in elsewhere.stderr

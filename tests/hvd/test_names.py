@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.conftest import free_port
-from tests.hvd.jobs import error_of, in_job, job, outputs_of, start_script
+from tests.hvd.jobs import error_of, fork_script, in_job, job, outputs_of, start_script
 
 import megaclass.hvd as hvd
 from megaclass.hvd import mpi_ops
@@ -181,7 +181,7 @@ print("all there")
 
 @pytest.mark.ranks
 def test_what_tests_of_horovodrun_import_is_there(tmp_path):
-    script = start_script(
+    script = fork_script(
         f"import sys; sys.argv[0] = {str(tmp_path / 'config.yaml')!r}\n{_AS_TESTS_OF_HOROVODRUN_USE_THEM}",
         1,
         free_port(),
@@ -268,7 +268,7 @@ print("all there")
 @pytest.mark.ranks
 def test_the_small_modules_that_scripts_import_are_there(tmp_path):
     script = f"import sys; sys.argv[0] = {str(tmp_path)!r}\n{_SMALL_MODULES}"
-    [(code, out, err)] = outputs_of(start_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
+    [(code, out, err)] = outputs_of(fork_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
     assert (code, out) == (0, "all there\n"), err
 
 
@@ -296,7 +296,7 @@ def test_a_static_run_says_what_horovods_does_about_ssh(tmp_path, how):
     folder = tmp_path / how
     folder.mkdir()
     script = f"import sys; sys.argv[0] = {str(folder)!r}\n{_LOG_OF_A_STATIC_RUN}"
-    [(code, out, err)] = outputs_of(start_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
+    [(code, out, err)] = outputs_of(fork_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
     lines = out.splitlines()
     assert lines[:3] == [
         "Filtering local host names.",
@@ -325,7 +325,7 @@ assert hvd.elastic.TorchState is TorchState and hvd.elastic.run and hvd.elastic.
 
 @pytest.mark.ranks
 def test_what_is_not_there_says_so():
-    [(code, out, err)] = outputs_of(start_script(_WHAT_IS_NOT_THERE, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
+    [(code, out, err)] = outputs_of(fork_script(_WHAT_IS_NOT_THERE, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
     assert code == 0, err
     assert out.splitlines() == [
         "mxnet ImportError Extension horovod.mxnet has not been built: Apache MXNet is retired since 2023, "

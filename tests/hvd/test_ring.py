@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import free_port
-from tests.hvd.jobs import error_of, in_job, job, outputs_of, start_script
+from tests.hvd.jobs import error_of, fork_script, in_job, job, outputs_of
 
 import megaclass.hvd as hvd
 from megaclass.distributed.network.store import SignedStore
@@ -191,7 +191,7 @@ os._exit(0)
 def _start_in_the_middle(what: signal.Signals, timeout_s: float):
     port = free_port()
     script = _IN_THE_MIDDLE.format(signal=what.name, timeout_s=timeout_s)
-    return start_script(script, 4, port, PORT=str(port))
+    return fork_script(script, 4, port, PORT=str(port))
 
 
 @pytest.mark.ranks
@@ -231,5 +231,5 @@ def test_a_job_whose_rank_is_killed_between_large_operations_ends_with_its_name(
     except hvd.HorovodInternalError as error:
         print("rank 1 (" in str(error).lower())
     """
-    (code, out, err), (killed, _, _) = outputs_of(start_script(textwrap.dedent(script), 2, free_port()))
+    (code, out, err), (killed, _, _) = outputs_of(fork_script(textwrap.dedent(script), 2, free_port()))
     assert (code, out, killed) == (0, "True\n", -signal.SIGKILL), err

@@ -29,31 +29,22 @@ def _fails_on_rank_1() -> None:
     hvd.barrier()
 
 
-@pytest.mark.ranks
-def test_results_come_by_rank():
-    assert hvd.run(_sum_of_ranks, (10,), {"factor": 2}, num_proc=2) == [(0, 42), (1, 42)]
+def _place(offset: int, *, factor: int = 1) -> tuple[int, ...]:
+    total = _sum_of_ranks(offset, factor=factor)[1]
+    return hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), total
 
 
 @pytest.mark.ranks
-def test_hosts_may_have_more_slots_than_there_are_processes(tmp_path):
+def test_two_names_of_this_machine_are_two_hosts_that_may_have_more_slots_than_there_are_processes(tmp_path):
     hostfile = tmp_path / "hosts"
-    hostfile.write_text("localhost slots=3\n")
+    hostfile.write_text("localhost slots=1\n127.0.0.1 slots=3\n")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        results = hvd.run(_sum_of_ranks, (1,), np=2, hostfile=str(hostfile), output_filename=str(tmp_path / "out"))
-    assert results == [(0, 3), (1, 3)]
+        places = hvd.run(
+            _place, (10,), {"factor": 2}, np=3, hostfile=str(hostfile), output_filename=str(tmp_path / "out")
+        )
+    assert places == [(0, 0, 1, 0, 2, 66), (1, 0, 2, 1, 2, 66), (2, 1, 2, 0, 1, 66)]
     assert "np is deprecated, use num_proc instead" in [str(warning.message) for warning in caught]
-
-
-def _place() -> tuple[int, ...]:
-    hvd.init()
-    return hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
-
-
-@pytest.mark.ranks
-def test_two_names_of_this_machine_are_two_hosts():
-    places = hvd.run(_place, num_proc=4, hosts="localhost:2,127.0.0.1:2")
-    assert places == [(0, 0, 2, 0, 2), (1, 1, 2, 0, 2), (2, 0, 2, 1, 2), (3, 1, 2, 1, 2)]
 
 
 @pytest.mark.ranks
@@ -112,7 +103,8 @@ def sleeps():
 if __name__ == "__main__":
     if sys.argv[1] == "sleeps":
         hvd.run(sleeps, num_proc=2)
-    print(hvd.run(whose, ("hello",), num_proc=int(sys.argv[1]), hosts=sys.argv[2] if len(sys.argv) > 2 else None))
+    for hosts in sys.argv[2:] or [None]:
+        print(hvd.run(whose, ("hello",), num_proc=int(sys.argv[1]), hosts=hosts), flush=True)
 """
 
 
@@ -153,15 +145,12 @@ def test_a_function_runs_on_other_hosts(bed: Bed, main_script, tmp_path):  # noq
     wrapper.chmod(0o755)
     env = environment()
     env["PATH"] = f"{wrapper.parent}:{env['PATH']}"
-    command = bed.inside("h1", sys.executable, main_script, "4", "h1:2,h2:1,h3:1")
+    # The second job cannot start.
+    command = bed.inside("h1", sys.executable, main_script, "3", "h1:2,h2:1", "nowhere:3")
     run = Run(command, env, is_wrapped=True)
     bed.runs.append(run)
-    assert run.wait() == 0, run.story()
-    expected = [(0, 0, 0, "h1"), (1, 1, 0, "h1"), (2, 0, 1, "h2"), (3, 0, 2, "h3")]
-    assert f"{[(*place, 'hello', 4.0) for place in expected]}\n" in run.out
-    command = bed.inside("h1", sys.executable, main_script, "2", "nowhere:2")
-    run = Run(command, env, is_wrapped=True)
-    bed.runs.append(run)
-    assert run.wait() == 1
+    assert run.wait() == 1, run.story()
+    expected = [(0, 0, 0, "h1"), (1, 1, 0, "h1"), (2, 0, 1, "h2")]
+    assert f"{[(*place, 'hello', 3.0) for place in expected]}\n" in run.out
     assert "nowhere: its name cannot be resolved" in run.err
     assert "RuntimeError: Horovod detected that one or more processes exited with non-zero status" in run.err

@@ -24,7 +24,7 @@ def _can_make_namespaces() -> bool:
 @pytest.mark.ranks
 @pytest.mark.skipif(not _can_make_namespaces(), reason="needs root and iproute2")
 def test_over_a_slow_link_8_bits_save_bytes_as_the_interface_counts_them():
-    command = [sys.executable, str(SCRIPT), "--steps", "4", "--pairs", "1", "--wires", "none", "bf16", "fp8"]
+    command = [sys.executable, str(SCRIPT), "--steps", "2", "--pairs", "1", "--wires", "none", "bf16", "fp8"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     rows = re.findall(r"^\| (\w+) \| [\d.]+ \| [\d.]+ \| [\d,]+ \| ([\d.]+) \|$", run.stdout, flags=re.MULTILINE)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import free_port
-from tests.hvd.jobs import error_of, in_job, outputs_of, start_script
+from tests.hvd.jobs import error_of, fork_script, in_job, outputs_of
 
 import megaclass.hvd as hvd
 from megaclass.distributed.network.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
@@ -208,10 +208,10 @@ except LaunchError as error:
 def test_a_stranger_in_the_store_of_a_job_runs_no_code_in_init(tmp_path, name, has_secret):
     """Somebody who knows only the port puts a pickle where ranks will look."""
     port, mark = free_port(), tmp_path / "ran"
-    settings = {"HOROVOD_START_TIMEOUT": "10", "GO": str(tmp_path / "go")}
+    settings = {"HOROVOD_START_TIMEOUT": "5", "GO": str(tmp_path / "go")}
     if has_secret:
         settings[JOB_SECRET] = new_secret()
-    ranks = start_script(_MEETS, 2, port, **settings)
+    ranks = fork_script(_MEETS, 2, port, **settings)
     stranger = dist.TCPStore("127.0.0.1", port, is_master=False)
     stranger.set("megaclass.hvd/(0, 1)/1/" + name, pickle.dumps(Bomb(mark)))
     (tmp_path / "go").touch()
@@ -408,7 +408,10 @@ def _listening(pid: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("starter", "what"), [("run", "hvd"), ("run", "trainer"), ("train.nproc", "trainer")])
+@pytest.mark.parametrize(
+    ("starter", "what"),
+    [("run", "hvd"), pytest.param("run", "trainer", marks=pytest.mark.soak), ("train.nproc", "trainer")],
+)
 def test_a_job_on_one_machine_listens_on_loopback_and_survives_a_thousand_idle_connections(tmp_path, starter, what):
     (tmp_path / "steps.py").write_text(_STEPS)
     (tmp_path / "train_nproc.py").write_text(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import free_port
-from tests.hvd.jobs import outputs_of, start_script
+from tests.hvd.jobs import ForkedScript, outputs_of, start_script
 
 import megaclass.hvd as hvd
 
@@ -24,35 +24,31 @@ needs_tensorflow = pytest.mark.skipif(
 )
 
 
-def _run_job(name: str, *arguments: str, **variables: str) -> list[str]:
-    """Lines that rank 0 printed, except for the last one, by which it said that all is good."""
-    # By path: TensorFlow reads the source of functions whose loops it turns into loops of the graph.
-    script = (
-        f"import runpy, sys; sys.argv[1:] = {arguments!r}; runpy.run_path({str(JOBS / name)!r}, run_name='__main__')"
-    )
-    processes = start_script(script, 2, free_port(), **QUIET, MEGACLASS_JOB_SECRET="ab" * 32, **variables)
-    results = outputs_of(processes, timeout_s=280)
+# Runs scripts one after another, each with its own arguments, as `python script arguments…` would.
+# By path: TensorFlow reads the source of functions whose loops it turns into loops of the graph.
+IN_TURN = """
+import os, runpy, sys
+for path, *sys.argv[1:] in {scripts!r}:
+    sys.path.insert(0, os.path.dirname(path))
+    runpy.run_path(path, run_name="__main__")
+    del sys.path[0]
+"""
+
+
+@needs_tensorflow
+@pytest.mark.ranks
+def test_every_collective_works_as_do_v1_sessions_and_all_names_of_horovod_are_there(tmp_path):
+    """Collectives run eagerly and in graphs, with their gradients and errors."""
+    # Sessions come last: they end eager execution for their process.
+    script = IN_TURN.format(scripts=[[str(JOBS / "collectives.py"), str(tmp_path)], [str(JOBS / "sessions.py")]])
+    variables = {**QUIET, "MEGACLASS_JOB_SECRET": "ab" * 32, "PYTHONPATH": hvd.shims_folder()}
+    results = outputs_of(start_script(script, 2, free_port(), **variables), timeout_s=280)
     for rank, (code, out, err) in enumerate(results):
-        assert (code, out.splitlines()[-1:]) == (0, ["all good"]), f"rank {rank}\n{out[-2000:]}\n{err[-6000:]}"
-    return results[0][1].splitlines()[:-1]
-
-
-@needs_tensorflow
-@pytest.mark.ranks
-def test_every_collective_works_eagerly_and_in_graphs_with_its_gradient_and_its_errors(tmp_path):
-    _run_job("collectives.py", HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
-
-
-@needs_tensorflow
-@pytest.mark.ranks
-def test_training_on_two_ranks_equals_one_process_with_the_double_batch(tmp_path):
-    _run_job("training.py", str(tmp_path))
-
-
-@needs_tensorflow
-@pytest.mark.ranks
-def test_v1_sessions_work_and_all_names_of_horovod_are_there():
-    found = json.loads(_run_job("sessions.py", PYTHONPATH=hvd.shims_folder())[-1])
+        said = [line for line in out.splitlines() if line.endswith("all good")]
+        assert (code, said) == (0, ["collectives: all good", "sessions: all good"]), (
+            f"rank {rank}\n{out[-2000:]}\n{err[-6000:]}"
+        )
+    found = json.loads(results[0][1].splitlines()[-2])
     lines = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
     for module, name, *parameters in (line.split() for line in lines if not line.startswith("#")):
         assert found[module][name] == parameters, f"horovod.{module}.{name}"
@@ -78,29 +74,32 @@ def _check_table(found: dict[str, dict[str, object]]) -> None:
     assert set(found["tensorflow"]) | set(found["keras"]) | set(found["tensorflow.keras"]) <= listed | modules
 
 
-def _run_example(name: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", "megaclass", "run", "--horovod", "-np", "2", sys.executable]
-    command += [str(ROOT / "examples" / "tensorflow" / name), *arguments]
-    env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @needs_tensorflow
 @pytest.mark.ranks
-def test_unmodified_scripts_in_horovods_idiom_run_and_learn(tmp_path):
-    model = tmp_path / "digits.keras"
-    printed = _run_example("keras_mnist.py", "--images", "2048", "--epochs", "2", "--checkpoint", str(model))
-    accuracies = re.findall(r"rank (\d) of 2: test accuracy ([\d.]+)%", printed)
+@pytest.mark.timeout(600)
+def test_training_equals_one_process_with_the_double_batch_and_unmodified_scripts_in_horovods_idiom_learn(tmp_path):
+    examples, model = ROOT / "examples" / "tensorflow", tmp_path / "digits.keras"
+    small = "--model MobileNet --image-size 32 --batch-size 2 --num-warmup-batches 1 --num-batches-per-iter 1"
+    scripts = [
+        [str(JOBS / "training.py"), str(tmp_path)],
+        [str(examples / "keras_mnist.py"), "--images", "2048", "--epochs", "2", "--checkpoint", str(model)],
+        [str(examples / "gradient_tape.py"), "--images", "2048", "--steps", "100", "--fp16-allreduce"],
+        [str(examples / "synthetic_benchmark.py"), *small.split(), "--num-iters", "2"],
+    ]
+    in_turn = tmp_path / "in_turn.py"
+    in_turn.write_text(IN_TURN.format(scripts=scripts))
+    command = [sys.executable, "-m", "megaclass", "run", "--horovod", "-np", "2", sys.executable, str(in_turn)]
+    env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=env, check=False)
+    printed = done.stdout
+    assert done.returncode == 0, printed + done.stderr
+    assert printed.count("training: all good") == 2, printed
+    accuracies = re.findall(r"rank (\d) of 2: test accuracy ([\d.]+)%$", printed, re.MULTILINE)
     # Both ranks have the same model, and it has learned; guessing gives 10 %.
     assert len(accuracies) == 2 and accuracies[0][1] == accuracies[1][1] and float(accuracies[0][1]) > 25, printed
     assert "finished gradual learning rate warmup to 0.002" in printed and model.exists()
-    printed = _run_example("gradient_tape.py", "--images", "2048", "--steps", "100", "--fp16-allreduce")
     accuracies = re.findall(r"test accuracy ([\d.]+)%, weights differ by 0\.0\b", printed)
     assert len(accuracies) == 2 and float(accuracies[0]) > 25, printed
-    small = ("--model", "MobileNet", "--image-size", "32", "--batch-size", "2", "--num-warmup-batches", "1")
-    printed = _run_example("synthetic_benchmark.py", *small, "--num-batches-per-iter", "1", "--num-iters", "2")
     assert float(re.findall(r"Total img/sec on 2 process\(es\): ([\d.]+)", printed)[0]) > 0
 
 
@@ -109,7 +108,6 @@ IMPORTS = """
 import importlib, pathlib, sys
 import megaclass
 folder = pathlib.Path(megaclass.__file__).parent
-sys.path.insert(0, sys.argv[1])
 for file in sorted(folder.rglob("*.py")):
     parts = file.relative_to(folder.parent).with_suffix("").parts
     if "shims" in parts or "__main__" in parts or parts[1:3] in [("hvd", "tensorflow"), ("hvd", "keras")]:
@@ -123,9 +121,8 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"megaclass", "k
 @needs_tensorflow
 @pytest.mark.ranks
 def test_no_other_module_imports_tensorflow_or_keras():
-    command = [sys.executable, "-c", IMPORTS, hvd.shims_folder()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.stdout == "['megaclass']\n", done.stdout + done.stderr
+    [(_, out, err)] = outputs_of([ForkedScript(IMPORTS, {**os.environ, "PYTHONPATH": hvd.shims_folder()})], 280)
+    assert out == "['megaclass']\n", out + err
 
 
 def test_a_missing_tensorflow_is_reported_with_what_to_install(monkeypatch):

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import sys
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -79,4 +78,4 @@ for call, text in (
         raise AssertionError(text)
 hvd.shutdown()
 print(json.dumps(found))
-print("all good", file=sys.stdout)
+print("sessions: all good")

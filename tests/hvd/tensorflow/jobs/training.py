@@ -42,8 +42,8 @@ def close(found, expected, tolerance=2e-5):
         )
 
 
-def steps(net, optimizer, x, y, passes=4, wrap=lambda tape: tape, in_graph=True):
-    """The usual training loop."""
+def step_of(net, optimizer, wrap=lambda tape: tape, in_graph=True):
+    """One step of the usual training loop, as a function of images and labels."""
 
     def step(x, y):
         with tf.GradientTape() as tape:
@@ -52,13 +52,19 @@ def steps(net, optimizer, x, y, passes=4, wrap=lambda tape: tape, in_graph=True)
         optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
 
     run = tf.function(step) if in_graph else step
+    return lambda x, y: run(tf.constant(x), tf.constant(y))
+
+
+def steps(net, optimizer, x, y, passes=4, **more):
+    step = step_of(net, optimizer, **more)
     for _ in range(passes):
-        run(tf.constant(x), tf.constant(y))
+        step(x, y)
     return net.weights
 
 
-def on_one_process(optimizer=None, **more):
-    return steps(model(), optimizer or keras.optimizers.SGD(0.3, momentum=0.9), images, labels, **more)
+def on_one_process(optimizer=None, passes=4):
+    """The truth, computed eagerly: a graph would take longer to trace than it saves."""
+    return steps(model(), optimizer or sgd(), images, labels, passes, in_graph=False)
 
 
 def sgd():
@@ -115,17 +121,19 @@ for make in (hvd.DistributedOptimizer, hvd_keras.DistributedOptimizer, hvd_tf_ke
     optimizer = make(keras.optimizers.Adam(0.05))
     assert isinstance(optimizer, keras.optimizers.Adam) and type(optimizer).__name__ == "Adam"
 close(steps(model(), optimizer, images[mine], labels[mine]), truth_of_adam, 1e-4)
+truth_of_two_passes = on_one_process(passes=2)
 for in_graph in (True, False):
     # The mean of two passes is one pass over both halves.
     optimizer = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
     net = model()
+    step = step_of(net, optimizer, in_graph=in_graph)
     for number in range(4):
         part = slice(8 * rank + 4 * (number % 2), 8 * rank + 4 * (number % 2) + 4)
         before = [weight.numpy() for weight in net.weights]
-        steps(net, optimizer, images[part], labels[part], passes=1, in_graph=in_graph)
+        step(images[part], labels[part])
         if number % 2 == 0:
             close(net.weights, before)
-    close(net.weights, on_one_process(passes=2))
+    close(net.weights, truth_of_two_passes)
     assert int(optimizer.iterations) == 4
 # Adasum of equal changes is the change itself; of orthogonal ones their sum.
 net = model()
@@ -188,14 +196,14 @@ assert "fused" in str(error_of(lambda: hvd.SyncBatchNormalization(fused=True)))
 # ---- model.fit() ----
 
 
-def fitted(optimizer, x, y, batch_size, callbacks, seed=3, epochs=3):
+def fitted(optimizer, x, y, batch_size, callbacks, seed=3, epochs=3, **how):
     net = model(seed=seed)
-    net.compile(optimizer, loss=loss_of, metrics=["accuracy"])
+    net.compile(optimizer, loss=loss_of, metrics=["accuracy"], **how)
     history = net.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     return net, history.history
 
 
-expected, its_history = fitted(sgd(), images, labels, 16, [])
+expected, its_history = fitted(sgd(), images, labels, 16, [], run_eagerly=True)
 callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0), hvd_keras.callbacks.MetricAverageCallback()]
 # Rank 1 starts from other weights, which the broadcast overwrites.
 net, history = fitted(hvd_keras.DistributedOptimizer(sgd()), images[mine], labels[mine], 8, callbacks, seed=3 + rank)
@@ -320,10 +328,10 @@ if rank == 0:
     net.save(file)
 hvd.barrier()
 assert type(keras.models.load_model(file).optimizer) is keras.optimizers.Adam
-for load in (hvd_keras.load_model, hvd_tf_keras.load_model):
-    loaded = load(file)
-    close(loaded.optimizer.variables, net.optimizer.variables, 0)
-    loaded.fit(images[mine], labels[mine], batch_size=8, epochs=1, shuffle=False, verbose=0)
+assert hvd_keras.load_model is hvd_tf_keras.load_model
+loaded = hvd_keras.load_model(file)
+close(loaded.optimizer.variables, net.optimizer.variables, 0)
+loaded.fit(images[mine], labels[mine], batch_size=8, epochs=1, shuffle=False, verbose=0)
 net.fit(images[mine], labels[mine], batch_size=8, epochs=1, shuffle=False, verbose=0)
 close(loaded.weights, net.weights, 0)
 assert len(keras.models.load_model(best.filepath).weights) == 4
@@ -380,4 +388,4 @@ net.weights[0].assign(net.weights[0] + 1.0)
 state.restore()
 close(net.weights, after, 0)
 hvd.shutdown()
-print("all good")
+print("training: all good", flush=True)
