@@ -15,13 +15,13 @@ demo: $(VENV)/.demo-installed
 
 # Tests of `hosts` use daemons and networks, which a busy machine can upset: one that fails is run once more, and the reason is
 # shown. All others run once. Hundreds of processes are started, so byte code is kept.
-# Coverage counts the lines that ran in the test processes themselves, not those in the ranks and agents they started.
+# Coverage counts the lines that unit tests run: before Python 3.12, counting makes Python code up to four times slower.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 # Three workers on two cores, because tests of processes and hosts wait for about a third of their time.
 WORKERS ?= 3
 test: $(VENV)/.dev-installed system-packages
 	$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist worksteal --cov=megaclass --cov-report=
-	@echo "coverage of src/ in the test processes: $$($(BIN)/coverage report --format=total) %"
+	@echo "coverage of src/ by the unit tests: $$($(BIN)/coverage report --format=total) %"
 
 # Only the tests that start no process: a quick check while editing.
 test-fast: $(VENV)/.dev-installed

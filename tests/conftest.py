@@ -174,6 +174,7 @@ _running: list[pytest.Item] = []
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     can_try_again = config.pluginmanager.hasplugin("rerunfailures")
+    is_covered = config.pluginmanager.hasplugin("pytest_cov")
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in _KINDS):
             fixtures = set(getattr(item, "fixturenames", ()))
@@ -181,6 +182,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("hosts")
             else:
                 item.add_marker("ranks" if fixtures & _FIXTURES_WITH_PROCESSES else "unit")
+        if is_covered and not item.get_closest_marker("unit"):
+            # Before Python 3.12, counting lines makes Python code up to four times slower, and this is the larger part of it.
+            item.add_marker("no_cover")
         if can_try_again and item.get_closest_marker("hosts"):
             # Daemons and networks: a busy machine can upset them, so one failure is tried again. It is listed with its reason.
             item.add_marker(pytest.mark.flaky(reruns=1))

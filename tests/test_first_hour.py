@@ -128,7 +128,10 @@ def test_training_on_own_images_tells_how_to_measure_and_how_to_go_on(here, type
     assert code == 0
     assert "no accuracy will be measured, because there is no .bin file beside own" in said
     split = "megaclass data split own --identities 0.1 --out own-split"
-    assert f"  {split}\n  megaclass train RECIPE data.path=own-split/train train.run_dir=runs/own-split" in said
+    assert (
+        f"  {split}\n  megaclass train runs/a/config.toml data.path=own-split/train train.run_dir=runs/own-split"
+        in said
+    )
     assert "your own images" not in said and "all 6 steps are done" in said
     assert "comparing the class centres for the report 6/6" in said
 

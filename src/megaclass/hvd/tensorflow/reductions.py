@@ -150,13 +150,18 @@ def _allreduced_at_once(
 
     This is the most common call. The general way below would take longer than the allreduce of a small tensor itself.
     """
-    tensor = tf.convert_to_tensor(tensor)
-    wire = wire_of(compression, tensor.dtype, op)
-    packed, ctx = (tensor, None) if wire else compression.compress(tensor)
-    check_dtype("allreduce", packed.dtype)
+    if not isinstance(tensor, tf.Tensor):
+        tensor = tf.convert_to_tensor(tensor)
+    if compression is Compression.none:
+        packed, ctx, wire = tensor, None, ""
+    else:
+        wire = wire_of(compression, tensor.dtype, op)
+        packed, ctx = (tensor, None) if wire else compression.compress(tensor)
+    dtype = packed.dtype
+    check_dtype("allreduce", dtype)
     given = to_torch(packed)
     (reduced,) = combine(False, name, op, prescale_factor, postscale_factor, process_set, wire, given)
-    result = to_tensorflow(reduced, packed.dtype)
+    result = to_tensorflow(reduced, dtype)
     return result if wire else compression.decompress(result, ctx)
 
 

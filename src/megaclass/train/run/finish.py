@@ -212,11 +212,11 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
     if run.config.synth.identities:
         return [
             "Next: your own images, one subfolder per identity (or train.rec, train.idx, property):",
-            "  megaclass train RECIPE data.path=FOLDER synth.identities=0 train.run_dir=runs/own",
+            f"  megaclass train {folder / 'config.toml'} data.path=FOLDER synth.identities=0 train.run_dir=runs/own",
         ]
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]
     return [
         f"No accuracy was measured: there is no .bin file beside {data}. Hold identities out:",
-        *how_to_verify(data)[1:],
+        *how_to_verify(data, recipe=str(folder / "config.toml"))[1:],
     ]

@@ -7,21 +7,25 @@ import tensorflow as tf
 import torch
 from torch import Tensor
 
+# Looked up once: attributes of TensorFlow's modules are found by functions of Python.
+_tf_to_dlpack, _tf_from_dlpack = tf.experimental.dlpack.to_dlpack, tf.experimental.dlpack.from_dlpack
+_torch_to_dlpack, _torch_from_dlpack = torch.utils.dlpack.to_dlpack, torch.utils.dlpack.from_dlpack  # type: ignore[attr-defined]
+
 # torch has these dtypes but no arithmetic for them. They are sent as the signed integers of the same width.
 _SENT_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def to_torch(tensor: Any) -> Tensor:
     """Returns an eager tensor or a numpy array as a tensor of torch that shares its memory. It must not be written to."""
-    if isinstance(tensor, np.generic):
-        # TensorFlow passes tensors without dimensions to Python nodes as numpy's scalars.
-        tensor = np.asarray(tensor)
-    if not isinstance(tensor, np.ndarray):
-        shared = torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
-    elif tensor.dtype == tf.bfloat16.as_numpy_dtype:
-        shared = torch.from_numpy(tensor.view(np.int16)).view(torch.bfloat16)
+    if isinstance(tensor, tf.Tensor):
+        shared = _torch_from_dlpack(_tf_to_dlpack(tensor))
     else:
-        shared = torch.from_numpy(tensor)
+        # TensorFlow passes tensors without dimensions to Python nodes as numpy's scalars.
+        array = np.asarray(tensor)
+        if array.dtype == tf.bfloat16.as_numpy_dtype:
+            shared = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        else:
+            shared = torch.from_numpy(array)
     return shared.view(_SENT_AS[shared.dtype]) if shared.dtype in _SENT_AS else shared
 
 
@@ -30,8 +34,9 @@ def to_tensorflow(tensor: Tensor, dtype: Any) -> Any:
     if tensor.is_cuda:
         # TensorFlow has streams of its own.
         torch.cuda.current_stream(tensor.device).synchronize()
-    shared = tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.contiguous()))  # type: ignore[attr-defined]
-    return shared if shared.dtype == dtype else tf.bitcast(shared, dtype)
+    shared = _tf_from_dlpack(_torch_to_dlpack(tensor.contiguous()))
+    # TensorFlow has one object per dtype, and compares them by a function of Python.
+    return shared if shared.dtype is dtype or shared.dtype == dtype else tf.bitcast(shared, dtype)
 
 
 def to_numpy(tensor: Tensor, dtype: Any) -> Any:
