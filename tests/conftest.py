@@ -128,6 +128,7 @@ class RankPool:
             # One failure makes the others fail too: give them a moment, then show all of them, root cause included.
             ready = wait(list(waiting), timeout=1.0 if failures else max(0.0, deadline - time.monotonic()))
             if not ready and failures:
+                failures.append(self._stacks(waiting))
                 break
             if not ready:
                 pytest.fail(f"ranks {sorted(waiting.values())} did not finish in time\n{self._stacks(waiting)}")

@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+from tests.conftest import free_port
+from tests.hvd.jobs import fork_script, outputs_of
 
 SCRIPT_OF_A_USER = """
 import atexit, os, pathlib, sys, torch, torch.distributed as dist
@@ -70,3 +72,34 @@ def test_no_rank_aborts_at_its_end_while_gloo_releases_tensors(tmp_path):
         [sys.executable, "-c", MANY_EXITS, "20", str(tmp_path)], capture_output=True, text=True, check=True, timeout=600
     )
     assert ended.stdout.strip() == "{0: 40}", ended.stdout + ended.stderr
+
+
+GARBAGE_THAT_KEEPS_THE_GROUP = """
+import os, sys, torch, torch.distributed as dist
+from megaclass.distributed.gloo_exit import end_gloo
+
+rank = int(os.environ["RANK"])
+store = dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=rank == 0, wait_for_workers=False)
+for number in range(20):
+    dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    model(torch.ones(4, 8)).sum().backward()
+    model.itself = model
+    del model
+    sys.setswitchinterval(100)  # the main thread keeps the GIL, as a busy one does
+    for _ in range(100):
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+    work.wait()
+    del work
+    end_gloo()
+    sys.setswitchinterval(0.005)
+print("left 20 groups", flush=True)
+"""
+
+
+@pytest.mark.ranks
+def test_leaving_a_group_that_garbage_still_refers_to_does_not_hang():
+    """A rank that collects the garbage at once joins a thread that waits for the GIL; it did within 20 groups in each trial."""
+    port = free_port()
+    for code, out, err in outputs_of(fork_script(GARBAGE_THAT_KEEPS_THE_GROUP, 2, port, PORT=str(port)), 100.0):
+        assert (code, out) == (0, "left 20 groups\n"), out + err

@@ -13,7 +13,10 @@ So the threads have to be done while Python still hands out the GIL: in a functi
 Destroying the group joins its threads. Where something else still refers to the group (DistributedDataParallel in a global
 variable does), the threads stay but become idle, because waiting here leaves them the GIL to release what they hold.
 
-tests/distributed/test_gloo_exit.py repeats the measurement (mark `soak`).
+A DistributedDataParallel that is garbage must not be collected before that: its C++ part destroys the group while this thread
+holds the GIL, and joining a thread that waits for the GIL never ends.
+
+tests/distributed/test_gloo_exit.py repeats both measurements.
 """
 
 import atexit
@@ -25,7 +28,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 _THREADS_END_S = 0.2
-"""Releasing takes microseconds. Threads that are still there then are idle, or wait for a rank that does not answer."""
+"""Releasing takes microseconds. Threads that are still busy then wait for a core, or for a rank that does not answer."""
+_SLEEPING = "S"
 
 
 @functools.cache
@@ -39,17 +43,38 @@ def end_gloo() -> None:
     # A group of NCCL stays: destroying it would wait for the GPU, and its threads hold no Python objects.
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
         dist.destroy_process_group()
-    if _has_gloo_threads():
+    if _become_idle():
         # A DistributedDataParallel that is garbage already may be part of a cycle, and keeps the group until it is collected.
         gc.collect()
+
+
+def _become_idle() -> bool:
+    """Waits for gloo's threads without holding the GIL; returns whether there are some, and all of them are idle.
+
+    A thread that sleeps at two looks in a row, between which it could have had the GIL, has released what it held.
+    """
+    num_idle_looks = 0
     ends_at = time.monotonic() + _THREADS_END_S
-    while _has_gloo_threads() and time.monotonic() < ends_at:
+    while states := _states_of_gloo_threads():
+        num_idle_looks = num_idle_looks + 1 if set(states) == {_SLEEPING} else 0
+        if num_idle_looks == 2:
+            return True
+        if time.monotonic() > ends_at:
+            return False
         time.sleep(0.01)
+    return False
 
 
-def _has_gloo_threads() -> bool:
-    try:
-        return any(file.read_text().startswith("pt_gloo_runloop") for file in Path("/proc/self/task").glob("*/comm"))
-    except OSError:
-        # A thread ended while its name was read, or this process has no free file: assume that threads are left.
-        return True
+def _states_of_gloo_threads() -> list[str]:
+    """Returns the kernel's letter for the state of each of gloo's threads."""
+    states = []
+    for folder in Path("/proc/self/task").glob("*"):
+        try:
+            if (folder / "comm").read_text().startswith("pt_gloo_runloop"):
+                # The name before it, in brackets, may contain anything.
+                states.append((folder / "stat").read_text().rpartition(")")[2].split()[0])
+        except FileNotFoundError:
+            continue  # it has ended
+        except OSError:
+            states.append("?")  # this process has no free file: assume that threads are left
+    return states
