@@ -43,12 +43,12 @@ def end_gloo() -> None:
     # A group of NCCL stays: destroying it would wait for the GPU, and its threads hold no Python objects.
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
         dist.destroy_process_group()
-    if _become_idle():
+    if _wait_until_idle():
         # A DistributedDataParallel that is garbage already may be part of a cycle, and keeps the group until it is collected.
         gc.collect()
 
 
-def _become_idle() -> bool:
+def _wait_until_idle() -> bool:
     """Waits for gloo's threads without holding the GIL; returns whether there are some, and all of them are idle.
 
     A thread that sleeps at two looks in a row, between which it could have had the GIL, has released what it held.

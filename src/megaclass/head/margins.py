@@ -306,7 +306,7 @@ class CurricularFace(Margin):
 
 @dataclass(frozen=True)
 class ElasticFace(Margin):
-    """ArcFace or CosFace with a margin drawn for every image from a normal distribution.
+    """ArcFace or CosFace with one margin per image, drawn from a normal distribution.
 
     The authors use a mean of 0.5 for `arc` and of 0.35 for `cos`.
     """

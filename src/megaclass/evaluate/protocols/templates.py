@@ -161,7 +161,7 @@ def read_ijb(path: Path) -> IjbSet:
     if len(members) != len(landmarks):
         raise DataError(
             f"{meta / f'{name}_face_tid_mid.txt'} has {len(members)} lines, {meta / f'{name}_name_5pts_score.txt'} "
-            f"{len(landmarks)}: expected one of each for every image."
+            f"{len(landmarks)}: expected one of each per image."
         )
     numbers = _numbers((row[1:] for row in landmarks), meta / f"{name}_name_5pts_score.txt")
     pairs_path = meta / f"{name}_template_pair_label.txt"

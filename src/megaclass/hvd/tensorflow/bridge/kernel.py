@@ -354,7 +354,7 @@ class _Memory:
 
 @functools.cache
 def _array_type(kind: Any, length: int) -> Any:
-    """Returns a type of ctypes. Kept, because ctypes takes longer to make it than for everything else here."""
+    """Returns an array type of ctypes. It is kept, because making the type takes longer than using it."""
     return kind * length
 
 
