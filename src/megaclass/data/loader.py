@@ -118,6 +118,7 @@ class BatchLoader:
         processes: LoaderSettings | None = None,
         device: torch.device | None = None,
         is_resident: bool = False,
+        decodes_on_device: bool = False,
     ) -> None:
         """Checks that every rank gets enough images in every step.
 
@@ -126,6 +127,7 @@ class BatchLoader:
         processes: read in other processes, which open the data at a path themselves; num_workers threads are for None.
         device: a GPU to which loader processes' batches are copied ahead of time.
         is_resident: decode all images once, at the first step, and keep their pixels on the device.
+        decodes_on_device: loader processes leave JPEGs of the right size to the GPU.
         """
         self.source = source
         self.image_size = image_size or source.image_size
@@ -141,6 +143,7 @@ class BatchLoader:
             keep_last=keep_last,
             order=order,
             images_per_class=images_per_class,
+            leaves_jpegs=decodes_on_device,
         )
         self._reader = BatchReader(source, plan, self.bad_images.add_bad)
         self.order: Order = self._reader.order

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megaclass.data.loading.gpu_decoder import decode_jpegs
+from megaclass.data.loading.reader import BatchReader
 from megaclass.data.loading.ring import Ring
 
 _log = logging.getLogger("megaclass.data")
@@ -37,7 +39,7 @@ class Pixels:
 
 
 class HandOut(Protocol):
-    def prefetch(self, slot: int) -> None:
+    def prefetch(self, slot: int, num_rows: int) -> None:
         """Called as soon as a slot is filled; slots are then handed out in the same order."""
         ...
 
@@ -64,7 +66,7 @@ class HostHandOut:
         self._ring = ring
         self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
 
-    def prefetch(self, slot: int) -> None:
+    def prefetch(self, slot: int, num_rows: int) -> None:
         pass
 
     def take(self, slot: int, num_rows: int) -> Pixels:
@@ -101,11 +103,11 @@ class DeviceHandOut:
     """Copies slots to the GPU on a stream of its own, while the GPU computes. A slot is free when its copy is done.
 
     The ring is page-locked once, at the start: otherwise every copy would go through a buffer of the driver and make the
-    host wait.
+    host wait. JPEGs that the loader processes have left in the slot are decoded on the GPU, on the same stream.
     """
 
-    def __init__(self, ring: Ring, device: torch.device) -> None:
-        self._ring, self._device = ring, device
+    def __init__(self, ring: Ring, device: torch.device, reader: BatchReader) -> None:
+        self._ring, self._device, self._reader = ring, device, reader
         self._bytes = torch.frombuffer(ring.memory, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device)
         self._copies: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
@@ -113,11 +115,11 @@ class DeviceHandOut:
         self._copied: dict[int, torch.cuda.Event] = {}
         self._is_locked = self._lock_pages()
 
-    def prefetch(self, slot: int) -> None:
-        layout = self._ring.layout
-        start = layout.slots_at + slot * layout.slot_bytes
+    def prefetch(self, slot: int, num_rows: int) -> None:
         with torch.cuda.stream(self._stream):
-            on_device = self._bytes[start : start + layout.slot_bytes].to(self._device, non_blocking=True)
+            on_device = self._copy(slot)
+            if self._reader.plan.leaves_jpegs:
+                on_device = self._decode(slot, num_rows, on_device)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._copies[slot] = on_device, done
@@ -130,15 +132,12 @@ class DeviceHandOut:
         current.wait_event(done)
         # The memory belongs to the side stream: it is not to be used again before the current stream is done with it.
         on_device.record_stream(current)
-        layout, (height, width) = self._ring.layout, self._ring.layout.image_size
-        numbers = on_device[: 16 * layout.rows].view(torch.int64)
-        num_bytes = num_rows * height * width * 3
-        images_BHW3 = on_device[layout.images_at : layout.images_at + num_bytes].view(num_rows, height, width, 3)
+        labels, indices, _ = on_device[: 24 * self._ring.layout.rows].view(torch.int64).view(3, -1)
         return Pixels(
-            images_BHW3.permute(0, 3, 1, 2),
-            numbers[:num_rows],
+            self._images_BHW3(on_device, num_rows).permute(0, 3, 1, 2),
+            labels[:num_rows],
             self._ring.slot(slot).indices_B[:num_rows].copy(),
-            numbers[layout.rows : layout.rows + num_rows],
+            indices[:num_rows],
         )
 
     def is_free(self, slot: int) -> bool:
@@ -153,6 +152,37 @@ class DeviceHandOut:
         self._stream.synchronize()
         if self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+
+    def _copy(self, slot: int) -> Tensor:
+        layout = self._ring.layout
+        start = layout.slots_at + slot * layout.slot_bytes
+        return self._bytes[start : start + layout.slot_bytes].to(self._device, non_blocking=True)
+
+    def _images_BHW3(self, on_device: Tensor, num_rows: int) -> Tensor:
+        layout, (height, width) = self._ring.layout, self._ring.layout.image_size
+        num_bytes = num_rows * height * width * 3
+        return on_device[layout.images_at : layout.images_at + num_bytes].view(num_rows, height, width, 3)
+
+    def _decode(self, slot: int, num_rows: int, on_device: Tensor) -> Tensor:
+        """Replaces JPEGs by their pixels; returns the slot on the device, copied again if the GPU could not decode one."""
+        content = self._ring.slot(slot)
+        rows = np.flatnonzero(content.encoded_B[:num_rows])
+        if not len(rows):
+            return on_device
+        jpegs = [torch.from_numpy(content.images_BHW3[row].reshape(-1)[: content.encoded_B[row]]) for row in rows]
+        try:
+            decoded_RHW3 = decode_jpegs(jpegs, self._device)
+        except RuntimeError as error:
+            # It does not tell which image it was: the reader finds out, and replaces it.
+            _log.debug("the GPU could not decode a batch: %s", error)
+            self._reader.decode_left(content, rows.tolist())
+            return self._copy(slot)
+        images_BHW3 = self._images_BHW3(on_device, num_rows)
+        if len(rows) == num_rows:
+            images_BHW3.copy_(decoded_RHW3)
+        else:
+            images_BHW3[torch.from_numpy(rows).to(self._device, non_blocking=True)] = decoded_RHW3
+        return on_device
 
     def _lock_pages(self) -> bool:
         cudart = torch.cuda.cudart()

@@ -50,10 +50,11 @@ class ProcessBatches:
         self._reader = reader
         self._processes = LoaderProcesses(settings, reader.plan, reader.source, bad_images, slots)
         on_device = device is not None and device.type == "cuda"
+        assert on_device or not reader.plan.leaves_jpegs, "only a GPU decodes what is left"
         self._num_prefetched = _NUM_ON_DEVICE if on_device else 1
         try:
             self._hand_out: HandOut = (
-                DeviceHandOut(self._processes.ring, device)
+                DeviceHandOut(self._processes.ring, device, reader)
                 if on_device and device
                 else HostHandOut(self._processes.ring)
             )
@@ -79,7 +80,7 @@ class ProcessBatches:
         upcoming = first
         for _ in range(first, stop):
             upcoming = self._fill_free_slots(upcoming, stop, steps_per_epoch)
-            self._prefetch()
+            self._prefetch(steps_per_epoch)
             number, slot = self._ready.popleft()
             epoch, step = divmod(number, steps_per_epoch)
             # The last batch of an epoch may be shorter than the slot.
@@ -115,7 +116,7 @@ class ProcessBatches:
         self._hand_out.wait_until_free(self._free[0])
         return self._free.popleft()
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, steps_per_epoch: int) -> None:
         """Waits for the next batch, and starts the copy of the one after it if that is complete."""
         while self._filling and len(self._ready) < self._num_prefetched:
             number, slot = self._filling[0]
@@ -125,5 +126,5 @@ class ProcessBatches:
             elif not self._processes.is_filled(slot):
                 break
             self._filling.popleft()
-            self._hand_out.prefetch(slot)
+            self._hand_out.prefetch(slot, self._reader.num_rows(number % steps_per_epoch))
             self._ready.append((number, slot))

@@ -7,14 +7,15 @@ given the same plan fill the same bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import Fit, decode_into
+from megaclass.data.decode import Fit, decode_into, is_plain_jpeg
+from megaclass.data.loading.ring import Slot
 from megaclass.data.order import ClassOrder, FileOrder, ImageOrder, Order
 from megaclass.data.sources.pixel_file import PixelFileSource
 from megaclass.data.sources.source import ImageSource, PixelSource
@@ -41,6 +42,8 @@ class BatchPlan:
     keep_last: bool = False
     order: Literal["images", "classes", "file"] = "images"
     images_per_class: int = 1
+    leaves_jpegs: bool = False
+    """Leave JPEGs that need nothing but decoding to the GPU. All other images are decoded by the reader."""
 
     @property
     def max_rows(self) -> int:
@@ -89,12 +92,21 @@ class BatchReader:
         return len(even_part(self.order.batch_size(step), self.plan.rank, self.plan.world_size))
 
     def fill(
-        self, epoch: int, step: int, rows: range, images_BHW3: NDArray[np.uint8], indices_B: NDArray[np.int64]
+        self,
+        epoch: int,
+        step: int,
+        rows: range,
+        images_BHW3: NDArray[np.uint8],
+        indices_B: NDArray[np.int64],
+        encoded_B: NDArray[np.int64] | None = None,
     ) -> int:
         """Fills these rows of the step's images, and the indices of the images that they hold.
 
+        encoded_B: receives the length of the JPEG that was left in a row, 0 for pixels; without it all rows are pixels.
         Returns how many images had another size.
         """
+        if encoded_B is not None:
+            encoded_B[rows.start : rows.stop] = 0
         # Rows count within this rank's part of the step, and the part within the global batch.
         part = even_part(self.order.batch_size(step), self.plan.rank, self.plan.world_size)[rows.start : rows.stop]
         wanted_R = self.order.batch(epoch, step, slice(part.start, part.stop))
@@ -109,22 +121,30 @@ class BatchReader:
         num_resized = 0
         for row, index in zip(rows, wanted_R.tolist(), strict=True):
             # A replaced image keeps its row but changes its index, and with it the label.
-            indices_B[row], is_resized = self._fill_one(images_BHW3[row], index)
+            indices_B[row], is_resized, num_bytes = self._fill_one(images_BHW3[row], index, encoded_B is not None)
             num_resized += is_resized
+            if encoded_B is not None:
+                encoded_B[row] = num_bytes
         return num_resized
+
+    def decode_left(self, slot: Slot, rows: Iterable[int]) -> None:
+        """Decodes rows in which JPEGs were left, after the GPU's decoder has failed on one of them."""
+        for row in rows:
+            index, _, _ = self._fill_one(slot.images_BHW3[row], int(slot.indices_B[row]), False)
+            slot.indices_B[row], slot.labels_B[row], slot.encoded_B[row] = index, self.source.labels[index], 0
 
     def _has_pixels(self, source: PixelFileSource, indices: NDArray[np.int64]) -> bool:
         return source.image_size == self.plan.image_size and source.has_all(indices)
 
-    def _fill_one(self, out_HW3: NDArray[np.uint8], index: int) -> tuple[int, bool]:
+    def _fill_one(self, out_HW3: NDArray[np.uint8], index: int, may_leave: bool) -> tuple[int, bool, int]:
         """Decodes the image, or else the first readable one of a chain that depends on the seed and the image alone.
 
-        Returns the index of the decoded image, and whether it had another size.
+        Returns the index of the image, whether it had another size, and the length of a JPEG that was left in its place.
         """
         wanted = index
         for attempt in range(_MAX_REPLACEMENTS):
             try:
-                return index, self._decode(out_HW3, index)
+                return index, *self._decode(out_HW3, index, may_leave and self.plan.leaves_jpegs)
             except DataError as error:
                 self._on_bad(index, error)
             # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
@@ -133,12 +153,17 @@ class BatchReader:
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
 
-    def _decode(self, out_HW3: NDArray[np.uint8], index: int) -> bool:
+    def _decode(self, out_HW3: NDArray[np.uint8], index: int, may_leave: bool) -> tuple[bool, int]:
         if index in self.crashes:
             raise DataError(f"Cannot decode {self.source.name_of(index)}: {self.crashes[index]}.")
         # Before the read, which may block for long: the table names the image if the process is killed meanwhile.
         self._on_image(index)
-        return decode_into(out_HW3, self._read(index), self.source.name_of(index), self.plan.fit)
+        encoded = self._read(index)
+        # A JPEG that is larger than its pixels is rare, and decoded here.
+        if may_leave and len(encoded) <= out_HW3.nbytes and is_plain_jpeg(encoded, self.plan.image_size):
+            out_HW3.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
+            return False, len(encoded)
+        return decode_into(out_HW3, encoded, self.source.name_of(index), self.plan.fit), 0
 
     def _read(self, index: int) -> bytes:
         """Reads the image, and retries after errors that may pass (an I/O error, too many open files)."""
