@@ -186,8 +186,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_covered and not item.get_closest_marker("unit"):
             # Before Python 3.12, counting lines makes Python code up to four times slower, and this is the larger part of it.
             item.add_marker("no_cover")
-        if can_try_again and item.get_closest_marker("hosts"):
-            # Daemons and networks: a busy machine can upset them, so one failure is tried again. It is listed with its reason.
+        if can_try_again and not item.get_closest_marker("unit"):
+            # Processes, daemons, networks: a busy machine can upset them, so one failure is tried again and listed with its
+            # reason.
             item.add_marker(pytest.mark.flaky(reruns=1))
     _put_long_files_first(items)
 
@@ -204,7 +205,7 @@ def _put_long_files_first(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Shows why tests of hosts were tried again: a first failure is a hint at a race, also if the second try passes."""
+    """Shows why tests were tried again: a first failure is a hint at a race, also if the second try passes."""
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"tried again: {report.nodeid}")
         terminalreporter.write_line(report.longreprtext[-3000:])

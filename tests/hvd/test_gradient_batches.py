@@ -122,8 +122,9 @@ def _cycles(path: str) -> None:
 
 def test_a_step_that_repeats_is_negotiated_once_a_batch(run_ranks, tmp_path):
     run_ranks(2, _cycles, str(tmp_path / "trace.json"))
-    # Cycles of rank 0: 14 gradients are two batches, a large one and the small ones, and the barrier is a third.
-    # The median, as a rank that was not on a core for a millisecond may have cut a batch in two.
+    # Cycles of rank 0: 14 gradients are two batches, a large one and the small ones, and the barrier is a third. A batch that
+    # was late shares a cycle with the next. The median, as a rank that was not on a core for a millisecond may have cut a
+    # batch in two.
     cycles, counts = 0, []
     for event in json.loads((tmp_path / "trace.json").read_text()):
         if event.get("name") == "CYCLE_START":
@@ -132,4 +133,4 @@ def test_a_step_that_repeats_is_negotiated_once_a_batch(run_ranks, tmp_path):
             counts.append(cycles)
             cycles = 0
     assert len(counts) >= 10
-    assert statistics.median(counts) == 3, counts
+    assert statistics.median(counts) <= 3, counts
