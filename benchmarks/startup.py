@@ -2,8 +2,9 @@
 
     python benchmarks/startup.py [--backbone iresnet50] [--device cuda]
 
-Runs twice, each time in a process of its own: cold, with empty caches of Triton and torch.compile, and warm, with those that
-the first one has left. The phases are those of `megaclass train`.
+Each run is a process of its own: cold, with empty caches of Triton and torch.compile, and warm, with those that the cold one
+has left. The phases are those of `megaclass train`. A run before both writes the bytecode of all packages, which `pip install`
+does elsewhere.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def child(backbone: str, device_name: str, data: str, begun: float) -> None:
     from megaclass.train.build import build_model
     from megaclass.train.run import rank_main as rank_main
     from megaclass.train.run.data import open_data
-    from megaclass.train.step import training_step
+    from megaclass.train.step import compile_programs, training_step
     from megaclass.world import World
 
     done("import megaclass")
@@ -66,6 +67,10 @@ def child(backbone: str, device_name: str, data: str, begun: float) -> None:
         batch = next(batches)
         synchronise(device_name)
         done("first batch")
+        num_threads = len(os.sched_getaffinity(0))
+        compile_programs(model, batch, config, step=0, device=device, num_threads=num_threads)
+        synchronise(device_name)
+        done("compile programs")
         for name in ("first step", "second step", "third step"):
             training_step(model, batch, config, lr=0.001, step=0, device=device)
             synchronise(device_name)
@@ -95,18 +100,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "data"
         synthesize(data, num_identities=256, images_per_identity=8, image_size=112, num_pairs=20)
-        caches = {
-            "TRITON_CACHE_DIR": f"{scratch}/triton",
-            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
-            "CUDA_CACHE_PATH": f"{scratch}/cuda",
-        }
+        environment = os.environ | {"PYTHONPYCACHEPREFIX": f"{scratch}/bytecode"}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, __file__, "--backbone", options.backbone, "--device", options.device]
         found = {}
-        for kind in ("cold", "warm"):
+        for kind, caches in (("bytecode", "first"), ("cold", "second"), ("warm", "second")):
+            environment |= {
+                "TRITON_CACHE_DIR": f"{scratch}/{caches}/triton",
+                "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/{caches}/inductor",
+                "CUDA_CACHE_PATH": f"{scratch}/{caches}/cuda",
+            }
             begun = time.time()
-            command = [sys.executable, __file__, "--backbone", options.backbone, "--device", options.device]
-            command += ["--child", str(data), str(begun)]
-            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | caches).stdout
+            child_command = [*command, "--child", str(data), str(begun)]
+            out = subprocess.run(child_command, check=True, stdout=subprocess.PIPE, env=environment).stdout
             found[kind] = json.loads(out.splitlines()[-1]) | {"whole process": time.time() - begun}
+        del found["bytecode"]
     print("| phase | cold s | warm s |\n|---|---|---|")
     for name in found["cold"]:
         print(f"| {name} | {found['cold'][name]:.2f} | {found['warm'][name]:.2f} |")

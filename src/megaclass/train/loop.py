@@ -19,6 +19,7 @@ import torch
 
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.config.schema import Config
+from megaclass.data.loading.choose import available_cores
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.evaluate.protocol import SetResult
@@ -33,7 +34,7 @@ from megaclass.train.observe.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.run.run import Run
 from megaclass.train.run.signals import Stop, StopSignals
 from megaclass.train.schedule import learning_rate
-from megaclass.train.step import training_step
+from megaclass.train.step import compile_programs, training_step
 
 _logger = logging.getLogger("megaclass.train")
 # Share of the time spent waiting for data from which on the progress bar shows it.
@@ -107,6 +108,9 @@ def train(
             is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated or is_committed
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
             with data_errors.raised_on_all_ranks(device), observer.step(step, is_last=is_last):
+                if step == first_step:
+                    num_threads = max(1, available_cores() // run.world.local_size)
+                    compile_programs(model, batch, config, step=step, device=device, num_threads=num_threads)
                 meter.add(
                     training_step(
                         model,

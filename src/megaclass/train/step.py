@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
 from megaclass.head.step.stats import HeadStats
-from megaclass.train.build import Model
+from megaclass.train.build import Model, generator_states, restore_generators
 from megaclass.train.observe.phases import NO_CLOCK, PhaseClock
 
 # Keeps the division by a gradient norm of zero finite.
@@ -57,6 +58,32 @@ def training_step(
     clock.begin("update")
     was_skipped, head_stats = _update(model, config, lr, is_measured)
     return StepResult(loss, was_skipped, head_stats)
+
+
+def compile_programs(
+    model: Model, batch: Batch, config: Config, *, step: int, device: torch.device, num_threads: int
+) -> None:
+    """Collective. Takes steps in which Triton programs are compiled, several at a time, and not run. Nothing counts of them.
+
+    Two steps: one that is measured has programs of its own.
+    """
+    if device.type != "cuda" or find_spec("triton") is None:
+        return
+    from megaclass.triton_launch import compiling_only
+
+    generators, step_count = generator_states(device), model.head.step_count
+    was_skipped = torch.ones((), dtype=torch.bool, device=device)
+    loss_scale = model.loss_scale.scale if model.loss_scale.is_dynamic else 1.0
+    with compiling_only(num_threads):
+        for is_measured in (False, True):
+            model.statistics.keep()
+            _forward_backward(model, batch, config, step, device, NO_CLOCK)
+            model.head.step(lr=0.0, skip=was_skipped, loss_scale=loss_scale, is_measured=is_measured)
+            model.statistics.put_back(was_skipped)
+    # The embeddings were whatever was in memory, which may be a fault.
+    model.head.forgive_fault()
+    model.head.step_count = step_count
+    restore_generators(generators, device)
 
 
 def _forward_backward(

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaclass.backbones.layers import norm_programs
-from megaclass.backbones.layers.norm_launch import current_stream, start
 from megaclass.distributed.collectives import sum_over_ranks_
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, moments_over_ranks
+from megaclass.triton_launch import current_stream, launch
 
 # Elements per tile: a program maps one tile, and sums several, of which it loads some ahead.
 _MAP_TILE = 4096
@@ -51,13 +51,15 @@ class FusedNorm(torch.autograd.Function):
         # Like nn.BatchNorm2d, an empty batch leaves the running statistics unchanged.
         follows = num_rows > 0 and not isinstance(norm, SyncBatchNorm)
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked) if follows else (None,) * 3
-        start(
+        launch(
             norm_programs.image_moments,
             num_programs,
-            (x, *_scratch(x.device), moments, *running),
-            (num_rows, norm.eps, norm.momentum),
-            {"C": C, "ROWS": sum_rows, "STAGES": _STAGES},
-            _SUM_OPTIONS,
+            *(x, *_scratch(x.device), moments, *running),
+            *(num_rows, norm.eps, norm.momentum),
+            C=C,
+            ROWS=sum_rows,
+            STAGES=_STAGES,
+            **_SUM_OPTIONS,
         )
         count: Tensor | None = None
         if isinstance(norm, SyncBatchNorm):
@@ -67,8 +69,7 @@ class FusedNorm(torch.autograd.Function):
         y = torch.empty_like(x, memory_format=torch.channels_last)
         if num_rows:
             tensors = (x, skip, y, moments, weight, bias, slope)
-            constants = {"C": C, "ROWS": map_rows}
-            start(norm_programs.normalise, num_tiles, tensors, (num_rows,), constants, _MAP_OPTIONS)
+            launch(norm_programs.normalise, num_tiles, *tensors, num_rows, C=C, ROWS=map_rows, **_MAP_OPTIONS)
         ctx.save_for_backward(x, weight, bias, slope, moments, count)
         ctx.group, ctx.has_skip = getattr(norm, "group", None), skip is not None
         ctx.set_materialize_grads(False)
@@ -89,20 +90,22 @@ class FusedNorm(torch.autograd.Function):
         K = 2 if slope is None else 3
         # Parameters get the sums over this rank's images, as in any layer; DDP averages them.
         sums = torch.empty(K + 2, C, device=x.device)
-        start(
+        launch(
             norm_programs.sum_gradients,
             num_programs,
-            (grad_y, x, moments, weight, bias, slope, *_scratch(x.device), sums),
-            (num_rows,),
-            {"C": C, "ROWS": sum_rows, "STAGES": _STAGES, "K": K},
-            _SUM_OPTIONS,
+            *(grad_y, x, moments, weight, bias, slope, *_scratch(x.device), sums),
+            num_rows,
+            C=C,
+            ROWS=sum_rows,
+            STAGES=_STAGES,
+            K=K,
+            **_SUM_OPTIONS,
         )
         means = sums[K:] if count is None else (sum_over_ranks_(sums[:2].double(), ctx.group) / count).float()
         grad_x = torch.empty_like(x, memory_format=torch.channels_last)
         if num_rows:
             tensors = (grad_y, x, through, grad_x, moments, weight, bias, slope, means)
-            constants = {"C": C, "ROWS": map_rows}
-            start(norm_programs.spread_gradients, num_tiles, tensors, (num_rows,), constants, _MAP_OPTIONS)
+            launch(norm_programs.spread_gradients, num_tiles, *tensors, num_rows, C=C, ROWS=map_rows, **_MAP_OPTIONS)
         grad_slope = None if slope is None else sums[2]
         return grad_x, sums[1], sums[0], grad_slope, grad_y if ctx.has_skip else None, None, None
 

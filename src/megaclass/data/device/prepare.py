@@ -57,6 +57,8 @@ def prepare(
 
     images: uint8 (B, 3, H, W). indices: int64 (B,), on the same device. mirror_key: key of mirroring; None does not mirror.
     """
+    from megaclass.triton_launch import launch
+
     programs = _programs()
     assert programs is not None
     batch, _, height, width = images.shape
@@ -67,7 +69,9 @@ def prepare(
     scratch = torch.empty((batch if augment.shares else 0) * 9 * padded, dtype=torch.float32, device=images.device)
     operations = sum(_KNOWN[name][0] << (4 * place) for place, (name, _) in enumerate(augment.shares))
     if batch:
-        programs.prepare_images[(batch,)](
+        launch(
+            programs.prepare_images,
+            batch,
             images,
             out,
             indices,

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, scatter_sum
 from megaclass.head.fused import image_programs
+from megaclass.head.kernels.cut import next_power_of_2
 from megaclass.head.kernels.fused import operand_width, stored_products, weight_factor
 from megaclass.head.margins import ArcFace, CosFace, Margin, NormalisedSoftmax
 from megaclass.head.state.centres import Centres
 from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED, Seal
 from megaclass.head.step.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, TargetRows
 from megaclass.head.step.gather_batch import BlockLayout
+from megaclass.triton_launch import launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Gathered:
 
     @property
     def num_rows(self) -> int:
-        return len(self.blocks_W) * self.layout.max_batch
+        return self.blocks_W.shape[0] * self.layout.max_batch
 
 
 def gather(
@@ -51,7 +52,9 @@ def gather(
     block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
     if embeddings_BD.stride(1) != 1:
         embeddings_BD = embeddings_BD.contiguous()
-    image_programs.pack_block[(max(1, max_batch),)](
+    launch(
+        image_programs.pack_block,
+        max(1, max_batch),
         block.view(torch.int64),
         block[layout.rows_at :].view(embeddings_BD.dtype),
         embeddings_BD,
@@ -62,10 +65,10 @@ def gather(
         embeddings_BD.stride(0),
         step,
         seal.stride,
-        len(seal.kept),
+        seal.kept.shape[0],
         max_batch,
         D=width,
-        BLOCK_D=triton.next_power_of_2(width),
+        BLOCK_D=next_power_of_2(width),
         LANES=NUM_WATCHED,
         MULTIPLIER=MULTIPLIER,
     )
@@ -76,13 +79,15 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> G
     """Unpacks the gathered blocks, normalises the images and looks up their own centres, in one launch."""
     layout, device, num_rows, dim = gathered.layout, gathered.blocks_W.device, gathered.num_rows, gathered.layout.width
     width = operand_width(dim, product_dtype)
-    unit_GD, target_GD = torch.empty((2, num_rows, dim), device=device)
+    unit_GD, target_GD = torch.empty((2, num_rows, dim), device=device).unbind()
     operand_GD = torch.empty((num_rows, width), dtype=product_dtype, device=device)
-    norms_G, cosines_G = torch.empty((2, num_rows), dtype=torch.float64, device=device)
-    labels_G, rows_G, local_ids_G = torch.empty((3, num_rows), dtype=torch.int64, device=device)
+    norms_G, cosines_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
+    labels_G, rows_G, local_ids_G = torch.empty((3, num_rows), dtype=torch.int64, device=device).unbind()
     is_image_G = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows:
-        image_programs.prepare_images[(num_rows,)](
+        launch(
+            image_programs.prepare_images,
+            num_rows,
             gathered.words_W,
             gathered.blocks_W.view(-1)[layout.rows_at :].view(gathered.dtype),
             store.weight_RD,
@@ -103,7 +108,7 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> G
             D=dim,
             WIDTH=width,
             M=store.num_subcentres,
-            BLOCK_D=triton.next_power_of_2(width),
+            BLOCK_D=next_power_of_2(width),
         )
     return GatheredImages(
         unit_GD=unit_GD,
@@ -121,10 +126,17 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> G
 
 def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
     """Replaces local class ids by their places among classes_S, in place."""
-    if len(slots_G):
-        steps = len(classes_S).bit_length() + 1
-        image_programs.find_slots[(-(-len(slots_G) // 128),)](
-            slots_G, classes_S, len(classes_S), len(slots_G), STEPS=steps, BLOCK=128
+    if slots_G.shape[0]:
+        steps = classes_S.shape[0].bit_length() + 1
+        launch(
+            image_programs.find_slots,
+            -(-slots_G.shape[0] // 128),
+            slots_G,
+            classes_S,
+            classes_S.shape[0],
+            slots_G.shape[0],
+            STEPS=steps,
+            BLOCK=128,
         )
 
 
@@ -132,7 +144,9 @@ def note_faults(
     first_fault: Tensor, gathered: Gathered, images: GatheredImages, num_overflowed: Tensor, num_classes: int, step: int
 ) -> None:
     """Does what faults.find_fault, overflow_fault and FaultWatch.note do, in one launch."""
-    image_programs.note_faults[(1,)](
+    launch(
+        image_programs.note_faults,
+        1,
         first_fault,
         gathered.words_W,
         images.norms_G,
@@ -140,7 +154,7 @@ def note_faults(
         images.is_image_G,
         num_overflowed,
         gathered.layout.num_bytes // 8,
-        len(gathered.blocks_W),
+        gathered.blocks_W.shape[0],
         gathered.num_rows,
         gathered.layout.max_batch,
         num_classes,
@@ -168,11 +182,13 @@ def finish_losses(
     first_fault: Tensor,
 ) -> LossesAndSlopes:
     """cross_entropy.finish_losses for the margins with constants, and the mean loss, in one launch."""
-    num_rows, device = len(mass_G), mass_G.device
-    log_total_G, slope_G = torch.empty((2, num_rows), dtype=torch.float64, device=device)
+    num_rows, device = mass_G.shape[0], mass_G.device
+    log_total_G, slope_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
     loss = torch.empty((), device=device)
     kind = getattr(margin, "gradient", "exact")
-    image_programs.finish_losses[(1,)](
+    launch(
+        image_programs.finish_losses,
+        1,
         mass_G,
         cosines_G,
         is_image_G,
@@ -204,12 +220,14 @@ def grad_embeddings(
     """cross_entropy.LossPart.weigh, grad_embeddings and grad_norms: a launch before the reduce-scatter, one after."""
     problem, images, stored = part.problem, part.images, stored_products(part.problem)
     device, (num_rows, dim) = images.unit_GD.device, images.unit_GD.shape
-    part.negative_coefficients_G, weights_G = torch.empty((2, num_rows), dtype=torch.float64, device=device)
+    part.negative_coefficients_G, weights_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
     part.target_coefficients_G = torch.empty(num_rows, device=device)
     weighted_GD = torch.empty(problem.unit_GD.shape, dtype=problem.exp_dtype, device=device)
     grad_GD = torch.empty((num_rows, dim), device=device) if wants_images else None
     if num_rows:
-        image_programs.weigh_images[(num_rows,)](
+        launch(
+            image_programs.weigh_images,
+            num_rows,
             images.unit_GD,
             images.own.unit_GD,
             stored.sums_GD,
@@ -227,7 +245,7 @@ def grad_embeddings(
             D=dim,
             WIDTH=problem.unit_GD.shape[1],
             WANTS_GRAD=wants_images,
-            BLOCK_D=triton.next_power_of_2(problem.unit_GD.shape[1]),
+            BLOCK_D=next_power_of_2(problem.unit_GD.shape[1]),
         )
     stored.weighted_GD = weighted_GD
     if grad_GD is None:
@@ -236,7 +254,9 @@ def grad_embeddings(
     first, norm_slopes_G = images.of_rank(rank).start, part.losses.slope_norm_G
     out_BD = torch.empty((images.max_batch, dim), dtype=dtype, device=device)
     if images.max_batch:
-        image_programs.embedding_gradients[(images.max_batch,)](
+        launch(
+            image_programs.embedding_gradients,
+            images.max_batch,
             grad_BD,
             images.unit_GD[first:],
             images.norms_G[first:],
@@ -246,6 +266,6 @@ def grad_embeddings(
             float(factor),
             D=dim,
             HAS_NORM_SLOPES=norm_slopes_G is not None,
-            BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK_D=next_power_of_2(dim),
         )
     return out_BD

@@ -4,17 +4,18 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from megaclass.head.counter_random import stream_keys, stream_state
 from megaclass.head.fused import image_programs, row_programs
+from megaclass.head.kernels.cut import next_power_of_2
 from megaclass.head.kernels.problem import CentreGradient
 from megaclass.head.row_optimizers import Move, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.head.state.centres import Centres
 from megaclass.head.state.shards import ClassRange
 from megaclass.head.step.plan import DrawnClasses
 from megaclass.keyed_random import Stream
+from megaclass.triton_launch import launch
 
 _DRAW_BLOCK = 4096
 _LINK_BLOCK = 64
@@ -36,10 +37,18 @@ def link_pulls(
 ) -> Pulls:
     """slots_P: place of each image's class among those that take part, -1 for none here. rows_P: its row."""
     heads_R = torch.zeros(num_rows, dtype=torch.int32, device=slots_P.device)
-    links_P = torch.empty(len(slots_P), dtype=torch.int32, device=slots_P.device)
-    if len(slots_P):
-        image_programs.link_pulls[(-(-len(slots_P) // _LINK_BLOCK),)](
-            slots_P, rows_P, heads_R, links_P, len(slots_P), M=num_subcentres, BLOCK=_LINK_BLOCK
+    links_P = torch.empty(slots_P.shape[0], dtype=torch.int32, device=slots_P.device)
+    if slots_P.shape[0]:
+        launch(
+            image_programs.link_pulls,
+            -(-slots_P.shape[0] // _LINK_BLOCK),
+            slots_P,
+            rows_P,
+            heads_R,
+            links_P,
+            slots_P.shape[0],
+            M=num_subcentres,
+            BLOCK=_LINK_BLOCK,
         )
     return Pulls(heads_R, links_P, images_PD, weights_P)
 
@@ -56,15 +65,17 @@ def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pul
     """
     rows, optimizer = store.rows(), store.optimizer
     state = stream_state(Stream.ROUND_WEIGHTS, store.seed, move.step)
-    width, num_rows = rows["weight"].shape[1], len(chunk.grad_RD)
+    width, num_rows = rows["weight"].shape[1], chunk.grad_RD.shape[0]
     beta1 = float(getattr(optimizer, "momentum", getattr(optimizer, "beta1", 0.0)))
     beta2 = float(getattr(optimizer, "beta2", 0.0))
-    block_d = triton.next_power_of_2(width)
+    block_d = next_power_of_2(width)
     block_r = max(1, 1024 // block_d)
     assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
     num_programs = -(-num_rows // block_r)
     squares_P = None if move.squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
-    row_programs.update_rows[(num_programs,)](
+    launch(
+        row_programs.update_rows,
+        num_programs,
         rows["weight"],
         rows.get("momentum", rows.get("mean", rows.get("square"))),
         rows.get("square"),
@@ -120,9 +131,16 @@ def draw(
     """sampling.sample_classes with a capacity. Reads num_local bytes twice in five launches; nothing waits."""
     device, start, num_local = labels_G.device, local_classes.start, len(local_classes)
     is_positive = torch.zeros(num_local, dtype=torch.uint8, device=device)
-    if len(labels_G):
-        row_programs.mark_positives[(-(-len(labels_G) // 256),)](
-            labels_G, is_positive, start, num_local, len(labels_G), BLOCK=256
+    if labels_G.shape[0]:
+        launch(
+            row_programs.mark_positives,
+            -(-labels_G.shape[0] // 256),
+            labels_G,
+            is_positive,
+            start,
+            num_local,
+            labels_G.shape[0],
+            BLOCK=256,
         )
     classes_S = torch.empty(capacity, dtype=torch.int64, device=device)
     weights_S = torch.empty(capacity, device=device) if drawn_weight != 1 else None
@@ -130,7 +148,9 @@ def draw(
     num_blocks = -(-num_local // _DRAW_BLOCK)
     counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
     for counts_only in (True, False):
-        row_programs.draw_classes[(num_blocks,)](
+        launch(
+            row_programs.draw_classes,
+            num_blocks,
             is_positive,
             counts,
             classes_S,

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,10 +22,12 @@ from megaclass.head.kernels.cut import (
     GRADIENT_BYTES,
     SUBCENTRE_TILES,
     cut_classes,
+    next_power_of_2,
     round_up,
     tiles_for,
 )
 from megaclass.head.kernels.problem import CentreGradient, Problem, Stored
+from megaclass.triton_launch import launch
 
 # Logits up to 64 give exponentials whose sum over 1e9 classes fits float32; larger ones are shifted down to that.
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.
@@ -126,7 +127,7 @@ class _Run:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.device = problem.unit_GD.device
-        self.num_images, self.dim = len(problem.unit_GD), problem.weight_RD.shape[1]
+        self.num_images, self.dim = problem.unit_GD.shape[0], problem.weight_RD.shape[1]
         dtype = problem.unit_GD.dtype
         capability, num_sms = _device_facts(self.device)
         is_plain = problem.class_weight_S is None and problem.filter_above is None and problem.curriculum is None
@@ -168,8 +169,9 @@ class _Run:
             won_R = torch.zeros(num_subcentres * plane, dtype=torch.int32, device=self.device)
         borders_G, hardness = (None, None) if problem.curriculum is None else (p.float() for p in problem.curriculum)
         if self.num_images:
-            grid = (-(-self.num_images // tiles.images) * self.splits,)
-            programs.exponentials[grid](
+            launch(
+                programs.exponentials,
+                -(-self.num_images // tiles.images) * self.splits,
                 self._operand(self.images_GD, tiles.images, tiles.width),
                 self._operand(centres_RD, tiles.classes, tiles.width),
                 self._operand(exps_GR, tiles.images, tiles.classes // tiles.parts),
@@ -211,15 +213,17 @@ class _Run:
         problem = self.problem
         num_rows = problem.num_subcentres * plane
         unit_RD = torch.empty((num_rows, self.width), dtype=problem.unit_GD.dtype, device=self.device)
-        block_d = triton.next_power_of_2(self.width)
+        block_d = next_power_of_2(self.width)
         block_r = max(1, 4096 // block_d)
-        programs.unit_centres[(-(-num_rows // block_r),)](
+        launch(
+            programs.unit_centres,
+            -(-num_rows // block_r),
             problem.weight_RD,
             problem.classes_S,
             unit_RD,
             start,
             stop - start,
-            len(problem.weight_RD) // problem.num_subcentres,
+            problem.weight_RD.shape[0] // problem.num_subcentres,
             plane,
             D=self.dim,
             WIDTH=self.width,

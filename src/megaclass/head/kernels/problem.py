@@ -59,7 +59,8 @@ class Problem:
 
     @property
     def num_classes(self) -> int:
-        return len(self.weight_RD) // self.num_subcentres if self.classes_S is None else len(self.classes_S)
+        # shape[0], not len(), which takes a microsecond: this is asked several times per step.
+        return self.weight_RD.shape[0] // self.num_subcentres if self.classes_S is None else self.classes_S.shape[0]
 
     @property
     def work_dtype(self) -> torch.dtype:

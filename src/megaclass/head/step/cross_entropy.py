@@ -113,8 +113,8 @@ def loss_part(
     if margin.touches_only_target:
         # Exactly one rank owns a label, so summing its cosine over ranks, zeros elsewhere, yields it.
         # It travels with the masses to save a round trip.
-        sums = sum_over_ranks_(torch.cat([kernel.mass(problem), overflowed[None], cosines_G]), group)
-        cosines_G = sums[num_rows + 1 :]
+        sums = sum_over_ranks_(torch.cat([kernel.mass(problem), cosines_G, overflowed[None]]), group)
+        cosines_G = sums[num_rows:-1]
     else:
         # Here the logits of the negatives depend on the target's cosine: it must be known on all ranks before the masses.
         # The clone keeps images.cosines_G as this rank knows it: the reduction works in place.
@@ -128,7 +128,7 @@ def loss_part(
         images=images,
         problem=problem,
         cosines_G=cosines_G,
-        losses=finish_losses(sums[:num_rows], cosines_G, sums[num_rows]),
+        losses=finish_losses(sums[:num_rows], cosines_G, sums[-1]),
         statistics=margin.statistics(targets.with_cosines(cosines_G)),
     )
 

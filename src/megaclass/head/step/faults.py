@@ -59,11 +59,13 @@ class FaultWatch:
 
     `first_fault` is written on the device by forward (`note`, or the fused program) and read there as a mask. `_copies` are
     copies on their way to the host, one per forward; the oldest is read when its transfer has long finished.
+    `_spare` is the memory of one that has been read, for the next.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.first_fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
         self._copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._spare: tuple[Tensor, torch.cuda.Event] | None = None
 
     def note(self, fault: Tensor) -> None:
         self.first_fault = torch.where(self.first_fault[0] == 0, fault, self.first_fault)
@@ -73,15 +75,15 @@ class FaultWatch:
         if self.first_fault.device.type == "cpu":
             self._raise(self.first_fault, num_classes)
             return
-        # Pinned, because a copy to pageable memory would make the host wait. A new one each time: the last ones are under way.
-        copy = torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True)
+        # Pinned, because a copy to pageable memory would make the host wait. Not those that are still under way.
+        copy, event = self._spare or (torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
         copy.copy_(self.first_fault, non_blocking=True)
-        event = torch.cuda.Event()
         event.record()
         self._copies.append((copy, event))
+        self._spare = None
         # Counted in forwards, not in time, so that all ranks read the copy of the same step and raise together.
         if len(self._copies) > _LAG:
-            copy, event = self._copies.popleft()
+            self._spare = copy, event = self._copies.popleft()
             event.synchronize()
             self._raise(copy, num_classes)
 
