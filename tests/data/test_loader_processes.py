@@ -2,6 +2,7 @@
 
 import io
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.forked import run_forked
 
 from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.loading import choose, processes, resident
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
-from megaclass.data.loading.messages import bad_reports, receive, send
+from megaclass.data.loading.messages import Piece, bad_reports, receive, send
 from megaclass.data.loading.processes import LoaderSettings
+from megaclass.data.loading.worker import Filler
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
 from megaclass.data.synthetic.synthesize import synthesize
@@ -261,6 +264,23 @@ def test_loader_processes_have_no_torch_ignore_signals_to_the_job_and_die_with_t
     while any(map(is_loader, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(is_loader, pids))
+
+
+def _fill_after_the_rank_has_closed() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send(ours, done=0, resized=0)
+    theirs.close()  # with a packet that it has not read: the next one is answered by a reset, not by a broken pipe
+    filler = Filler.__new__(Filler)
+    filler._connection, filler._bad = ours, []
+    filler._fill = lambda piece: 0  # type: ignore[method-assign]
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pieces.put(Piece(1, 0, 0, 0, 0, 1))
+    filler.run(pieces)
+
+
+def test_a_loader_that_is_closed_while_a_process_reports_leaves_no_traceback():
+    ended = run_forked(_fill_after_the_rank_has_closed)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_a_rank_starts_as_many_processes_as_its_share_of_the_cores_feeds(monkeypatch, tmp_path):

@@ -67,7 +67,7 @@ class DataConfig:
     threads: int = field(default=1, metadata=MAY_CHANGE)
     """Number of reader threads per loader process, or of the rank itself if it has none."""
     decode: Literal["auto", "cpu", "gpu"] = field(default="auto", metadata=MAY_CHANGE)
-    """Where JPEGs are decoded: gpu needs torchvision with CUDA and gives slightly other pixels. auto: on the CPU."""
+    """Decoder of JPEGs: gpu needs torchvision with CUDA and gives slightly other pixels. auto is the CPU."""
     on_gpu: bool = field(default=False, metadata=MAY_CHANGE)
     """Decode all images once, at the start, and keep their pixels in the memory of every GPU; for sets that fit."""
     max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE)

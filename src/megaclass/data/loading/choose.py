@@ -15,7 +15,7 @@ from megaclass.errors import ConfigError
 from megaclass.operating_system import num_cores
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# Each decodes 5,300 to 5,700 JPEGs per second (benchmarks/loader.md): eight are enough for the small backbones, too.
+# Each decodes 4,700 to 5,700 JPEGs per second (benchmarks/loader.md): eight are enough for the small backbones, too.
 _MAX_PROCESSES = 8
 # The thread of the training loop, and those of NCCL, autograd and the checkpoint writer.
 _CORES_OF_TRAINING = 2

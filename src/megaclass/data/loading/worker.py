@@ -57,8 +57,8 @@ class Filler:
                 for reports in bad_reports(self._bad):
                     send(self._connection, bad=reports)
                 send(self._connection, done=piece.number, resized=num_resized)
-            # The rank is gone, and the main thread may not have noticed yet.
-            except BrokenPipeError:
+            # The rank is gone, or has closed the loader, and the main thread may not have noticed yet.
+            except (BrokenPipeError, ConnectionResetError):
                 os._exit(0)
             except Exception as error:
                 send(self._connection, failed=piece.number, **describe_failure(error))

@@ -164,7 +164,7 @@ def train_in_group(
     is_described = world.is_main and not is_continued
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if is_described else "", device)
     if world.is_main and device.type == "cuda":
-        # A start takes from ten seconds to half a minute (benchmarks/startup.md): say what is being waited for.
+        # A start takes from five to fifteen seconds (benchmarks/startup.md): say what is being waited for.
         _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
     model = build_model(config, run.source, world, device)
     on_every_rank(lambda: check_dtypes(model.shared_state()), device)
