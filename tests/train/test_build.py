@@ -1,10 +1,11 @@
-"""The head that a recipe describes."""
+"""The model that a recipe describes."""
 
 from typing import Any
 
 import pytest
 
 from megaclass import AdaFace, ArcFace, CombinedMargin, CosFace, Margin, NormalisedSoftmax
+from megaclass.config.read import load_config_values
 from megaclass.config.schema import HeadConfig
 from megaclass.errors import ConfigError
 from megaclass.train.build import build_margin
@@ -49,3 +50,18 @@ def test_settings_of_the_margin_that_contradict_each_other_are_refused(settings:
     with pytest.raises(ConfigError) as raised:
         HeadConfig(**settings)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("setting", "backbone", "on_gpu", "expected"),
+    [
+        ("auto", "vit_b", True, True),
+        ("auto", "vit_b", False, False),
+        ("auto", "iresnet50", True, False),
+        (True, "iresnet50", False, True),
+        (False, "vit_b", True, False),
+    ],
+)
+def test_auto_compiles_transformers_on_a_gpu_and_nothing_else(setting, backbone, on_gpu, expected):
+    tables = {"data": {"path": "x"}, "train": {"run_dir": "x", "compile": setting}, "backbone": {"name": backbone}}
+    assert load_config_values(tables, where="test").is_compiled(on_gpu=on_gpu) is expected

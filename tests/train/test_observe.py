@@ -84,6 +84,8 @@ def test_the_limit_is_ten_median_steps_and_at_least_30_s_unless_given(monkeypatc
         limit.step_done(7)
     # Ten medians of 9 s, and one step that a GPU may still have to do.
     assert status.read().allowed_s == 10 * 9.0 + 9.0
+    HangLimit(settings, status, first_step=0, is_compiled=True)
+    assert status.read().allowed_s == 600.0
     given = HangLimit(replace(settings, hang_after_s=4.0), status, first_step=0)
     given.step_done(1)
     assert status.read().allowed_s == 4.0

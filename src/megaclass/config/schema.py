@@ -264,8 +264,8 @@ class TrainConfig:
     """Decay of an exponential moving average of the backbone's weights, which is then evaluated and exported; 0 disables it."""
     on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
     """Reaction to a loss or gradient that is not finite: stop the run, or skip the step."""
-    compile: bool = field(default=False, metadata=MAY_CHANGE)
-    """Compile the backbone with torch.compile: faster for ViT, not for iresnet. If it fails, training continues without it."""
+    compile: bool | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
+    """Compile the backbone with torch.compile; if that fails, training continues without it. auto: a ViT on a GPU only."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
     """Number format in which ranks exchange the backbone's gradients; rounding errors are carried over to the next step."""
     tensorboard: bool = field(default=False, metadata=MAY_CHANGE)
@@ -357,6 +357,12 @@ class Config:
     head: HeadConfig = field(default_factory=HeadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+    def is_compiled(self, *, on_gpu: bool) -> bool:
+        """Decides train.compile=auto: on an H200, vit_b trains 1.4 times as fast compiled, iresnet50 not faster."""
+        if self.train.compile == "auto":
+            return on_gpu and self.backbone.name.startswith("vit")
+        return self.train.compile
 
 
 def _require(name: str, value: object, is_allowed: bool, allowed: str) -> None:

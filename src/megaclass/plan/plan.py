@@ -182,7 +182,7 @@ def _advice(job: Job) -> list[Advice]:
     if job.sample_rate > 0.1:
         sampled = job.with_settings(head={"sample_rate": 0.1})
         tries.insert(0, ("head.sample_rate=0.1", sampled, "see benchmarks/sampling_accuracy.md"))
-    if config.train.compile is False and config.backbone.name.startswith("vit"):
+    if not config.is_compiled(on_gpu=True) and config.backbone.name.startswith("vit"):
         tries.append(("train.compile=true", job.with_settings(train={"compile": True}), "compiles at the start"))
     if batch // 2 >= 2 * job.num_ranks:
         tries.append((f"train.global_batch={batch // 2}", _with_batch(job, batch // 2), "adapt optimizer.lr"))

@@ -46,7 +46,7 @@ class StepTime:
 def step_time(job: Job) -> StepTime:
     config, gpu, backbone, head = job.config, job.gpu, job.backbone(), head_costs(job)
     step = backbone.at(job.part_batch)
-    is_fused = config.train.compile
+    is_fused = config.is_compiled(on_gpu=True)
     traffic = np.where(step.flops > 0, step.traffic, step.traffic * (FUSED_SHARE if is_fused else 1.0))
     roofline = float(np.maximum(step.flops / _flops(job), traffic / gpu.bandwidth).sum())
     parts = config.train.accumulate

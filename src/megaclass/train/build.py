@@ -37,7 +37,7 @@ class Model:
 
     backbone: nn.Module
     parallel: DistributedDataParallel
-    """The backbone in DDP, which averages its gradients over the ranks; compiled if train.compile is set."""
+    """The backbone in DDP, which averages its gradients over the ranks; compiled if train.compile says so."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
     precision: Precision
@@ -108,7 +108,9 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         stored_bytes=None if config.head.stored_gib is None else round(config.head.stored_gib * 2**30),
         device=device,
     )
-    parallel = data_parallel(_compiled(backbone, image_size) if config.train.compile else backbone)
+    parallel = data_parallel(
+        _compiled(backbone, image_size) if config.is_compiled(on_gpu=device.type == "cuda") else backbone
+    )
     # A hook replaces the all-reduce of DDP: by a compressed one, or on CPUs by one with an exact average.
     if config.train.compression != "none":
         parallel.register_comm_hook(*compression_hook(config.train.compression))

@@ -14,20 +14,20 @@ from megaclass.distributed.rank_status import OwnStatus
 _LEAST_S = 30.0
 _MEDIANS = 10
 _FIRST_STEP_S = 300.0
-"""The first step compiles, allocates and connects; with train.compile it may take twice as long."""
+"""The first step compiles, allocates and connects; a compiled backbone may take twice as long."""
 _REMEMBERED_STEPS = 64
 
 
 class HangLimit:
     """Marks the steps of one rank. Used by the training loop alone; a mark costs about 6 µs."""
 
-    def __init__(self, settings: TrainConfig, status: OwnStatus, first_step: int) -> None:
+    def __init__(self, settings: TrainConfig, status: OwnStatus, first_step: int, *, is_compiled: bool = False) -> None:
         self._given_s = settings.hang_after_s
         self._status = status
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._num_unread = 0
         self._median_s = 0.0
-        first_s = 0.0 if self._given_s == 0 else max(self._given_s or 0.0, _FIRST_STEP_S * (1 + settings.compile))
+        first_s = 0.0 if self._given_s == 0 else max(self._given_s or 0.0, _FIRST_STEP_S * (1 + is_compiled))
         self._status.progress(step=first_step, phase="first step", allowed_s=first_s)
         self._read_at = time.monotonic()
 

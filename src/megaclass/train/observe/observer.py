@@ -25,7 +25,12 @@ class Observer:
         self._run = run
         self.clock = PhaseClock(run.device, backbone)
         self._status = own_status()
-        self._limit = HangLimit(run.config.train, self._status, first_step)
+        self._limit = HangLimit(
+            run.config.train,
+            self._status,
+            first_step,
+            is_compiled=run.config.is_compiled(on_gpu=run.device.type == "cuda"),
+        )
         self._profile = StepProfile(run)
         self._num_steps = 0
         self._slow: SlowRank | None = None
