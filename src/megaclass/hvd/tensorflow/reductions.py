@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from megaclass.hvd.collectives.allreduce import _enqueue_allreduce, combine
-from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility
+from megaclass.hvd.collectives.allreduce import _enqueue_allreduce
+from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility, synchronize
 from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.collectives.reducescatter import _enqueue_reducescatter
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
@@ -16,6 +16,7 @@ from megaclass.hvd.tensorflow.bridge import (
     check_dtype,
     could_possibly_record,
     differentiable,
+    marked,
     not_rewritten,
     operation_name,
     run,
@@ -75,7 +76,7 @@ def allreduce_call(
     )
 
 
-@not_rewritten
+@marked
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -95,8 +96,11 @@ def allreduce(
     tensor is reduced where it is.
     """
     op = handle_average_backwards_compatibility(op, average)
-    if isinstance(tensor, tf.IndexedSlices):
-        return _sparse_allreduce(tensor, op, prescale_factor * postscale_factor, name, process_set)
+    # In this order: the question for tf.IndexedSlices takes longer.
+    if not isinstance(tensor, tf.Tensor):
+        if isinstance(tensor, tf.IndexedSlices):
+            return _sparse_allreduce(tensor, op, prescale_factor * postscale_factor, name, process_set)
+        tensor = tf.convert_to_tensor(tensor)
     if tf.executing_eagerly() and not could_possibly_record():
         return _allreduced_at_once(tensor, compression, op, prescale_factor, postscale_factor, name, process_set)
     (result,) = _allreduced(
@@ -148,10 +152,10 @@ def _allreduced_at_once(
 ) -> Any:
     """Combines one tensor in eager code that no tape records.
 
-    This is the most common call. The general way below would take longer than the allreduce of a small tensor itself.
+    This is the most common call. The general way below would take longer than the allreduce of a small tensor itself. Every
+    function that is called here costs several times what it costs in a loop, because the exchange with the other ranks leaves
+    little code in the processor's caches.
     """
-    if not isinstance(tensor, tf.Tensor):
-        tensor = tf.convert_to_tensor(tensor)
     if compression is Compression.none:
         packed, ctx, wire = tensor, None, ""
     else:
@@ -160,11 +164,19 @@ def _allreduced_at_once(
     dtype = packed.dtype
     check_dtype("allreduce", dtype)
     given = to_torch(packed)
-    (reduced,) = combine(False, name, op, prescale_factor, postscale_factor, process_set, wire, given)
-    result = to_tensorflow(reduced, dtype)
+    out = empty_result(given)
+    # Before the exchange, which writes into the same memory: to_torch() has just fetched most of the code that this needs. On a
+    # GPU it is done afterwards, as it waits for what has been written so far.
+    early = to_tensorflow(out, dtype) if out.is_cpu else None
+    handle = _enqueue_allreduce(
+        [given], [out], name, op, prescale_factor, postscale_factor, process_set, wire=wire, is_urgent=True
+    )
+    synchronize(handle)
+    result = to_tensorflow(out, dtype) if early is None else early
     return result if wire else compression.decompress(result, ctx)
 
 
+@not_rewritten
 def _allreduced(
     tensors: Sequence[Any],
     compression: Any,
@@ -231,6 +243,7 @@ def sparse_result(tensor: Any, values: Any, indices: Any, op: int, factor: float
     return tf.IndexedSlices(values, indices, dense_shape=tensor.dense_shape)
 
 
+@not_rewritten
 def _sparse_allreduce(tensor: Any, op: int, factor: float, name: str | None, process_set: ProcessSet) -> Any:
     sparse_calls(tensor, op, (None, None), process_set)
     values = allgather(tensor.values, name=f"{name}.values" if name else None, process_set=process_set)

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import megaclass.hvd.tensorflow as hvd
-from megaclass.hvd.tensorflow import bridge
+from megaclass.hvd.tensorflow import bridge, reductions
 from megaclass.hvd.tensorflow.bridge import kernel
 
 # One thread for all nodes of a graph: a node that waited for another rank would stop all others.
@@ -203,7 +203,16 @@ def unused(x):
     return x
 
 
-unused(tf.ones([2]))
+def choose(op, average):
+    callers.append(sys._getframe(1).f_code.co_name)
+    return op if op is not None else hvd.Average
+
+
+# A function that AutoGraph has rewritten has another name, and calls others through AutoGraph.
+callers: list[str] = []
+with mock.patch.object(reductions, "handle_average_backwards_compatibility", choose):
+    unused(tf.ones([2]))
+assert callers == ["allreduce"], callers
 
 # ---- memory is shared, and results stay what they are ----
 
@@ -218,6 +227,8 @@ large.assign_add(tf.ones_like(large))
 for result in [*kept, in_graph]:
     equal(tf.stack([tf.reduce_min(result), tf.reduce_max(result)]), [3, 3])
 equal(tf.reduce_max(large), 2.0 + rank)
+for number, result in enumerate([hvd.allreduce(tf.fill([300_000], 1.0 + n)) for n in range(3)]):
+    equal(result, np.full(300_000, 1.0 + number))
 
 
 @tf.function

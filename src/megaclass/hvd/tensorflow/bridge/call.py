@@ -12,8 +12,9 @@ from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.handles import fetch
 from megaclass.hvd.engine.operation import Operation
 
-_ARITHMETIC = {tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64}
-_SENDABLE = {*_ARITHMETIC, tf.bool, tf.uint16, tf.uint32, tf.uint64}
+# Not sets, and the most common ones first: there is one object per dtype, while to hash or compare them are calls of C++.
+_ARITHMETIC = (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int64, tf.int32, tf.uint8, tf.int8, tf.int16)
+_SENDABLE = (*_ARITHMETIC, tf.bool, tf.uint16, tf.uint32, tf.uint64)
 _ALLOWED = {"allreduce": _ARITHMETIC, "reducescatter": _ARITHMETIC}
 
 

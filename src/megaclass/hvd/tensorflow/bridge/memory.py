@@ -7,9 +7,22 @@ import tensorflow as tf
 import torch
 from torch import Tensor
 
-# Looked up once: attributes of TensorFlow's modules are found by functions of Python.
-_tf_to_dlpack, _tf_from_dlpack = tf.experimental.dlpack.to_dlpack, tf.experimental.dlpack.from_dlpack
-_torch_to_dlpack, _torch_from_dlpack = torch.utils.dlpack.to_dlpack, torch.utils.dlpack.from_dlpack  # type: ignore[attr-defined]
+# What the public functions call. After an exchange with other ranks little code is in the processor's caches, so that every
+# function of Python on the way takes microseconds.
+_torch_to_dlpack, _torch_from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
+try:
+    from tensorflow.python import pywrap_tfe
+    from tensorflow.python.eager.context import context
+
+    _tf_to_dlpack, _from_capsule = pywrap_tfe.TFE_ToDlpackCapsule, pywrap_tfe.TFE_FromDlpackCapsule
+
+    def _tf_from_dlpack(capsule: Any) -> Any:
+        current = context()
+        current.ensure_initialized()
+        return _from_capsule(capsule, current._handle)
+
+except (ImportError, AttributeError):
+    _tf_to_dlpack, _tf_from_dlpack = tf.experimental.dlpack.to_dlpack, tf.experimental.dlpack.from_dlpack
 
 # torch has these dtypes but no arithmetic for them. They are sent as the signed integers of the same width.
 _SENT_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -26,7 +39,8 @@ def to_torch(tensor: Any) -> Tensor:
             shared = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         else:
             shared = torch.from_numpy(array)
-    return shared.view(_SENT_AS[shared.dtype]) if shared.dtype in _SENT_AS else shared
+    sent_as = _SENT_AS.get(shared.dtype)
+    return shared if sent_as is None else shared.view(sent_as)
 
 
 def to_tensorflow(tensor: Tensor, dtype: Any) -> Any:

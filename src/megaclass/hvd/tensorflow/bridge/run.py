@@ -36,8 +36,18 @@ except (ImportError, AttributeError):  # not public names of TensorFlow
         return False
 
 
+def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function that AutoGraph does not rewrite, and that calls functions which are not_rewritten() in graphs.
+
+    In eager code it costs nothing, while a wrapper between the caller and an allreduce of 1 MiB takes 1 % of its time.
+    """
+    marks = vars(tf.autograph.experimental.do_not_convert(lambda: None))
+    vars(function).update({name: mark for name, mark in marks.items() if name != "__wrapped__"})
+    return function
+
+
 def not_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function that users call inside of tf.function. AutoGraph would otherwise rewrite it, and all it calls."""
+    """Returns a function that users call inside of tf.function. AutoGraph would otherwise rewrite it, and all it calls."""
     in_graphs = tf.autograph.experimental.do_not_convert(function)
 
     # Copies the mark, too. Eagerly there is nothing to rewrite, and TensorFlow's wrapper is slow.
