@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.commands import ended_in_this_process, forked_command
+from tests.commands import ended_in_this_process
+from tests.forked import Forked, megaclass_command
 from tests.shared_folder import made_once
 
 from megaclass.checkpoint.manifest import check_files, read_manifest
@@ -100,11 +101,11 @@ def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, comma
     step, mode = 0, []
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)):
         num_wanted = num_rows(tmp_path) + 2
-        with forked_command([*command(tmp_path, "train.nproc=1", "train.epochs=300"), *mode], tmp_path) as process:
+        with Forked(megaclass_command, *command(tmp_path, "train.nproc=1", "train.epochs=300"), *mode) as process:
             wait_for(lambda: num_rows(tmp_path) >= num_wanted, process.is_alive)  # noqa: B023
             os.kill(process.pid, number)
-            assert process.ended() == code, (number, process.errors())
-        errors = process.errors()
+            assert process.wait() == code, (number, process.stderr)
+        errors = process.stderr
         assert "--resume continues" in errors and (not mode or f"step {step}" in errors), (number, errors)
         saved = checkpoints_of(tmp_path)[-1]
         before, step, mode = step, int(saved.name.removeprefix("step-")), ["--resume"]
@@ -118,11 +119,11 @@ def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, comma
 
 def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path, command):
     """How the launcher names such a rank is shown in tests/launch/test_local.py."""
-    with forked_command(command(tmp_path, "train.nproc=1", "train.epochs=300"), tmp_path) as process:
+    with Forked(megaclass_command, *command(tmp_path, "train.nproc=1", "train.epochs=300")) as process:
         wait_for(lambda: num_rows(tmp_path) >= 2, process.is_alive)
         os.kill(process.pid, signal.SIGSEGV)
-        assert process.ended() == -signal.SIGSEGV
-    assert "Segmentation fault" in process.errors() and "train/loop.py" in process.errors()
+        assert process.wait() == -signal.SIGSEGV
+    assert "Segmentation fault" in process.stderr and "train/loop.py" in process.stderr
 
 
 def _train_until_rank_1_gets(number: int, arguments: Sequence[str], folder: Path) -> tuple[Stop, str]:
@@ -223,12 +224,17 @@ def test_after_a_closed_terminal_and_sigterm_a_save_takes_longer_than_any_grace_
     assert_one_whole_checkpoint(tmp_path)
 
 
+def _train_on_a_slow_disk(*arguments: str) -> None:
+    exec(SLOW_DISK, {})
+    megaclass_command(*arguments)
+
+
 def test_sigterm_during_the_last_save_lets_it_finish_and_says_that_the_rest_is_to_do(tmp_path, command):
-    with forked_command(command(tmp_path, "train.nproc=1", "train.epochs=1"), tmp_path, SLOW_DISK) as process:
+    with Forked(_train_on_a_slow_disk, *command(tmp_path, "train.nproc=1", "train.epochs=1")) as process:
         checkpoints = tmp_path / "run" / "checkpoints"
         wait_for(lambda: list(checkpoints.glob(".step-*.partial")), process.is_alive)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.ended() == 75, process.errors()
-    assert "saved at step 6, --resume continues" in process.errors()
+        assert process.wait() == 75, process.stderr
+    assert "saved at step 6, --resume continues" in process.stderr
     assert_one_whole_checkpoint(tmp_path)
     assert not (tmp_path / "run" / "summary.json").exists()

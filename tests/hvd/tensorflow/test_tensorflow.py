@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import free_port
-from tests.hvd.jobs import ForkedScript, outputs_of, start_script
+from tests.forked import ended_ranks, python_script, run_forked
 
 import megaclass.hvd as hvd
 
@@ -42,13 +41,13 @@ def test_every_collective_works_as_do_v1_sessions_and_all_names_of_horovod_are_t
     # Sessions come last: they end eager execution for their process.
     script = IN_TURN.format(scripts=[[str(JOBS / "collectives.py"), str(tmp_path)], [str(JOBS / "sessions.py")]])
     variables = {**QUIET, "MEGACLASS_JOB_SECRET": "ab" * 32, "PYTHONPATH": hvd.shims_folder()}
-    results = outputs_of(start_script(script, 2, free_port(), **variables), timeout_s=280)
-    for rank, (code, out, err) in enumerate(results):
-        said = [line for line in out.splitlines() if line.endswith("all good")]
-        assert (code, said) == (0, ["collectives: all good", "sessions: all good"]), (
-            f"rank {rank}\n{out[-2000:]}\n{err[-6000:]}"
+    ranks = ended_ranks(2, python_script, script, env=variables, timeout_s=280)
+    for number, rank in enumerate(ranks):
+        said = [line for line in rank.stdout.splitlines() if line.endswith("all good")]
+        assert (rank.returncode, said) == (0, ["collectives: all good", "sessions: all good"]), (
+            f"rank {number}\n{rank.stdout[-2000:]}\n{rank.stderr[-6000:]}"
         )
-    found = json.loads(results[0][1].splitlines()[-2])
+    found = json.loads(ranks[0].stdout.splitlines()[-2])
     lines = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
     for module, name, *parameters in (line.split() for line in lines if not line.startswith("#")):
         assert found[module][name] == parameters, f"horovod.{module}.{name}"
@@ -121,8 +120,8 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"megaclass", "k
 @needs_tensorflow
 @pytest.mark.ranks
 def test_no_other_module_imports_tensorflow_or_keras():
-    [(_, out, err)] = outputs_of([ForkedScript(IMPORTS, {**os.environ, "PYTHONPATH": hvd.shims_folder()})], 280)
-    assert out == "['megaclass']\n", out + err
+    done = run_forked(python_script, IMPORTS, env={"PYTHONPATH": hvd.shims_folder()})
+    assert done.stdout == "['megaclass']\n", done.stdout + done.stderr
 
 
 def test_a_missing_tensorflow_is_reported_with_what_to_install(monkeypatch):
