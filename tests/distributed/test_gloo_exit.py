@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.forked import ended_ranks, python_script
+from tests.forked import ended_ranks, python_script, run_forked
 
 SCRIPT_OF_A_USER = """
 import atexit, os, pathlib, sys, torch, torch.distributed as dist
@@ -26,10 +26,8 @@ if sys.argv[1] == "head":
 @pytest.mark.ranks
 @pytest.mark.parametrize(("has_head", "shown"), [("head", "left: False group: False"), ("none", "group: True")])
 def test_a_script_with_a_head_ends_the_group_that_it_forgot_to_destroy(has_head, shown):
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT_OF_A_USER, has_head], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert shown in ended.stdout
+    ended = run_forked(python_script, SCRIPT_OF_A_USER, has_head)
+    assert ended.returncode == 0 and shown in ended.stdout, ended.stderr
 
 
 MANY_EXITS = """

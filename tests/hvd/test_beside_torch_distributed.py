@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.forked import ended_ranks, python_script
+from tests.forked import ended_ranks, python_script, torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -123,9 +123,7 @@ def test_a_script_may_initialise_torch_distributed_itself(tmp_path: Path, when, 
 @pytest.mark.ranks
 def test_under_torchrun_a_script_may_initialise_torch_distributed_itself(tmp_path: Path):
     (tmp_path / "both.py").write_text(_OWN_GROUP)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for when, first_to_go in (("before", "hvd"), ("after", "torch")):
-        both = [*command, "both.py", when, first_to_go]
-        run = subprocess.run(both, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+        run = torchrun(2, python_script, tmp_path / "both.py", when, first_to_go)
         assert run.returncode == 0, run.stdout + run.stderr
         assert run.stdout.count("ok") == 2

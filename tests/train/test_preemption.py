@@ -62,7 +62,6 @@ def command(tmp_path_factory) -> Callable[..., list[str]]:
     return words
 
 
-MEGACLASS = [sys.executable, "-m", "megaclass"]
 # Every flush to the disk takes 1 s, as on a busy network disk; a save has six in a row, which is longer than any grace.
 SLOW_DISK = """
 import os, time
@@ -163,24 +162,21 @@ def test_a_signal_to_one_rank_makes_all_of_them_leave_together(run_ranks, tmp_pa
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, command):
     # A report far away: what was asked once waits for it.
     run = command(tmp_path, "train.nproc=2", "train.epochs=3000", "train.report_steps=10000")
-    process = subprocess.Popen([*MEGACLASS, *run], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: read_events(tmp_path / "run")[0], lambda: process.poll() is None)
-    process.send_signal(signal.SIGINT)
-    while "again to leave at once" not in (line := process.stderr.readline()):
-        assert line, "the run has ended"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    with Forked(megaclass_command, *run) as process:
+        wait_for(lambda: read_events(tmp_path / "run")[0], process.is_alive)
+        os.kill(process.pid, signal.SIGINT)
+        wait_for(lambda: "again to leave at once" in process.stderr, process.is_alive)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130, process.stderr
     assert not checkpoints_of(tmp_path)
 
 
 def test_ctrl_c_saves_in_all_ranks(tmp_path, command):
     run = command(tmp_path, "train.nproc=2", "train.epochs=300")
-    process = subprocess.Popen([*MEGACLASS, *run], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: num_rows(tmp_path) >= 2, lambda: process.poll() is None)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130 and "--resume continues" in errors, errors
+    with Forked(megaclass_command, *run) as process:
+        wait_for(lambda: num_rows(tmp_path) >= 2, process.is_alive)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait() == 130 and "--resume continues" in process.stderr, process.stderr
     assert_one_whole_checkpoint(tmp_path)
 
 
@@ -218,7 +214,7 @@ def test_after_a_closed_terminal_and_sigterm_a_save_takes_longer_than_any_grace_
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     run = command(tmp_path, f"train.nproc={nproc}", "train.epochs=300")
-    watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run"), *MEGACLASS, *run]
+    watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run"), sys.executable, "-m", "megaclass", *run]
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": path}
     assert subprocess.run(watched, timeout=200, env=environment).returncode == 75
     assert_one_whole_checkpoint(tmp_path)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.commands import ended_in_this_process
-from tests.forked import Forked, ended_ranks, megaclass_command, run_forked
+from tests.forked import Forked, ended_ranks, megaclass_command, run_forked, torchrun
 from tests.shared_folder import made_once
 
 from megaclass.cli.main import main
@@ -59,7 +59,6 @@ report_steps = 1
 onnx = false
 """
 NUM_STEPS = 40
-MEGACLASS = [sys.executable, "-m", "megaclass"]
 SUMMARY_KEYS = {
     "verification_accuracy",
     "pixel_baseline_accuracy",
@@ -80,10 +79,10 @@ class Setting:
     data: Path
     recipe: Path
 
-    def train(self, *arguments, command=MEGACLASS, env=None, timeout_s=PATIENCE_S):
+    def train(self, *arguments, env=None):
         """Trains in processes of its own."""
-        full = [*command, "train", str(self.recipe), *arguments]
-        return subprocess.run(full, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+        command = ("train", str(self.recipe), *arguments)
+        return run_forked(megaclass_command, *command, env=env, timeout_s=PATIENCE_S)
 
     def train_here(self, *arguments):
         """Trains on one rank, in this process."""
@@ -137,8 +136,7 @@ def alone(setting, tmp_path_factory):
     """One process, never stopped."""
 
     def train(folder):
-        arguments = ["train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "export.onnx=true"]
-        done = run_forked(megaclass_command, *arguments, timeout_s=PATIENCE_S)
+        done = setting.train(f"train.run_dir={folder / 'run'}", "export.onnx=true")
         assert done.returncode == 0, done.stderr
         (folder / "stdout").write_text(done.stdout)
         (folder / "stderr").write_text(done.stderr)
@@ -154,7 +152,8 @@ def pair(setting, tmp_path_factory):
     def train(folder):
         primary, secondary = pty.openpty()
         fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "train.nproc=2"]
+        arguments = ["train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "train.nproc=2"]
+        command = [sys.executable, "-m", "megaclass", *arguments]
         process = subprocess.Popen(
             command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=secondary, text=True
         )
@@ -275,8 +274,7 @@ def test_under_torchrun_the_same_recipe_gives_the_same_losses(setting, pair, tmp
     run_dir = Path(shutil.copytree(pair.path, tmp_path / "run"))
     (run_dir / "summary.json").unlink()
     shutil.rmtree(run_dir / "checkpoints" / "step-000000040")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "megaclass"]
-    done = setting.train(f"train.run_dir={run_dir}", "--resume", command=torchrun)
+    done = torchrun(2, megaclass_command, "train", str(setting.recipe), f"train.run_dir={run_dir}", "--resume")
     assert done.returncode == 0, done.stderr
     assert f"resuming from {run_dir}/checkpoints/step-000000035, step 35\n" in done.stderr
     assert losses_of(run_dir) == pair.losses
@@ -555,8 +553,7 @@ def test_a_rank_that_dies_at_start_ends_the_command_at_once_and_is_named(setting
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\nif os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     # Before `train` gives up; alone, rank 0 would wait for 600 s.
-    done = setting.train(f"train.run_dir={tmp_path}/run", "train.nproc=2", env={**os.environ, "PYTHONPATH": path})
+    done = setting.train(f"train.run_dir={tmp_path}/run", "train.nproc=2", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 128 + signal.SIGKILL
     assert re.search(r"megaclass: rank 1 on \S+ \(pid \d+\) ended with signal SIGKILL; the other 1 ", done.stderr)
