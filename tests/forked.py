@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -97,17 +98,23 @@ class Forked:
 
     def kill(self) -> None:
         """Kill it, if it still runs, and what it has started."""
-        if self._texts:  # its number may be another's by now
+        if self._texts:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()  # not yet the leader of its session
+        if (
+            self.is_alive()
+        ):  # not yet the leader of its session; the number of one that has ended may be another's by now
+            self._process.kill()
         self._process.join()
         self._texts = self._written()
         self._folder.cleanup()
 
     def _written(self) -> list[str]:
-        return self._texts or [path.read_text() if path.exists() else "" for path in self._outputs]
+        found = [path.read_bytes() if path.exists() else b"" for path in self._outputs]
+        return self._texts or [
+            text.decode(errors="replace") for text in found
+        ]  # the last character may be half written
 
 
 def megaclass_command(*arguments: str) -> None:
@@ -163,8 +170,9 @@ def ended_ranks(
     num_ranks: int, function: Callable[..., object], *args: Any, timeout_s: float = 240.0, **options: Any
 ) -> list[CompletedProcess[str]]:
     """Start ranks and wait for their end; options as for `forked_ranks`."""
+    deadline = time.monotonic() + timeout_s
     with forked_ranks(num_ranks, function, *args, **options) as ranks:
-        return [rank.end(timeout_s) for rank in ranks]
+        return [rank.end(max(1.0, deadline - time.monotonic())) for rank in ranks]
 
 
 def torchrun(num_ranks: int, function: Callable[..., object], *args: Any, **options: Any) -> CompletedProcess[str]:
