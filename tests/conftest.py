@@ -31,6 +31,17 @@ from megaclass.cli.logs import messages_on_stderr
 from megaclass.launch.network import reserve_port
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The tests may run inside a job, of Slurm for instance; the processes that they start are no ranks of it.
+for _name in (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "HOROVOD_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "SLURM_PROCID",
+):
+    os.environ.pop(_name, None)
 # torch asks the name server who connects to a store; an answer that is lost costs a second then, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 fork_server = multiprocessing.get_context("forkserver")

@@ -1,18 +1,25 @@
 """Processes forked from a server that has torch loaded: a new interpreter would spend four seconds of CPU time on its import.
 
+    run_forked(megaclass_command, "train", "recipe.toml")  # megaclass train recipe.toml
+    run_forked(python_script, Path("mnist.py"), "-x")      # python mnist.py -x
+    ended_ranks(2, python_script, "import torch; …")       # megaclass run -np 2 python -c "import torch; …"
+    torchrun(2, python_script, Path("mnist.py"))           # torchrun --nproc-per-node 2 mnist.py
+    with Forked(function, 1, 2) as process:                # beside the test, which sends signals
+
 Coverage does not trace them, which makes Python code a third faster than in the test process.
 """
 
 import atexit
 import contextlib
 import os
-import runpy
 import signal
 import socket
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Mapping
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -26,7 +33,7 @@ from megaclass.world import World
 
 
 class Forked:
-    """A process that calls `function(*args)`.
+    """A process that calls `function(*args)`; at the end of a `with` block it is killed, with what it has started.
 
     `function` is a module-level function; it and its arguments are pickled. env: variables in addition to those of this
     process.
@@ -42,34 +49,89 @@ class Forked:
         self.name = function.__name__
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
+        self._texts: list[str] = []
         place = ({**os.environ, **(env or {})}, str(cwd or Path.cwd()), [str(path) for path in self._outputs])
         self._process = fork_server.Process(target=_main, args=(place, function, args))
         self._process.start()
 
-    def end(self, timeout_s: float = 240.0) -> CompletedProcess[str]:
-        """Wait for its end; return its exit code and output, as `subprocess.run` does.
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        """Everything that it has written to standard output."""
+        return self._written()[0]
+
+    @property
+    def stderr(self) -> str:
+        """Everything that it has written to standard error."""
+        return self._written()[1]
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def wait(self, timeout_s: float = 240.0) -> int | None:
+        """Exit code when it has ended, negative after a signal; None if it has not ended in this time.
 
         The exit code is that of an interpreter: an exception is printed with its traceback and gives 1.
         """
-        try:
-            self._process.join(timeout_s)
-            is_late = self._process.exitcode is None
-        finally:
+        self._process.join(timeout_s)
+        if self._process.exitcode is not None:
             self.kill()
-        out, err = (path.read_text() if path.exists() else "" for path in self._outputs)
-        self._folder.cleanup()
-        if is_late:
-            pytest.fail(f"{self.name} did not end within {timeout_s} s\n{out[-3000:]}{err[-3000:]}")
-        assert self._process.exitcode is not None
-        return CompletedProcess([self.name], self._process.exitcode, out, err)
+        return self._process.exitcode
+
+    def end(self, timeout_s: float = 240.0) -> CompletedProcess[str]:
+        """Wait for its end; return its exit code and output, as `subprocess.run` does. A late process fails the test."""
+        with self:
+            code = self.wait(timeout_s)
+        if code is None:
+            pytest.fail(f"{self.name} did not end within {timeout_s} s\n{self.stdout[-3000:]}{self.stderr[-3000:]}")
+        return CompletedProcess([self.name], code, self.stdout, self.stderr)
 
     def kill(self) -> None:
         """Kill it, if it still runs, and what it has started."""
-        assert self._process.pid is not None
+        if self._texts:
+            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # not yet the leader of its session
+            os.killpg(self.pid, signal.SIGKILL)
+        if (
+            self.is_alive()
+        ):  # not yet the leader of its session; the number of one that has ended may be another's by now
+            self._process.kill()
         self._process.join()
+        self._texts = self._written()
+        self._folder.cleanup()
+
+    def _written(self) -> list[str]:
+        found = [path.read_bytes() if path.exists() else b"" for path in self._outputs]
+        return self._texts or [
+            text.decode(errors="replace") for text in found
+        ]  # the last character may be half written
+
+
+def megaclass_command(*arguments: str) -> None:
+    """Run `megaclass arguments…`."""
+    sys.exit(main([*arguments]))
+
+
+def python_script(source: str | Path, *arguments: str) -> None:
+    """Run a file as `python source arguments…` does, or a text as `python -c source arguments…`."""
+    own = sys.modules["__main__"] = types.ModuleType("__main__")
+    name, folder, text = "-c", "", source
+    if isinstance(source, Path):
+        name, folder, text = str(source), str(source.parent), source.read_text()
+        own.__file__ = name
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, folder)
+    exec(compile(text, name, "exec"), own.__dict__)
 
 
 def run_forked(
@@ -79,30 +141,38 @@ def run_forked(
     return Forked(function, *args, **options).end(timeout_s)
 
 
-def run_command(*arguments: str, **options: Any) -> CompletedProcess[str]:
-    """`megaclass arguments…` in a forked process; options as for `run_forked`."""
-    return run_forked(_run_megaclass, *arguments, **options)
+@contextlib.contextmanager
+def forked_ranks(
+    num_ranks: int,
+    function: Callable[..., object],
+    *args: Any,
+    port: int = 0,
+    ranks_per_host: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[list[Forked]]:
+    """Start ranks with the environment that `megaclass run` gives them; they are killed at the end of the block.
 
-
-def run_script(path: Path, *arguments: str, **options: Any) -> CompletedProcess[str]:
-    """`python path arguments…` in a forked process; options as for `run_forked`."""
-    return run_forked(_run_as_main, str(path), *arguments, **options)
-
-
-def launched_script(
-    num_ranks: int, path: Path, *arguments: str, timeout_s: float = 240.0
-) -> list[CompletedProcess[str]]:
-    """`megaclass run -np num_ranks python path arguments…` without the launcher: forked ranks with its environment."""
-    port, ranks = free_port(), []
-    try:
+    port: MASTER_PORT, a free one if it is 0. ranks_per_host: 0 places all on one host.
+    """
+    port, local_size = port or free_port(), ranks_per_host or num_ranks
+    with contextlib.ExitStack() as started:
+        ranks = []
         for rank in range(num_ranks):
-            world = World(rank=rank, size=num_ranks, local_rank=rank, local_size=num_ranks, starter="tests", port=port)
-            env = rank_environment(world, host=socket.gethostname(), address="127.0.0.1", port=port)
-            ranks.append(Forked(_run_as_main, str(path), *arguments, env=env))
-        return [rank.end(timeout_s) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+            (host, local_rank), num_hosts = divmod(rank, local_size), num_ranks // local_size
+            local = {"local_rank": local_rank, "local_size": local_size, "cross_rank": host, "cross_size": num_hosts}
+            world = World(rank=rank, size=num_ranks, **local, starter="tests", port=port)
+            placed = rank_environment(world, host=socket.gethostname(), address="127.0.0.1", port=port)
+            ranks.append(started.enter_context(Forked(function, *args, env={**placed, **(env or {})})))
+        yield ranks
+
+
+def ended_ranks(
+    num_ranks: int, function: Callable[..., object], *args: Any, timeout_s: float = 240.0, **options: Any
+) -> list[CompletedProcess[str]]:
+    """Start ranks and wait for their end; options as for `forked_ranks`."""
+    deadline = time.monotonic() + timeout_s
+    with forked_ranks(num_ranks, function, *args, **options) as ranks:
+        return [rank.end(max(1.0, deadline - time.monotonic())) for rank in ranks]
 
 
 def torchrun(num_ranks: int, function: Callable[..., object], *args: Any, **options: Any) -> CompletedProcess[str]:
@@ -111,16 +181,12 @@ def torchrun(num_ranks: int, function: Callable[..., object], *args: Any, **opti
     return run_forked(_launch, num_ranks, free_port(), function, args, **options)
 
 
-def torchrun_script(num_ranks: int, path: Path, *arguments: str, **options: Any) -> CompletedProcess[str]:
-    """`torchrun --nproc-per-node num_ranks path arguments…`; agent and ranks are forked."""
-    return torchrun(num_ranks, _run_as_main, str(path), *arguments, **options)
-
-
 def _main(place: tuple[dict[str, str], str, list[str]], function: Callable[..., object], args: tuple[Any, ...]) -> None:
     environment, folder, outputs = place
     os.setsid()  # what it starts is killed with it
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(folder)
     for descriptor, path in zip((1, 2), outputs, strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -129,6 +195,8 @@ def _main(place: tuple[dict[str, str], str, list[str]], function: Callable[..., 
     # One write per line: the lines of several ranks stay apart.
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     code = _exit_code(function, args)
+    # As an interpreter ends: threads, then functions registered with atexit. The server's children would skip the latter.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -144,19 +212,9 @@ def _exit_code(function: Callable[..., object], args: tuple[Any, ...]) -> int:
             return 1
         return int(ended.code or 0)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
     return 0
-
-
-def _run_megaclass(*arguments: str) -> None:
-    sys.exit(main([*arguments]))
-
-
-def _run_as_main(path: str, *arguments: str) -> None:
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
 
 
 def _launch(num_ranks: int, port: int, function: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.forked import Forked, run_forked, run_script, torchrun
+from tests.forked import Forked, ended_ranks, megaclass_command, python_script, run_forked, torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -47,6 +48,11 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def _say_and_wait() -> None:
+    print("begun")
+    time.sleep(1000)
+
+
 def _rank() -> None:
     print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, local {os.environ['LOCAL_RANK']}")
 
@@ -67,7 +73,28 @@ def test_the_exit_code_is_that_of_an_interpreter():
 def test_a_script_has_its_arguments_and_its_folder(tmp_path):
     (tmp_path / "beside.py").write_text("number = 7")
     (tmp_path / "script.py").write_text("import beside, sys\nprint(__name__, sys.argv[1:], beside.number)")
-    assert run_script(tmp_path / "script.py", "-x", "y").stdout == "__main__ ['-x', 'y'] 7\n"
+    assert run_forked(python_script, tmp_path / "script.py", "-x", "y").stdout == "__main__ ['-x', 'y'] 7\n"
+
+
+def test_a_process_beside_the_test_shows_its_output_and_takes_signals():
+    with Forked(_say_and_wait) as process:
+        _wait_until(lambda: process.stdout == "begun\n")
+        assert process.is_alive() and process.wait(timeout_s=0.01) is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait() == -signal.SIGTERM and not process.is_alive()
+    assert (process.stdout, process.stderr) == ("begun\n", "")
+
+
+def test_a_command_of_megaclass_ends_with_its_exit_code():
+    done = run_forked(megaclass_command, "train", "nothing.toml")
+    assert done.returncode == 2 and done.stderr.startswith("megaclass: ")
+
+
+def test_ranks_get_the_environment_of_the_launcher():
+    text = "import os, sys; print(os.environ['LOCAL_RANK'], os.environ['HOROVOD_SIZE'], sys.argv, os.environ['MORE'])"
+    for per_host, local in ((0, (0, 1)), (1, (0, 0))):
+        ranks = ended_ranks(2, python_script, text, "x", ranks_per_host=per_host, env={"MORE": "m"})
+        assert [rank.stdout for rank in ranks] == [f"{number} 2 ['-c', 'x'] m\n" for number in local]
 
 
 def test_a_late_process_fails_the_test_and_nothing_of_it_is_left(tmp_path):

@@ -1,7 +1,6 @@
 """State <-> disk: what comes back, on how many ranks, and what a crash or a damaged disk leaves."""
 
 import json
-import multiprocessing
 import random
 import resource
 import shutil
@@ -12,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import fork_server
+from tests.forked import Forked
 
 from megaclass.checkpoint.load import load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import check_files, read_manifest
@@ -433,20 +434,14 @@ def _save_for_ever(checkpoints, first_step, saved):
 
 def check_kills(checkpoints: Path, number: int) -> None:
     """Kills a process that does nothing but save, again and again in one folder."""
-    context = multiprocessing.get_context("forkserver")
     chance = random.Random(2)
     newest = 0
     for _ in range(number):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_save_for_ever, args=(checkpoints, newest + 1, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        try:
+        ours, theirs = fork_server.Pipe(duplex=False)
+        with Forked(_save_for_ever, checkpoints, newest + 1, theirs):
+            theirs.close()
             assert ours.poll(60)
             time.sleep(chance.uniform(0, 0.03))
-        finally:
-            process.kill()
-            process.join()
         acknowledged = newest
         try:
             while True:

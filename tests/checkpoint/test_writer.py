@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.conftest import fork_server
+from tests.forked import run_forked
 
 import megaclass.checkpoint.save as save_module
 from megaclass.checkpoint.load import first_whole, load_rank_state, load_shared, newest_whole, saved_rows
@@ -538,10 +538,8 @@ def test_a_process_killed_at_any_call_of_a_save_leaves_a_whole_checkpoint_and_th
     tmp_path, two_checkpoints
 ):
     # A process that has no threads, so that it can fork; it imports this module once for all of them.
-    process = fork_server.Process(target=_die_at_every_call, args=(two_checkpoints, tmp_path), daemon=True)
-    process.start()
-    process.join(250)
-    assert process.exitcode == 0
+    done = run_forked(_die_at_every_call, two_checkpoints, tmp_path)
+    assert done.returncode == 0, done.stderr
     codes = json.loads((tmp_path / "codes.json").read_text())
     assert set(codes[:-1]) == {-9} and codes[-1] == 0
     assert 15 < len(codes) < 200

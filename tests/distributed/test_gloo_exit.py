@@ -4,8 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.conftest import free_port
-from tests.hvd.jobs import fork_script, outputs_of
+from tests.forked import ended_ranks, python_script, run_forked
 
 SCRIPT_OF_A_USER = """
 import atexit, os, pathlib, sys, torch, torch.distributed as dist
@@ -27,10 +26,8 @@ if sys.argv[1] == "head":
 @pytest.mark.ranks
 @pytest.mark.parametrize(("has_head", "shown"), [("head", "left: False group: False"), ("none", "group: True")])
 def test_a_script_with_a_head_ends_the_group_that_it_forgot_to_destroy(has_head, shown):
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT_OF_A_USER, has_head], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert shown in ended.stdout
+    ended = run_forked(python_script, SCRIPT_OF_A_USER, has_head)
+    assert ended.returncode == 0 and shown in ended.stdout, ended.stderr
 
 
 MANY_EXITS = """
@@ -79,7 +76,7 @@ import os, sys, torch, torch.distributed as dist
 from megaclass.distributed.gloo_exit import end_gloo
 
 rank = int(os.environ["RANK"])
-store = dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=rank == 0, wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
 for number in range(20):
     dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=2)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
@@ -100,6 +97,5 @@ print("left 20 groups", flush=True)
 @pytest.mark.ranks
 def test_leaving_a_group_that_garbage_still_refers_to_does_not_hang():
     """A rank that collects the garbage at once joins a thread that waits for the GIL; it did within 20 groups in each trial."""
-    port = free_port()
-    for code, out, err in outputs_of(fork_script(GARBAGE_THAT_KEEPS_THE_GROUP, 2, port, PORT=str(port)), 100.0):
-        assert (code, out) == (0, "left 20 groups\n"), out + err
+    for rank in ended_ranks(2, python_script, GARBAGE_THAT_KEEPS_THE_GROUP, timeout_s=100):
+        assert (rank.returncode, rank.stdout) == (0, "left 20 groups\n"), rank.stdout + rank.stderr

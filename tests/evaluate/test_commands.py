@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.forked import run_command
+from tests.forked import megaclass_command, run_forked
 
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
@@ -56,7 +56,7 @@ def test_several_processes_print_once_and_give_the_numbers_of_one(run, pairs_bin
     command = ["evaluate", str(run), "--on", str(pairs_bin()), "--json", "--device", "cpu"]
     numbers = []
     for nproc in ("1", "2"):
-        done = run_command(*command, "--nproc", nproc)
+        done = run_forked(megaclass_command, *command, "--nproc", nproc)
         assert done.returncode == 0, done.stderr
         assert len(re.findall(r"^evaluating lfw (\d+)/\1, 0 s left$", done.stderr, re.MULTILINE)) == 1, "one bar"
         numbers.append(json.loads(done.stdout)["lfw"])

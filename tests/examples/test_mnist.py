@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import free_port
-from tests.forked import launched_script, run_script
+from tests.forked import ended_ranks, python_script, run_forked
 
 pytestmark = pytest.mark.ranks
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "mnist.py"
 
 
 def _run(*arguments: str) -> str:
-    run = run_script(SCRIPT, *arguments)
+    run = run_forked(python_script, SCRIPT, *arguments)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -53,7 +53,7 @@ def test_it_reads_idx_files(tmp_path):
     labels = (tmp_path / "t10k-labels-idx1-ubyte").read_bytes()
     assert "on 1 process(es)" in _run("--data-dir", str(tmp_path), "--epochs", "1")
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(labels[:-1])
-    wrong = run_script(SCRIPT, "--data-dir", str(tmp_path))
+    wrong = run_forked(python_script, SCRIPT, "--data-dir", str(tmp_path))
     assert wrong.returncode == 1 and "says (20,), 28 bytes, but has 27" in wrong.stderr
 
 
@@ -63,7 +63,7 @@ def test_it_reads_idx_files(tmp_path):
     ids=["adasum", "8 bits"],
 )
 def test_its_options_run_under_a_launcher(options):
-    for run in launched_script(2, SCRIPT, "--drawn", "200", "--epochs", "1", *options):
+    for run in ended_ranks(2, python_script, SCRIPT, "--drawn", "200", "--epochs", "1", *options):
         assert run.returncode == 0, run.stderr
 
 
@@ -125,7 +125,7 @@ def test_it_downloads_what_is_missing_and_trains_on_it(tmp_path):
 def test_a_download_that_goes_wrong_ends_all_processes_and_leaves_nothing(tmp_path, files, promised, expected):
     with _mirror(files, promised_bytes=promised) as (url, _):
         arguments = ["--data-dir", str(tmp_path), "--download", "--mirror", url]
-        first, second = launched_script(2, SCRIPT, *arguments)
+        first, second = ended_ranks(2, python_script, SCRIPT, *arguments)
     assert first.returncode == 1 and expected in first.stderr and f"{url}/train-images-idx3-ubyte.gz" in first.stderr
     assert "Traceback" not in first.stderr
     # The other one waited for it; it does not wait for ever.
@@ -135,5 +135,5 @@ def test_a_download_that_goes_wrong_ends_all_processes_and_leaves_nothing(tmp_pa
 
 def test_a_mirror_that_is_not_there_is_named(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    run = run_script(SCRIPT, "--data-dir", str(tmp_path), "--download", "--mirror", url)
+    run = run_forked(python_script, SCRIPT, "--data-dir", str(tmp_path), "--download", "--mirror", url)
     assert run.returncode == 1 and f"Cannot download {url}/train-images-idx3-ubyte.gz" in run.stderr

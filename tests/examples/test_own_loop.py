@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.forked import run_script, torchrun_script
+from tests.forked import python_script, run_forked, torchrun
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "own_loop.py"
 @pytest.mark.ranks
 @pytest.mark.parametrize("starter", ["alone", "torchrun"])
 def test_the_loop_trains_and_its_loss_falls(starter):
-    run = run_script(SCRIPT) if starter == "alone" else torchrun_script(2, SCRIPT)
+    run = run_forked(python_script, SCRIPT) if starter == "alone" else torchrun(2, python_script, SCRIPT)
     assert run.returncode == 0, run.stderr
     steps = [
         (int(step), float(loss)) for step, loss in re.findall(r"^step (\d+): loss ([\d.]+)$", run.stdout, re.MULTILINE)

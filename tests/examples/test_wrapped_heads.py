@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.forked import torchrun_script
+from tests.forked import python_script, torchrun
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
@@ -16,7 +16,7 @@ NUM_CLASSES, WIDTH = 25, 16
 
 
 def _run(script: str, num_ranks: int, folder: Path) -> str:
-    run = torchrun_script(num_ranks, EXAMPLES / script, str(folder))
+    run = torchrun(num_ranks, python_script, EXAMPLES / script, str(folder))
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.conftest import free_port
-from tests.hvd.jobs import fork_script, outputs_of
+from tests.forked import ended_ranks, python_script, torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -32,8 +31,8 @@ print("ok")
 
 @pytest.mark.ranks
 def test_init_and_operations_leave_the_default_group_alone():
-    for code, out, err in outputs_of(fork_script(_LEFT_ALONE, 2, free_port()), timeout_s=150):
-        assert (code, out) == (0, "ok\n"), err
+    for done in ended_ranks(2, python_script, _LEFT_ALONE):
+        assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
 _TORCHMETRICS = """
@@ -51,11 +50,9 @@ if hvd.rank() == 0:
 @pytest.mark.ranks
 @pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 def test_metrics_of_torchmetrics_stay_those_of_the_rank():
-    outs = []
-    for code, out, err in outputs_of(fork_script(_TORCHMETRICS, 2, free_port()), timeout_s=150):
-        assert code == 0, err
-        outs.append(out)
-    assert outs == ["20.0\n10.0\n", "20.0\n"]
+    ranks = ended_ranks(2, python_script, _TORCHMETRICS)
+    expected = [(0, "20.0\n10.0\n"), (0, "20.0\n")]
+    assert [(rank.returncode, rank.stdout) for rank in ranks] == expected, ranks
 
 
 _IGNITE = """
@@ -76,10 +73,8 @@ print(float(mean), hvd.allreduce(torch.tensor(float(mean)), op=hvd.Sum).item())
 @pytest.mark.ranks
 @pytest.mark.skipif(find_spec("ignite") is None, reason="ignite is not installed")
 def test_metrics_of_ignite_stay_those_of_the_rank():
-    results = outputs_of(fork_script(_IGNITE, 2, free_port()), timeout_s=150)
-    for code, _, err in results:
-        assert code == 0, err
-    assert [out for _, out, _ in results] == ["1.0 3.0\n", "2.0 3.0\n"]
+    ranks = ended_ranks(2, python_script, _IGNITE)
+    assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "1.0 3.0\n"), (0, "2.0 3.0\n")], ranks
 
 
 _OWN_GROUP = """
@@ -128,9 +123,7 @@ def test_a_script_may_initialise_torch_distributed_itself(tmp_path: Path, when, 
 @pytest.mark.ranks
 def test_under_torchrun_a_script_may_initialise_torch_distributed_itself(tmp_path: Path):
     (tmp_path / "both.py").write_text(_OWN_GROUP)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for when, first_to_go in (("before", "hvd"), ("after", "torch")):
-        both = [*command, "both.py", when, first_to_go]
-        run = subprocess.run(both, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+        run = torchrun(2, python_script, tmp_path / "both.py", when, first_to_go)
         assert run.returncode == 0, run.stdout + run.stderr
         assert run.stdout.count("ok") == 2

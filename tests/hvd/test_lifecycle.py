@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.conftest import free_port
-from tests.hvd.jobs import ForkedScript, error_of, fork_script, in_job, outputs_of
+from tests.forked import ended_ranks, python_script, run_forked
+from tests.hvd.jobs import error_of, in_job
 
 import megaclass.hvd as hvd
 
@@ -31,9 +31,8 @@ print("rank", hvd.rank() if hvd.is_initialized() else "-")
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_process_may_leave_and_come_back(size):
-    for code, out, err in outputs_of(fork_script(_AGAIN, size, free_port())):
-        assert code == 0, err
-        assert out == "rank -\n"
+    for done in ended_ranks(size, python_script, _AGAIN):
+        assert (done.returncode, done.stdout) == (0, "rank -\n"), done.stderr
 
 
 @pytest.mark.ranks
@@ -41,8 +40,8 @@ def test_a_plain_python_process_is_a_world_of_one():
     script = (
         "import torch, megaclass.hvd as hvd; hvd.init(); print(hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1)))"
     )
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HOROVOD_RANK")}
-    assert outputs_of([ForkedScript(script, clean)]) == [(0, "0 1 tensor([1.])\n", "")]
+    done = run_forked(python_script, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 tensor([1.])\n", "")
 
 
 def test_nothing_is_known_before_init():
@@ -111,9 +110,9 @@ def test_an_idle_job_costs_less_than_a_hundredth_of_a_core():
     used = lambda: sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     begun = used(); time.sleep(3); print((used() - begun) / 3)
     """
-    for code, out, err in outputs_of(fork_script(textwrap.dedent(script), 2, free_port())):
-        assert code == 0, err
-        assert float(out) < 0.01
+    for done in ended_ranks(2, python_script, textwrap.dedent(script)):
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) < 0.01
 
 
 @pytest.mark.ranks
@@ -127,8 +126,8 @@ def test_when_one_rank_ends_the_operations_of_the_others_fail():
         except hvd.HorovodInternalError as error:
             print("Horovod has been shut down" in str(error))
     """
-    (_, _, _), (code, out, err) = outputs_of(fork_script(textwrap.dedent(script), 2, free_port()))
-    assert (code, out) == (0, "True\n"), err
+    _, second = ended_ranks(2, python_script, textwrap.dedent(script))
+    assert (second.returncode, second.stdout) == (0, "True\n"), second.stderr
 
 
 @pytest.mark.ranks
@@ -144,8 +143,9 @@ def test_a_rank_that_crashes_is_named_at_once():
     except hvd.HorovodInternalError as error:
         print("Rank 1 (" in str(error), time.monotonic() - begun < 5)
     """
-    results = outputs_of(fork_script(textwrap.dedent(script), 3, free_port()))
-    assert [(code, out) for code, out, _ in results] == [(0, "True True\n"), (7, ""), (0, "True True\n")], results
+    ranks = ended_ranks(3, python_script, textwrap.dedent(script))
+    expected = [(0, "True True\n"), (7, ""), (0, "True True\n")]
+    assert [(rank.returncode, rank.stdout) for rank in ranks] == expected, ranks
 
 
 _UNCHANGED = """
@@ -177,9 +177,8 @@ print(horovod.__version__, issubclass(HorovodInternalError, RuntimeError))
 
 @pytest.mark.ranks
 def test_a_script_that_imports_horovod_runs_unchanged_where_the_launcher_says_so():
-    path = os.pathsep.join([hvd.shims_folder(), os.environ.get("PYTHONPATH", "")])
-    for code, out, err in outputs_of(fork_script(_UNCHANGED, 2, free_port(), PYTHONPATH=path)):
-        assert (code, out) == (0, "0.28.1 True\n"), err
+    for done in ended_ranks(2, python_script, _UNCHANGED, env={"PYTHONPATH": hvd.shims_folder()}):
+        assert (done.returncode, done.stdout) == (0, "0.28.1 True\n"), done.stderr
     elsewhere = subprocess.run([sys.executable, "-c", "import horovod"], capture_output=True, text=True, check=False)
     assert "No module named 'horovod'" in elsewhere.stderr
 

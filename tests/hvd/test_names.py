@@ -1,9 +1,12 @@
 """Names that operations get by themselves, and names that scripts import."""
 
+from pathlib import Path
+from subprocess import CompletedProcess
+
 import pytest
 import torch
-from tests.conftest import free_port
-from tests.hvd.jobs import error_of, fork_script, in_job, job, outputs_of, start_script
+from tests.forked import ended_ranks, python_script
+from tests.hvd.jobs import error_of, in_job, job
 
 import megaclass.hvd as hvd
 from megaclass.hvd import mpi_ops
@@ -112,11 +115,17 @@ except RuntimeError as error:
 """
 
 
+def _run_with_shims(script: str, folder: Path | str = "") -> CompletedProcess[str]:
+    """Run a script on one rank, where horovod can be imported; FOLDER is the given one."""
+    env = {"PYTHONPATH": hvd.shims_folder(), "FOLDER": str(folder)}
+    (done,) = ended_ranks(1, python_script, script, env=env)
+    return done
+
+
 @pytest.mark.ranks
 def test_submodules_and_private_names_that_libraries_use_are_there():
-    script = start_script(_AS_LIBRARIES_IMPORT_THEM, 1, free_port(), PYTHONPATH=hvd.shims_folder())
-    [(code, out, err)] = outputs_of(script)
-    assert (code, out) == (0, "True\n"), err
+    done = _run_with_shims(_AS_LIBRARIES_IMPORT_THEM)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 _AS_TESTS_OF_HOROVODRUN_USE_THEM = """
@@ -146,9 +155,9 @@ assert env == {
     config_parser.HOROVOD_CYCLE_TIME: "20.0",
     config_parser.HOROVOD_STALL_CHECK_DISABLE: "1",
 }
-with open(sys.argv[0], "w") as file:
+with open(config := f"{os.environ['FOLDER']}/config.yaml", "w") as file:
     file.write("controller: gloo\\nparams: {fusion_threshold_mb: 32, cycle_time_ms: 10}\\nlogging: {with_timestamp: false}")
-args = parsed("--cycle-time-ms", "20", "--config-file", sys.argv[0])
+args = parsed("--cycle-time-ms", "20", "--config-file", config)
 assert (args.use_gloo, args.fusion_threshold_mb, args.cycle_time_ms, args.log_with_timestamp) == (True, 32, 20, False)
 try:
     parsed("--fusion-threshold-mb", "-1")
@@ -181,15 +190,10 @@ print("all there")
 
 @pytest.mark.ranks
 def test_what_tests_of_horovodrun_import_is_there(tmp_path):
-    script = fork_script(
-        f"import sys; sys.argv[0] = {str(tmp_path / 'config.yaml')!r}\n{_AS_TESTS_OF_HOROVODRUN_USE_THEM}",
-        1,
-        free_port(),
-        PYTHONPATH=hvd.shims_folder(),
-    )
-    [(code, out, err)] = outputs_of(script)
-    assert (code, out.splitlines()[-1]) == (0, "all there"), err
-    assert sorted(out.splitlines()[:-1]) == ["[0]<stdout>:hi", "[1]<stdout>:hi"]
+    done = _run_with_shims(_AS_TESTS_OF_HOROVODRUN_USE_THEM, tmp_path)
+    *said, last = done.stdout.splitlines()
+    assert (done.returncode, last) == (0, "all there"), done.stderr
+    assert sorted(said) == ["[0]<stdout>:hi", "[1]<stdout>:hi"]
 
 
 _SMALL_MODULES = """
@@ -222,7 +226,7 @@ try:
 except RuntimeError as error:
     assert str(error) == "Pipe is closed"
 
-folder = __import__("sys").argv[0]
+folder = __import__("os").environ["FOLDER"]
 @cache.use_cache()
 def doubled(numbers):
     calls.append("doubled")
@@ -267,9 +271,8 @@ print("all there")
 
 @pytest.mark.ranks
 def test_the_small_modules_that_scripts_import_are_there(tmp_path):
-    script = f"import sys; sys.argv[0] = {str(tmp_path)!r}\n{_SMALL_MODULES}"
-    [(code, out, err)] = outputs_of(fork_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
-    assert (code, out) == (0, "all there\n"), err
+    done = _run_with_shims(_SMALL_MODULES, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "all there\n"), done.stderr
 
 
 _LOG_OF_A_STATIC_RUN = """
@@ -278,7 +281,7 @@ from unittest import mock
 from horovod.runner import _HorovodArgs
 from horovod.runner.launch import _run
 # An ssh that gets nowhere but to this machine.
-folder = sys.argv[0]
+folder = os.environ["FOLDER"]
 with open(f"{folder}/ssh", "w") as file:
     file.write("#!/bin/sh\\nexit 255\\n" if "broken" in folder else "#!/bin/sh\\nexit 0\\n")
 os.chmod(f"{folder}/ssh", 0o755)
@@ -295,18 +298,17 @@ with mock.patch("horovod.runner.launch.network.filter_local_addresses", lambda h
 def test_a_static_run_says_what_horovods_does_about_ssh(tmp_path, how):
     folder = tmp_path / how
     folder.mkdir()
-    script = f"import sys; sys.argv[0] = {str(folder)!r}\n{_LOG_OF_A_STATIC_RUN}"
-    [(code, out, err)] = outputs_of(fork_script(script, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
-    lines = out.splitlines()
+    done = _run_with_shims(_LOG_OF_A_STATIC_RUN, folder)
+    lines = done.stdout.splitlines()
     assert lines[:3] == [
         "Filtering local host names.",
         "Remote host found: localhost",
         "Checking ssh on all remote hosts.",
-    ], err
+    ], done.stderr
     if how == "good":
-        assert code == 0 and lines[3] == "SSH was successful into all the remote hosts.", err
+        assert done.returncode == 0 and lines[3] == "SSH was successful into all the remote hosts.", done.stderr
     else:
-        assert code == 1 and "RuntimeError: could not connect to some hosts via ssh" in err
+        assert done.returncode == 1 and "RuntimeError: could not connect to some hosts via ssh" in done.stderr
 
 
 _WHAT_IS_NOT_THERE = """
@@ -325,9 +327,9 @@ assert hvd.elastic.TorchState is TorchState and hvd.elastic.run and hvd.elastic.
 
 @pytest.mark.ranks
 def test_what_is_not_there_says_so():
-    [(code, out, err)] = outputs_of(fork_script(_WHAT_IS_NOT_THERE, 1, free_port(), PYTHONPATH=hvd.shims_folder()))
-    assert code == 0, err
-    assert out.splitlines() == [
+    done = _run_with_shims(_WHAT_IS_NOT_THERE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
         "mxnet ImportError Extension horovod.mxnet has not been built: Apache MXNet is retired since 2023, "
         "and megaclass.hvd does not support it. It supports PyTorch, TensorFlow and Keras.",
         "spark ImportError horovod.spark is not supported by megaclass: "

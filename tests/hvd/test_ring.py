@@ -8,8 +8,8 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
-from tests.conftest import free_port
-from tests.hvd.jobs import error_of, fork_script, in_job, job, outputs_of
+from tests.forked import ended_ranks, forked_ranks, python_script
+from tests.hvd.jobs import error_of, in_job, job
 
 import megaclass.hvd as hvd
 from megaclass.distributed.network.store import SignedStore
@@ -168,7 +168,6 @@ from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.transport.ring import connect_ring
 from megaclass.hvd.settings import Settings
 
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 names = [f"rank {{place}}" for place in range(size)]
@@ -188,18 +187,12 @@ os._exit(0)
 """
 
 
-def _start_in_the_middle(what: signal.Signals, timeout_s: float):
-    port = free_port()
-    script = _IN_THE_MIDDLE.format(signal=what.name, timeout_s=timeout_s)
-    return fork_script(script, 4, port, PORT=str(port))
-
-
 @pytest.mark.ranks
 def test_when_a_rank_dies_in_the_middle_all_others_hear_of_it():
     # A rank that hears of it leaves, so that its other neighbour, too, may hear of that first; rank 3 hears of nothing else.
-    results = outputs_of(_start_in_the_middle(signal.SIGKILL, 300.0))
-    assert [code for code, _, _ in results] == [0, -signal.SIGKILL, 0, 0]
-    texts = [out.strip() for _, out, _ in results]
+    ranks = ended_ranks(4, python_script, _IN_THE_MIDDLE.format(signal="SIGKILL", timeout_s=300.0))
+    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0, 0]
+    texts = [rank.stdout.strip() for rank in ranks]
     assert texts[2] in ("rank 1 has ended its connection to rank 2", "rank 3 has ended its connection to rank 2")
     assert texts[0] in ("rank 1 has ended its connection to rank 0", "rank 3 has ended its connection to rank 0")
     assert texts[3] in ("rank 2 has ended its connection to rank 3", "rank 0 has ended its connection to rank 3")
@@ -207,14 +200,11 @@ def test_when_a_rank_dies_in_the_middle_all_others_hear_of_it():
 
 @pytest.mark.ranks
 def test_a_rank_that_falls_silent_in_the_middle_is_named():
-    processes = _start_in_the_middle(signal.SIGSTOP, 1.0)
-    try:
-        assert processes[2].stdout.readline().startswith(("rank 2 waited 1 s for rank 1", "rank 3 has ended"))
-        for rank in (0, 3):
-            assert "has ended its connection" in (line := processes[rank].stdout.readline()) or "waited 1 s" in line
-    finally:
-        processes[1].kill()
-        outputs_of(processes)
+    with forked_ranks(4, python_script, _IN_THE_MIDDLE.format(signal="SIGSTOP", timeout_s=1.0)) as ranks:
+        said = {rank: ranks[rank].end().stdout for rank in (0, 2, 3)}
+    assert said[2].startswith(("rank 2 waited 1 s for rank 1", "rank 3 has ended"))
+    for rank in (0, 3):
+        assert "has ended its connection" in said[rank] or "waited 1 s" in said[rank]
 
 
 @pytest.mark.ranks
@@ -231,5 +221,5 @@ def test_a_job_whose_rank_is_killed_between_large_operations_ends_with_its_name(
     except hvd.HorovodInternalError as error:
         print("rank 1 (" in str(error).lower())
     """
-    (code, out, err), (killed, _, _) = outputs_of(fork_script(textwrap.dedent(script), 2, free_port()))
-    assert (code, out, killed) == (0, "True\n", -signal.SIGKILL), err
+    first, killed = ended_ranks(2, python_script, textwrap.dedent(script))
+    assert (first.returncode, first.stdout, killed.returncode) == (0, "True\n", -signal.SIGKILL), first.stderr

@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import free_port
-from tests.hvd.jobs import error_of, fork_script, in_job, outputs_of
+from tests.forked import forked_ranks, python_script
+from tests.hvd.jobs import error_of, in_job
 
 import megaclass.hvd as hvd
 from megaclass.distributed.network.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
@@ -211,16 +212,16 @@ def test_a_stranger_in_the_store_of_a_job_runs_no_code_in_init(tmp_path, name, h
     settings = {"HOROVOD_START_TIMEOUT": "5", "GO": str(tmp_path / "go")}
     if has_secret:
         settings[JOB_SECRET] = new_secret()
-    ranks = fork_script(_MEETS, 2, port, **settings)
-    stranger = dist.TCPStore("127.0.0.1", port, is_master=False)
-    stranger.set("megaclass.hvd/(0, 1)/1/" + name, pickle.dumps(Bomb(mark)))
-    (tmp_path / "go").touch()
-    results = outputs_of(ranks, timeout_s=120)
+    with forked_ranks(2, python_script, _MEETS, port=port, env=settings) as ranks:
+        stranger = dist.TCPStore("127.0.0.1", port, is_master=False)
+        stranger.set("megaclass.hvd/(0, 1)/1/" + name, pickle.dumps(Bomb(mark)))
+        (tmp_path / "go").touch()
+        ended = [rank.end() for rank in ranks]
     assert not mark.exists()
     # A rank that has written the entry again in the meantime does not even notice.
-    for code, out, err in results:
-        assert code == 0, err
-        assert out == "2.0\n" or out.startswith("LaunchError"), out
+    for rank in ended:
+        assert rank.returncode == 0, rank.stderr
+        assert rank.stdout == "2.0\n" or rank.stdout.startswith("LaunchError"), rank.stdout
 
 
 # ---- objects ----

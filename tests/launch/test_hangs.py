@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.forked import megaclass_command, run_forked
 
 from megaclass.events_file import read_events
 
@@ -149,9 +149,8 @@ def test_an_hvd_job_names_the_rank_that_an_operation_waits_for_although_another_
 
 @pytest.mark.ranks
 def test_train_on_one_machine_names_the_rank_keeps_its_stacks_and_ends(tmp_path, recipe):
-    env = {**os.environ, **environment(tmp_path, "read")}
-    command = [sys.executable, "-m", "megaclass", "train", str(recipe), *TRAIN, "train.nproc=2"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    command = ("train", str(recipe), *TRAIN, "train.nproc=2")
+    done = run_forked(megaclass_command, *command, env=environment(tmp_path, "read"))
     assert done.returncode == HUNG, done.stderr
     expected = (
         r"rank 1 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), waiting in read of \S+/pipe; rank 0 waits for it"

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.commands import ended_in_this_process, forked_command
+from tests.commands import ended_in_this_process
+from tests.forked import Forked, megaclass_command
 from tests.shared_folder import made_once
 
 from megaclass.checkpoint.manifest import check_files, read_manifest
@@ -61,7 +62,6 @@ def command(tmp_path_factory) -> Callable[..., list[str]]:
     return words
 
 
-MEGACLASS = [sys.executable, "-m", "megaclass"]
 # Every flush to the disk takes 1 s, as on a busy network disk; a save has six in a row, which is longer than any grace.
 SLOW_DISK = """
 import os, time
@@ -100,11 +100,11 @@ def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, comma
     step, mode = 0, []
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)):
         num_wanted = num_rows(tmp_path) + 2
-        with forked_command([*command(tmp_path, "train.nproc=1", "train.epochs=300"), *mode], tmp_path) as process:
+        with Forked(megaclass_command, *command(tmp_path, "train.nproc=1", "train.epochs=300"), *mode) as process:
             wait_for(lambda: num_rows(tmp_path) >= num_wanted, process.is_alive)  # noqa: B023
             os.kill(process.pid, number)
-            assert process.ended() == code, (number, process.errors())
-        errors = process.errors()
+            assert process.wait() == code, (number, process.stderr)
+        errors = process.stderr
         assert "--resume continues" in errors and (not mode or f"step {step}" in errors), (number, errors)
         saved = checkpoints_of(tmp_path)[-1]
         before, step, mode = step, int(saved.name.removeprefix("step-")), ["--resume"]
@@ -118,11 +118,11 @@ def test_one_process_saves_and_leaves_with_75_or_130_and_resumes(tmp_path, comma
 
 def test_a_rank_that_crashes_in_native_code_leaves_its_stack(tmp_path, command):
     """How the launcher names such a rank is shown in tests/launch/test_local.py."""
-    with forked_command(command(tmp_path, "train.nproc=1", "train.epochs=300"), tmp_path) as process:
+    with Forked(megaclass_command, *command(tmp_path, "train.nproc=1", "train.epochs=300")) as process:
         wait_for(lambda: num_rows(tmp_path) >= 2, process.is_alive)
         os.kill(process.pid, signal.SIGSEGV)
-        assert process.ended() == -signal.SIGSEGV
-    assert "Segmentation fault" in process.errors() and "train/loop.py" in process.errors()
+        assert process.wait() == -signal.SIGSEGV
+    assert "Segmentation fault" in process.stderr and "train/loop.py" in process.stderr
 
 
 def _train_until_rank_1_gets(number: int, arguments: Sequence[str], folder: Path) -> tuple[Stop, str]:
@@ -162,24 +162,21 @@ def test_a_signal_to_one_rank_makes_all_of_them_leave_together(run_ranks, tmp_pa
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, command):
     # A report far away: what was asked once waits for it.
     run = command(tmp_path, "train.nproc=2", "train.epochs=3000", "train.report_steps=10000")
-    process = subprocess.Popen([*MEGACLASS, *run], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: read_events(tmp_path / "run")[0], lambda: process.poll() is None)
-    process.send_signal(signal.SIGINT)
-    while "again to leave at once" not in (line := process.stderr.readline()):
-        assert line, "the run has ended"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    with Forked(megaclass_command, *run) as process:
+        wait_for(lambda: read_events(tmp_path / "run")[0], process.is_alive)
+        os.kill(process.pid, signal.SIGINT)
+        wait_for(lambda: "again to leave at once" in process.stderr, process.is_alive)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130, process.stderr
     assert not checkpoints_of(tmp_path)
 
 
 def test_ctrl_c_saves_in_all_ranks(tmp_path, command):
     run = command(tmp_path, "train.nproc=2", "train.epochs=300")
-    process = subprocess.Popen([*MEGACLASS, *run], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: num_rows(tmp_path) >= 2, lambda: process.poll() is None)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130 and "--resume continues" in errors, errors
+    with Forked(megaclass_command, *run) as process:
+        wait_for(lambda: num_rows(tmp_path) >= 2, process.is_alive)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait() == 130 and "--resume continues" in process.stderr, process.stderr
     assert_one_whole_checkpoint(tmp_path)
 
 
@@ -217,18 +214,23 @@ def test_after_a_closed_terminal_and_sigterm_a_save_takes_longer_than_any_grace_
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     run = command(tmp_path, f"train.nproc={nproc}", "train.epochs=300")
-    watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run"), *MEGACLASS, *run]
+    watched = [sys.executable, "-c", _CLOSE_TERMINAL, str(tmp_path / "run"), sys.executable, "-m", "megaclass", *run]
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": path}
     assert subprocess.run(watched, timeout=200, env=environment).returncode == 75
     assert_one_whole_checkpoint(tmp_path)
 
 
+def _train_on_a_slow_disk(*arguments: str) -> None:
+    exec(SLOW_DISK, {})
+    megaclass_command(*arguments)
+
+
 def test_sigterm_during_the_last_save_lets_it_finish_and_says_that_the_rest_is_to_do(tmp_path, command):
-    with forked_command(command(tmp_path, "train.nproc=1", "train.epochs=1"), tmp_path, SLOW_DISK) as process:
+    with Forked(_train_on_a_slow_disk, *command(tmp_path, "train.nproc=1", "train.epochs=1")) as process:
         checkpoints = tmp_path / "run" / "checkpoints"
         wait_for(lambda: list(checkpoints.glob(".step-*.partial")), process.is_alive)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.ended() == 75, process.errors()
-    assert "saved at step 6, --resume continues" in process.errors()
+        assert process.wait() == 75, process.stderr
+    assert "saved at step 6, --resume continues" in process.stderr
     assert_one_whole_checkpoint(tmp_path)
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tests.commands import forked_ranks
+from tests.forked import forked_ranks, megaclass_command
 
 from megaclass.checkpoint.load import load_shared, saved_rows
 from megaclass.checkpoint.manifest import read_manifest
@@ -193,21 +194,21 @@ def run_with_kills(recipe, run_dir, num_kills):
     """Starts two ranks, kills them with -9 somewhere after a new checkpoint, and resumes, until they are left alone."""
     chance = random.Random(num_kills)
     command = ["train", str(recipe), f"train.run_dir={run_dir}"]
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     for attempt in range(num_kills + 1):
         options = ["--resume"] if (run_dir / "checkpoints").exists() else ["--overwrite"]
         before = newest_name(run_dir)
-        with forked_ranks([[*command, *options]] * 2, recipe.parent, env) as ranks:
+        with forked_ranks(2, megaclass_command, *command, *options, ranks_per_host=1) as ranks:
             if attempt < num_kills:
                 while ranks[0].is_alive() and newest_name(run_dir) == before:
                     time.sleep(0.002)
                 time.sleep(chance.uniform(0, 0.3))
                 for rank in ranks:
-                    rank.process.kill()
+                    os.kill(rank.pid, signal.SIGKILL)
             allowed = (0, -9) if attempt < num_kills else (0,)
-            assert ranks[0].ended(240) in allowed, ranks[0].errors()
+            assert ranks[0].wait() in allowed, ranks[0].stderr
             # The second may have failed because the first was killed before it.
-            assert ranks[1].ended(240) is not None and (attempt < num_kills or ranks[1].ended() == 0), ranks[1].errors()
+            code = ranks[1].wait()
+            assert code is not None and (attempt < num_kills or code == 0), ranks[1].stderr
 
 
 def newest_name(run_dir):

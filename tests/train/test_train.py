@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.commands import ended_in_this_process, ended_ranks, forked_command
+from tests.commands import ended_in_this_process
+from tests.forked import Forked, ended_ranks, megaclass_command, run_forked, torchrun
 from tests.shared_folder import made_once
 
 from megaclass.cli.main import main
@@ -58,9 +59,6 @@ report_steps = 1
 onnx = false
 """
 NUM_STEPS = 40
-STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-ENV = {name: value for name, value in os.environ.items() if name not in STARTERS} | {"OMP_NUM_THREADS": "1"}
-MEGACLASS = [sys.executable, "-m", "megaclass"]
 SUMMARY_KEYS = {
     "verification_accuracy",
     "pixel_baseline_accuracy",
@@ -81,10 +79,10 @@ class Setting:
     data: Path
     recipe: Path
 
-    def train(self, *arguments, command=MEGACLASS, env=ENV, timeout_s=PATIENCE_S):
+    def train(self, *arguments, env=None):
         """Trains in processes of its own."""
-        full = [*command, "train", str(self.recipe), *arguments]
-        return subprocess.run(full, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+        command = ("train", str(self.recipe), *arguments)
+        return run_forked(megaclass_command, *command, env=env, timeout_s=PATIENCE_S)
 
     def train_here(self, *arguments):
         """Trains on one rank, in this process."""
@@ -138,12 +136,13 @@ def alone(setting, tmp_path_factory):
     """One process, never stopped."""
 
     def train(folder):
-        arguments = ["train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "export.onnx=true"]
-        with forked_command(arguments, folder, env=ENV) as process:
-            assert process.ended(PATIENCE_S) == 0, process.errors()
+        done = setting.train(f"train.run_dir={folder / 'run'}", "export.onnx=true")
+        assert done.returncode == 0, done.stderr
+        (folder / "stdout").write_text(done.stdout)
+        (folder / "stderr").write_text(done.stderr)
 
     folder = made_once(tmp_path_factory, "train-alone", train)
-    return Run(folder / "run", (folder / "command.stdout").read_text(), (folder / "command.stderr").read_text())
+    return Run(folder / "run", (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +152,10 @@ def pair(setting, tmp_path_factory):
     def train(folder):
         primary, secondary = pty.openpty()
         fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        command = [*MEGACLASS, "train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "train.nproc=2"]
+        arguments = ["train", str(setting.recipe), f"train.run_dir={folder / 'run'}", "train.nproc=2"]
+        command = [sys.executable, "-m", "megaclass", *arguments]
         process = subprocess.Popen(
-            command, env=ENV | {"TERM": "xterm"}, stdout=subprocess.PIPE, stderr=secondary, text=True
+            command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=secondary, text=True
         )
         os.close(secondary)
         seen = b""
@@ -274,8 +274,7 @@ def test_under_torchrun_the_same_recipe_gives_the_same_losses(setting, pair, tmp
     run_dir = Path(shutil.copytree(pair.path, tmp_path / "run"))
     (run_dir / "summary.json").unlink()
     shutil.rmtree(run_dir / "checkpoints" / "step-000000040")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "megaclass"]
-    done = setting.train(f"train.run_dir={run_dir}", "--resume", command=torchrun)
+    done = torchrun(2, megaclass_command, "train", str(setting.recipe), f"train.run_dir={run_dir}", "--resume")
     assert done.returncode == 0, done.stderr
     assert f"resuming from {run_dir}/checkpoints/step-000000035, step 35\n" in done.stderr
     assert losses_of(run_dir) == pair.losses
@@ -305,10 +304,10 @@ def stopped(setting, tmp_path_factory):
     def train_and_kill(folder):
         run_dir = folder / "run"
         arguments = ["train", str(setting.recipe), f"train.run_dir={run_dir}"]
-        with forked_command(arguments, folder, env=ENV) as process:
+        with Forked(megaclass_command, *arguments) as process:
             deadline = time.monotonic() + 120
             while len(rows_of(run_dir)) < 13 or len(checkpoints_of(run_dir)) < 2:
-                assert process.is_alive() and time.monotonic() < deadline, process.errors()
+                assert process.is_alive() and time.monotonic() < deadline, process.stderr
                 time.sleep(0.002)
             os.kill(process.pid, signal.SIGSTOP)
             second = ended_in_this_process([*arguments, "--overwrite"])
@@ -348,10 +347,10 @@ def test_resumed_on_another_number_of_processes_past_a_damaged_checkpoint_it_goe
     first_step = int(previous.name.removeprefix("step-"))
     profile = ("train.profile=37:39", "train.profile_ranks=[1]")
     arguments = ["train", str(setting.recipe), "--resume", f"train.run_dir={run_dir}", *profile]
-    ranks = ended_ranks([arguments] * 2, tmp_path, ENV)
-    assert [rank.ended() for rank in ranks] == [0, 0], [rank.errors() for rank in ranks]
-    assert f"megaclass: passed over a checkpoint: {damaged} has" in ranks[0].errors()
-    assert f"resuming from {previous}, step {first_step}\n" in ranks[0].errors()
+    ranks = ended_ranks(2, megaclass_command, *arguments, ranks_per_host=1)
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    assert f"megaclass: passed over a checkpoint: {damaged} has" in ranks[0].stderr
+    assert f"resuming from {previous}, step {first_step}\n" in ranks[0].stderr
     losses = losses_of(run_dir)
     assert list(losses) == list(range(1, NUM_STEPS + 1))
     assert [losses[step] for step in range(1, first_step + 1)] == list(alone.losses.values())[:first_step]
@@ -517,13 +516,16 @@ def test_labels_beyond_the_number_of_classes_end_the_command_once_and_clearly(se
     assert "Traceback" not in done.stderr
 
 
+def _train_with_data_on_one_host(command, *data_by_rank):
+    megaclass_command(*command, f"data.path={data_by_rank[int(os.environ['RANK'])]}")
+
+
 def test_where_hosts_keep_logs_of_their_own_each_says_which_rank_ended_the_run_and_why(setting, tmp_path):
     """Two ranks, each the only one of its host; the data is missing on the second."""
     command = ["train", str(setting.recipe), f"train.run_dir={tmp_path}/run"]
-    commands = [[*command, f"data.path={data}"] for data in (setting.data, tmp_path / "nothing")]
-    ranks = ended_ranks(commands, tmp_path, ENV)
-    assert [rank.ended() for rank in ranks] == [2, 2]
-    logs = [rank.errors() for rank in ranks]
+    ranks = ended_ranks(2, _train_with_data_on_one_host, command, setting.data, tmp_path / "nothing", ranks_per_host=1)
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    logs = [rank.stderr for rank in ranks]
     reason = f"Cannot open the data at {tmp_path}/nothing: there is no such folder."
     assert logs[0].splitlines()[-1].startswith(f"megaclass: rank 1: {reason}")
     assert logs[1].splitlines()[-1].startswith(f"megaclass: {reason}")
@@ -551,8 +553,7 @@ def test_a_rank_that_dies_at_start_ends_the_command_at_once_and_is_named(setting
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\nif os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     # Before `train` gives up; alone, rank 0 would wait for 600 s.
-    done = setting.train(f"train.run_dir={tmp_path}/run", "train.nproc=2", env=ENV | {"PYTHONPATH": path})
+    done = setting.train(f"train.run_dir={tmp_path}/run", "train.nproc=2", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 128 + signal.SIGKILL
     assert re.search(r"megaclass: rank 1 on \S+ \(pid \d+\) ended with signal SIGKILL; the other 1 ", done.stderr)

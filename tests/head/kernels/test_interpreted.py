@@ -16,8 +16,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 WIDTH = 24
-# Three tiles of classes, the last one in part. The interpreter's time grows with the number of tiles.
+# Three tiles of classes, the last one in part. The interpreter's time grows with the number of tiles, and of images.
 NUM_CLASSES = 70
+NUM_IMAGES = 5
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         monkeypatch.setattr(triton_fused, "FLOAT32_TILES", tiles)
         monkeypatch.setattr(triton_fused, "SUBCENTRE_TILES", cut.Tiles(16, 32, 16, warps=4, stages=2))
         monkeypatch.setattr(triton_fused, "tiles_for", _tiny(triton_fused, tiles))
-        monkeypatch.setattr(cut, "_CHUNK_BYTES", 1 << 12)
+        monkeypatch.setattr(cut, "_CHUNK_BYTES", 1 << 11)
         monkeypatch.setattr(triton_fused, "GRADIENT_BYTES", 1 << 14)
         capability = (9, 0) if len(request.node.name) % 2 else (8, 0)
         monkeypatch.setattr(triton_fused, "_device_facts", lambda device: (capability, 3))
@@ -45,7 +46,7 @@ def _tiny(triton_fused: Any, tiles: Any) -> Any:
     return tiles_for
 
 
-def batches(num_steps: int, num_classes: int, size: int = 9) -> list[tuple[Tensor, Tensor]]:
+def batches(num_steps: int, num_classes: int, size: int = NUM_IMAGES) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     result = []
     for _ in range(num_steps):
@@ -59,7 +60,11 @@ def new_head(kernel: str, num_classes: int = NUM_CLASSES, **options: Any) -> Any
     from megaclass import ArcFace, PartialFC, RowSGD
 
     storage = "float64" if kernel == "reference" else options.pop("storage", "float32")
-    defaults = {"margin": ArcFace(scale=16, margin=0.4), "optimizer": RowSGD(weight_decay=5e-4), "max_batch": 11}
+    defaults = {
+        "margin": ArcFace(scale=16, margin=0.4),
+        "optimizer": RowSGD(weight_decay=5e-4),
+        "max_batch": NUM_IMAGES + 2,
+    }
     return PartialFC(WIDTH, num_classes, kernel=kernel, storage=storage, seed=3, **{**defaults, **options})
 
 
@@ -142,7 +147,7 @@ def test_every_option_trains_as_the_reference_does(name):
         "filtered": {"filter_above": 0.1, "sample_rate": 0.5},
         "sub-centres": {"num_subcentres": 3, "sample_rate": 0.5},
         "recompute": {"stored_bytes": 0},
-        "some stored": {"num_classes": 100, "stored_bytes": 9000},
+        "some stored": {"num_classes": 100, "stored_bytes": 2000},  # one chunk of two
     }[name]
     truth = train(new_head("reference", **options), torch.float64)
     assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
@@ -221,26 +226,39 @@ def test_accumulated_parts_give_what_one_big_batch_gives(rate):
     assert_close(outcomes[1], outcomes[0], 3e-6)
 
 
-def _train_on_ranks(kernel: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor], Tensor]:
+def new_head_on_ranks(kernel: str, options: dict[str, Any]) -> Any:
+    """A head of 13 classes, with room for one image more than a rank gets."""
     import torch.distributed as dist
 
-    head = new_head(kernel, 13, **options)
+    return new_head(kernel, 13, **{"max_batch": -(-NUM_IMAGES // dist.get_world_size()) + 1, **options})
+
+
+def _numbers(measures: Any) -> list[float]:
+    return [float(getattr(measures, name)) for name in type(measures).__slots__]
+
+
+def _train_on_ranks(kernel: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor], Tensor]:
+    """Losses of two steps and the measures of the second; gradients of the images; centres."""
+    import torch.distributed as dist
+
+    head = new_head_on_ranks(kernel, options)
     rank, size = dist.get_rank(), dist.get_world_size()
-    edges = [round(9 * (r / size) ** 1.3) for r in range(size + 1)]  # uneven
-    losses, grads = [], []
-    for x, y in batches(2, 13):
+    edges = [round(NUM_IMAGES * (r / size) ** 1.3) for r in range(size + 1)]  # uneven
+    numbers, grads = [], []
+    for step, (x, y) in enumerate(batches(2, 13)):
         leaf = x[edges[rank] : edges[rank + 1]].to(head.store.work_dtype).requires_grad_()
         loss = head(leaf, y[edges[rank] : edges[rank + 1]])
         loss.backward()
-        head.step(lr=0.05)
-        losses.append(loss.item())
+        measures = head.step(lr=0.05, is_measured=step == 1)
+        numbers += [loss.item(), *(_numbers(measures) if step == 1 else [])]
         grads.append(leaf.grad.double() / size)
-    return losses, grads, head.centres(torch.arange(13)).double()
+    return numbers, grads, head.centres(torch.arange(13)).double()
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["all classes", "half", "curricular, sizes unknown", "sub-centres"])
-def test_the_same_model_on_any_number_of_ranks(run_ranks, name):
+def test_the_same_model_and_measures_on_any_number_of_ranks(run_ranks, name):
+    """The reference's measures are compared with a dense classifier in tests/head/test_stats.py, for each number of ranks."""
     from megaclass import CurricularFace
 
     options: dict[str, Any] = {
@@ -249,11 +267,11 @@ def test_the_same_model_on_any_number_of_ranks(run_ranks, name):
         "curricular, sizes unknown": {"margin": CurricularFace(scale=16), "max_batch": None, "sample_rate": 0.5},
         "sub-centres": {"num_subcentres": 2},
     }[name]
-    ((losses, grads, centres),) = run_ranks(1, _train_on_ranks, "reference", options)
+    ((numbers, grads, centres),) = run_ranks(1, _train_on_ranks, "reference", options)
     for size in (1, 3) if name == "half" else (3,):
         outcomes = run_ranks(size, _train_on_ranks, "triton_fused", options)
-        for other_losses, _, other_centres in outcomes:
-            assert other_losses == pytest.approx(losses, rel=1e-5)
+        for other_numbers, _, other_centres in outcomes:
+            assert other_numbers == pytest.approx(numbers, rel=1e-5)
             assert_close([other_centres], [centres], 1e-5)
         whole = [torch.cat([grads[step] for _, grads, _ in outcomes]) for step in range(2)]
         assert_close(whole, grads, 1e-5)
@@ -262,7 +280,7 @@ def test_the_same_model_on_any_number_of_ranks(run_ranks, name):
 def _measure_on_ranks(kernel: str, options: dict[str, Any], num_parts: int) -> list[list[float]]:
     import torch.distributed as dist
 
-    head = new_head(kernel, 13, **options)
+    head = new_head_on_ranks(kernel, options)
     rank, size = dist.get_rank(), dist.get_world_size()
     outcome = []
     for x, y in batches(2, 13):
@@ -270,23 +288,18 @@ def _measure_on_ranks(kernel: str, options: dict[str, Any], num_parts: int) -> l
         head.begin_step(mine)
         for part_x, part_y in zip(leaf.tensor_split(num_parts), mine.tensor_split(num_parts), strict=True):
             (head(part_x, part_y) * 8.0).backward()
-        measures = head.step(lr=0.05, loss_scale=8.0, is_measured=True)
-        outcome.append([float(getattr(measures, name)) for name in type(measures).__slots__])
+        outcome.append(_numbers(head.step(lr=0.05, loss_scale=8.0, is_measured=True)))
     return outcome
 
 
 @interpreted
-@pytest.mark.parametrize("num_parts", [1, 2], ids=["whole", "accumulated"])
-@pytest.mark.parametrize("name", ["all classes", "half", "sub-centres"])
-def test_the_same_measures_on_any_number_of_ranks(run_ranks, name, num_parts):
-    """The reference's are compared with a dense classifier in tests/head/test_stats.py, for each number of ranks."""
+@pytest.mark.parametrize(("name", "size"), [("all classes", 3), ("half", 2), ("sub-centres", 3)])
+def test_the_same_measures_of_accumulated_parts_on_any_number_of_ranks(run_ranks, name, size):
     options = {"all classes": {}, "half": {"sample_rate": 0.5}, "sub-centres": {"num_subcentres": 2}}[name]
     (truth,) = run_ranks(1, _measure_on_ranks, "reference", options, 1)
-    sizes = {1: (1, 3), 2: (2,)}[num_parts] if name == "half" else (3,)
-    for size in sizes:
-        for measures in run_ranks(size, _measure_on_ranks, "triton_fused", options, num_parts):
-            for ours, true in zip(measures, truth, strict=True):
-                assert ours == pytest.approx(true, rel=1e-5)
+    for measures in run_ranks(size, _measure_on_ranks, "triton_fused", options, 2):
+        for ours, true in zip(measures, truth, strict=True):
+            assert ours == pytest.approx(true, rel=1e-5)
 
 
 @interpreted
@@ -382,8 +395,8 @@ def _overwrite(kind: str) -> str:
 
     from megaclass.errors import HeadError
 
-    head = new_head("triton_fused", 99)
-    x, y = batches(1, 99)[0]
+    head = new_head("triton_fused", 99, max_batch=2)
+    x, y = batches(1, 99, size=2)[0]
     head(x.float().requires_grad_(), y).backward()
     head.step(lr=0.05)
     weight = head.rows()["weight"]

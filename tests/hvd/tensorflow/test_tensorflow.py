@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import free_port
-from tests.hvd.jobs import ForkedScript, outputs_of, start_script
+from tests.forked import python_script, run_forked
+from tests.shared_folder import made_once
 
 import megaclass.hvd as hvd
 
@@ -35,20 +35,41 @@ for path, *sys.argv[1:] in {scripts!r}:
 """
 
 
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Path:
+    """Folder with the output of a job of two ranks, and what its scripts have written."""
+
+    def run(folder: Path) -> None:
+        examples = ROOT / "examples" / "tensorflow"
+        small = "--model MobileNet --image-size 32 --batch-size 2 --num-warmup-batches 1 --num-batches-per-iter 1"
+        scripts = [
+            [str(JOBS / "collectives.py"), str(folder)],  # sets the number of TensorFlow's threads
+            [str(JOBS / "training.py"), str(folder)],
+            [str(examples / "keras_mnist.py"), *f"--images 2048 --epochs 2 --checkpoint {folder}/digits.keras".split()],
+            [str(examples / "gradient_tape.py"), *["--images", "2048", "--steps", "100", "--fp16-allreduce"]],
+            [str(examples / "synthetic_benchmark.py"), *small.split(), "--num-iters", "2"],
+            [str(JOBS / "sessions.py")],  # ends eager execution for its process
+        ]
+        (folder / "in_turn.py").write_text(IN_TURN.format(scripts=scripts))
+        command = [sys.executable, "-m", "megaclass", "run", "--horovod", "-np", "2", sys.executable]
+        env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, str(folder / "in_turn.py")], capture_output=True, text=True, timeout=580, env=env, check=False
+        )
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+        (folder / "stdout").write_text(done.stdout)
+
+    return made_once(tmp_path_factory, "tensorflow-job", run)
+
+
 @needs_tensorflow
 @pytest.mark.ranks
-def test_every_collective_works_as_do_v1_sessions_and_all_names_of_horovod_are_there(tmp_path):
+@pytest.mark.timeout(600)
+def test_every_collective_works_as_do_v1_sessions_and_all_names_of_horovod_are_there(job):
     """Collectives run eagerly and in graphs, with their gradients and errors."""
-    # Sessions come last: they end eager execution for their process.
-    script = IN_TURN.format(scripts=[[str(JOBS / "collectives.py"), str(tmp_path)], [str(JOBS / "sessions.py")]])
-    variables = {**QUIET, "MEGACLASS_JOB_SECRET": "ab" * 32, "PYTHONPATH": hvd.shims_folder()}
-    results = outputs_of(start_script(script, 2, free_port(), **variables), timeout_s=280)
-    for rank, (code, out, err) in enumerate(results):
-        said = [line for line in out.splitlines() if line.endswith("all good")]
-        assert (code, said) == (0, ["collectives: all good", "sessions: all good"]), (
-            f"rank {rank}\n{out[-2000:]}\n{err[-6000:]}"
-        )
-    found = json.loads(results[0][1].splitlines()[-2])
+    printed = (job / "stdout").read_text()
+    assert printed.count("collectives: all good") == printed.count("sessions: all good") == 2, printed
+    found = json.loads(re.findall(r"^\[0\]<stdout>:(\{.*)$", printed, re.MULTILINE)[-1])
     lines = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
     for module, name, *parameters in (line.split() for line in lines if not line.startswith("#")):
         assert found[module][name] == parameters, f"horovod.{module}.{name}"
@@ -77,27 +98,13 @@ def _check_table(found: dict[str, dict[str, object]]) -> None:
 @needs_tensorflow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_training_equals_one_process_with_the_double_batch_and_unmodified_scripts_in_horovods_idiom_learn(tmp_path):
-    examples, model = ROOT / "examples" / "tensorflow", tmp_path / "digits.keras"
-    small = "--model MobileNet --image-size 32 --batch-size 2 --num-warmup-batches 1 --num-batches-per-iter 1"
-    scripts = [
-        [str(JOBS / "training.py"), str(tmp_path)],
-        [str(examples / "keras_mnist.py"), "--images", "2048", "--epochs", "2", "--checkpoint", str(model)],
-        [str(examples / "gradient_tape.py"), "--images", "2048", "--steps", "100", "--fp16-allreduce"],
-        [str(examples / "synthetic_benchmark.py"), *small.split(), "--num-iters", "2"],
-    ]
-    in_turn = tmp_path / "in_turn.py"
-    in_turn.write_text(IN_TURN.format(scripts=scripts))
-    command = [sys.executable, "-m", "megaclass", "run", "--horovod", "-np", "2", sys.executable, str(in_turn)]
-    env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=env, check=False)
-    printed = done.stdout
-    assert done.returncode == 0, printed + done.stderr
+def test_training_equals_one_process_with_the_double_batch_and_unmodified_scripts_in_horovods_idiom_learn(job):
+    printed = (job / "stdout").read_text()
     assert printed.count("training: all good") == 2, printed
     accuracies = re.findall(r"rank (\d) of 2: test accuracy ([\d.]+)%$", printed, re.MULTILINE)
     # Both ranks have the same model, and it has learned; guessing gives 10 %.
     assert len(accuracies) == 2 and accuracies[0][1] == accuracies[1][1] and float(accuracies[0][1]) > 25, printed
-    assert "finished gradual learning rate warmup to 0.002" in printed and model.exists()
+    assert "finished gradual learning rate warmup to 0.002" in printed and (job / "digits.keras").exists()
     accuracies = re.findall(r"test accuracy ([\d.]+)%, weights differ by 0\.0\b", printed)
     assert len(accuracies) == 2 and float(accuracies[0]) > 25, printed
     assert float(re.findall(r"Total img/sec on 2 process\(es\): ([\d.]+)", printed)[0]) > 0
@@ -121,8 +128,8 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"megaclass", "k
 @needs_tensorflow
 @pytest.mark.ranks
 def test_no_other_module_imports_tensorflow_or_keras():
-    [(_, out, err)] = outputs_of([ForkedScript(IMPORTS, {**os.environ, "PYTHONPATH": hvd.shims_folder()})], 280)
-    assert out == "['megaclass']\n", out + err
+    done = run_forked(python_script, IMPORTS, env={"PYTHONPATH": hvd.shims_folder()})
+    assert done.stdout == "['megaclass']\n", done.stdout + done.stderr
 
 
 def test_a_missing_tensorflow_is_reported_with_what_to_install(monkeypatch):
