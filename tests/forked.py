@@ -102,9 +102,8 @@ class Forked:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        if (
-            self.is_alive()
-        ):  # not yet the leader of its session; the number of one that has ended may be another's by now
+        # It may not be the leader of its session yet. Not without a look: the number of one that has ended may be another's.
+        if self.is_alive():
             self._process.kill()
         self._process.join()
         self._texts = self._written()
@@ -112,9 +111,8 @@ class Forked:
 
     def _written(self) -> list[str]:
         found = [path.read_bytes() if path.exists() else b"" for path in self._outputs]
-        return self._texts or [
-            text.decode(errors="replace") for text in found
-        ]  # the last character may be half written
+        # The last character may be half written.
+        return self._texts or [text.decode(errors="replace") for text in found]
 
 
 def megaclass_command(*arguments: str) -> None:
