@@ -12,7 +12,7 @@ from megaclass.cli.main import main
 from megaclass.config.read import load_config_values
 from megaclass.data.loading import choose
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
 from megaclass.plan.exchanges import exchanges
 from megaclass.plan.gpus import GIB, GPUS, known_gpu
