@@ -22,8 +22,8 @@ from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.choose import available_cores, choose_processes
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.synthesize import synthesize
 
 BATCH, NUM_IDENTITIES, IMAGES_PER_IDENTITY = 512, 1024, 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ from megaclass.data.loader import Batch
 from megaclass.distributed.process_group import process_group
 from megaclass.plan.gpus import gpu_named
 from megaclass.plan.head import head_costs
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 from megaclass.plan.memory import plan_memory
 from megaclass.plan.speed import step_time
 from megaclass.train.build import build_model
@@ -62,8 +62,8 @@ def settings(name: str, batch: int, rate: float, is_compiled: bool) -> Config:
     return load_config_values(tables, where="benchmark")
 
 
-def job_of(config: Config, num_classes: int, gpu_name: str | None) -> Job:
-    return Job(
+def job_of(config: Config, num_classes: int, gpu_name: str | None) -> PlannedJob:
+    return PlannedJob(
         config=config,
         gpu=gpu_named(gpu_name),
         num_ranks=1,

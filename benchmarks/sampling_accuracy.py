@@ -22,7 +22,7 @@ from megaclass.config.schema import OptimizerConfig
 from megaclass.data.loader import BatchLoader
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.evaluate.embed import embed_pairs
 from megaclass.evaluate.protocols.verification import score_embeddings
 from megaclass.head.sampling import sample_classes

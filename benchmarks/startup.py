@@ -95,7 +95,7 @@ def main() -> None:
     if options.child:
         child(options.backbone, options.device, options.child[0], float(options.child[1]))
         return
-    from megaclass.data.synthetic.synthesize import synthesize
+    from megaclass.data.tools.synthesize import synthesize
 
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "data"

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def draw(folder: Path) -> None:
-    from megaclass.data.synthetic.synthesize import synthesize
+    from megaclass.data.tools.synthesize import synthesize
 
     begun = time.perf_counter()
     synthesize(

@@ -12,6 +12,7 @@ import megaclass
 from megaclass.cli.logs import messages_on_stderr
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
+from megaclass.train.run import launch_ranks
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo.toml"
@@ -155,6 +156,13 @@ def test_quiet_prints_the_result_alone_and_excludes_verbose(outcome, tmp_path):
     assert (code, out, err) == (0, f"{tmp_path / 'faces'}: drawn\n", "")
     code, _, err = outcome("data", "inspect", tmp_path / "faces", "--quiet", "--verbose")
     assert code == 2 and "not allowed with argument --quiet" in err
+
+
+def test_the_demo_is_as_quiet_as_it_was_asked_to_be(outcome, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch_ranks, "start_training", lambda config, given, mode: started.append(given) or 0)
+    assert outcome("demo", "train.nproc=1", "--quiet", "train.seed=3") == (0, "", "")
+    assert started == [["demo", "train.nproc=1", "train.seed=3", "--overwrite", "--quiet"]]
 
 
 def test_an_unknown_public_name_is_an_attribute_error():

@@ -67,6 +67,17 @@ def test_no_package_has_more_than_fourteen_modules_side_by_side():
     assert {name: count for name, count in counts.items() if count > 14} == {}
 
 
+def test_one_class_name_stands_for_one_thing():
+    """Except the names of Horovod, which its API repeats for each framework. Names with an underscore stay in their file."""
+    horovod = {"Compression", "Settings", "SyncBatchNorm"}
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text(), re.MULTILINE):
+            places.setdefault(name, []).append(str(path.relative_to(SOURCE)))
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    assert {name for name in shared if not name.endswith("Compressor")} <= horovod, shared
+
+
 def test_the_api_reference_names_exactly_what_the_package_exports():
     import megaclass
     import megaclass.hvd

@@ -106,6 +106,7 @@ def typed(capsys):
         ("megaclass train recipe.toml data.path=one", "needs two: expected one subfolder per identity"),
         ("megaclass train recipe.toml train.global_batch=512", "for example with train.global_batch=8."),
         ("megaclass train recipe.toml backbone.name=mynet:Net", "A file mynets.py in this folder with a class Net"),
+        ("megaclass train recipe.toml head.margin=arcfac", "of your own; did you mean arcface?"),
         ("megaclass train recipe.toml train.device=cuda", "sees no GPU: check the driver with nvidia-smi"),
     ],
 )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megaclass.files import open_private
+from megaclass.files import open_private, read_json_lines
 
 EVENTS_NAME = "events.jsonl"
 EVENTS = (
@@ -60,24 +60,14 @@ def append_event(folder: Path, event: str, *, step: int | None = None, **fields:
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     """Returns the events of the run in `folder`, oldest first, and the number of lines that are not events.
 
-    A crash can cut off the last line, and a power cut can damage others; neither stops a reader. A folder without the file
-    has no events. Events that this version does not know are returned, too.
+    Damaged lines do not stop a reader. A folder without the file has no events. Events that this version does not know are
+    returned, too.
     """
-    path = folder / EVENTS_NAME
-    if not path.is_file():
-        return [], 0
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    events = [event for event in map(_event, lines) if event is not None]
-    return sorted(events, key=lambda event: float(event["time"])), len(lines) - len(events)
+    events, num_others = read_json_lines(folder / EVENTS_NAME, _is_event)
+    return sorted(events, key=lambda event: float(event["time"])), num_others
 
 
-def _event(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("event"), str):
-        return None
+def _is_event(row: dict[str, Any]) -> bool:
     is_timed = isinstance(row.get("time"), int | float) and not isinstance(row["time"], bool)
     has_step = row.get("step") is None or isinstance(row["step"], int)
-    return row if is_timed and has_step else None
+    return isinstance(row.get("event"), str) and is_timed and has_step

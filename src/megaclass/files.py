@@ -8,9 +8,10 @@ Private files and folders (logs, metrics, results: whatever may reveal something
 further restricted by the umask. SECURITY.md lists which kinds of files are private and which follow the umask.
 """
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,19 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
+def read_json_lines(path: Path, is_record: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], int]:
+    """Returns the objects of a file with one JSON object per line, and the number of lines that hold no record.
+
+    A crash can cut off the last line, and a power cut can leave other bytes in place of lines; neither stops a reader.
+    A file that does not exist has no records. A last line without its newline is still being written and is not counted.
+    """
+    if not path.is_file():
+        return [], 0
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    records = [record for record in map(_json_object, lines) if record is not None and is_record(record)]
+    return records, len(lines) - len(records)
+
+
 def make_private_folder(path: Path) -> None:
     """Creates a private folder if it does not exist; existing folders and new parents keep the user's mode."""
     path.mkdir(mode=_PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
@@ -135,6 +149,14 @@ def locked(path: Path, *, timeout_s: float = -1.0) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
+
+
+def _json_object(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _umask() -> int:

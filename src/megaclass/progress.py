@@ -1,4 +1,7 @@
-"""One progress bar per job: drawn by rich on a terminal, otherwise (or without rich) as plain lines."""
+"""Text for people: one progress bar per job, lines of a terminal's width, sizes and durations.
+
+A bar is drawn by rich on a terminal, otherwise (or without rich) as plain lines.
+"""
 
 import logging
 import shutil
@@ -27,6 +30,23 @@ def wrapped(text: str, stream: TextIO) -> str:
         else line
         for line in text.splitlines()
     )
+
+
+def size_text(num_bytes: float) -> str:
+    """Returns a size in the largest unit that it fills, such as `1.50 GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a duration in one unit, such as `90 s`, `45 min`, `3.5 h` or `2.1 days`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
 
 
 class Bar(Protocol):

@@ -14,8 +14,8 @@ from megaclass.data.sources import records as record_source
 from megaclass.data.sources.column_cache import cached_columns
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.record_index import open_index
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 
 

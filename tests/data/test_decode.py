@@ -116,7 +116,7 @@ def test_any_bytes_give_an_image_or_a_data_error():
 def test_modules_import_without_the_image_libraries():
     program = (
         "import sys; sys.modules['simplejpeg'] = sys.modules['PIL'] = None\n"
-        "import megaclass.data.loader, megaclass.data.synthetic.synthesize\n"
+        "import megaclass.data.loader, megaclass.data.tools.synthesize\n"
         "import megaclass.data.sources.open_source, megaclass.data.pair_file"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

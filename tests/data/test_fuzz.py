@@ -16,7 +16,7 @@ from megaclass.data.decode import decode_image, decode_into, image_dimensions
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.faces import draw_faces
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 

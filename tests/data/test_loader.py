@@ -16,7 +16,7 @@ from PIL import Image
 from megaclass.data.loader import BatchLoader, mirrored
 from megaclass.data.loading import reader as reader_module
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 
 CPU = torch.device("cpu")

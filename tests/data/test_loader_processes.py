@@ -24,7 +24,7 @@ from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.loading.worker import Filler
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import ConfigError, DataError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

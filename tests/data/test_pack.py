@@ -12,6 +12,7 @@ from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
 from megaclass.data.tools import pack as pack_module
 from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.unpack import unpack
 from megaclass.errors import DataError
 
 
@@ -167,6 +168,24 @@ def test_shards_hold_images_of_every_format(tmp_path, kind):
     Image.new("RGB", (16, 16), (9, 9, 9)).save(tmp_path / "faces" / "a" / "x.png", kind)
     pack(open_source(tmp_path / "faces"), tmp_path / "out", PackOptions(layout="tar"))
     assert decode_image(open_source(tmp_path / "out").read(0), "x").shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "PPM", "GIF", "BMP", "WEBP"])
+def test_an_image_of_every_format_is_unpacked_under_the_suffix_of_its_content(tmp_path, kind):
+    suffix = {"JPEG": ".jpg", "TIFF": ".tif"}.get(kind, f".{kind.lower()}")
+    (tmp_path / "faces" / "a").mkdir(parents=True)
+    Image.new("RGB", (16, 16), (9, 9, 9)).save(tmp_path / "faces" / "a" / "x.png", kind)
+    unpack(open_source(tmp_path / "faces"), tmp_path / "out", class_names=[b"a"])
+    assert [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")] == [
+        f"a/00000000{suffix}"
+    ]
+
+
+def test_what_is_no_image_is_not_unpacked_but_named(faces, tmp_path):
+    (tmp_path / "faces" / "c" / "40.jpg").write_bytes(b"no image at all")
+    with pytest.raises(DataError, match=r"c/40\.jpg.*megaclass data verify DATA --repair OUT"):
+        unpack(open_source(tmp_path / "faces"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_empty_image_is_named(faces, tmp_path):

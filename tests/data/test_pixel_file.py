@@ -10,9 +10,9 @@ from megaclass.data.decode import decode_image
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading import reader
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools import pack_pixels
 from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 

@@ -15,8 +15,8 @@ from megaclass.data.decode import IMAGE_SUFFIXES
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.open_source import FORMATS, check_source, open_source, verification_files
 from megaclass.data.sources.source import SourceFormat
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.stage import stage, unstage
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 

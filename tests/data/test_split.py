@@ -10,9 +10,9 @@ from megaclass.checkpoint.class_names import class_list
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.overlap import find_overlaps
 from megaclass.data.tools.split import Split, is_unseen
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from megaclass.checkpoint.class_names import class_list
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools import stage as stage_module
 from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.data.tools.stage import stage, unstage
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 
 

@@ -15,7 +15,7 @@ from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
 from megaclass.data.synthetic.faces import draw_faces
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 
 SMALL = {"num_identities": 5, "images_per_identity": 3, "image_size": 32, "num_pairs": 20}
@@ -130,7 +130,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "draw.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from megaclass.data.synthetic.synthesize import synthesize\n"
+        "from megaclass.data.tools.synthesize import synthesize\n"
         "if __name__ == '__main__':\n"
         f"    synthesize(Path({str(tmp_path / 'set')!r}), num_identities=100000, images_per_identity=9, image_size=64,\n"
         "               num_processes=2, on_progress=lambda done, of: print(done, flush=True))\n"

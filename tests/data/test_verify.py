@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 

@@ -5,8 +5,8 @@ import pytest
 from megaclass.cli.main import main
 from megaclass.data.pair_file import write_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.make_pairs import make_pairs
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.training_overlap import compared_with_training_data, training_data_line
 

@@ -14,7 +14,7 @@ from megaclass.evaluate.report.from_runs import report_of_runs
 from megaclass.evaluate.report.page import ModelReport, render_report
 from megaclass.evaluate.report.training.ranges import HealthyRange, cosine_range, gradient_range
 from megaclass.evaluate.report.training.time_line import time_line, time_line_picture
-from megaclass.evaluate.report.training.verdict import RULES, Finding, History, verdict
+from megaclass.evaluate.report.training.verdict import RULES, History, RunFinding, verdict
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -31,7 +31,7 @@ def read(folder: Path) -> ModelReport:
     return report_of_runs([folder], device=torch.device("cpu")).models[0]
 
 
-def verdict_on(run: ModelReport) -> list[Finding]:
+def verdict_on(run: ModelReport) -> list[RunFinding]:
     return verdict(History(run.metrics, run.events, run.rank_rows, run.cosines))
 
 

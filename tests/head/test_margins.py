@@ -5,9 +5,11 @@ The dense head below is independent of the package: all cosines at once, the pap
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +31,9 @@ from megaclass import (
     RowSGD,
     Targets,
 )
+from megaclass.config.read import load_config
 from megaclass.config.schema import HeadConfig
-from megaclass.errors import HeadError
+from megaclass.errors import ConfigError, HeadError
 from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
 from megaclass.head.kernels import chunked
 from megaclass.head.margins import MARGINS
@@ -813,8 +816,49 @@ def test_both_gradients_are_those_of_the_dense_matrix_on_any_number_of_ranks(run
 
 
 def test_recipes_name_every_margin_of_the_table_and_no_other():
-    names = get_args(get_type_hints(HeadConfig)["margin"])
-    assert names == tuple(MARGINS)
+    with pytest.raises(ConfigError, match=r"'arcfac'; expected one of softmax, .* of your own; did you mean arcface\?"):
+        build_margin(HeadConfig(margin="arcfac"))
     for name, (margin, size_field) in MARGINS.items():
         built = build_margin(HeadConfig(margin=name, margin_size=None if size_field is None else 0.3))
         assert type(built) is margin and (size_field is None or getattr(built, size_field) == 0.3)
+
+
+OWN_MARGINS = """
+from dataclasses import dataclass
+from megaclass import Margin
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredMargin(Margin):
+    scale: float = 64.0
+    margin: float = 0.3
+
+    def target_logits(self, targets):
+        return self.scale * (targets.cosines_G - self.margin * (1 - targets.cosines_G) ** 2)
+
+class NoMargin:
+    pass
+"""
+
+
+def test_a_class_in_the_working_folder_is_a_margin_of_recipes(tmp_path, monkeypatch):
+    (tmp_path / "squared_margins.py").write_text(OWN_MARGINS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    given = ["head.margin=squared_margins:SquaredMargin", "head.margin_size=0.2", "head.scale=30"]
+    margin = build_margin(load_config(Path("demo"), given).head)
+    assert (type(margin).__name__, vars(margin)) == ("SquaredMargin", {"scale": 30.0, "margin": 0.2})
+    with pytest.raises(ConfigError, match="not a dataclass derived from"):
+        build_margin(HeadConfig(margin="squared_margins:NoMargin"))
+    with pytest.raises(ConfigError, match=r"mymargins.py in this folder with a class SquaredMargin"):
+        build_margin(HeadConfig(margin="squared_margins:Gone"))
+
+
+def test_a_line_in_the_table_makes_a_margin_of_recipes(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Half(Margin):
+        scale: float = 64.0
+        size: float = 0.5
+
+    monkeypatch.setitem(MARGINS, "half", (Half, "size"))
+    head = load_config(Path("demo"), ["head.margin=half", "head.margin_size=0.1"]).head
+    assert build_margin(head) == Half(scale=head.scale, size=0.1)

@@ -15,7 +15,7 @@ import pytest
 from megaclass.errors import LaunchError
 from megaclass.hvd import run_function, run_function_worker
 from megaclass.hvd.exceptions import SHUT_DOWN
-from megaclass.hvd.run_function import FUNCTION_SERVER, _Job, pickled_call, run
+from megaclass.hvd.run_function import FUNCTION_SERVER, _FunctionServer, pickled_call, run
 
 
 class _FakeLauncher:
@@ -200,7 +200,7 @@ def test_network_interfaces_that_are_asked_for_are_used(monkeypatch):
 
 
 def test_a_rank_connects_to_the_first_address_that_answers(monkeypatch):
-    job = _Job(pickled_call(abs, (1,), {}), 1, [], [], "python")
+    job = _FunctionServer(pickled_call(abs, (1,), {}), 1, [], [], "python")
     monkeypatch.setenv(FUNCTION_SERVER, f"127.0.0.2 {job._where()}")
     monkeypatch.setattr(run_function_worker, "_CONNECT_S", 1.0)
     threading.Thread(target=job._serve, daemon=True).start()

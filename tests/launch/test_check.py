@@ -18,7 +18,7 @@ import megaclass
 from megaclass.cli.main import main
 from megaclass.launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
 from megaclass.launch.check.probe import code_digest
-from megaclass.launch.check.report import Report, State, bad, good
+from megaclass.launch.check.report import FindingState, Report, bad, good
 from megaclass.launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
 from megaclass.launch.wire.plain_text import plain_lines
 from megaclass.launch.wire.protocol import ProtocolError
@@ -68,12 +68,12 @@ def finding(what, slots=2, **change):
 
 def test_a_host_with_two_gpus_and_two_slots_has_nothing_to_mend():
     found = host_findings(FACTS, 2)
-    assert {f.what for f in found if f.state is not State.GOOD} == {"MPI"}
+    assert {f.what for f in found if f.state is not FindingState.GOOD} == {"MPI"}
     assert finding("GPU 1").found == "NVIDIA H200, matrix product in 25 µs, 130.0 of 140.0 GiB free"
 
 
 def test_a_driver_that_runs_a_newer_cuda_all_the_same_is_not_doubted():
-    assert finding("driver", driver_cuda="11.4").state is State.GOOD
+    assert finding("driver", driver_cuda="11.4").state is FindingState.GOOD
 
 
 def test_where_nobody_says_how_many_slots_each_usable_gpu_gets_one():
@@ -85,12 +85,12 @@ def test_where_nobody_says_how_many_slots_each_usable_gpu_gets_one():
 def test_a_host_without_a_gpu_trains_on_its_cpus():
     found = host_findings({**FACTS, "torch": ON_CPU, "driver": None, "driver_cuda": None, "num_gpus_present": 0}, 2)
     assert Report(findings={"h": found}).would_start
-    assert [f.what for f in found if f.state is State.ABSENT] == ["CUDA", "driver", "GPUs", "NCCL", "MPI"]
+    assert [f.what for f in found if f.state is FindingState.ABSENT] == ["CUDA", "driver", "GPUs", "NCCL", "MPI"]
     without = host_findings({**FACTS, "tensorflow": None, "keras": None}, 2)
-    assert [f.what for f in without if f.state is State.ABSENT] == ["TensorFlow", "Keras", "MPI"]
+    assert [f.what for f in without if f.state is FindingState.ABSENT] == ["TensorFlow", "Keras", "MPI"]
     old = finding("TensorFlow", tensorflow="2.15.1")
     assert (old.state, old.advice) == (
-        State.DOUBTFUL,
+        FindingState.DOUBTFUL,
         'megaclass.hvd.tensorflow needs 2.16 or later: pip install "tensorflow>=2.16"',
     )
 
@@ -128,7 +128,7 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
 )
 def test_what_keeps_training_from_starting_is_named_with_what_to_do(what, change, found, advice):
     one = finding(what, **change)
-    assert one.state is State.BAD and found in one.found and advice in one.advice
+    assert one.state is FindingState.BAD and found in one.found and advice in one.advice
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_keeps_training_from_starting_is_named_with_what_to_do(what, change
 )
 def test_what_somebody_will_wonder_about_later_does_not_stop_the_start(what, change, advice):
     one = finding(what, **change)
-    assert one.state is State.DOUBTFUL and advice in one.advice
+    assert one.state is FindingState.DOUBTFUL and advice in one.advice
 
 
 # ---- hosts compared ----
@@ -153,7 +153,9 @@ def test_hosts_that_differ_are_set_against_each_other():
     versions = {**FACTS["versions"], "torch": "2.12.0"}
     other = {**FACTS, "code": "ffffffffffffffff", "config": "b" * 64, "versions": versions}
     hosts = {"h1": {**FACTS, "config": "a" * 64}, "h2": other}
-    findings = [f for f in difference_findings(hosts, "tiny.toml", "/job", "/env/python") if f.state is State.BAD]
+    findings = [
+        f for f in difference_findings(hosts, "tiny.toml", "/job", "/env/python") if f.state is FindingState.BAD
+    ]
     assert {f.what: f.found for f in findings} == {
         "same versions": "torch is 2.13.0 on h1; 2.12.0 on h2",
         "same code": "megaclass is 0123456789ab on h1; ffffffffffff on h2",
@@ -168,7 +170,9 @@ def test_hosts_that_differ_are_set_against_each_other():
 def test_the_versions_to_install_are_those_of_a_host_that_has_them():
     versions = {**FACTS["versions"], "Python": "3.11", "torch": "not installed"}
     hosts = {"h1": {**FACTS, "versions": versions}, "h2": FACTS, "h3": FACTS}
-    python, torch = (f.advice for f in difference_findings(hosts, None, "/job", "python") if f.state is State.BAD)
+    python, torch = (
+        f.advice for f in difference_findings(hosts, None, "/job", "python") if f.state is FindingState.BAD
+    )
     assert python == "Install Python 3.11 with torch and megaclass on h2, h3, and set --python to it."
     assert torch == "Type on h1: python -m pip install torch==2.13.0"
 
@@ -176,7 +180,7 @@ def test_the_versions_to_install_are_those_of_a_host_that_has_them():
 def test_a_config_that_is_missing_on_a_host_comes_with_the_line_that_copies_it():
     hosts = {"h1": FACTS, "h2": {**FACTS, "config": "a" * 64}, "h3": FACTS}
     [*_, one] = difference_findings(hosts, "tiny.toml", "/job", "python")
-    assert (one.state, one.found) == (State.BAD, "tiny.toml is not on h1, h3")
+    assert (one.state, one.found) == (FindingState.BAD, "tiny.toml is not on h1, h3")
     assert one.advice == "Type on h2: scp /job/tiny.toml h1:/job/tiny.toml && scp /job/tiny.toml h3:/job/tiny.toml"
 
 
@@ -186,9 +190,9 @@ def test_a_config_that_is_nowhere_is_a_question_of_the_path():
 
 
 def test_a_clock_is_doubted_only_beyond_what_the_question_itself_took():
-    assert clock_finding(0.4, 0.01).state is State.GOOD
-    assert clock_finding(-5.0, 4.5).state is State.GOOD
-    assert clock_finding(-5.0, 0.01).state is State.DOUBTFUL
+    assert clock_finding(0.4, 0.01).state is FindingState.GOOD
+    assert clock_finding(-5.0, 4.5).state is FindingState.GOOD
+    assert clock_finding(-5.0, 0.01).state is FindingState.DOUBTFUL
     assert clock_finding(-5.0, 0.01).found.startswith("-5.000 s against this machine")
 
 

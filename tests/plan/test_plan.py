@@ -12,18 +12,18 @@ from megaclass.cli.main import main
 from megaclass.config.read import load_config_values
 from megaclass.data.loading import choose
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
 from megaclass.plan.exchanges import exchanges
 from megaclass.plan.gpus import GIB, GPUS, known_gpu
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 from megaclass.plan.loader import plan_loader
 from megaclass.plan.memory import plan_memory
 from megaclass.plan.plan import make_plan
 from megaclass.plan.speed import step_time
 
 
-def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1, **train: object) -> Job:
+def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1, **train: object) -> PlannedJob:
     tables = {
         "data": {"path": "unused"},
         "backbone": {"name": name, "embedding_dim": 512},
@@ -31,7 +31,7 @@ def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1
         "train": {"run_dir": "unused", "global_batch": batch, **train},
     }
     config = load_config_values(tables, where="test")
-    return Job(config, GPUS["h200"], num_ranks, 8, num_classes, 10 * num_classes, (112, 112), 11e9)
+    return PlannedJob(config, GPUS["h200"], num_ranks, 8, num_classes, 10 * num_classes, (112, 112), 11e9)
 
 
 # Rows of benchmarks/step-h200.md.
@@ -46,7 +46,7 @@ def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1
     ids=["r50", "r100", "r50 sampled", "vit_b compiled"],
 )
 def test_memory_is_within_10_and_speed_within_15_percent_of_what_was_measured_on_an_h200(
-    planned: Job, gib: float, images_per_second: float
+    planned: PlannedJob, gib: float, images_per_second: float
 ) -> None:
     assert plan_memory(planned).peak / GIB == pytest.approx(gib, rel=0.10)
     speed = planned.config.train.global_batch / step_time(planned).compute
@@ -102,7 +102,7 @@ def test_the_command_prints_text_and_json_and_says_what_is_missing(
     assert "Memory per rank" in text and "centres" in text and "images/s" in text
 
 
-def with_data(planned: Job, **data: object) -> Job:
+def with_data(planned: PlannedJob, **data: object) -> PlannedJob:
     return planned.with_settings(data=data)
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from megaclass.checkpoint import manifest as manifest_module
 from megaclass.checkpoint.manifest import read_manifest
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import TrainError
 from megaclass.train.run import rank_main, restart
 from megaclass.train.run.folder import RunFolder

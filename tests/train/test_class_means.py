@@ -17,7 +17,7 @@ from megaclass.config.read import load_config_values
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.records import open_records
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import ConfigError, UserError
 from megaclass.train.build import build_model
 from megaclass.train.run.folder import RunFolder

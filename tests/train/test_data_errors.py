@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megaclass.config.read import load_config_values
 from megaclass.data.sources.records import open_records
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import UserError
 from megaclass.train.run.rank_main import train_in_group
 from megaclass.train.run.restart import StartMode

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaclass.checkpoint.retention import best_folder, published
 from megaclass.config.read import load_config_values
 from megaclass.data.sources.records import open_records
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import UserError
 from megaclass.evaluate.report.from_runs import read_faces
 from megaclass.train.evaluation import evaluate_model

@@ -25,7 +25,7 @@ from megaclass.checkpoint.manifest import read_manifest
 from megaclass.cli.main import main
 from megaclass.config.read import load_config_values, to_toml
 from megaclass.data.sources.records import open_records
-from megaclass.data.synthetic.synthesize import synthesize
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import UserError
 from megaclass.train.run import folder as run_folder
 from megaclass.train.run import launch_ranks

@@ -4,11 +4,8 @@ A new one is a file and a line in `BACKBONES`; with a static method `arguments_o
 """
 
 import difflib
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 
@@ -16,6 +13,7 @@ from megaclass.backbones.iresnet import IResNet
 from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.slim import SlimNet
 from megaclass.backbones.vit import VisionTransformer
+from megaclass.config.own_classes import own_class
 from megaclass.errors import ConfigError
 from megaclass.image_size import ImageSize, height_and_width, shown_size
 
@@ -69,19 +67,4 @@ def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> n
 
 
 def _own_backbone(name: str) -> Callable[[int, ImageSize], object]:
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # `python -m megaclass` looks in the working folder, too; last, so that nothing there hides an installed package.
-        sys.path.append(here)
-    try:
-        maker = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"backbone.name is {name!r}, expected package.module:Class on the Python path: {error}; looked in {here} and on "
-            f"the Python path. A file mynets.py in this folder with a class Net is mynets:Net."
-        ) from error
-    if not callable(maker):
-        raise ConfigError(f"backbone.name is {name!r}, which is not a class or function.")
-    made: Callable[[int, ImageSize], object] = maker
-    return made
+    return own_class("backbone.name", name, "mynets:Net")

@@ -174,7 +174,7 @@ def _command(
 
 
 def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.synthetic.synthesize import synthesize
+    from megaclass.data.tools.synthesize import synthesize
 
     with _progress("drawing identities") as on_progress:
         is_new = synthesize(

@@ -54,7 +54,7 @@ def _count(text: str) -> int:
 def _plan(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.config.read import load_config
     from megaclass.plan.gpus import gpu_named
-    from megaclass.plan.job import Job
+    from megaclass.plan.job import PlannedJob
     from megaclass.plan.plan import make_plan
     from megaclass.plan.text import plan_text
 
@@ -63,7 +63,7 @@ def _plan(options: argparse.Namespace, given: list[str]) -> int:
     source = _source(config)
     num_classes, num_images = _sizes(config, source, options)
     plan = make_plan(
-        Job(
+        PlannedJob(
             config=config,
             gpu=gpu,
             num_ranks=options.num_proc or config.train.nproc,

@@ -17,7 +17,7 @@ def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> 
     demo.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"
     )
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=lambda options, given: _demo(options, parser))
     recipes = commands.add_parser(
         "recipes", help="list the built-in recipes", description="Lists the built-in recipes with their first line."
     )
@@ -31,10 +31,13 @@ def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> 
     completion.set_defaults(run=lambda options, given: _completion(options, parser))
 
 
-def _demo(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.cli.main import main
-
-    return main(["train", "demo", "--overwrite", *options.settings])
+def _demo(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    output = [] if options.output == "normal" else [f"--{options.output}"]
+    # The ranks are started with these arguments.
+    given = ["train", "demo", *options.settings, "--overwrite", *output]
+    train = parser.parse_args(given)
+    code: int = train.run(train, given)
+    return code
 
 
 def _recipes(options: argparse.Namespace, given: list[str]) -> int:

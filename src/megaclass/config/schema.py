@@ -135,10 +135,8 @@ _COMBINED_RANGES = (
 class HeadConfig:
     """The classification layer, whose class centres are split over all ranks. The number of classes comes from the data."""
 
-    margin: Literal[
-        "softmax", "arcface", "cosface", "combined", "adaface", "magface", "curricularface", "elasticface"
-    ] = "arcface"
-    """Margin function applied to the cosine between an embedding and the centre of its class."""
+    margin: str = "arcface"
+    """Margin: softmax, arcface, cosface, combined, adaface, magface, curricularface, elasticface, or package.module:Class."""
     scale: float = 64.0
     """Factor by which cosines are multiplied before the softmax."""
     margin_size: float | None = None

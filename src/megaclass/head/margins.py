@@ -331,7 +331,7 @@ class ElasticFace(Margin):
 
 
 # The margins of recipes: name, class, and the field that `head.margin_size` sets (None: the margin has no single size).
-# A new margin is a class above and a line here; `config/schema.py` lists the names, and a test keeps the two equal.
+# A new margin is a class above and a line here.
 MARGINS: dict[str, tuple[type[Margin], str | None]] = {
     "softmax": (NormalisedSoftmax, None),
     "arcface": (ArcFace, "margin"),

@@ -107,7 +107,7 @@ def run(
     ]
     call = pickled_call(func, tuple(args), kwargs or {})
     others = [host.name for host in machines if not host.is_local]
-    return _Job(call, num_proc, others, wanted, executable or sys.executable).results(options, start_timeout)
+    return _FunctionServer(call, num_proc, others, wanted, executable or sys.executable).results(options, start_timeout)
 
 
 def _deprecated(old: str, new: str) -> None:
@@ -147,7 +147,7 @@ def _is_importable(main: dict[str, str]) -> bool:
     return "init_main_from_name" in main or Path(main.get("init_main_from_path", "")).is_file()
 
 
-class _Job:
+class _FunctionServer:
     """The server that hands out the function, and the launcher of the ranks that ask for it.
 
     `_serve` and one `_answer` per connection run in threads; they write `_answers` (result by rank) and `_order` (ranks in

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from megaclass.evaluate.gallery import read_rows_and_names
 from megaclass.evaluate.images import GivenImages
 from megaclass.evaluate.search import GalleryShard, search_shard
 from megaclass.files import published_file, write_text
-from megaclass.model.loaded_model import Comparable, LoadedModel, listed_images
+from megaclass.model.image_inputs import Comparable, listed_images
+
+if TYPE_CHECKING:
+    from megaclass.model.loaded_model import LoadedModel
 
 _logger = logging.getLogger("megaclass.model")
 _NUM_NAMED = 20
@@ -37,7 +40,7 @@ class Neighbour:
 class ImageIndex:
     """The embeddings of a gallery, with the path of each; `LoadedModel.index` makes one. Threads may share it."""
 
-    model: LoadedModel
+    model: "LoadedModel"
     paths: Sequence[str]
     embeddings_ND: NDArray[np.float32]
     """(N, D), normalised."""
@@ -91,7 +94,7 @@ class ImageIndex:
         write_text(path.with_suffix(".txt"), "".join(f"{name}\n" for name in self.paths))
 
 
-def index_of(model: LoadedModel, gallery: Any, *, fit: Fit | None, mirror: bool, faiss: str | None) -> ImageIndex:
+def index_of(model: "LoadedModel", gallery: Any, *, fit: Fit | None, mirror: bool, faiss: str | None) -> ImageIndex:
     """Makes the index of a folder, a list of images, or an .npy file of `megaclass embed`."""
     if isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
         rows_ND, paths = read_rows_and_names(Path(gallery))
@@ -110,7 +113,7 @@ def index_of(model: LoadedModel, gallery: Any, *, fit: Fit | None, mirror: bool,
 
 
 def _embedded(
-    model: LoadedModel, images: list[Any], fit: Fit | None, mirror: bool
+    model: "LoadedModel", images: list[Any], fit: Fit | None, mirror: bool
 ) -> tuple[NDArray[np.float32], list[str]]:
     source = GivenImages(images=images, image_size=model.image_size, fit=fit)
     num_bad = 0

@@ -7,34 +7,28 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor, nn
 
 from megaclass.data.decode import Fit
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import OnBad, embed_part
-from megaclass.evaluate.images import GivenImages, Images, find_images
+from megaclass.evaluate.images import GivenImages, Images
 from megaclass.evaluate.onnx_network import OnnxNetwork
 from megaclass.evaluate.results import NUMBERS_FILE, read_results, weights_in
 from megaclass.image_size import ImageSize, height_and_width
+from megaclass.model.image_index import ImageIndex, index_of
+from megaclass.model.image_inputs import Comparable, ImageInput, listed_images
 from megaclass.model.thresholds import Threshold, Verdict, choose_threshold, points_of_results
 
-if TYPE_CHECKING:
-    from megaclass.model.image_index import ImageIndex
-
 _logger = logging.getLogger("megaclass.model")
-ImageInput = str | Path | Image.Image | NDArray[np.uint8] | Tensor
-"""One image for embed(), or a batch of images in one array or tensor."""
-Comparable = ImageInput | Sequence[ImageInput] | NDArray[np.floating[Any]]
-"""Images for embed(), or embeddings as floating numbers of shape (N, D) or (D,)."""
 # Large enough to fill the device, and small enough for the memory of a small card with a large backbone.
 _BATCH_SIZE = {"cpu": 64, "cuda": 256}
 
@@ -207,7 +201,7 @@ class LoadedModel:
         faiss: str | None = None,
         resize: bool = False,
         fit: Fit | None = None,
-    ) -> "ImageIndex":
+    ) -> ImageIndex:
         """Embeds a gallery to search in: a folder, a list of images, or an .npy file of `megaclass embed`.
 
         Images that cannot be read are left out and logged.
@@ -215,8 +209,6 @@ class LoadedModel:
         faiss: None searches exactly, with torch. A description for faiss's index_factory, such as "Flat" or "HNSW32",
         searches with faiss (megaclass[retrieval]).
         """
-        from megaclass.model.image_index import index_of
-
         fit, mirror = self.treatment.chosen(fit, None, resize=resize)
         return index_of(self, gallery, fit=fit, mirror=mirror, faiss=faiss)
 
@@ -270,20 +262,6 @@ class LoadedModel:
         if isinstance(self.network, OnnxNetwork):
             return hashlib.sha256(self.path.read_bytes()).hexdigest()
         return weights_fingerprint(self.network)
-
-
-def listed_images(images: object) -> list[Any]:
-    """Returns the images one by one: of a list, of a batch in one array or tensor, of a folder, or the only one."""
-    if isinstance(images, str | Path) and Path(images).is_dir():
-        return list(find_images(Path(images)))
-    if isinstance(images, str | Path | Image.Image) or (isinstance(images, np.ndarray | Tensor) and images.ndim <= 3):
-        return [images]
-    if isinstance(images, Iterable):
-        return list(images)
-    raise DataError(
-        f"Cannot embed an object of {type(images).__name__}: expected the path of an image or a folder, a Pillow image, an "
-        f"array, a tensor, or a list of these."
-    )
 
 
 def weights_fingerprint(network: nn.Module) -> str:

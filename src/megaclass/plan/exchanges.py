@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 
 _LATENCY_S = {"in a host": 50e-6, "between hosts": 200e-6}
 """Per collective, beside its bytes, as in benchmarks/head-h200.md."""
@@ -21,7 +21,7 @@ class Exchange:
     seconds: float
 
 
-def exchanges(job: Job) -> list[Exchange]:
+def exchanges(job: PlannedJob) -> list[Exchange]:
     """Returns the collectives of a step in order; none on one rank."""
     if job.num_ranks == 1:
         return []
@@ -38,7 +38,7 @@ def exchanges(job: Job) -> list[Exchange]:
     return [Exchange(name, kind, size, _seconds(job, size, passes)) for name, kind, size, passes in table]
 
 
-def exposed_seconds(job: Job, sent: list[Exchange], backbone_s: float) -> float:
+def exposed_seconds(job: PlannedJob, sent: list[Exchange], backbone_s: float) -> float:
     """Returns the time that the exchanges add to a step: the backbone's runs beside its backward, the head's do not."""
     if not sent:
         return 0.0
@@ -47,7 +47,7 @@ def exposed_seconds(job: Job, sent: list[Exchange], backbone_s: float) -> float:
     return sum(one.seconds for one in head) + max(0.0, gradient.seconds - _OVERLAPPED * backward)
 
 
-def _seconds(job: Job, size: int, passes: int) -> float:
+def _seconds(job: PlannedJob, size: int, passes: int) -> float:
     """passes: how often a ring sends the buffer; an all-reduce is a reduce-scatter and an all-gather."""
     ranks, hosts = job.num_ranks, job.num_hosts
     seconds = _LATENCY_S["in a host"] + passes * size * (ranks - 1) / ranks / job.gpu.link

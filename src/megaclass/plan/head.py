@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from megaclass.head.kernels.cut import FLOAT32_TILES, GRADIENT_BYTES, SUBCENTRE_TILES, cut_classes, round_up, tiles_for
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 
 _NUM_EXPONENTIALS = 3
 """Passes over the exponentials of a step: one writes them, two products read them."""
@@ -31,7 +31,7 @@ class HeadCosts:
     traffic: float
 
 
-def head_costs(job: Job) -> HeadCosts:
+def head_costs(job: PlannedJob) -> HeadCosts:
     """Counts the head of one rank."""
     settings = job.config.head
     dim, num_sub = job.config.backbone.embedding_dim, settings.subcentres
@@ -80,7 +80,7 @@ def head_costs(job: Job) -> HeadCosts:
     )
 
 
-def _chunk_bytes(job: Job, operand: int, width: int) -> list[tuple[int, int]]:
+def _chunk_bytes(job: PlannedJob, operand: int, width: int) -> list[tuple[int, int]]:
     """Returns the bytes of exponentials and of narrow centres of each chunk."""
     settings = job.config.head
     num_sub = settings.subcentres

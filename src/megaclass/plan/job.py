@@ -17,7 +17,7 @@ _DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """Settings, ranks, data and GPU of a job. The letters are those of CONTRIBUTING.md."""
 
     config: Config
@@ -77,7 +77,7 @@ class Job:
     def backbone(self) -> BackboneTrace:
         return _traced(self.config.backbone, self.image_size, self.dtype)
 
-    def with_settings(self, **sections: dict[str, object]) -> "Job":
+    def with_settings(self, **sections: dict[str, object]) -> "PlannedJob":
         """Returns the job with other settings: with_settings(head={"sample_rate": 0.1})."""
         changed = {name: replace(getattr(self.config, name), **values) for name, values in sections.items()}
         return replace(self, config=replace(self.config, **changed))

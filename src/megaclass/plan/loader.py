@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megaclass.data.loader import batches_of_threads, prefetched_by_threads
 from megaclass.data.loading.choose import automatic_processes
 from megaclass.data.loading.in_processes import num_slots
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LoaderPlan:
     host_bytes: int
 
 
-def plan_loader(job: Job) -> LoaderPlan:
+def plan_loader(job: PlannedJob) -> LoaderPlan:
     """Follows data.workers, data.threads and data.on_gpu; `auto` chooses by the CPU cores of this machine."""
     settings = job.config.data
     height, width = job.image_size

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaclass.plan.head import HeadCosts, head_costs
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 from megaclass.plan.loader import plan_loader
 
 LIBRARIES = 100 << 20
@@ -36,7 +36,7 @@ class Memory:
         return self.peak <= (memory - OUTSIDE_TORCH) * USABLE
 
 
-def plan_memory(job: Job) -> Memory:
+def plan_memory(job: PlannedJob) -> Memory:
     """Adds up what a rank holds all the time, and what it holds at each moment of a step."""
     config, backbone, head = job.config, job.backbone(), head_costs(job)
     trained = 4 * backbone.num_trained
@@ -61,7 +61,7 @@ def plan_memory(job: Job) -> Memory:
     )
 
 
-def _moments(job: Job, head: HeadCosts) -> dict[str, dict[str, int]]:
+def _moments(job: PlannedJob, head: HeadCosts) -> dict[str, dict[str, int]]:
     """Returns the temporary bytes at the moments that may be the peak."""
     step = job.backbone().at(job.part_batch)
     kept = round(step.kept_for_backward())
@@ -80,13 +80,13 @@ def _moments(job: Job, head: HeadCosts) -> dict[str, dict[str, int]]:
     }
 
 
-def _images_on_gpu(job: Job) -> int:
+def _images_on_gpu(job: PlannedJob) -> int:
     """With data.on_gpu every rank keeps the pixels of all images."""
     height, width = job.image_size
     return job.num_images * height * width * 3 if job.config.data.on_gpu else 0
 
 
-def _communication(job: Job) -> int:
+def _communication(job: PlannedJob) -> int:
     """Gradients are exchanged in place; a compressed format needs a copy and its rounding errors."""
     trained = job.backbone().num_trained
     compression = job.config.train.compression

@@ -8,7 +8,7 @@ from typing import Any
 from megaclass.errors import UserError
 from megaclass.plan.exchanges import Exchange, exchanges, exposed_seconds
 from megaclass.plan.head import head_costs
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 from megaclass.plan.loader import LoaderPlan, plan_loader
 from megaclass.plan.memory import OUTSIDE_TORCH, USABLE, Memory, plan_memory
 from megaclass.plan.speed import StepTime, step_time
@@ -33,7 +33,7 @@ class Advice:
 class Plan:
     """Everything that `megaclass plan` prints."""
 
-    job: Job
+    job: PlannedJob
     memory: Memory
     loader: LoaderPlan
     sent: list[Exchange]
@@ -113,7 +113,7 @@ class Plan:
         }
 
 
-def make_plan(job: Job, *, decode_rate: float | None = None) -> Plan:
+def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> Plan:
     """Plans the job. decode_rate: images per second that one thread reads and decodes here, if it was measured."""
     _check(job)
     memory, sent, seconds = plan_memory(job), exchanges(job), step_time(job)
@@ -132,7 +132,7 @@ def make_plan(job: Job, *, decode_rate: float | None = None) -> Plan:
     )
 
 
-def _check(job: Job) -> None:
+def _check(job: PlannedJob) -> None:
     if job.config.train.global_batch < job.num_ranks:
         raise UserError(
             f"train.global_batch is {job.config.train.global_batch}, fewer than the {job.num_ranks} ranks of -np: every rank "
@@ -144,12 +144,12 @@ def _check(job: Job) -> None:
         )
 
 
-def _with_batch(job: Job, batch: int) -> Job:
+def _with_batch(job: PlannedJob, batch: int) -> PlannedJob:
     accumulate = min(job.config.train.accumulate, batch)
     return job.with_settings(train={"global_batch": batch, "accumulate": accumulate})
 
 
-def _largest(job_of: Callable[[int], Job], memory: int) -> int:
+def _largest(job_of: Callable[[int], PlannedJob], memory: int) -> int:
     """Returns the largest number whose job fits; 0 if 1 does not."""
     low, high = 0, 1
     while high < 2**40 and plan_memory(job_of(high)).fits(memory):
@@ -160,13 +160,13 @@ def _largest(job_of: Callable[[int], Job], memory: int) -> int:
     return low
 
 
-def _advice(job: Job) -> list[Advice]:
+def _advice(job: PlannedJob) -> list[Advice]:
     """Tries the settings that usually matter, and returns those that change the answer most."""
     config = job.config
     batch, stored = config.train.global_batch, job.stored_bytes / 2**30
     accumulate = 2 * config.train.accumulate
     with_settings = job.with_settings
-    tries: list[tuple[str, Job, str]] = [
+    tries: list[tuple[str, PlannedJob, str]] = [
         (f"train.global_batch={2 * batch}", _with_batch(job, 2 * batch), "adapt optimizer.lr"),
         (f"train.accumulate={accumulate}", with_settings(train={"accumulate": accumulate}), "the same step in parts"),
         ("head.storage=bf16", with_settings(head={"storage": "bf16"}), "centres are rounded stochastically"),
@@ -202,14 +202,14 @@ def _advice(job: Job) -> list[Advice]:
     return [one for _, one in found[:_NUM_ADVICE]]
 
 
-def _is_possible(job: Job) -> bool:
+def _is_possible(job: PlannedJob) -> bool:
     has_blocks = job.config.backbone.name.startswith(("iresnet", "vit"))
     return (
         has_blocks or not job.config.backbone.checkpoint_activations
     ) and job.max_batch >= 2 * job.config.train.accumulate
 
 
-def _numbers(job: Job) -> tuple[int, float, bool]:
+def _numbers(job: PlannedJob) -> tuple[int, float, bool]:
     memory, seconds = plan_memory(job), step_time(job)
     exchange_s = exposed_seconds(job, exchanges(job), seconds.backbone)
     speed = job.config.train.global_batch / (seconds.compute + exchange_s)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaclass.plan.head import head_costs
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 
 REACHED_BY_BACKBONE = {"iresnet": 0.65, "vit": 0.53}
 """Roofline time over measured time, by family of backbones."""
@@ -43,7 +43,7 @@ class StepTime:
         return self.compute - (self.backbone + self.head + self.update)
 
 
-def step_time(job: Job) -> StepTime:
+def step_time(job: PlannedJob) -> StepTime:
     config, gpu, backbone, head = job.config, job.gpu, job.backbone(), head_costs(job)
     step = backbone.at(job.part_batch)
     is_fused = config.is_compiled(on_gpu=True)
@@ -65,7 +65,7 @@ def _reached(name: str) -> float:
     return next((share for family, share in REACHED_BY_BACKBONE.items() if name.startswith(family)), REACHED_BY_OTHERS)
 
 
-def _flops(job: Job) -> float:
+def _flops(job: PlannedJob) -> float:
     """float32 products run as TF32 at half the speed of bf16 at best, and without tensor cores far slower; torch's default is
     the latter for products and the former for convolutions."""
     return job.gpu.flops if job.dtype.itemsize == 2 else job.gpu.flops / 4

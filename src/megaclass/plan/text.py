@@ -1,6 +1,7 @@
 """The plan as text for a terminal."""
 
 from megaclass.plan.plan import Plan
+from megaclass.progress import duration_text, size_text
 
 _BAR = 40
 
@@ -19,9 +20,9 @@ def plan_text(plan: Plan) -> str:
     ]
     peak = plan.memory.peak
     for name, size in plan.memory.parts.items():
-        lines.append(f"  {name:24}{_size(size):>12}  {'#' * round(_BAR * size / peak)}")
-    lines += [f"  {'in all':24}{_size(peak):>12}  of {_size(job.gpu.memory)}"]
-    lines += [f"  {'loader, host memory':24}{_size(plan.memory.host_loader):>12}"]
+        lines.append(f"  {name:24}{size_text(size):>12}  {'#' * round(_BAR * size / peak)}")
+    lines += [f"  {'in all':24}{size_text(peak):>12}  of {size_text(job.gpu.memory)}"]
+    lines += [f"  {'loader, host memory':24}{size_text(plan.memory.host_loader):>12}"]
     lines += ["", "A step on each rank"]
     for name, seconds in (
         ("backbone", plan.time.backbone),
@@ -35,21 +36,21 @@ def plan_text(plan: Plan) -> str:
     if plan.sent:
         lines += ["", "Exchanges of a step"]
         lines += [
-            f"  {one.name:34}{one.collective:16}{_size(one.buffer):>12}{1e3 * one.seconds:>9.2f} ms"
+            f"  {one.name:34}{one.collective:16}{size_text(one.buffer):>12}{1e3 * one.seconds:>9.2f} ms"
             for one in plan.sent
         ]
     lines += [
         "",
-        f"Speed         {plan.images_per_second:,.0f} images/s, {_duration(plan.epoch_s)} per epoch, "
-        f"{_duration(plan.total_s)} for {config.train.epochs:g} epochs",
-        f"Checkpoint    {_size(plan.checkpoint_bytes)}",
+        f"Speed         {plan.images_per_second:,.0f} images/s, {duration_text(plan.epoch_s)} per epoch, "
+        f"{duration_text(plan.total_s)} for {config.train.epochs:g} epochs",
+        f"Checkpoint    {size_text(plan.checkpoint_bytes)}",
         f"Data          {_data(plan)}",
         f"Would fit     a global batch of {plan.largest_batch:,}, or {plan.largest_classes:,} classes",
     ]
     if plan.advice:
         lines += ["", "Settings that would change it most"]
         lines += [
-            f"  {one.setting:38}{_size(one.peak):>11}{one.images_per_second:>12,.0f} images/s"
+            f"  {one.setting:38}{size_text(one.peak):>11}{one.images_per_second:>12,.0f} images/s"
             f"{'' if one.fits else ', does not fit'}  ({one.remark})"
             for one in plan.advice
         ]
@@ -59,10 +60,10 @@ def plan_text(plan: Plan) -> str:
 def _verdict(plan: Plan) -> str:
     memory, share = plan.job.gpu.memory, plan.memory.peak / plan.job.gpu.memory
     if plan.fits:
-        return f"Fits: {_size(plan.memory.peak)} of {_size(memory)} per GPU ({share:.0%})."
+        return f"Fits: {size_text(plan.memory.peak)} of {size_text(memory)} per GPU ({share:.0%})."
     helping = next((one for one in plan.advice if one.fits), None)
     hint = f" It would with {helping.setting}." if helping else ""
-    return f"Does not fit: {_size(plan.memory.peak)} are needed per GPU, which has {_size(memory)}.{hint}"
+    return f"Does not fit: {size_text(plan.memory.peak)} are needed per GPU, which has {size_text(memory)}.{hint}"
 
 
 def _data(plan: Plan) -> str:
@@ -81,18 +82,3 @@ def _data(plan: Plan) -> str:
     per_process = plan.job.config.data.threads
     change = f"data.workers={-(-plan.threads_needed // per_process)}"
     return f"{reads} would keep up;{indent}each rank has {here}: set {change} if the host has the cores"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes / 1024:,.1f} KiB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:,.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"

@@ -1,9 +1,10 @@
 """Builds the model from the settings: backbone, head, optimizer, precision."""
 
+import difflib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaclass.backbones.configured import checkpoint_activations, configured_layers, freeze
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
+from megaclass.config.own_classes import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.data_parallel import data_parallel, exact_average
@@ -130,7 +132,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
 
 
 def build_margin(config: HeadConfig) -> Margin:
-    margin, size_field = MARGINS[config.margin]
+    margin, size_field = _margin_class(config.margin)
     given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
     if config.margin_size is not None:
         if size_field is None:
@@ -138,16 +140,35 @@ def build_margin(config: HeadConfig) -> Margin:
                 f"head.margin_size is {config.margin_size}, but the margin {config.margin} has no single size."
             )
         given[size_field] = config.margin_size
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if hasattr(margin, "gradient"):
-        fields["gradient"] = config.gradient
+        chosen["gradient"] = config.gradient
     build: Callable[..., Margin] = margin
-    return build(scale=config.scale, **fields)
+    return build(scale=config.scale, **chosen)
+
+
+def _margin_class(name: str) -> tuple[type[Margin], str | None]:
+    """Returns the class, and the field that `head.margin_size` sets; for a class of the user, the field `margin`."""
+    if ":" in name:
+        margin = own_class("head.margin", name, "mymargins:SquaredMargin")
+        names = {field.name for field in fields(margin)} if is_dataclass(margin) else set()
+        if not (isinstance(margin, type) and issubclass(margin, Margin) and "scale" in names):
+            raise ConfigError(
+                f"head.margin is {name!r}, which is not a dataclass derived from megaclass.Margin with a field scale."
+            )
+        return margin, "margin" if "margin" in names else None
+    if name not in MARGINS:
+        close = difflib.get_close_matches(name, MARGINS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ConfigError(
+            f"head.margin is {name!r}; expected one of {', '.join(MARGINS)}, or package.module:Class of your own{hint}"
+        )
+    return MARGINS[name]
 
 
 def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
-    fields: dict[str, Any] = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
-    return ROW_OPTIMIZERS[config.optimizer](weight_decay=config.weight_decay, **fields)
+    chosen: dict[str, Any] = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    return ROW_OPTIMIZERS[config.optimizer](weight_decay=config.weight_decay, **chosen)
 
 
 def _build_backbone(

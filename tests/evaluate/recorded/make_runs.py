@@ -146,7 +146,7 @@ def _train(settings: list[str], folder: Path, exit_codes: tuple[int, ...]) -> No
 def _as_folders(folder: Path) -> None:
     """Draws the identities and writes them as one folder per identity, with the verification pairs beside them."""
     from megaclass.data.sources.open_source import open_source
-    from megaclass.data.synthetic.synthesize import synthesize
+    from megaclass.data.tools.synthesize import synthesize
 
     synthesize(folder / "drawn", num_identities=16, images_per_identity=16, image_size=16, seed=0, num_pairs=200)
     source = open_source(str(folder / "drawn"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaclass.data.loading.gpu_decoder import decode_jpegs
 from megaclass.data.loading.reader import BatchReader
-from megaclass.data.loading.ring import Ring
+from megaclass.data.loading.ring import BatchRing
 
 _log = logging.getLogger("megaclass.data")
 
@@ -62,7 +62,7 @@ class HostHandOut:
     A caller that keeps many batches gets copies: the ring must not run out of slots.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: BatchRing) -> None:
         self._ring = ring
         self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
 
@@ -106,7 +106,7 @@ class DeviceHandOut:
     host wait. JPEGs that the loader processes have left in the slot are decoded on the GPU, on the same stream.
     """
 
-    def __init__(self, ring: Ring, device: torch.device, reader: BatchReader) -> None:
+    def __init__(self, ring: BatchRing, device: torch.device, reader: BatchReader) -> None:
         self._ring, self._device, self._reader = ring, device, reader
         self._bytes = torch.frombuffer(ring.memory, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device)

@@ -30,7 +30,7 @@ from typing import Any
 from megaclass.data.loading.bad_images import BadImages
 from megaclass.data.loading.messages import Piece, failure, receive, send
 from megaclass.data.loading.reader import BatchPlan
-from megaclass.data.loading.ring import NO_IMAGE, Ring, RingLayout, new_ring
+from megaclass.data.loading.ring import NO_IMAGE, BatchRing, RingLayout, new_ring
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.even_parts import even_part
@@ -75,7 +75,7 @@ class _Worker:
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: socket.socket | None = None
 
-    def start(self, ring: Ring, first: dict[str, Any]) -> None:
+    def start(self, ring: BatchRing, first: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # With the pid, which the worker compares with its parent: the rank may have been killed meanwhile.

@@ -67,7 +67,7 @@ class Slot:
     images_BHW3: NDArray[np.uint8]
 
 
-class Ring:
+class BatchRing:
     """The shared memory, mapped into this process."""
 
     def __init__(self, layout: RingLayout, handle: int) -> None:
@@ -87,14 +87,14 @@ class Ring:
         return Slot(numbers[0], numbers[1], numbers[2], pixels.reshape(shape))
 
 
-def new_ring(layout: RingLayout) -> Ring:
+def new_ring(layout: RingLayout) -> BatchRing:
     """Makes the shared memory. All of it is allocated here: later a lack of memory would end a process with SIGBUS."""
     handle = os.memfd_create("megaclass-batches", os.MFD_CLOEXEC)
     try:
         # ftruncate alone reserves nothing: a lack of memory would show at the first write to a page.
         os.ftruncate(handle, layout.num_bytes)
         os.posix_fallocate(handle, 0, layout.num_bytes)
-        ring = Ring(layout, handle)
+        ring = BatchRing(layout, handle)
     except OSError as error:
         os.close(handle)
         raise DataError(

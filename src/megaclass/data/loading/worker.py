@@ -20,7 +20,7 @@ from typing import Any
 
 from megaclass.data.loading.messages import Piece, bad_reports, describe_failure, receive, send
 from megaclass.data.loading.reader import BatchPlan, BatchReader
-from megaclass.data.loading.ring import NO_IMAGE, Ring, RingLayout
+from megaclass.data.loading.ring import NO_IMAGE, BatchRing, RingLayout
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
@@ -37,7 +37,7 @@ class Filler:
         self,
         source: ImageSource,
         plan: BatchPlan,
-        ring: Ring,
+        ring: BatchRing,
         thread: int,
         crashes: dict[int, str],
         connection: socket.socket,
@@ -117,7 +117,7 @@ def _open_and_fill(
     try:
         layout = RingLayout(**_with_size(settings["layout"]))
         plan = BatchPlan(**_with_size(settings["plan"]))
-        ring = Ring(layout, memory)
+        ring = BatchRing(layout, memory)
         source = open_source(settings["path"])
         fillers = [Filler(source, plan, ring, thread, crashes, connection) for thread in settings["threads"]]
     except Exception as error:

@@ -100,9 +100,9 @@ def pack(
     is_in_id2 = options.labels == "id2" or (options.labels == "auto" and source.num_classes > MAX_EXACT_LABEL)
     if options.layout == "rec" and not is_in_id2:
         require_exact_label(source.num_classes - 1)
-    job = _Job(source, options, is_in_id2, class_names, num_threads, on_progress)
+    packing = _Packing(source, options, is_in_id2, class_names, num_threads, on_progress)
     # Through JSON, to compare it with the content of a file.
-    arguments = json.loads(json.dumps({**asdict(options), "source": job.fingerprint()}))
+    arguments = json.loads(json.dumps({**asdict(options), "source": packing.fingerprint()}))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"Cannot write {out}: it exists already. Remove it or choose another folder.")
     partial = out.with_name(f".{out.name}.partial")
@@ -114,19 +114,21 @@ def pack(
             if not is_alone:
                 raise DataError(f"Another process is writing {out} at this moment.")
             _clear_other_job(partial, arguments)
-            write = {"rec": job.write_records, "tar": job.write_shards, "pixels": job.write_pixels}[options.layout]
+            write = {"rec": packing.write_records, "tar": packing.write_shards, "pixels": packing.write_pixels}[
+                options.layout
+            ]
             num_resumed = write(partial)
-            job.write_class_names(partial)
+            packing.write_class_names(partial)
             (partial / _LOCK_FILE).unlink()
             for file in partial.iterdir():
                 flush(file)
             partial.rename(out)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
-    return PackResult(source.num_images, num_resumed, is_in_id2 and options.layout == "rec", job.num_other_size)
+    return PackResult(source.num_images, num_resumed, is_in_id2 and options.layout == "rec", packing.num_other_size)
 
 
-class _Job:
+class _Packing:
     def __init__(
         self,
         source: ImageSource,

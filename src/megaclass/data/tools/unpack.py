@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megaclass.data.decode import image_suffix
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.files import published_folder
-
-_SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"BM": ".bmp", b"II*\x00": ".tif", b"MM\x00*": ".tif"}
 
 
 def unpack(
@@ -31,7 +30,10 @@ def unpack(
             label = int(source.labels[index])
             name = _folder_name(class_names[label]) if class_names is not None else f"{label:0{width}d}"
             content = source.read(index)
-            suffix = next((end for start, end in _SUFFIXES.items() if content.startswith(start)), ".webp")
+            try:
+                suffix = image_suffix(content, source.name_of(index))
+            except DataError as error:
+                raise DataError(f"{error} To leave such images out: megaclass data verify DATA --repair OUT.") from None
             folder = unfinished / name
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{index:08d}{suffix}").write_bytes(content)

@@ -28,8 +28,9 @@ from megaclass.events_file import read_events
 from megaclass.files import published_file
 from megaclass.metrics_file import read_metrics, read_summary
 from megaclass.plan.gpus import gpu_named, known_gpu
-from megaclass.plan.job import Job
+from megaclass.plan.job import PlannedJob
 from megaclass.plan.memory import plan_memory
+from megaclass.progress import duration_text
 
 _log = logging.getLogger("megaclass.evaluate")
 BASELINES_FOLDER = "baselines"
@@ -145,7 +146,7 @@ def _planned(config: Config, summary: Mapping[str, Any]) -> PlannedMemory | None
     if len(sides) != 2 or not all(isinstance(side, int) and 8 <= side <= 4096 for side in sides):
         return None
     gpu = known_gpu(str(summary.get("gpu") or ""), summary.get("gpu_bytes"))
-    job = Job(
+    job = PlannedJob(
         config=config,
         gpu=gpu or gpu_named("h200"),
         num_ranks=int(summary["world_size"]),
@@ -209,7 +210,7 @@ def _facts(
     }
     facts = _begun(events)
     if seconds := sum(time_parts(metrics).values()):
-        facts["Duration"] = _duration(seconds)
+        facts["Duration"] = duration_text(seconds)
     for key, (title, text) in shown.items():
         value = summary.get(key)
         if value is not None:
@@ -237,12 +238,6 @@ def _begun(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if isinstance(starts[-1].get(key), str | int):
             facts[title] = str(starts[-1][key])
     return facts
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
 
 
 def _training_images(run: Path) -> TrainingImages | None:

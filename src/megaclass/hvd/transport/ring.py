@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megaclass.distributed.network.store import SignedStore
+from megaclass.even_parts import even_part
 from megaclass.hvd.engine.control_connection import AuthenticatedListener, Endpoint, connect
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.settings import Settings
@@ -63,7 +64,7 @@ class Ring:
     ) -> None:
         size, item_bytes = len(self._names), given_N.element_size()
         # All members compute the same limits from the same length, so that no message carries them.
-        starts = [given_N.numel() * place // size for place in range(size + 1)]
+        starts = [even_part(given_N.numel(), place, size).start for place in range(size)] + [given_N.numel()]
         given, out = _bytes_of(given_N), _bytes_of(out_N)
         # Blocks in the order of their arrival; each is passed on, except the last one.
         # Step s brings the block that the previous rank sent in step s - 1; after W - 1 steps the same blocks come as results.

@@ -15,7 +15,7 @@ from megaclass.distributed.rank_status import FD_NAME, HANG_TIMEOUT, StatusPage
 from megaclass.launch.agent.supervisor import Worker
 from megaclass.launch.hang.record import keep_stacks, keep_verdict
 from megaclass.launch.hang.stacks import ANSWER_S, MAX_STACK_BYTES, RankReport, WatchedRank, abort_group, collect
-from megaclass.launch.hang.verdict import Verdict
+from megaclass.launch.hang.verdict import HangVerdict
 from megaclass.launch.wire.protocol import Message
 
 LOOK_S = 1.0
@@ -105,7 +105,7 @@ class HangReporter:
         folder = self._run_folder()
         if folder is not None:
             groups = tuple((tuple(ranks), text) for ranks, text in order["groups"])
-            verdict = Verdict(text=order["text"], suspects=tuple(order["ranks"]), groups=groups)
+            verdict = HangVerdict(text=order["text"], suspects=tuple(order["ranks"]), groups=groups)
             keep_verdict(folder, order["name"], order["text"], verdict, order["step"])
 
     def _run_folder(self) -> Path | None:

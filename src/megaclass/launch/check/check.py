@@ -23,7 +23,7 @@ from typing import Any
 from megaclass.errors import LaunchError
 from megaclass.launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
 from megaclass.launch.check.probe_client import ProbeClient
-from megaclass.launch.check.report import Finding, Report, State, bad, doubtful, good
+from megaclass.launch.check.report import Finding, FindingState, Report, bad, doubtful, good
 from megaclass.launch.check.rules import Facts, clock_finding, default_slots, difference_findings, host_findings
 from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, cause_and_advice, login_command
 from megaclass.launch.hosts import Host
@@ -117,7 +117,7 @@ class _HostCheck:
         if not self.host.is_local:
             self._ssh_config = _ssh_config(self.host, self._settings.ssh)
             self.findings.append(_name_resolution(self.host, self._ssh_config))
-            if self.findings[0].state is State.BAD:
+            if self.findings[0].state is FindingState.BAD:
                 return
         self._client = ProbeClient(agent_command(self.host, self._settings.ssh, "megaclass.launch.check.probe"))
         begun = time.monotonic()

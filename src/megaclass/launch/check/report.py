@@ -8,7 +8,7 @@ from typing import Any
 from megaclass.launch.wire.plain_text import plain_text
 
 
-class State(StrEnum):
+class FindingState(StrEnum):
     """Consequence of a finding for the start of training."""
 
     GOOD = "good"
@@ -20,7 +20,7 @@ class State(StrEnum):
     """Training would not start, or would leave GPUs unused."""
 
 
-_MARKS = {State.GOOD: "[X]", State.ABSENT: "[ ]", State.DOUBTFUL: "[?]", State.BAD: "[!]"}
+_MARKS = {FindingState.GOOD: "[X]", FindingState.ABSENT: "[ ]", FindingState.DOUBTFUL: "[?]", FindingState.BAD: "[!]"}
 _ADVICE_COLUMN = 8
 
 
@@ -29,29 +29,29 @@ class Finding:
     """One line of the report."""
 
     what: str
-    state: State
+    state: FindingState
     found: str
     advice: str = ""
     """Advice with the command to type; set for every finding that is bad or doubtful."""
 
     def __post_init__(self) -> None:
-        assert (self.state in (State.BAD, State.DOUBTFUL)) == bool(self.advice), self
+        assert (self.state in (FindingState.BAD, FindingState.DOUBTFUL)) == bool(self.advice), self
 
 
 def good(what: str, found: str) -> Finding:
-    return Finding(what=what, state=State.GOOD, found=found)
+    return Finding(what=what, state=FindingState.GOOD, found=found)
 
 
 def absent(what: str, found: str) -> Finding:
-    return Finding(what=what, state=State.ABSENT, found=found)
+    return Finding(what=what, state=FindingState.ABSENT, found=found)
 
 
 def doubtful(what: str, found: str, advice: str) -> Finding:
-    return Finding(what=what, state=State.DOUBTFUL, found=found, advice=advice)
+    return Finding(what=what, state=FindingState.DOUBTFUL, found=found, advice=advice)
 
 
 def bad(what: str, found: str, advice: str) -> Finding:
-    return Finding(what=what, state=State.BAD, found=found, advice=advice)
+    return Finding(what=what, state=FindingState.BAD, found=found, advice=advice)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Report:
     @property
     def would_start(self) -> bool:
         """True if no finding is bad."""
-        return not any(finding.state is State.BAD for finding in self._all())
+        return not any(finding.state is FindingState.BAD for finding in self._all())
 
     def as_json(self) -> dict[str, object]:
         """Returns everything in the table, and the facts and measurements behind it."""
@@ -97,10 +97,10 @@ class Report:
         return "\n".join([*lines, "", self._verdict()])
 
     def _verdict(self) -> str:
-        num_bad = sum(finding.state is State.BAD for finding in self._all())
+        num_bad = sum(finding.state is FindingState.BAD for finding in self._all())
         if num_bad:
             return f"Training would not start: {num_bad} problem{'s' if num_bad > 1 else ''}, marked [!]."
-        num_doubtful = sum(finding.state is State.DOUBTFUL for finding in self._all())
+        num_doubtful = sum(finding.state is FindingState.DOUBTFUL for finding in self._all())
         return "Training would start." + (f" Warnings: {num_doubtful}, marked [?]." if num_doubtful else "")
 
     def _all(self) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang.record import new_name
 from megaclass.launch.hang.sentence import hang_sentence, steps_done
 from megaclass.launch.hang.stacks import RankReport
-from megaclass.launch.hang.verdict import Verdict, describe_groups, find_verdict
+from megaclass.launch.hang.verdict import HangVerdict, describe_groups, find_verdict
 from megaclass.launch.plan import Placement
 from megaclass.launch.wire.protocol import Message
 
@@ -117,7 +117,7 @@ class HangWatch:
         if self._end.decision.reason is Reason.FAULT:
             self._end.end(Outcome(exit_code=EXIT_HUNG, failed_hosts=failed))
 
-    def _record(self, sentence: str, verdict: Verdict, step: int | None) -> None:
+    def _record(self, sentence: str, verdict: HangVerdict, step: int | None) -> None:
         """Lets one agent that answers write the verdict: the run folder may not be visible from here."""
         for rank, report in self._reports.items():
             if report.stacks:
@@ -129,7 +129,7 @@ class HangWatch:
                 agent.send({**order, "groups": verdict.groups, "step": step})
                 return
 
-    def _where(self, verdict: Verdict) -> str:
+    def _where(self, verdict: HangVerdict) -> str:
         if self._kept:
             return f" Stacks: {self._kept}."
         if (folder := self._output.folder) is not None:

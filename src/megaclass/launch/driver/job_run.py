@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, Heartbeats, PipeState
-from megaclass.launch.driver.agents.lost_agents import LostAgents
 from megaclass.launch.driver.agents.ssh import SshSettings
 from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.job_start import JobStart
+from megaclass.launch.driver.lost_agents import LostAgents
 from megaclass.launch.driver.message_handler import MessageHandler
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo

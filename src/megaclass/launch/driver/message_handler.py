@@ -7,11 +7,11 @@ ranks of the agent that sent it.
 import time
 
 from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.agents.lost_agents import LostAgents
 from megaclass.launch.driver.failure_report import stopped_message
 from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.job_start import JobStart
+from megaclass.launch.driver.lost_agents import LostAgents
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.agents.lost_agents import OrphanKillers, why_ended
 from megaclass.launch.driver.agents.ssh import SshSettings, agent_command
 from megaclass.launch.driver.job_start import address_of_first_host, agent_job
+from megaclass.launch.driver.lost_agents import OrphanKillers, why_ended
 from megaclass.launch.elastic.generation import Generation, WorkerRecord, publication, worlds_of, worlds_on
 from megaclass.launch.elastic.messages import ElasticMessageChecker
 from megaclass.launch.hosts import Host

@@ -28,7 +28,7 @@ _is_local = lru_cache(maxsize=4096)(is_this_machine)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DiscoveryAnswer:
     """One answer: hosts, or a problem."""
 
     hosts: tuple[Host, ...] = ()
@@ -99,7 +99,7 @@ class Discovery:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[DiscoveryAnswer] = queue.SimpleQueue()
         self._is_over = threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -114,7 +114,7 @@ class Discovery:
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def news(self) -> list[Answer]:
+    def news(self) -> list[DiscoveryAnswer]:
         """Returns the answers since the last call, without repetitions."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
@@ -128,12 +128,12 @@ class Discovery:
         self._thread.join(0.1)
 
     def _run(self) -> None:
-        last: Answer | None = None
+        last: DiscoveryAnswer | None = None
         while not self._is_over.is_set():
             try:
-                answer = Answer(tuple(self._source.ask()))
+                answer = DiscoveryAnswer(tuple(self._source.ask()))
             except (LaunchError, OSError) as error:
-                answer = Answer(problem=str(error).rstrip("."))
+                answer = DiscoveryAnswer(problem=str(error).rstrip("."))
             if answer != last:
                 last = answer
                 self._answers.put(answer)

@@ -32,9 +32,9 @@ import time
 from collections.abc import Sequence
 
 from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, Heartbeats, PipeState
-from megaclass.launch.driver.agents.lost_agents import why_silent
 from megaclass.launch.driver.agents.ssh import SshSettings
 from megaclass.launch.driver.job_end import JobEnd
+from megaclass.launch.driver.lost_agents import why_silent
 from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.elastic.agents import ElasticAgents

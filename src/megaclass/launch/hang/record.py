@@ -8,7 +8,7 @@ from pathlib import Path
 from megaclass.events_file import append_event
 from megaclass.files import make_private_folder, write_private
 from megaclass.launch.hang.stacks import RankReport
-from megaclass.launch.hang.verdict import Verdict, describe_groups
+from megaclass.launch.hang.verdict import HangVerdict, describe_groups
 
 HANG_FOLDER = "hang"
 _WRITE_S = 1.5
@@ -33,7 +33,7 @@ def keep_stacks(run_folder: Path, name: str, reports: Sequence[RankReport]) -> P
     return run_folder / HANG_FOLDER / name if done_in_time(write) else None
 
 
-def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: Verdict, step: int | None) -> None:
+def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: HangVerdict, step: int | None) -> None:
     """Writes verdict.txt beside the stacks, and the event."""
     groups = describe_groups(verdict)
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from megaclass.launch.hang.stacks import RankReport
-from megaclass.launch.hang.verdict import Verdict
+from megaclass.launch.hang.verdict import HangVerdict
 
 
-def hang_sentence(silent_s: float, verdict: Verdict, *, what: str = "no step has finished") -> str:
+def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:
     """Returns the message for the terminal. silent_s: time since the last progress; what: the progress that is missing."""
     return f"the job hangs: {what} for {silent_s:.0f} s. {verdict.text}."
 

@@ -33,7 +33,7 @@ _UNANSWERED = ("lost", "stopped", "kernel", "silent", "ended")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class HangVerdict:
     """The result of comparing all ranks."""
 
     text: str
@@ -59,7 +59,7 @@ class _Place:
         return bool(self.collective)
 
 
-def find_verdict(reports: Sequence[RankReport]) -> Verdict:
+def find_verdict(reports: Sequence[RankReport]) -> HangVerdict:
     """Compares the ranks. reports: one per rank, also of those whose hosts did not answer."""
     places = [_place(report) for report in sorted(reports, key=lambda report: report.rank)]
     suspects = _suspects(places)
@@ -71,7 +71,7 @@ def find_verdict(reports: Sequence[RankReport]) -> Verdict:
         if len(suspects) > _SHOWN:
             named += f"; and {len(suspects) - _SHOWN} more ({_numbers(place.report.rank for place in suspects)})"
         text = f"{named}; {_describe_others(others, len(suspects))}"
-    return Verdict(
+    return HangVerdict(
         text=text,
         suspects=tuple(place.report.rank for place in suspects) if others else (),
         groups=_groups(places, {place.report.rank for place in suspects}),
@@ -223,7 +223,7 @@ def _groups(places: list[_Place], suspects: set[int]) -> tuple[tuple[tuple[int, 
     return tuple((tuple(ranks), text) for text, ranks in ordered)
 
 
-def describe_groups(verdict: Verdict) -> str:
+def describe_groups(verdict: HangVerdict) -> str:
     """Returns the stacks of the main threads, each once with its ranks, for a terminal or verdict.txt."""
     parts = []
     for ranks, text in verdict.groups:

@@ -20,6 +20,7 @@ from megaclass.errors import UserError
 from megaclass.events_file import read_events
 from megaclass.launch.wire.plain_text import plain_text
 from megaclass.metrics_file import read_metrics
+from megaclass.progress import duration_text
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PHASES = {"data": "d", "forward": "f", "backward": "b", "exchange": "x", "update": "u"}
@@ -125,8 +126,8 @@ def _state(view: RunView, num_steps: float, now: float) -> str:
             return "hung"
     silent_s = max(0.0, now - view.changed_at)
     left_s = _left_s(view, num_steps)
-    left = f", {_duration(left_s)} left" if left_s is not None else ""
-    return f"running, last sign of life {_duration(silent_s)} ago{left}"
+    left = f", {duration_text(left_s)} left" if left_s is not None else ""
+    return f"running, last sign of life {duration_text(silent_s)} ago{left}"
 
 
 def _left_s(view: RunView, num_steps: float) -> float | None:
@@ -267,9 +268,3 @@ def _shown(value: Any) -> str:
 def _number(value: Any) -> float:
     """Returns a number of a file that anyone may have written; 0 for anything else."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

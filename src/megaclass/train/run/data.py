@@ -15,9 +15,9 @@ from megaclass.data.loading.gpu_decoder import decodes_on_gpu
 from megaclass.data.loading.processes import LoaderSettings
 from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource
-from megaclass.data.synthetic.synthesize import synthesize
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 from megaclass.image_size import compact_size
 from megaclass.progress import bar_on_demand

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaclass.plan.memory import Memory
+from megaclass.progress import size_text
 
 # Parts of the plan that one colour of the bar stands for, in its order.
 _GROUPS: dict[str, tuple[str, ...]] = {
@@ -40,7 +41,7 @@ def memory_section(name: str, planned: PlannedMemory, rows: Sequence[Mapping[str
     bars = [_bar("planned, GPU", grouped, longest)]
     if measured is not None:
         bars.append(
-            {"name": "measured, GPU", "total": _size(measured), "parts": [_part(7, measured, longest, "measured")]}
+            {"name": "measured, GPU", "total": size_text(measured), "parts": [_part(7, measured, longest, "measured")]}
         )
     bars.append(_bar("planned, host", {"loader": host}, longest, first=6))
     where = (
@@ -48,31 +49,26 @@ def memory_section(name: str, planned: PlannedMemory, rows: Sequence[Mapping[str
     )
     text = (
         f"What megaclass plan counts for {where} at the peak of a step ({planned.memory.peak_moment}): "
-        f"{_size(planned.memory.peak)} of {_size(planned.gpu_bytes)}."
+        f"{size_text(planned.memory.peak)} of {size_text(planned.gpu_bytes)}."
     )
     if measured is not None:
-        text += f" The largest allocation of rank 0 was {_size(measured)}, {measured / planned.memory.peak - 1:+.0%}."
+        text += (
+            f" The largest allocation of rank 0 was {size_text(measured)}, {measured / planned.memory.peak - 1:+.0%}."
+        )
     keys = [*grouped, "loader (host memory)"] + ["measured"] * (measured is not None)
     return {
         "name": name,
         "text": text,
         "legend": keys,
         "bars": bars,
-        "sizes": [(one, _size(grouped[one])) for one in grouped],
+        "sizes": [(one, size_text(grouped[one])) for one in grouped],
     }
 
 
 def _bar(name: str, sizes: Mapping[str, int], longest: float, first: int = 0) -> dict[str, Any]:
     parts = [_part(first + place, size, longest, group) for place, (group, size) in enumerate(sizes.items())]
-    return {"name": name, "total": _size(sum(sizes.values())), "parts": parts}
+    return {"name": name, "total": size_text(sum(sizes.values())), "parts": parts}
 
 
 def _part(colour: int, size: float, longest: float, name: str) -> dict[str, str]:
-    return {"css": f"part-{colour}", "share": f"{100 * size / longest:.2f}", "text": f"{name} {_size(size)}"}
-
-
-def _size(num_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes / 1024:,.1f} KiB"
+    return {"css": f"part-{colour}", "share": f"{100 * size / longest:.2f}", "text": f"{name} {size_text(size)}"}

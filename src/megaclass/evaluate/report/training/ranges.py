@@ -66,7 +66,8 @@ def _margin_of(head: HeadConfig) -> tuple[float, float, float]:
     """Returns m1, m2, m3 of cos(m1 * angle + m2) - m3; the margins that vary per image count with their usual size."""
     if head.margin == "combined":
         return head.m1 or 1.0, head.margin_size or head.m2 or 0.0, head.m3 or 0.0
-    if head.margin == "softmax":
+    # What a margin of the user needs is not known: this is what any margin needs.
+    if head.margin == "softmax" or head.margin not in MARGINS:
         return 1.0, 0.0, 0.0
     margin, size_field = MARGINS[head.margin]
     defaults = {one.name: one.default for one in dataclasses.fields(margin)}  # type: ignore[arg-type]

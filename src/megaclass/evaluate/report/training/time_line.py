@@ -36,7 +36,7 @@ def time_line(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, 
         return []
     begun = float(events[0]["time"])
     rows = [
-        (_duration(float(event["time"]) - begun), _step(event.get("step")), str(event["event"]), _details(event))
+        (_clock(float(event["time"]) - begun), _step(event.get("step")), str(event["event"]), _details(event))
         for event in events
     ]
     if len(rows) > _MOST_ROWS:
@@ -76,7 +76,7 @@ def time_line_picture(events: Sequence[Mapping[str, Any]]) -> Markup:
         # Of very many, every n-th is drawn: more would lie on top of each other.
         for event in alike[:: -(-len(alike) // _MOST_MARKS)]:
             passed = float(event["time"]) - begun
-            words = f"{_duration(passed)}: {name}" + (f" at step {event['step']:,}" if event.get("step") else "")
+            words = f"{_clock(passed)}: {name}" + (f" at step {event['step']:,}" if event.get("step") else "")
             css = "event bad" if kind in _BAD or event.get("outcome") == "failed" else "event"
             parts.append(
                 f'<circle class="{css}" cx="{x(passed / unit):.1f}" cy="{y:g}" r="4"><title>{escape(words)}</title></circle>'
@@ -96,6 +96,6 @@ def _step(step: object) -> str:
     return f"{step:,}" if isinstance(step, int) else ""
 
 
-def _duration(seconds: float) -> str:
+def _clock(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

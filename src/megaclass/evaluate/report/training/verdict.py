@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class RunFinding:
     """One sentence of the verdict."""
 
     rule: str
@@ -74,14 +74,14 @@ class History:
         return self.events[starts[-1] if starts else 0 :]
 
 
-def verdict(history: History) -> list[Finding]:
+def verdict(history: History) -> list[RunFinding]:
     """Returns what is wrong with the run, the most serious first; one finding "healthy" if nothing is."""
-    found = [Finding(rule=name, text=text) for name, rule in RULES.items() if (text := rule(history)) is not None]
+    found = [RunFinding(rule=name, text=text) for name, rule in RULES.items() if (text := rule(history)) is not None]
     if found:
         return found
     if len(history.column("loss")[0]) < _FEWEST_ROWS:
-        return [Finding(rule="short", text="too short to judge: fewer than 8 rows of metrics")]
-    return [Finding(rule="healthy", text="healthy")]
+        return [RunFinding(rule="short", text="too short to judge: fewer than 8 rows of metrics")]
+    return [RunFinding(rule="healthy", text="healthy")]
 
 
 def _failed(history: History) -> str | None:

@@ -130,7 +130,7 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
     )
     image = np.concatenate([np.tile(np.arange(arguments.images_per_identity), arguments.num_identities), pair_image])
     jobs = (
-        _Job(
+        _Drawing(
             arguments.seed,
             arguments.image_size,
             identity[start : start + _BLOCK_IMAGES],
@@ -177,36 +177,36 @@ def _write_records(path: Path, encoded: Iterator[bytes], arguments: _SynthesisAr
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Drawing:
     seed: int
     image_size: int
     identity: NDArray[np.int64]
     image: NDArray[np.int64]
 
 
-def _draw_and_encode(job: _Job) -> list[bytes]:
+def _draw_and_encode(drawing: _Drawing) -> list[bytes]:
     import simplejpeg
 
-    faces_BHW3 = draw_faces(job.seed, job.identity, job.image, job.image_size)
+    faces_BHW3 = draw_faces(drawing.seed, drawing.identity, drawing.image, drawing.image_size)
     return [
         simplejpeg.encode_jpeg(face_HW3, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444")
         for face_HW3 in faces_BHW3
     ]
 
 
-def _draw_all(jobs: Iterable[_Job], num_processes: int) -> Generator[bytes, None, None]:
-    """Yields encoded images in the order of the jobs."""
+def _draw_all(drawings: Iterable[_Drawing], num_processes: int) -> Generator[bytes, None, None]:
+    """Yields encoded images in the order of the drawings."""
     if num_processes == 1:
-        for job in jobs:
-            yield from _draw_and_encode(job)
+        for drawing in drawings:
+            yield from _draw_and_encode(drawing)
         return
     # Never fork: the caller may hold threads and a process group.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_prepare_worker)
     waiting: deque[Future[list[bytes]]] = deque()
     try:
-        for job in jobs:
-            waiting.append(pool.submit(_draw_and_encode, job))
+        for drawing in drawings:
+            waiting.append(pool.submit(_draw_and_encode, drawing))
             if len(waiting) > 3 * num_processes:
                 yield from waiting.popleft().result()
         while waiting:
