@@ -4,7 +4,9 @@ The source folder is the root of the repository, so that pages link to README, S
 view of the repository. Any broken link or reference fails the build.
 """
 
+import importlib.util
 import inspect
+import os
 from typing import Any
 
 import megaclass
@@ -16,6 +18,10 @@ version = release = megaclass.__version__
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "*.md", "benchmarks/*.md"]
 exclude_patterns = ["docs/_build/**", ".venv/**", "AGENTS.md"]
+# TensorFlow is optional, and the reference imports what it documents.
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
+if importlib.util.find_spec("tensorflow") is None:
+    exclude_patterns.append("docs/reference/horovod-tensorflow.md")
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
 # Anchors are made as GitHub makes them, so that links between pages work on both.

@@ -44,6 +44,40 @@ def test_the_version_is_told():
     assert (done.returncode, done.stdout) == (0, f"megaclass {megaclass.__version__}\n")
 
 
+def test_recipes_are_listed_with_a_line_each_and_every_one_has_one(outcome):
+    code, printed, _ = outcome("recipes")
+    named = dict(line.split(maxsplit=1) for line in printed.partition("\n\n")[0].splitlines())
+    assert code == 0 and set(named) == {path.stem for path in (ROOT / "recipes").glob("*.toml")}
+    assert "two CPU cores" in named["demo"] and all(len(line) > 20 for line in named.values())
+
+
+# Completes the last word of a line as bash does, in a folder with one file.
+COMPLETE = """
+words=("$@"); COMP_WORDS=("${words[@]}"); COMP_CWORD=$((${#words[@]} - 1))
+_shtab_megaclass megaclass "${words[COMP_CWORD]}" "${words[COMP_CWORD - 1]}"
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.ranks
+def test_bash_completes_commands_options_recipes_and_files_also_of_run(outcome, tmp_path):
+    code, script, _ = outcome("completion", "bash")
+    assert code == 0
+    (tmp_path / "demands.toml").touch()
+
+    def completed(line):
+        command = ["bash", "-c", script + COMPLETE, "bash", "megaclass", *line.split()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path).stdout.split()
+
+    assert completed("tr") == ["train"]
+    assert completed("train dem") == ["demo", "demands.toml"]
+    assert completed("plan --g") == ["--gpu"]
+    assert completed("data inspect d") == ["demands.toml"]
+    assert completed("run --host-d") == ["--host-discovery-script"]
+    code, script, _ = outcome("completion", "zsh")
+    assert code == 0 and "--host-discovery-script" in script and ":_files" in script
+
+
 @pytest.mark.ranks
 def test_a_user_s_mistake_ends_with_2_and_one_line_before_any_process_starts(tmp_path):
     """In a process of its own, with two processes asked for: none of them speaks."""

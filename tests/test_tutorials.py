@@ -69,7 +69,7 @@ def python_blocks(page: Path) -> list[str]:
 def test_both_languages_have_the_same_commands_and_code(english, chinese):
     assert commands(chinese) == commands(english) != []
     in_text = [
-        re.findall(r"`(megaclass (?:run|check|train|push|recipes)\b.*?)`", page.read_text())
+        re.findall(r"`(megaclass (?:run|check|plan|train|push|recipes)\b.*?)`", page.read_text())
         for page in (chinese, english)
     ]
     assert in_text[0] == in_text[1] != []

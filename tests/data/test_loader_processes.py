@@ -1,12 +1,15 @@
 """Loader processes: the same batches as threads, and what happens when one of them, or their rank, dies."""
 
+import faulthandler
 import io
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,7 +28,11 @@ from megaclass.data.loading.worker import Filler
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize
+from megaclass.distributed.rank_status import STACKS_SIGNAL, OwnStatus, StatusPage
 from megaclass.errors import ConfigError, DataError
+from megaclass.launch.hang.process_state import file_wait
+from megaclass.launch.hang.stacks import WatchedRank, collect
+from megaclass.launch.hang.verdict import find_verdict
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -229,6 +236,68 @@ def test_a_process_that_keeps_dying_ends_the_run_with_the_reason(tmp_path, monke
     with pytest.raises(DataError, match=r"Cannot open the data|could not be read"):
         list(loader.batches())
     assert loader_children() == []
+
+
+# As a disk that does not answer: the first image waits in a read until something is written into the pipe.
+WAITING_DECODER = """
+import os, sys
+if "megaclass.data.loading.worker" in " ".join(sys.orig_argv):
+    import simplejpeg
+    as_ever = simplejpeg.decode_jpeg
+    def decode_jpeg(*arguments, **options):
+        os.read(os.open(os.environ["TEST_PIPE"], os.O_RDWR), 1)
+        return as_ever(*arguments, **options)
+    simplejpeg.decode_jpeg = decode_jpeg
+"""
+
+
+@pytest.mark.ranks
+def test_stacks_of_a_hanging_rank_include_its_loader_processes_and_the_file_or_signal_that_they_wait_for(
+    folder, tmp_path, monkeypatch
+):
+    (tmp_path / "sitecustomize.py").write_text(WAITING_DECODER)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TEST_PIPE", str(pipe))
+    page = StatusPage()
+    OwnStatus(page.fileno()).give_stacks()
+    verdicts = []
+
+    def watch() -> None:
+        """Does what the agent does, while the main thread waits for its first batch."""
+        deadline = time.monotonic() + 60
+        while not any(map(file_wait, loader_children())) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        [loader] = loader_children()
+        with pipe.open("r+b", buffering=0) as file:
+            try:
+                for number in (signal.SIGCONT, signal.SIGSTOP):
+                    os.kill(loader, number)
+                    [report] = collect([WatchedRank(0, os.getpid(), page)], "here", answer_s=30.0)
+                    verdicts.append(find_verdict([report]).text)
+            finally:
+                os.kill(loader, signal.SIGCONT)
+                file.write(b"x" * 32)
+                over.wait(60)
+
+    over = threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        batches = in_processes(folder, 1, global_batch=32).batches(num_steps=1)
+        assert len(next(batches).images) == 32
+    finally:
+        over.set()
+        thread.join()
+        faulthandler.unregister(STACKS_SIGNAL)
+        page.close()
+    batches.close()
+    reading, stopped = verdicts
+    assert re.search(rf"\(decode_jpeg\) of a loader process, waiting in read of {re.escape(str(pipe))}$", reading), (
+        reading
+    )
+    assert re.search(r"waiting for its loader process \(pid \d+\), which is stopped by SIGSTOP", stopped), stopped
 
 
 LOAD_FOREVER = """

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,49 @@ def test_the_rank_that_waits_for_a_file_is_named_with_the_file_and_the_others_wi
     assert verdict.suspects == (3,)
     assert verdict.groups[0][0] == (3,)
     assert verdict.groups[1][0] == tuple(rank for rank in range(16) if rank != 3)
+
+
+LOADER_IDLE = ["/src/megaclass/data/loading/worker.py:53:run", f"{LIB}/threading.py:982:run"]
+WAITS_FOR_LOADER_PROCESS = [
+    "/src/megaclass/data/loading/processes.py:188:_ready",
+    "/src/megaclass/data/loading/processes.py:172:_handle_messages",
+    "/src/megaclass/data/loading/processes.py:163:wait_for",
+    "/src/megaclass/train/loop.py:80:train",
+]
+
+
+@pytest.mark.parametrize(
+    ("loaders", "words"),
+    [
+        (
+            "loader process 7: answered\n" + dumped(LOADER_IDLE)
+            + "loader process 8: answered; read of /data/000123.jpg\n" + dumped(LOADER_IDLE, READS),
+            "in data/sources/files.py:77 (read) of a loader process, waiting in read of /data/000123.jpg",
+        ),
+        (
+            "loader process 7: answered\n" + dumped(READS) + "loader process 8: stopped\n",
+            "in data/loading/processes.py:188 (_ready), waiting for its loader process (pid 8), which is stopped by SIGSTOP; "
+            "SIGCONT continues it",
+        ),
+        (
+            "loader process 7: silent\n",
+            "in data/loading/processes.py:188 (_ready), waiting for its loader process (pid 7), which gives no Python stacks",
+        ),
+        (
+            "loader process 7: answered\n" + dumped(LOADER_IDLE),
+            "in data/loading/processes.py:188 (_ready), waiting in native code (poll)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_that_waits_for_its_loader_processes_is_named_with_what_they_do(loaders, words):
+    own = report(1, IDLE, WAITS_FOR_LOADER_PROCESS, waits_for="poll")
+    odd = replace(own, stacks=own.stacks + loaders)
+    others = [report(rank, IDLE, GATHER) for rank in (0, 2)]
+    verdict = find_verdict([*others, odd])
+    assert verdict.text == f"rank 1 (gpu-1): {words}; the other 2 ranks wait for it in all_gather of step 1,234"
+    # Where the data of all ranks hangs, none of them is odd, whatever the numbers of their processes are.
+    all_wait = find_verdict([odd, replace(odd, rank=0, stacks=odd.stacks.replace("process 8", "process 9"))])
+    assert all_wait.suspects == ()
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ TRAIN = [
     "train.checkpoint_epochs=0.01",
     "export.onnx=false",
 ]
-# Hangs in Python code, of a stopped rank and in a read are met by the other tests of this file.
+# Hangs in Python code, in native code and of a stopped rank are met by the next test, on two hosts, too.
 CAUSES = {
-    "native": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep",
+    "read": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), waiting in read of \S+/pipe",
     "collective": r"rank 1 \(h2\): waits in recv of step \d+ at launch/hanging_backbone\.py:\d+ \(hang\)",
     "cable": r"rank 1 \(h2\): its host does not answer: its cable, its network or itself is gone",
 }
@@ -150,11 +150,9 @@ def test_an_hvd_job_names_the_rank_that_an_operation_waits_for_although_another_
 @pytest.mark.ranks
 def test_train_on_one_machine_names_the_rank_keeps_its_stacks_and_ends(tmp_path, recipe):
     command = ("train", str(recipe), *TRAIN, "train.nproc=2")
-    done = run_forked(megaclass_command, *command, env=environment(tmp_path, "read"))
+    done = run_forked(megaclass_command, *command, env=environment(tmp_path, "native"))
     assert done.returncode == HUNG, done.stderr
-    expected = (
-        r"rank 1 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), waiting in read of \S+/pipe; rank 0 waits for it"
-    )
+    expected = r"rank 1 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep; rank 0 waits for it"
     assert re.search(expected + r" in all_gather of step 4\. Stacks: \S+/run/hang/[-0-9]+\.", done.stderr), done.stderr
     [event] = [event for event in read_events(tmp_path / "run")[0] if event["event"] == "hang"]
     assert event["step"] == 3

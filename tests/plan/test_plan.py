@@ -77,6 +77,15 @@ def test_a_job_that_does_not_fit_is_told_a_setting_with_which_it_would() -> None
     assert any(one.fits for one in plan.advice)
 
 
+def test_a_job_that_waits_for_its_network_is_told_to_compress_what_it_sends() -> None:
+    def advised(**changes: int) -> list[str]:
+        planned = replace(job("slim", 1024, 100_000, 1.0, num_ranks=16), network=1e8)
+        return [one.setting for one in make_plan(replace(planned, **changes)).advice]
+
+    assert "train.compression=bf16" in advised()
+    assert "train.compression=bf16" not in advised(num_ranks=1)
+
+
 def test_recomputed_activations_need_less_memory_and_more_time() -> None:
     stored = job("iresnet18", 256, 1000, 1.0)
     again = stored.with_settings(backbone={"checkpoint_activations": True})
@@ -99,6 +108,7 @@ def test_the_command_prints_text_and_json_and_says_what_is_missing(
     assert plan["num_ranks"] == 16 and plan["num_hosts"] == 2 and len(plan["exchanges"]) == 4
     assert main(["plan", "demo", *recipe, *size, "l4", "head.optimizer=adamw"]) in (0, 1)
     text = capsys.readouterr().out
+    assert "The recipe trains on a CPU (train.device=cpu), which is not planned" in text
     assert "Memory per rank" in text and "centres" in text and "images/s" in text
 
 

@@ -3,6 +3,8 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from megaclass.distributed.collectives import sum_over_ranks_
 from megaclass.distributed.rank_status import OwnStatus
 from megaclass.errors import ConfigError, LaunchError, UserError
 from megaclass.events_file import append_event
+from megaclass.train.loop import describe_row
 from megaclass.train.observe.hang_limit import HangLimit
+from megaclass.train.observe.observer import Observer
 from megaclass.train.observe.phases import PHASES, PhaseClock, find_slow_rank, gather_phases, phase_row
 from megaclass.train.observe.top import draw, read_run
 from megaclass.train.run.same_start import check_same_data, check_same_start
@@ -28,6 +32,8 @@ CPU = torch.device("cpu")
 
 def _step_with_a_slow_rank():
     clock = PhaseClock(CPU)
+    # A rank that begins late waits for no other one.
+    sum_over_ranks_(torch.ones(3), None)
     with clock.heard():
         clock.begin("forward")
         # The last rank loses its time here, the others wait for it in the collective.
@@ -64,6 +70,25 @@ def test_a_rank_is_slow_from_20_percent_on_and_only_if_it_matters():
     assert found(0.05, 0.02).slower == pytest.approx(0.25)
     assert find_slow_rank({phase: [1e-5, 9e-5] for phase in PHASES}) is None
     assert find_slow_rank({phase: [1.0] for phase in PHASES}) is None
+
+
+def test_a_slow_rank_is_in_the_progress_line_of_every_row_and_among_the_events_once_it_stays_slow(monkeypatch):
+    slow = {phase: [0.01, 0.01] for phase in PHASES} | {"forward": [0.01, 0.05]}
+    even = {phase: [0.01, 0.01] for phase in PHASES}
+    noted = []
+    events = SimpleNamespace(note=lambda event, step, **fields: noted.append((event, step, fields)))
+    config = load_config_values({"data": {"path": "debug"}, "train": {"run_dir": "x"}}, where="test")
+    run = SimpleNamespace(config=config, device=CPU, hosts=("a", "b"), events=events, world=World(rank=0, size=2))
+    run.folder = SimpleNamespace(path=Path("unused"))
+    observer = Observer(run, torch.nn.Identity(), first_step=0)
+    shown = []
+    for step, phases in enumerate((slow, even, slow, slow, slow, slow), start=1):
+        monkeypatch.setattr("megaclass.train.observe.observer.gather_phases", lambda own, device, p=phases: (p, []))
+        row = observer.read(SimpleNamespace(last_wait_s=0.0, last_step_s=0.1), step)
+        row |= {"loss": 1.0, "images_per_second": 10.0, "learning_rate": 0.1, "data_wait_share": 0.0}
+        shown.append(describe_row(row, observer.describe_slow()))
+    assert [line.endswith("rank 1 (b) 100% slower: forward") for line in shown] == [True, False, True, True, True, True]
+    assert noted == [("slow_rank", 5, {"rank": 1, "host": "b", "phase": "forward", "slower": 1.0})]
 
 
 # ---- limits ----

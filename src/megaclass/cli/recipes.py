@@ -1,9 +1,13 @@
 """`megaclass demo`, `megaclass recipes` and `megaclass completion`."""
 
 import argparse
+from collections.abc import Iterator
 
 from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
+
+_RECIPES = "_megaclass_recipes"
+"""Shell function that completes names of recipes and files."""
 
 
 def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> None:
@@ -58,5 +62,26 @@ def _completion(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
         import shtab
     except ImportError:
         raise ConfigError("Completion needs the package shtab: pip install 'megaclass[ui]'.") from None
-    print(shtab.complete(parser, shell=options.shell))
+    from megaclass.config.recipes import recipe_names
+    from megaclass.launch.options import run_parser
+
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    commands.choices["run"] = run_parser()
+    for action in _positionals(parser):
+        if not action.choices:
+            # The attribute is how shtab is told what an argument is.
+            action.complete = shtab.FILE | ({"bash": _RECIPES} if action.dest == "recipe" else {})  # type: ignore[attr-defined]
+    names = " ".join(recipe_names())
+    function = f'{_RECIPES}() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}'
+    print(shtab.complete(parser, shell=options.shell, preamble={"bash": function}))  # type: ignore[arg-type]
     return 0
+
+
+def _positionals(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yields the arguments without dashes of all commands and their subcommands."""
+    for action in parser._get_positional_actions():
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _positionals(command)
+        else:
+            yield action

@@ -107,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> RunOptions:
     """Parses the command line. Raises LaunchError for options that are wrong or contradict each other."""
-    parser = _parser()
+    parser = run_parser()
     given = parser.parse_args(list(arguments))
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command and not given.check_build:
@@ -169,7 +169,8 @@ def _check_elastic(given: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(f"--blacklist-cooldown-range {span[0]:g} {span[1]:g}: the first number must not be the larger one")
 
 
-def _parser() -> argparse.ArgumentParser:
+def run_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `megaclass run`, which the command line of the package does not know."""
     parser = _Parser(
         prog="megaclass run",
         usage="megaclass run -np N [-H host:slots,host:slots] [options] command …",

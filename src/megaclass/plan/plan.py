@@ -184,6 +184,10 @@ def _advice(job: PlannedJob) -> list[Advice]:
         tries.insert(0, ("head.sample_rate=0.1", sampled, "see benchmarks/sampling_accuracy.md"))
     if not config.is_compiled(on_gpu=True) and config.backbone.name.startswith("vit"):
         tries.append(("train.compile=true", job.with_settings(train={"compile": True}), "compiles at the start"))
+    if job.num_ranks > 1 and config.train.compression == "none":
+        tries.append(
+            ("train.compression=bf16", job.with_settings(train={"compression": "bf16"}), "gradients travel in 16 bits")
+        )
     if batch // 2 >= 2 * job.num_ranks:
         tries.append((f"train.global_batch={batch // 2}", _with_batch(job, batch // 2), "adapt optimizer.lr"))
     now = _numbers(job)

@@ -13,6 +13,7 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"{config.backbone.name}, {job.num_classes:,} classes, {job.num_images:,} images, global batch "
         f"{config.train.global_batch:,}, {job.num_ranks} × {job.gpu.name}{hosts}",
+        *_about_cpu(plan),
         "",
         _verdict(plan),
         "",
@@ -55,6 +56,12 @@ def plan_text(plan: Plan) -> str:
             for one in plan.advice
         ]
     return "\n".join(lines)
+
+
+def _about_cpu(plan: Plan) -> list[str]:
+    if plan.job.config.train.device != "cpu":
+        return []
+    return ["The recipe trains on a CPU (train.device=cpu), which is not planned: these are the numbers of GPUs."]
 
 
 def _verdict(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from megaclass.data.loading.reader import BatchPlan, BatchReader
 from megaclass.data.loading.ring import NO_IMAGE, BatchRing, RingLayout
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
+from megaclass.distributed.rank_status import give_loader_stacks
 from megaclass.errors import DataError
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -80,6 +81,7 @@ def main(arguments: list[str]) -> None:
     for number in _IGNORED:
         # Ctrl-C reaches every process of the terminal; a worker that left would cost the batch that the rank still needs.
         signal.signal(number, signal.SIG_IGN)
+    give_loader_stacks()
     handle, memory, parent = map(int, arguments)
     connection = socket.socket(fileno=handle)
     settings = receive(connection)

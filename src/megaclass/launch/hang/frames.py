@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_LOADER = re.compile(r"^loader process (\d+): (\w+)(?:; (.*))?$")
 _OWN_PACKAGE = "/megaclass/"
 # Files of other packages and of Python's library: the place that interests the reader is the one that called them.
 _LIBRARY = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/")
@@ -41,11 +42,41 @@ def threads_of(stacks: str) -> dict[int, Thread]:
     threads: dict[int, Thread] = {}
     current: Thread = []
     for line in stacks.splitlines():
+        if _LOADER.match(line):
+            break
         if match := _THREAD.match(line):
             current = threads.setdefault(int(match[1], 16), [])
         elif match := _FRAME.match(line):
             current.append(Frame(match[1], match[2], match[3]))
     return threads
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A loader process of a rank, as loaders.py describes it."""
+
+    pid: int
+    state: str
+    """answered, stopped (by SIGSTOP) or silent."""
+    call: str
+    """File operation in which one of its threads waits."""
+    busy: Thread
+    """The thread that reads or decodes an image; empty if all wait for work."""
+
+
+def loaders_of(stacks: str) -> list[Loader]:
+    """Returns the loader processes whose stacks follow those of their rank."""
+    lines = stacks.splitlines()
+    heads = [index for index, line in enumerate(lines) if _LOADER.match(line)]
+    found = []
+    for start, stop in zip(heads, [*heads[1:], len(lines)], strict=True):
+        head = _LOADER.match(lines[start])
+        assert head is not None
+        threads = threads_of("\n".join(lines[start + 1 : stop])).values()
+        # Threads without work wait in the worker's own loops.
+        busy = next((one for one in threads if one and not one[0].file.endswith("data/loading/worker.py")), [])
+        found.append(Loader(int(head[1]), head[2], head[3] or "", busy))
+    return found
 
 
 def main_thread_of(threads: dict[int, Thread], identifier: int) -> Thread:
@@ -87,6 +118,11 @@ def waits_for_other_thread(thread: Thread) -> bool:
     """Tells whether a thread waits for another one of its process, as the loop waits for the threads that read images."""
     names = ("threading.py", "concurrent/futures/_base.py", "queue.py", "concurrent/futures/thread.py")
     return bool(thread) and thread[0].file.endswith(names)
+
+
+def waits_for_loader(thread: Thread) -> bool:
+    """Tells whether a thread waits for a batch from the loader processes of its rank."""
+    return any(frame.file.endswith(_OWN_PACKAGE + "data/loading/processes.py") for frame in thread[:4])
 
 
 def busy_thread(threads: Sequence[Thread]) -> Thread:

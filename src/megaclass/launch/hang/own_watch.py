@@ -23,6 +23,7 @@ from pathlib import Path
 from megaclass.distributed.rank_status import OwnStatus, RankStatus
 from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
+from megaclass.launch.hang.loaders import ask_loaders, have_answered, loader_stacks
 from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for
 from megaclass.launch.hang.record import HANG_FOLDER, done_in_time, keep_stacks, keep_verdict
 from megaclass.launch.hang.sentence import hang_sentence, steps_done
@@ -33,6 +34,8 @@ from megaclass.world import World
 _LOOK_S = 1.0
 _OTHERS_S = 5.0
 """How long a rank waits for the reports of the others: their pages are looked at once per second, and disks take a moment."""
+_LOADERS_S = 1.0
+"""How long its loader processes have for their stacks."""
 _PRINT_FIRST_S = 2.0
 """Ranks that do not print the verdict stay so much longer: launchers end all ranks as soon as one is gone."""
 _NO_SIGN = "wrote no stacks: it is stopped, in native code that keeps the interpreter lock, or its host is lost"
@@ -102,6 +105,9 @@ def _share(folder: Path, own: RankReport) -> bool:
 
 
 def _report(seen: RankStatus, world: World) -> RankReport:
+    loaders, deadline = ask_loaders(os.getpid()), time.monotonic() + _LOADERS_S
+    while not have_answered(loaders) and time.monotonic() < deadline:
+        time.sleep(0.05)
     with tempfile.TemporaryFile() as file:
         # Needs a real file: it writes to the descriptor, from C.
         faulthandler.dump_traceback(file, all_threads=True)
@@ -118,7 +124,7 @@ def _report(seen: RankStatus, world: World) -> RankReport:
         main_thread=seen.main_thread,
         waits_for=main_thread_waits_for(os.getpid()),
         file_wait=file_wait(os.getpid()),
-        stacks=stacks,
+        stacks=stacks + loader_stacks(loaders),
     )
 
 

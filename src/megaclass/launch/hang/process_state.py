@@ -51,6 +51,17 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def children_of(pid: int) -> list[int]:
+    """Returns the processes that a process has started and that still run; none if the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            # A thread may end meanwhile.
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return sorted(found)
+
+
 def system_call(pid: int, thread: int) -> str:
     """Returns what a thread waits for, such as "read of /data/train.rec" or "futex"; empty if it runs or cannot be asked."""
     try:

@@ -3,6 +3,7 @@
     the rank registered (train, hvd)   its page says so: STACKS_SIGNAL, upon which faulthandler writes into the page's file
     any other Python program           SIGABRT: with PYTHONFAULTHANDLER=1 it prints its stacks on stderr, and ends
     stopped (T), in the kernel (D)     cannot answer; the kernel's own view of it is reported instead
+    loader processes of a rank         asked with it; their stacks follow its own, see loaders.py
 
 SIGABRT is sent only after all else is known, because it ends the process: the job is about to be ended anyway.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaclass.distributed.rank_status import STACKS_SIGNAL, RankStatus, StatusPage
+from megaclass.launch.hang.loaders import AskedLoader, ask_loaders, have_answered, loader_stacks
 from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for, state_of
 
 MAX_STACK_BYTES = 1 << 16
@@ -42,7 +44,7 @@ class RankReport:
     file_wait: str = ""
     """File operation in which another thread waits."""
     stacks: str = ""
-    """Text of Python's faulthandler."""
+    """Text of Python's faulthandler, of the rank and then of its loader processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def collect(
             settled[watched.rank] = settled.get(watched.rank, 0) + 1 if is_same else 0
             texts[watched.rank] = text
             # Two more looks: faulthandler writes thread after thread, and a busy host may pause it in between.
-            if settled[watched.rank] >= 2:
+            if settled[watched.rank] >= 2 and have_answered(found[watched.rank].loaders):
                 waiting.remove(watched)
     return [_report(watched, found[watched.rank], host, texts.get(watched.rank, b"")) for watched in ranks]
 
@@ -101,6 +103,7 @@ class _Asked:
     state: str
     waits_for: str
     file_wait: str
+    loaders: list[AskedLoader]
 
 
 def _asked(watched: WatchedRank) -> _Asked:
@@ -109,7 +112,7 @@ def _asked(watched: WatchedRank) -> _Asked:
     # The process that was started may be a shell; the rank itself has written its own pid into the page.
     pid = status.pid or watched.pid
     state = _STATES.get(state_of(pid), "silent")
-    asked = _Asked(status, pid, state, main_thread_waits_for(pid), file_wait(pid))
+    asked = _Asked(status, pid, state, main_thread_waits_for(pid), file_wait(pid), ask_loaders(pid))
     if state == "silent" and status.gives_stacks:
         # A page is used again, and an older answer must not be taken for the new one.
         watched.page.forget_stacks()
@@ -132,7 +135,7 @@ def _report(watched: WatchedRank, asked: _Asked, host: str, text: bytes) -> Rank
         main_thread=asked.status.main_thread,
         waits_for=asked.waits_for,
         file_wait=asked.file_wait,
-        stacks=stacks if has_stacks else "",
+        stacks=stacks + loader_stacks(asked.loaders) if has_stacks else "",
     )
 
 

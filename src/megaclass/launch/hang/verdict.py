@@ -16,13 +16,16 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megaclass.launch.hang.frames import (
+    Loader,
     Thread,
     busy_thread,
     collective_of,
+    loaders_of,
     main_thread_of,
     place_of,
     threads_of,
     waits_for_gpu,
+    waits_for_loader,
     waits_for_other_thread,
 )
 from megaclass.launch.hang.process_state import ASLEEP
@@ -53,6 +56,8 @@ class _Place:
     collective: str
     where: str
     call: str
+    loader: Loader | None
+    """The loader process for which the rank waits, if it does and the process cannot answer."""
 
     @property
     def is_waiting(self) -> bool:
@@ -90,9 +95,25 @@ def _place(report: RankReport) -> _Place:
     if not collective and waits_for_other_thread(main) and (busy := busy_thread(list(threads.values()))):
         # A main thread that waits for one of its own threads says nothing: that thread shows what the rank is doing.
         shown, call = busy, report.file_wait or call
+    loader = _loader_to_blame(loaders_of(report.stacks)) if not collective and waits_for_loader(main) else None
+    if loader is not None and loader.busy:
+        shown, call = loader.busy, loader.call or call
     frame = place_of(shown)
     where = f"in {frame.shown()} ({frame.function})" if frame else ""
-    return _Place(report, main, collective, where, call)
+    if loader is not None and loader.busy:
+        where += " of a loader process"
+    return _Place(report, main, collective, where, call, None if loader is None or loader.busy else loader)
+
+
+def _loader_to_blame(loaders: list[Loader]) -> Loader | None:
+    """Returns a loader process that is stopped, or else one that waits for a file, works, or does not answer."""
+    rules: tuple[Callable[[Loader], bool], ...] = (
+        lambda loader: loader.state == "stopped",
+        lambda loader: bool(loader.busy and loader.call),
+        lambda loader: bool(loader.busy),
+        lambda loader: loader.state == "silent",
+    )
+    return next((loader for applies in rules for loader in loaders if applies(loader)), None)
 
 
 # ---- the rules ----
@@ -152,7 +173,13 @@ def _describe(place: _Place) -> str:
     if place.collective:
         at = f" at {place.where.removeprefix('in ')}" if place.where else ""
         return f"{name}: waits in {place.collective}{_of_step(report)}{at}"
-    return f"{name}: {place.where or 'without a Python frame'}, {_call_in_words(place.call)}{behind}"
+    doing = _call_in_words(place.call) if place.loader is None else _loader_in_words(place.loader)
+    return f"{name}: {place.where or 'without a Python frame'}, {doing}{behind}"
+
+
+def _loader_in_words(loader: Loader) -> str:
+    how = "is stopped by SIGSTOP; SIGCONT continues it" if loader.state == "stopped" else "gives no Python stacks"
+    return f"waiting for its loader process (pid {loader.pid}), which {how}"
 
 
 def _call_in_words(call: str) -> str:

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -327,4 +328,19 @@ if rank == 0:
     trace = json.loads(timeline.read_text())
     named = {event["args"].get("name") for event in trace if event and event.get("name") == "process_name"}
     assert {"allreduce.a", "allreduce.until joined"} <= named, named
+
+# ---- a rank that never submits is named on all ranks, also in a graph, and the job is over ----
+
+os.environ |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1"}
+hvd.init()
+has_failed = Path(sys.argv[1], "rank 0 has failed")
+while rank == 1 and not has_failed.exists():
+    time.sleep(0.05)
+error = error_of(lambda: tf.function(lambda x: hvd.allreduce(x, name="lost"))(tf.ones([300_000])))
+has_failed.touch()
+assert isinstance(error, tf.errors.UnknownError), error
+assert "Missing ranks:\n1 (" in str(error) and "allreduce.lost" in str(error), error
+hvd.shutdown()
+for name in ("HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"):
+    del os.environ[name]
 print("collectives: all good")
