@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.files import open_private
+from megaclass.metrics_file import object_in
 
 EVENTS_NAME = "events.jsonl"
 EVENTS = (
@@ -28,6 +29,8 @@ EVENTS = (
 )
 """All events that are written, in the order of docs/formats.md."""
 _MAX_TEXT = 4000
+_LAST_TIME = 2.0**37
+"""Around the year 6300. Later times are damage, and NaN is never before it."""
 
 
 def append_event(folder: Path, event: str, *, step: int | None = None, **fields: Any) -> bool:
@@ -72,12 +75,10 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _event(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("event"), str):
+    row = object_in(line)
+    if row is None or not isinstance(row.get("event"), str):
         return None
     is_timed = isinstance(row.get("time"), int | float) and not isinstance(row["time"], bool)
+    is_timed = is_timed and 0 <= row["time"] < _LAST_TIME
     has_step = row.get("step") is None or isinstance(row["step"], int)
     return row if is_timed and has_step else None

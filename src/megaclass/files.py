@@ -25,7 +25,7 @@ _PRIVATE_FOLDER_MODE = 0o700
 
 @contextmanager
 def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
-    """Yields a path to write and check; when the block ends without an error, that file becomes `path`.
+    """Yields the path of an empty file to write and check; when the block ends without an error, that file becomes `path`.
 
     After an error nothing new is left behind, and what was at `path` before is unchanged.
     is_private: only the owner may read the file, at any moment of its writing.
@@ -36,10 +36,10 @@ def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     mode = (_PRIVATE_FILE_MODE if is_private else 0o666) & ~_umask()
     try:
-        if is_private:
-            # Created here, because most writers create files that everyone may read. O_EXCL follows no symbolic link.
-            unfinished.unlink(missing_ok=True)
-            os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        # Created here, because most writers create files that everyone may read, and follow a symbolic link that another user
+        # of the folder has put under this name. O_EXCL follows none.
+        unfinished.unlink(missing_ok=True)
+        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield unfinished
         # Some writers (safetensors) create files for their owner only; the result follows the user's umask.
         unfinished.chmod(mode)

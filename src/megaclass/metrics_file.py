@@ -1,4 +1,4 @@
-"""Reads the records of a run: metrics.jsonl, one JSON object per line, each with its step, and summary.json."""
+"""Reads the records of a run: metrics.jsonl, a JSON object per line with its step, and summary.json. Standard library only."""
 
 import json
 from pathlib import Path
@@ -32,9 +32,22 @@ def read_summary(run: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def object_in(line: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a line; None if there is none, or if one of its whole numbers has more than 64 bits."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_int=_whole_number)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) else None
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    row = object_in(line)
+    return row if row is not None and isinstance(row.get("step"), int) else None
+
+
+def _whole_number(digits: str) -> int:
+    # Larger ones are no numbers of a run, and most arithmetic raises OverflowError on them.
+    if abs(number := int(digits)) >= 2**63:
+        raise ValueError(f"{digits[:20]}… is too large")
+    return number
