@@ -100,6 +100,25 @@ def mutate_json(whole: bytes, rng: np.random.Generator) -> bytes:
     return json.dumps(tree).encode()
 
 
+_ODD_NUMBERS = [float("nan"), float("-inf"), 10**400, -(10**400), 1e18, "\x1b[2J"]
+
+
+def mutate_lines(whole: bytes, rng: np.random.Generator) -> bytes:
+    """Changes the JSON of one to three lines; in half of the cases one of its values becomes a number that is hard to use."""
+    lines = whole.splitlines()
+    for _ in range(int(rng.integers(1, 4))):
+        at = int(rng.integers(len(lines)))
+        try:
+            row = json.loads(lines[at])
+            keys = list(row)
+            row[keys[int(rng.integers(len(keys)))]] = _ODD_NUMBERS[int(rng.integers(len(_ODD_NUMBERS)))]
+            lines[at] = json.dumps(row).encode() if rng.random() < 0.5 else mutate_json(lines[at], rng)
+        except (ValueError, TypeError, AttributeError):
+            # An earlier change has left no object there.
+            continue
+    return b"\n".join([*lines, b""])
+
+
 _ODD_WORDS = [
     "",
     "0",

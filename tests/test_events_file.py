@@ -17,11 +17,12 @@ def test_events_are_read_in_order_of_time_past_damaged_and_unfinished_lines(tmp_
     with path.open("a") as file:
         file.write("\0\0\0\n[1]\n" + json.dumps({"event": "end", "step": 1}) + "\n" + json.dumps(earlier) + "\n")
         file.write('{"time": true, "event": "end"}\n')
+        file.writelines(f'{{"time": {time}, "event": "end"}}\n' for time in ("NaN", "1e300", "-1", "9" * 400))
     assert append_event(tmp_path, "end", step=9, text="x" * 9000)
     with path.open("a") as file:
         file.write('{"time": 1, "event": "sa')
     events, num_damaged = read_events(tmp_path)
-    assert num_damaged == 4
+    assert num_damaged == 8
     assert events[0] == earlier
     assert [(event["event"], event["step"]) for event in events[1:]] == [("start", 0), ("end", 9)]
     assert events[1]["world_size"] == 2

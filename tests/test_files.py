@@ -9,7 +9,7 @@ import pytest
 from tests.forked import run_forked
 
 from megaclass.cli.main import main
-from megaclass.files import make_private_folder, open_private, write_private
+from megaclass.files import make_private_folder, open_private, write_private, write_text
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
 TINY = (
@@ -51,6 +51,15 @@ def test_a_link_that_somebody_put_there_is_not_written_through(tmp_path):
     with pytest.raises(OSError, match="symbolic link"):
         write_private(tmp_path / "link", "owned")
     assert (tmp_path / "victim").read_text() == "as it was"
+
+
+@pytest.mark.parametrize("is_private", [False, True], ids=["shared", "private"])
+def test_a_link_under_the_name_of_an_unfinished_file_is_not_written_through(tmp_path, is_private):
+    (tmp_path / "victim").write_text("as it was")
+    (tmp_path / f".model.{os.getpid()}.tmp.txt").symlink_to(tmp_path / "victim")
+    write_text(tmp_path / "model.txt", "owned", is_private=is_private)
+    assert (tmp_path / "victim").read_text() == "as it was"
+    assert (tmp_path / "model.txt").read_text() == "owned" and not (tmp_path / "model.txt").is_symlink()
 
 
 def megaclass(*arguments: str, mask: int) -> None:

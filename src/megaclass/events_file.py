@@ -28,6 +28,8 @@ EVENTS = (
 )
 """All events that are written, in the order of docs/formats.md."""
 _MAX_TEXT = 4000
+_LAST_TIME = 2.0**37
+"""Around the year 6300. Later times are damage, and NaN is never before it."""
 
 
 def append_event(folder: Path, event: str, *, step: int | None = None, **fields: Any) -> bool:
@@ -69,5 +71,6 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _is_event(row: dict[str, Any]) -> bool:
     is_timed = isinstance(row.get("time"), int | float) and not isinstance(row["time"], bool)
+    is_timed = is_timed and 0 <= row["time"] < _LAST_TIME
     has_step = row.get("step") is None or isinstance(row["step"], int)
     return isinstance(row.get("event"), str) and is_timed and has_step

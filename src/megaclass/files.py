@@ -26,7 +26,7 @@ _PRIVATE_FOLDER_MODE = 0o700
 
 @contextmanager
 def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
-    """Yields a path to write and check; when the block ends without an error, that file becomes `path`.
+    """Yields the path of an empty file to write and check; when the block ends without an error, that file becomes `path`.
 
     After an error nothing new is left behind, and what was at `path` before is unchanged.
     is_private: only the owner may read the file, at any moment of its writing.
@@ -37,10 +37,10 @@ def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     mode = (_PRIVATE_FILE_MODE if is_private else 0o666) & ~_umask()
     try:
-        if is_private:
-            # Created here, because most writers create files that everyone may read. O_EXCL follows no symbolic link.
-            unfinished.unlink(missing_ok=True)
-            os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        # Created here, because most writers create files that everyone may read, and follow a symbolic link that another user
+        # of the folder has put under this name. O_EXCL follows none.
+        unfinished.unlink(missing_ok=True)
+        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield unfinished
         # Some writers (safetensors) create files for their owner only; the result follows the user's umask.
         unfinished.chmod(mode)
@@ -152,11 +152,19 @@ def locked(path: Path, *, timeout_s: float = -1.0) -> Iterator[bool]:
 
 
 def _json_object(line: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a line; None if there is none, or if one of its whole numbers has more than 64 bits."""
     try:
-        value = json.loads(line)
+        value = json.loads(line, parse_int=_whole_number)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _whole_number(digits: str) -> int:
+    # Larger ones are no numbers of a run, and most arithmetic raises OverflowError on them.
+    if abs(number := int(digits)) >= 2**63:
+        raise ValueError(f"{digits[:20]}… is too large")
+    return number
 
 
 def _umask() -> int:

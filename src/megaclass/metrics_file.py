@@ -1,4 +1,4 @@
-"""Reads the records of a run: metrics.jsonl, one JSON object per line, each with its step, and summary.json."""
+"""Reads the records of a run: metrics.jsonl, a JSON object per line with its step, and summary.json. Standard library only."""
 
 import json
 from pathlib import Path

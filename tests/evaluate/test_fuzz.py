@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_json
+from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_json, mutate_lines
 
 from megaclass.backbones.recognise import recognise
 from megaclass.checkpoint.load import load_rank_state, load_shared, newest_whole, saved_rows
@@ -20,8 +20,11 @@ from megaclass.evaluate.protocols.verification import score_embeddings
 from megaclass.evaluate.report.from_runs import report_of_runs, write_faces
 from megaclass.evaluate.report.page import render_report
 from megaclass.evaluate.results import write_results
+from megaclass.events_file import EVENTS
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.model import load
+from megaclass.train.observe.phases import PHASES
+from megaclass.train.observe.top import draw, read_run
 
 SAMPLE_MUTATIONS = 60
 
@@ -68,6 +71,19 @@ def write_run(run: Path, *, has_results: bool) -> None:
     (run / "summary.json").write_text(json.dumps({"num_classes": 3, "final_loss": 1.5, "image_size": 16, "steps": 7}))
     rows = [{"step": step, "loss": 1.0, "elapsed_s": step, "data_wait_share": 0.1} for step in range(1, 4)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_diary(run: Path) -> None:
+    """Rows of metrics and events with all that a report and `megaclass top` show of them."""
+    phases = {phase: [0.1, 0.2] for phase in PHASES}
+    row = {"loss": 1.0, "images_per_second": 9.5, "learning_rate": 0.1, "target_cosine": 0.5, "evaluation_s": 0.5}
+    row |= {f"{phase}_s": 0.15 for phase in PHASES} | {"rank_seconds": phases, "rank_gpu_memory_gib": [1.0, 2.0]}
+    row |= {"slow_rank": 1, "slow_phase": "data", "slower": 0.5, "skipped_steps": 1, "data_wait_share": 0.1}
+    rows = [{"step": step, "elapsed_s": step, **row} for step in range(1, 6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"num_steps": 5, "world_size": 2, "version": "1", "text": "x", "seconds": 0.5, "outcome": "finished"}
+    events = [{"time": 1.7e9 + at, "event": event, "step": at, **fields} for at, event in enumerate(EVENTS)]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def write_checkpoint(run: Path) -> Path:
@@ -120,8 +136,16 @@ def make_target(name: str, folder: Path) -> Target:
         path = write_checkpoint(folder)
         return at(path, lambda: read_checkpoint(folder), with_its_digest)
     write_run(folder, has_results=name.startswith("evaluation"))
+    if name in DIARIES:
+        write_diary(folder)
+        return at(folder / DIARIES[name], lambda: look_at(folder), mutate_lines)
     change = mutate_json if name.endswith(".json") else mutate
     return at(folder / name, lambda: render_report(report_of_runs([folder], device=torch.device("cpu"))), change)
+
+
+def look_at(run: Path) -> None:
+    render_report(report_of_runs([run], device=torch.device("cpu")))
+    assert "\x1b" not in "".join(draw(read_run(run), 80, 1.7e9))
 
 
 def read_checkpoint(run: Path) -> None:
@@ -136,6 +160,7 @@ def read_checkpoint(run: Path) -> None:
         load(run)
 
 
+DIARIES = {"metrics.jsonl, values": "metrics.jsonl", "events.jsonl, values": "events.jsonl"}
 NAMES = [
     "legacy .pth",
     "archive .pth",
@@ -147,6 +172,7 @@ NAMES = [
     "evaluation/lfw.npz",
     "summary.json",
     "metrics.jsonl",
+    *DIARIES,
 ]
 
 
@@ -155,4 +181,4 @@ def test_a_sample_of_damaged_files_gives_a_result_or_one_line(name, capfd):
     counts = fuzz(make_target, name, range(SAMPLE_MUTATIONS))
     assert_clean(counts)
     # Damaged lines of metrics are left out, and the report is written without them.
-    assert counts.refused == 0 if name == "metrics.jsonl" else counts.refused > 0
+    assert counts.refused == 0 if name.startswith(("metrics.jsonl", "events.jsonl")) else counts.refused > 0

@@ -39,8 +39,10 @@ while True:
             code = int((folder / f"exit-{here.world.rank}").read_text())
             (folder / f"exit-{here.world.rank}").unlink()
             sys.exit(code)
-        if broken or worker.hosts_changed():
-            why = Why.FAILED if broken else Why.CHANGED
+        if has_failed := is_there(f"fail-{here.world.rank}"):
+            (folder / f"fail-{here.world.rank}").unlink()
+        if has_failed or broken or worker.hosts_changed():
+            why = Why.FAILED if has_failed or broken else Why.CHANGED
             break
 """
 
@@ -155,6 +157,15 @@ def test_exit_code_2_ends_the_job(run, quick, tmp_path):
     (tmp_path / "exit-2").write_text("2")
     assert job.wait() == 2
     assert "ended with exit code 2; the other 2 are being stopped" in job.err
+
+
+def test_a_rank_that_had_not_finished_when_another_one_ended_with_0_is_named(run, quick, tmp_path):
+    job = run.start("--min-np", "1", "-np", "2", *quick)
+    job.says("generation 1 rank", 2)
+    (tmp_path / "exit-1").write_text("0")
+    (tmp_path / "fail-0").touch()
+    assert job.wait() == 0
+    assert "WARNING rank 0 on localhost had not finished when another rank ended with exit code 0" in job.err
 
 
 def test_a_program_that_is_not_elastic_ends_with_its_first_rank_that_fails(run, script):

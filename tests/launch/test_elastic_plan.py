@@ -1,9 +1,13 @@
 """Who becomes a member of a generation, with which rank, and which hosts may be used."""
 
+import os
+import signal
+
 import pytest
 
 from megaclass.errors import LaunchError
-from megaclass.launch.elastic.discovery import HostTable, parse_lines
+from megaclass.launch.elastic import discovery
+from megaclass.launch.elastic.discovery import HostTable, hosts_from_script, parse_lines
 from megaclass.launch.elastic.generation import Generation, WorkerRecord, chosen, publication, worlds_of
 from megaclass.launch.elastic.worker import Why
 from megaclass.launch.hosts import Host
@@ -67,6 +71,28 @@ def test_a_script_prints_hosts_with_or_without_slots():
 def test_an_answer_that_cannot_be_meant_is_none(text):
     with pytest.raises(LaunchError):
         parse_lines(text, 1)
+
+
+@pytest.mark.ranks
+def test_a_script_that_prints_without_end_is_ended_and_fills_no_memory():
+    with pytest.raises(LaunchError, match="printed more than"):
+        hosts_from_script("yes localhost:2", 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("hangs", [False, True], ids=["answers", "hangs"])
+def test_processes_that_a_script_leaves_behind_are_not_waited_for(tmp_path, monkeypatch, hangs):
+    monkeypatch.setattr(discovery, "_SCRIPT_S", 0.5 if hangs else 60.0)
+    left = tmp_path / "pid"
+    command = f"setsid sleep 1000 & echo $! > {left}; echo localhost:2"
+    try:
+        if hangs:
+            with pytest.raises(LaunchError, match="did not end"):
+                hosts_from_script(f"{command}; exec sleep 1000", 1)
+        else:
+            assert [(host.name, host.slots) for host in hosts_from_script(command, 1)] == [("localhost", 2)]
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
 
 
 def test_a_failed_host_returns_after_a_cooldown_that_doubles():

@@ -1,6 +1,7 @@
 """What watches the loop: times per phase, slow ranks, limits for hangs, profiles, `megaclass top`; and ranks that disagree."""
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +209,16 @@ def test_top_shows_loss_speed_ranks_and_events_of_a_run_and_survives_foreign_con
     assert "running" in draw(read_run(tmp_path), 80, time.time())[1]
     append_event(tmp_path, "end", step=200, outcome="finished")
     assert draw(read_run(tmp_path), 80, time.time())[1].endswith(", finished")
+
+
+def test_top_shows_a_run_that_has_diverged_and_numbers_that_no_run_writes(tmp_path):
+    rows = [{"step": 10, "loss": 50.0}, {"step": 20, "loss": math.inf}, {"step": 30, "loss": math.nan}]
+    rows.append({"step": 40, "loss": 10**400})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert append_event(tmp_path, "end", step=30, outcome="failed\x1b[2J")
+    lines = draw(read_run(tmp_path), 80, time.time())
+    assert lines[1].startswith("step 30, failed") and "loss └ 50 at step 10" in "\n".join(lines)
+    assert "\x1b" not in "".join(lines)
 
 
 def test_top_in_a_low_terminal_shows_fewer_ranks_and_all_last_events(tmp_path):

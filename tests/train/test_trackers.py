@@ -8,12 +8,14 @@ import threading
 import types
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 from tests.launch.conftest import wait_until
 
 from megaclass.config.read import load_config_values
 from megaclass.errors import ConfigError
+from megaclass.train.observe import metrics_server
 from megaclass.train.observe.metrics_server import metrics_served, prometheus_text
 from megaclass.train.observe.sinks import open_sinks
 from megaclass.train.observe.trackers import TRACKERS
@@ -132,3 +134,18 @@ def test_prometheus_reads_the_newest_row_from_this_machine_only(tmp_path):
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
     found = {family.name: family.samples[0].value for family in parser.text_string_to_metric_families(text)}
     assert found["megaclass_step"] == 40.0
+
+
+def test_connections_that_are_held_open_are_bounded_and_keep_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_server, "_REQUEST_S", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ExitStack() as opened, metrics_served(config_of(tmp_path, metrics_port=port).train) as send:
+        send({"loss": 5.5}, 20)
+        held = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(100)]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            assert b"megaclass_loss 5.5\n" in answer.read()
+        # The oldest ones were dropped, so that one more than the limit could be served.
+        assert [one.recv(1) for one in held[: 101 - metrics_server._MAX_CALLERS]] == [b""] * (
+            101 - metrics_server._MAX_CALLERS
+        )

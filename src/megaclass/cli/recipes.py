@@ -73,7 +73,7 @@ def _completion(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
             action.complete = shtab.FILE | ({"bash": _RECIPES} if action.dest == "recipe" else {})  # type: ignore[attr-defined]
     names = " ".join(recipe_names())
     function = f'{_RECIPES}() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}'
-    print(shtab.complete(parser, shell=options.shell, preamble={"bash": function}))  # type: ignore[arg-type]
+    print(shtab.complete(parser, shell=options.shell, preamble=function if options.shell == "bash" else ""))
     return 0
 
 

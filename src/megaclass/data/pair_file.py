@@ -37,8 +37,7 @@ def write_pairs(path: Path, pair_set: PairSet) -> None:
     _require_two_images_per_pair(path, len(pair_set.images), len(pair_set.is_same))
     content = (list(pair_set.images), [bool(same) for same in pair_set.is_same])
     try:
-        # Exclusively: a link that another user put under this name is not followed.
-        with published_file(path) as unfinished, unfinished.open("xb") as file:
+        with published_file(path) as unfinished, unfinished.open("wb") as file:
             pickle.dump(content, file, protocol=_PICKLE_PROTOCOL)
     except OSError as error:
         raise DataError(f"Cannot write the pairs {path}: {error.strerror}.") from error

@@ -188,7 +188,8 @@ def _join(parts: Path, folder: Path, paths: list[Path], out: Path, embedding_dim
 
 
 def _write_names(path: Path, names: list[str]) -> None:
-    path.write_text("".join(f"{name}\n" for name in names), encoding="utf-8", errors="surrogateescape")
+    with published_file(path) as unfinished:
+        unfinished.write_text("".join(f"{name}\n" for name in names), encoding="utf-8", errors="surrogateescape")
 
 
 def _chunk_path(parts: Path, chunk: int) -> Path:

@@ -125,9 +125,8 @@ def _cache_folders(data: Path) -> list[Path]:
 
 def _build(folder: Path, name: str, stamp: dict[str, Any], build: Build) -> Columns:
     num_columns = stamp["columns"]
-    # Exclusively: a link that another user put under this name is not followed.
     with published_file(folder / name) as unfinished, contextlib.ExitStack() as opened:
-        first = opened.enter_context(unfinished.open("x+b"))
+        first = opened.enter_context(unfinished.open("r+b"))
         first.write(b" " * _HEADER_BYTES)
         rest = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(num_columns - 1)]
         writer = ColumnWriter([first, *rest])

@@ -7,14 +7,17 @@ an answer that cannot be read, is reported once, and the last good answer stands
 import contextlib
 import os
 import queue
+import selectors
 import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host, hosts_from_file, hosts_from_option, is_this_machine
@@ -23,6 +26,9 @@ INTERVAL_S = 1.0
 _SCRIPT_S = 20.0
 """A script that takes longer is killed, and counts as failed."""
 _MAX_OUTPUT_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_POLL_S = 0.1
+"""How often the end of a script is looked for whose output stays open."""
 
 _is_local = lru_cache(maxsize=4096)(is_this_machine)
 
@@ -54,17 +60,50 @@ def hosts_from_script(command: str, default_slots: int) -> list[Host]:
         # A session of its own, so that what it started can be ended with it.
         start_new_session=True,
     )
-    try:
-        out, err = process.communicate(timeout=_SCRIPT_S)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise LaunchError(f"it did not end within {_SCRIPT_S:g} s") from None
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            out, err = _output_until_end(process, process.stdout, process.stderr)
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if process.returncode:
         last = err.decode(errors="replace").strip().splitlines()[-1:]
         raise LaunchError(f"it ended with exit code {process.returncode}" + (f": {last[0]}" if last else ""))
-    return parse_lines(out[:_MAX_OUTPUT_BYTES].decode(errors="replace"), default_slots)
+    return parse_lines(out.decode(errors="replace"), default_slots)
+
+
+def _output_until_end(
+    process: subprocess.Popen[bytes], stdout: IO[bytes], stderr: IO[bytes]
+) -> tuple[bytearray, bytearray]:
+    """Returns what the script has printed until it ended. Raises LaunchError if it takes too long or prints too much.
+
+    Not communicate(): that keeps all output in memory, and waits for processes in the background that inherited the pipes.
+    """
+    ends_at = time.monotonic() + _SCRIPT_S
+    found = {stdout.fileno(): bytearray(), stderr.fileno(): bytearray()}
+    out, err = found.values()
+    with selectors.DefaultSelector() as selector:
+        for file in found:
+            selector.register(file, selectors.EVENT_READ)
+        while True:
+            has_ended = process.poll() is not None
+            ready = selector.select(0 if has_ended else _POLL_S)
+            if has_ended and not ready:
+                return out, err
+            for key, _ in ready:
+                data = os.read(key.fd, _READ_BYTES)
+                if not data:
+                    selector.unregister(key.fd)
+                found[key.fd] += data
+            if len(out) > _MAX_OUTPUT_BYTES:
+                raise LaunchError(f"it printed more than {_MAX_OUTPUT_BYTES} bytes")
+            # Only the last line of its errors is shown.
+            del err[:-_READ_BYTES]
+            if not has_ended and time.monotonic() > ends_at:
+                raise LaunchError(f"it did not end within {_SCRIPT_S:g} s")
 
 
 def parse_lines(text: str, default_slots: int) -> list[Host]:

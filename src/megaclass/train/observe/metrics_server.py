@@ -4,10 +4,12 @@ Written by hand instead of with prometheus-client: the format is one line per nu
 """
 
 import re
+import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from megaclass.config.schema import TrainConfig
 from megaclass.errors import ConfigError
@@ -16,6 +18,42 @@ from megaclass.train.observe.trackers import SendNumbers
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 _REQUEST_S = 10.0
+_MAX_CALLERS = 32
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves at most _MAX_CALLERS connections at a time, a thread each: beyond that the oldest one is dropped.
+
+    Anyone who reaches the port may connect. Connections that are held open must neither take up rank 0's threads and files
+    nor keep Prometheus out.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        # In the order of their arrival; changed by the thread that accepts and by those that answer.
+        self._callers: dict[Any, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._callers) >= _MAX_CALLERS:
+                oldest = next(iter(self._callers))
+                del self._callers[oldest]
+                # Its thread wakes up and closes it.
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._callers[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._callers.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, *arguments: object) -> None:
+        """A client that hangs up must not print a traceback between the lines of a run."""
 
 
 @contextmanager
@@ -38,20 +76,15 @@ def metrics_served(settings: TrainConfig) -> Iterator[SendNumbers]:
         def log_message(self, *arguments: object) -> None:
             """Requests are not logged: one comes every few seconds."""
 
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, *arguments: object) -> None:
-            """A client that hangs up must not print a traceback between the lines of a run."""
-
     address = (settings.metrics_address, settings.metrics_port)
     try:
-        server = Server(address, Handler)
+        server = _Server(address, Handler)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
             f"Cannot listen at {address[0]}:{address[1]} (train.metrics_address, train.metrics_port): {reason}. "
             f"Choose another port, or train.metrics_port=0."
         ) from error
-    server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True, name="megaclass-metrics")
     thread.start()
 

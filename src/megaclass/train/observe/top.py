@@ -5,6 +5,7 @@ the job, and shows a finished run as well. Drawn with plain characters: rich is 
 """
 
 import itertools
+import math
 import shutil
 import statistics
 import sys
@@ -29,6 +30,7 @@ _MOST_RANKS, _FEWEST_RANKS = 16, 2
 _SHOWN_EVENTS = 6
 _LINES_OF_EVENT, _FEWEST_EVENT_LINES = 4, 4
 _ANY_HEIGHT = 10_000
+_LONGEST_OUTCOME = 40
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -121,7 +123,7 @@ def _state(view: RunView, num_steps: float, now: float) -> str:
     starts = [index for index, event in enumerate(view.events) if event["event"] in ("start", "resume")]
     for event in reversed(view.events[starts[-1] if starts else 0 :]):
         if event["event"] == "end":
-            return str(event.get("outcome", "ended"))
+            return plain_text(str(event.get("outcome", "ended")), _LONGEST_OUTCOME)
         if event["event"] == "hang":
             return "hung"
     silent_s = max(0.0, now - view.changed_at)
@@ -139,6 +141,8 @@ def _left_s(view: RunView, num_steps: float) -> float | None:
 
 def _loss_chart(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     """Draws the loss over the steps: one column is the mean of some rows."""
+    # The loss of a run that diverges is not finite at its end; such losses have no place in a chart.
+    steps = [int(row["step"]) for row in rows if _number(row.get("loss")) == row.get("loss")]
     losses = [float(row["loss"]) for row in rows if _number(row.get("loss")) == row.get("loss")]
     if not losses:
         return ["no loss yet"]
@@ -154,7 +158,7 @@ def _loss_chart(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     for row in range(_CHART_ROWS - 1, -1, -1):
         label = f"{high:.4g}" if row == _CHART_ROWS - 1 else f"{low:.4g}" if row == 0 else ""
         lines.append(f"{label:>9} │" + "".join(_BLOCKS[min(8, max(0, height - 8 * row))] for height in heights))
-    lines.append(f"{'loss':>9} └ {losses[-1]:.4g} at step {rows[-1]['step']:,}")
+    lines.append(f"{'loss':>9} └ {losses[-1]:.4g} at step {steps[-1]:,}")
     return lines
 
 
@@ -231,7 +235,7 @@ def _last_events(events: Sequence[Mapping[str, Any]], width: int, most_lines: in
 
 def _event_lines(event: Mapping[str, Any], width: int) -> list[str]:
     clock = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
-    step = f" step {event['step']:,}" if event["step"] is not None else ""
+    step = f" step {event['step']:,}" if event.get("step") is not None else ""
     fields = [(name, _shown(value)) for name, value in event.items() if name not in ("time", "event", "step")]
     detail = ", ".join(value.rstrip(".") if name == "text" else f"{name} {value}" for name, value in fields)
     text = plain_text(str(event["event"]).replace("_", " ") + f": {detail}" * bool(detail))
@@ -266,5 +270,6 @@ def _shown(value: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    """Returns a number of a file that anyone may have written; 0 for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    """Returns a finite number of a file that anyone may have written; 0 for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else 0.0

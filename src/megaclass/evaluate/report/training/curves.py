@@ -198,13 +198,15 @@ def time_parts(metrics: Rows) -> dict[str, float]:
     seconds: dict[str, float] = {}
     before, step_before = 0.0, 0
     for row in metrics:
-        if row.get("elapsed_s") is None:
+        elapsed = row.get("elapsed_s")
+        # Not a number is neither.
+        if elapsed is None or not elapsed >= 0:
             continue
         # A resumed run starts counting at zero again.
-        passed = row["elapsed_s"] - before if row["elapsed_s"] >= before else row["elapsed_s"]
+        passed = elapsed - before if elapsed >= before else elapsed
         num_steps = max(0, int(row.get("step") or 0) - step_before)
-        before, step_before = row["elapsed_s"], int(row.get("step") or 0)
-        evaluating = min(float(row.get("evaluation_s") or 0.0), passed)
+        before, step_before = elapsed, int(row.get("step") or 0)
+        evaluating = min(passed, max(0.0, float(row.get("evaluation_s") or 0.0)))
         passed -= evaluating
         for name, spent in _parts_of_row(row, passed, num_steps).items():
             seconds[name] = seconds.get(name, 0.0) + spent
@@ -221,6 +223,7 @@ def _parts_of_row(row: Mapping[str, Any], passed: float, num_steps: int) -> dict
         scale = min(1.0, passed / sum(spent.values())) if sum(spent.values()) else 1.0
         spent = {"waiting for data" if phase == "data" else phase: scale * value for phase, value in spent.items()}
         return {**spent, "saving and other": passed - sum(spent.values())}
-    share = float(row.get("data_wait_share") or 0.0)
-    parts = {"computing": passed * max(0.0, 1 - share)}
+    share = row.get("data_wait_share") or 0.0
+    share = min(1.0, max(0.0, float(share))) if share == share else 0.0
+    parts = {"computing": passed * (1 - share)}
     return {**parts, "waiting for data": passed * share} if "data_wait_share" in row else parts
