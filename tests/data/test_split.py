@@ -8,6 +8,7 @@ import pytest
 
 from megaclass.checkpoint.class_names import class_list
 from megaclass.cli.main import main
+from megaclass.data.decode import encode_jpeg
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.synthetic.synthesize import synthesize
@@ -96,6 +97,19 @@ def test_images_that_are_in_the_training_data_are_found(data, tmp_path):
     assert "2 of its 6 images are in the training data (all 120 training images were compared)" in found.describe()
     sampled = find_overlaps({"": [source.read(index) for index in range(120)]}, source, max_looked_at=10)[""]
     assert sampled.num_found == sampled.num_looked_at == 10
+
+
+@pytest.mark.parametrize("options", [["--size", "48"], ["--size", "24x32"], ["--format", "pixels"]])
+def test_training_images_are_found_after_they_were_encoded_again(tmp_path, options):
+    drawn, packed = tmp_path / "drawn", tmp_path / "packed"
+    synthesize(drawn, num_identities=10, images_per_identity=4, image_size=64, num_pairs=10, num_processes=1)
+    assert main(["data", "pack", str(drawn), "--out", str(packed), *options]) == 0
+    source, unseen = open_source(drawn), read_pairs(drawn / "verification.bin").images
+    seen = [source.read(index) for index in range(0, 40, 2)]
+    one_colour = encode_jpeg(np.full((64, 64, 3), 90, dtype=np.uint8), 90)
+    found = find_overlaps({"seen": [*seen, one_colour, b"no image"], "unseen": unseen}, open_source(packed))
+    assert (found["seen"].num_found, found["seen"].num_images) == (20, 22)
+    assert found["unseen"].num_found == 0
 
 
 def test_a_damaged_mark_claims_nothing(data, tmp_path):
