@@ -57,8 +57,9 @@ def test_pairs_of_held_out_identities_lie_beside_the_training_part_and_are_known
     held_out = set.union(*images_by_class(out / "holdout").values())
     assert set(pairs.images) <= held_out
     assert is_unseen(out / "train" / "holdout.bin", str(out / "train"))
-    # Not of the whole data, not of other pairs under the same name, and not of pairs by images.
-    assert not is_unseen(out / "train" / "holdout.bin", str(data))
+    # Not of the whole data, not of the held-out part, not of other pairs under the same name, and not of pairs by images.
+    for trained_on in (data, out / "holdout", f"{out / 'train'},{out / 'holdout'}"):
+        assert not is_unseen(out / "train" / "holdout.bin", str(trained_on))
     assert not is_unseen(data / "verification.bin", str(out / "train"))
     shutil.copy(data / "verification.bin", out / "train" / "holdout.bin")
     assert not is_unseen(out / "train" / "holdout.bin", str(out / "train"))
