@@ -8,6 +8,7 @@ import pytest
 
 from megaclass.checkpoint.class_names import class_list
 from megaclass.cli.main import main
+from megaclass.data.decode import encode_jpeg
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.overlap import find_overlaps
@@ -56,8 +57,9 @@ def test_pairs_of_held_out_identities_lie_beside_the_training_part_and_are_known
     held_out = set.union(*images_by_class(out / "holdout").values())
     assert set(pairs.images) <= held_out
     assert is_unseen(out / "train" / "holdout.bin", str(out / "train"))
-    # Not of the whole data, not of other pairs under the same name, and not of pairs by images.
-    assert not is_unseen(out / "train" / "holdout.bin", str(data))
+    # Not of the whole data, not of the held-out part, not of other pairs under the same name, and not of pairs by images.
+    for trained_on in (data, out / "holdout", f"{out / 'train'},{out / 'holdout'}"):
+        assert not is_unseen(out / "train" / "holdout.bin", str(trained_on))
     assert not is_unseen(data / "verification.bin", str(out / "train"))
     shutil.copy(data / "verification.bin", out / "train" / "holdout.bin")
     assert not is_unseen(out / "train" / "holdout.bin", str(out / "train"))
@@ -96,6 +98,19 @@ def test_images_that_are_in_the_training_data_are_found(data, tmp_path):
     assert "2 of its 6 images are in the training data (all 120 training images were compared)" in found.describe()
     sampled = find_overlaps({"": [source.read(index) for index in range(120)]}, source, max_looked_at=10)[""]
     assert sampled.num_found == sampled.num_looked_at == 10
+
+
+@pytest.mark.parametrize("options", [["--size", "48"], ["--size", "24x32"], ["--format", "pixels"]])
+def test_training_images_are_found_after_they_were_encoded_again(tmp_path, options):
+    drawn, packed = tmp_path / "drawn", tmp_path / "packed"
+    synthesize(drawn, num_identities=10, images_per_identity=4, image_size=64, num_pairs=10, num_processes=1)
+    assert main(["data", "pack", str(drawn), "--out", str(packed), *options]) == 0
+    source, unseen = open_source(drawn), read_pairs(drawn / "verification.bin").images
+    seen = [source.read(index) for index in range(0, 40, 2)]
+    one_colour = encode_jpeg(np.full((64, 64, 3), 90, dtype=np.uint8), 90)
+    found = find_overlaps({"seen": [*seen, one_colour, b"no image"], "unseen": unseen}, open_source(packed))
+    assert (found["seen"].num_found, found["seen"].num_images) == (20, 22)
+    assert found["unseen"].num_found == 0
 
 
 def test_a_damaged_mark_claims_nothing(data, tmp_path):

@@ -13,7 +13,7 @@ from megaclass.data.pair_file import PairSet
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.embed import embed_images, embed_pairs, evaluating, part_of_rank
-from megaclass.evaluate.images import PairImages
+from megaclass.evaluate.images import GivenImages, PairImages
 
 _SIZE = 8
 _CPU = torch.device("cpu")
@@ -209,3 +209,17 @@ def test_progress_counts_the_images_of_all_ranks(run_ranks):
 def test_a_set_without_images_is_refused():
     with pytest.raises(DataError, match="there are no images"):
         embed_pairs(TinyBackbone(), PairSet([], np.zeros(0, bool)), image_size=_SIZE, device=_CPU, name="empty.bin")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_a_pillow_image_of_16_bits_has_the_pixels_of_its_file(tmp_path, kind):
+    shades = np.linspace(0, 65535, _SIZE * _SIZE).reshape(_SIZE, _SIZE).astype(np.uint16)
+    path = tmp_path / "shades"
+    Image.fromarray(shades).save(path, kind)
+    with Image.open(path) as opened:
+        given = GivenImages(images=[path, opened, Image.fromarray(shades)], image_size=_SIZE)
+        for index in range(3):
+            assert np.array_equal(given.pixels(index)[:, :, 0], shades >> 8)
+    wide = GivenImages(images=[Image.fromarray(shades.astype(np.int32))], image_size=_SIZE)
+    with pytest.raises(DataError, match=r"grey values of 32 bits .* save it with 8 or 16 bits"):
+        wide.pixels(0)

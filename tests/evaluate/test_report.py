@@ -242,6 +242,22 @@ def test_bold_marks_the_best_model_of_each_row_and_not_the_first():
     assert row is not None and row[1].count('class="best"') == 2
 
 
+def test_each_of_several_models_is_told_by_what_its_own_training_data_was():
+    held_out = {"images": 9, "found": 0, "looked_at": 50, "training_images": 50, "is_held_out": True}
+    seen = {**held_out, "found": 9, "is_held_out": False}
+    result = _pairs("own", 0.3, 1)
+    first, second = (
+        ModelReport(name=name, results=[dataclasses.replace(result, numbers={**result.numbers, "training_data": said})])
+        for name, said in (("first", held_out), ("second", seen))
+    )
+    report = _report()
+    words = Page(render_report(dataclasses.replace(report, models=[first, second]))).words()
+    assert "first: Its identities were held out of training" in words
+    assert "second: WARNING: 9 of its 9 images are in the training data" in words
+    alike = Page(render_report(dataclasses.replace(report, models=[first, dataclasses.replace(first, name="same")])))
+    assert alike.words().count("Its identities were held out of training") == 1 and "first: Its" not in alike.words()
+
+
 def test_evaluation_has_its_own_part_of_the_time():
     rows = [
         {"elapsed_s": 10.0, "data_wait_share": 0.5, "evaluation_s": 6.0},

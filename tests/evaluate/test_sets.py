@@ -6,11 +6,13 @@ import re
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tests.evaluate.conftest import write_megaface_feature
 from torch import nn
 
 from megaclass.errors import DataError
 from megaclass.evaluate.protocol import EvaluationSet, Evaluator
+from megaclass.evaluate.protocols import PROTOCOLS
 from megaclass.evaluate.results import read_results, write_results
 from megaclass.evaluate.sets import evaluate_sets, find_sets
 
@@ -288,3 +290,23 @@ def test_probes_that_are_in_the_gallery_do_not_find_themselves(tmp_path, picture
     alone = _people(tmp_path / "alone", picture, range(4), [0])
     (only,) = evaluate_sets(evaluator, [EvaluationSet(name="a", kind="identification", path=alone, probes=alone)])
     assert only.numbers["num_mated"] == 0 and only.numbers["rank_k"]["1"] is None
+
+
+def test_probes_that_cannot_be_looked_for_in_the_gallery_are_said_to_find_themselves(tmp_path, picture):
+    folder, stored = _people(tmp_path / "people", picture, range(6), [0]), tmp_path / "stored.npy"
+    files = sorted(folder.rglob("*.png"))
+    images = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files])
+    straight = (images.float() - 127.5) / 127.5
+    np.save(stored, (Pixels()(straight) + Pixels()(straight.flip(3))).numpy())
+    stored.with_suffix(".txt").write_text("".join(f"{file.relative_to(folder)}\n" for file in files))
+    sets = [
+        EvaluationSet(name="mixed", kind="identification", path=stored, probes=folder),
+        EvaluationSet(name="alike", kind="identification", path=stored, probes=stored),
+    ]
+    mixed, alike = evaluate_sets(_evaluator(), sets)
+    remark = PROTOCOLS["identification"].remark
+    assert (mixed.numbers["num_probes_in_gallery"], mixed.numbers["rank_k"]["1"]) == (None, 1.0)
+    assert "find themselves at rank 1" in remark(mixed.numbers) and "both as images" in remark(mixed.numbers)
+    assert alike.numbers["num_probes_in_gallery"] == 6 and "find themselves" not in remark(alike.numbers)
+    write_results(tmp_path / "out", {"name": "a", "weights": "b"}, [mixed])
+    assert read_results(tmp_path / "out")[0].numbers["num_probes_in_gallery"] is None

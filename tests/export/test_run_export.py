@@ -21,7 +21,14 @@ def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_pat
     run = make_run("slim")
     numbers = {"accuracy": 0.9983, "accuracy_std": 0.0021, "threshold": 1.2, "fold_accuracies": [0.9983]}
     numbers |= {"num_pairs": 6000, "num_same": 3000, "auc": 0.999, "eer": 0.002, "tar_at_far": {"1e-3": 0.998}}
-    write_results(run, {}, [SetResult(name="lfw", kind="pairs", path="lfw.bin", numbers=numbers)])
+    seen = {"images": 12, "found": 9, "looked_at": 1234, "training_images": 1234, "is_held_out": False}
+    results = [
+        SetResult(name="lfw", kind="pairs", path="lfw.bin", numbers=numbers),
+        SetResult(
+            name="own", kind="pairs", path="own.bin", numbers={**numbers, "training_data": seen, "mirror": False}
+        ),
+    ]
+    write_results(run, {}, results)
     out = export_model(run, "safetensors", tmp_path / "out", licence="CC-BY-4.0")
     assert sorted(path.name for path in out.iterdir()) == [
         "README.md",
@@ -35,6 +42,8 @@ def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_pat
     for part in (
         "CC-BY-4.0",
         "| lfw | 10 folds, both flips | 99.83 % ± 0.21 |",
+        "\n\n- own: Without the embeddings of mirrored images.\n",
+        "- own: WARNING: 9 of its 12 images are in the training data",
         "1,234 images",
         "ab12cd",
         "megaclass.load",

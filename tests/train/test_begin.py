@@ -107,6 +107,18 @@ def test_centres_of_other_people_under_the_same_numbers_are_refused(run_ranks, b
     assert run_ranks(2, _train, values, StartMode(trusts_numbers=True))[0][2] == ""
 
 
+def test_names_that_look_like_numbers_are_no_proof_where_only_one_side_has_names(run_ranks, begun, tmp_path):
+    named = shutil.copytree(begun.data, tmp_path / "named")
+    order = [*range(1, NUM_CLASSES), 0]
+    (named / "classes.txt").write_text("".join(f"{number}\n" for number in order))
+    _, errors = resumed_with(run_ranks, begun, named, tmp_path / "run", matches_classes=True)
+    # Line 0 says 1, so the name stands for the saved class 1, whose images are those of class 1 here.
+    assert all("class 0 holds none of the images recorded in the checkpoint" in error for error in errors)
+    (named / "classes.txt").write_text("".join(f"{number}\n" for number in range(NUM_CLASSES)))
+    said, errors = resumed_with(run_ranks, begun, named, tmp_path / "again", matches_classes=True)
+    assert errors == ["", ""] and "classes matched by name" in said
+
+
 def test_the_same_classes_with_more_or_fewer_images_in_another_order_and_format_go_on(run_ranks, begun, tmp_path):
     moved = shutil.copytree(begun.data, tmp_path / "moved")
     said, errors = resumed_with(run_ranks, begun, moved, tmp_path / "run")

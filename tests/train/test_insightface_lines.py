@@ -102,6 +102,10 @@ def test_the_last_of_several_assignments_counts_and_a_value_can_be_changed_in_pl
         ("config = load('x')", r"expected edict\(\) or a dict literal"),
         ("config = [1]", r"expected edict\(\) or a dict literal"),
         ("(config).lr = 1\nexec('config.lr = 2', {'config': config})", "could change config"),
+        ("exec('config.lr = 2')", r"exec\(\) could change config"),
+        ("globals()['config'].update(lr=2)", r"globals\(\) could change config"),
+        ("config.notes = eval('config.pop(0)')", r"eval\(\) could change config"),
+        ("name = locals()['config'].setdefault('lr', 2)", r"locals\(\) could change config"),
     ],
 )
 def test_what_could_change_the_config_and_is_not_understood_is_refused_with_line_and_text(tmp_path, text, reason):

@@ -12,12 +12,15 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Checked before decoding: a few kilobytes can announce gigabytes of pixels.
 MAX_PIXELS = 2**25
@@ -231,10 +234,7 @@ def _decode_with_pillow(encoded: bytes, where: str) -> NDArray[np.uint8]:
     try:
         with Image.open(io.BytesIO(encoded), formats=_PILLOW_FORMATS) as image:
             _require_reasonable(image.height, image.width, where)
-            if image.mode.startswith("I") or image.mode == "F":
-                image_HW3 = _from_wide(np.asarray(image), image, where)
-            else:
-                image_HW3 = np.asarray(image.convert("RGB"))
+            image_HW3 = pillow_to_rgb(image, image, where)
             # Pillow turns a TIFF itself. The orientation of a PNG may come after its pixels, so it is read last.
             orientation = 1 if image.format == "TIFF" else _orientation(image.info.get("exif", b""))
     except Exception as error:
@@ -260,16 +260,27 @@ def _brief(error: Exception) -> str:
     return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
 
 
-def _from_wide(grey_HW: NDArray[np.generic], image: object, where: str) -> NDArray[np.uint8]:
+def pillow_to_rgb(image: Image, opened: Image, where: str) -> NDArray[np.uint8]:
+    """Returns RGB pixels (H, W, 3) of a Pillow image. opened: as Pillow opened it; copies do not know the file's format."""
+    if image.mode.startswith("I") or image.mode == "F":
+        return _from_wide(np.asarray(image), opened, where)
+    return np.asarray(image.convert("RGB"))
+
+
+def _from_wide(grey_HW: NDArray[np.generic], opened: Image, where: str) -> NDArray[np.uint8]:
     """Converts 16-bit grey to RGB by the upper byte of each value, as Pillow narrows 16-bit colours.
 
     Pillow's own conversion would cut values at 255, which makes nearly every pixel white.
     """
-    kind = getattr(image, "format", None)
-    bits = getattr(image, "tag_v2", {}).get(258, (16,))[0] if kind == "TIFF" else 16
+    bits = 8 * grey_HW.dtype.itemsize
+    if opened.format == "TIFF":
+        bits = getattr(opened, "tag_v2", {}).get(258, (16,))[0]
+    elif opened.format in ("PNG", "PPM"):
+        # Pillow may hold their 16 bits in 32.
+        bits = 16
     if bits != 16 or grey_HW.dtype.kind not in "iu":
         raise DataError(
-            f"Cannot decode {where}: grey values of {bits} bits ({grey_HW.dtype}), whose range the file does not state; "
+            f"Cannot decode {where}: grey values of {bits} bits ({grey_HW.dtype}), whose range is not stated; "
             f"save it with 8 or 16 bits per channel."
         )
     grey_8_HW = (grey_HW.astype(np.int64) >> 8).astype(np.uint8)

@@ -70,6 +70,10 @@ class Gallery(ABC):
 
         return on_every_rank(read, self.evaluator.device, self.evaluator.group)
 
+    def is_comparable(self, other: "Gallery") -> bool:
+        """Returns whether equal images have equal content_keys(): a file and a stored row of one image never do."""
+        return type(self) is type(other)
+
     def content_keys(self, part: range) -> NDArray[np.int64]:
         """Collective. Returns a digest of the content behind each of these rows: equal digests are the same image."""
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image
+from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, pillow_to_rgb
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
 from megaclass.distributed.collectives import group_rank
@@ -144,7 +144,7 @@ def pixels_of(image: object, name: str) -> Pixels:
             raise DataError(f"{name} is a folder: give its files, such as sorted(Path({name!r}).glob('*.jpg')).")
         return decode_image(read_image_file(Path(image)), name)
     if isinstance(image, Image.Image):
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        return pillow_to_rgb(ImageOps.exif_transpose(image), image, name)
     if isinstance(image, Tensor):
         array = image.detach().cpu().numpy()
         array = array.transpose(1, 2, 0) if array.ndim == 3 and array.shape[0] in (1, 3) else array

@@ -53,10 +53,13 @@ def result_lines(result: SetResult) -> list[str]:
             lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
     if result.numbers.get("xnorm") is not None:
         lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
-    if result.numbers.get("mirror") is False:
-        lines.append("without the embeddings of mirrored images")
-    remark = PROTOCOLS[result.kind].remark(result.numbers)
-    return [*lines, remark] if remark else lines
+    return [*lines, *remarks_on(result)]
+
+
+def remarks_on(result: SetResult) -> list[str]:
+    """Returns the sentences that belong beside the numbers wherever they are shown: terminal, report and model card."""
+    mirrored = "" if result.numbers.get("mirror") is not False else "Without the embeddings of mirrored images."
+    return [said for said in (mirrored, PROTOCOLS[result.kind].remark(result.numbers)) if said]
 
 
 def write_results(folder: Path, model: Mapping[str, Any], results: Sequence[SetResult]) -> Path:

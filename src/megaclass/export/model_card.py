@@ -7,7 +7,7 @@ from typing import Any
 
 from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols import PROTOCOLS
-from megaclass.evaluate.results import headline, read_results
+from megaclass.evaluate.results import headline, read_results, remarks_on
 from megaclass.image_size import shown_size
 from megaclass.metrics_file import read_summary
 
@@ -86,4 +86,5 @@ def _number_lines(results: list[SetResult]) -> list[str]:
         if result.numbers.get("mirror") is False:
             protocol = protocol.replace(", both flips", "") + ", not mirrored"
         lines.append(f"| {result.name} | {protocol} | {headline(result)} |")
-    return lines
+    remarks = [f"- {result.name}: {said}" for result in done for said in remarks_on(result)]
+    return [*lines, "", *remarks] if remarks else lines

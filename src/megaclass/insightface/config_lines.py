@@ -26,6 +26,8 @@ from megaclass.insightface.config_values import (
 
 _MAX_BYTES = 1 << 20
 _MAKERS = ("edict", "EasyDict", "dict", "ConfigDict")
+# Functions that reach every value of the file without naming it.
+_REACHES_ALL = {"exec", "eval", "globals", "locals", "vars"}
 
 
 @dataclass(frozen=True)
@@ -262,8 +264,11 @@ class _Reader:
                 self._check_names(statement, node)
 
     def _check_names(self, statement: ast.stmt, node: ast.AST) -> None:
-        """Refuses code that refers to a value of this file."""
-        if known := ({"config", *self._names} - self._imported) & set(_names_in(node)):
+        """Refuses code that refers to a value of this file, or may do so by a text."""
+        named = set(_names_in(node))
+        if hidden := _REACHES_ALL & named:
+            raise self._refusal(statement, f"the line is not executed, but {min(hidden)}() could change config")
+        if known := ({"config", *self._names} - self._imported) & named:
             raise self._refusal(statement, f"the line is not executed, but could change {', '.join(sorted(known))}")
 
     def _config_value(self, name: str) -> Any:

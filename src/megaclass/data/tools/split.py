@@ -136,7 +136,7 @@ def split_data(
         if _read_mark(out / name / MARK).get("id") != split_id:
             names = _names_of(part, class_names)
             pack(part, out / name, PackOptions(), class_names=names, num_threads=num_threads, on_progress=advance)
-            _write_mark(out / name / MARK, split_id, split)
+            _write_mark(out / name / MARK, split_id, split, part=name)
         num_done += part.num_images
     num_made = _write_holdout_pairs(holdout, out / "train" / "holdout.bin", split, split_id, num_pairs)
     return SplitResult(
@@ -174,7 +174,8 @@ def is_unseen(pairs: Path, data_path: str) -> bool:
     if said.get("by") != "identities" or said.get("pairs") != _digest_of(pairs):
         return False
     marks = [_read_mark(folder / MARK) for folder in data_folders(data_path)]
-    return bool(marks) and all(mark.get("id") == said.get("id") for mark in marks)
+    # The held-out part has a mark of the same split; older marks do not say which part they lie in.
+    return bool(marks) and all(mark.get("id") == said.get("id") and mark.get("part") != "holdout" for mark in marks)
 
 
 def _pairs_mark(pairs: Path) -> Path:

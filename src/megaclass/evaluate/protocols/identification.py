@@ -46,8 +46,8 @@ class Identification:
     num_mated: int
     """Number of probes whose identity is in the gallery."""
     num_unmated: int
-    num_in_gallery: int = 0
-    """Number of probes that are in the gallery themselves; each was compared with the other entries only."""
+    num_in_gallery: int | None = 0
+    """Number of probes that are in the gallery themselves; each was compared with the other entries only. None: not known."""
     rank_k: dict[int, float | None]
     """Share of the mated probes whose best mate is above all but k - 1 others; None without mated probes."""
     rank_intervals: dict[int, Interval | None]
@@ -76,7 +76,7 @@ class IdentificationProtocol(EvaluationProtocol):
         "num_gallery": is_count,
         "num_mated": is_count,
         "num_unmated": is_count,
-        "num_probes_in_gallery": is_count,
+        "num_probes_in_gallery": lambda value: value is None or is_count(value),
         "rank_k": are_ranks,
         "rank_k_95": are_intervals,
         "tpir_at_fpir": are_shares,
@@ -93,10 +93,12 @@ class IdentificationProtocol(EvaluationProtocol):
         known = {name: number for number, name in enumerate(dict.fromkeys(gallery.identities))}
         labels_N = labels_of(gallery.identities, known)[part.start : part.stop]
         # Every model finds an image by itself at rank 1: a probe that is in the gallery is compared with the others only.
-        keys_P = probes.content_keys(range(len(probes)))
-        keys_N = gallery.content_keys(part)
-        is_inside_P = torch.from_numpy(np.isin(keys_P, keys_N)).to(evaluator.device)
-        num_in_gallery = int(gather_blocks(is_inside_P.to(torch.int64), evaluator.group).amax(dim=0).sum())
+        keys_P = keys_N = num_in_gallery = None
+        if probes.is_comparable(gallery):
+            keys_P = probes.content_keys(range(len(probes)))
+            keys_N = gallery.content_keys(part)
+            is_inside_P = torch.from_numpy(np.isin(keys_P, keys_N)).to(evaluator.device)
+            num_in_gallery = int(gather_blocks(is_inside_P.to(torch.int64), evaluator.group).amax(dim=0).sum())
         numbers = identify(
             probes_PD,
             labels_of(probes.identities, known),
@@ -125,6 +127,11 @@ class IdentificationProtocol(EvaluationProtocol):
 
     def remark(self, numbers: Numbers) -> str:
         num_inside = numbers.get("num_probes_in_gallery", 0)
+        if num_inside is None:
+            return (
+                "Probes that are in the gallery themselves find themselves at rank 1: stored embeddings and images cannot be "
+                "compared. Give both as images or both as embeddings."
+            )
         if not num_inside:
             return ""
         return f"{num_inside:,} probes are in the gallery themselves: each was compared with the others."
@@ -150,7 +157,7 @@ def identify(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     probe_keys_P: NDArray[np.int64] | None = None,
-    num_in_gallery: int = 0,
+    num_in_gallery: int | None = 0,
     max_block_bytes: int | None = None,
     with_faiss: bool = False,
 ) -> Identification:

@@ -19,7 +19,7 @@ from megaclass.evaluate.report.charts import (
     log_axis,
 )
 from megaclass.evaluate.report.pictures import Picture, picture
-from megaclass.evaluate.results import headline
+from megaclass.evaluate.results import headline, remarks_on
 
 _ABSENT = "–"
 
@@ -103,7 +103,7 @@ def _panel(name: str, models: Sequence[ModelResults]) -> Panel | None:
     figures = [_roc_figure(named), _det_figure(named)] if drawn else []
     figures += [_histogram_figure(model.name, curves) for _, model, curves in drawn if not model.is_baseline]
     return Panel(
-        lead=f"{protocol.lead(numbers[0])} {protocol.remark(numbers[0])}".rstrip(),
+        lead=f"{protocol.lead(numbers[0])} {_remarks([(model, result) for _, model, result in alike])}".rstrip(),
         columns=[model.name for _, model, _ in alike],
         rows=protocol.rows(numbers),
         figures=figures,
@@ -123,6 +123,14 @@ def _panel(name: str, models: Sequence[ModelResults]) -> Panel | None:
             if result.hard_pairs and result.curves is not None and not model.is_baseline
         ],
     )
+
+
+def _remarks(done: Sequence[tuple[ModelResults, SetResult]]) -> str:
+    """Returns the remarks on all models, with their names where the remarks differ."""
+    remarks = [(model.name, " ".join(remarks_on(result))) for model, result in done if not model.is_baseline]
+    if len({said for _, said in remarks}) == 1:
+        return remarks[0][1]
+    return " ".join(f"{name}: {said}" for name, said in remarks if said)
 
 
 def _shown(hard: HardPair) -> ShownPair:

@@ -186,11 +186,15 @@ def check_same_people(
 
     Classes without names can be told apart by their images alone: each class that still exists must hold one of the images
     recorded in its fingerprint. More or fewer images of the same classes are accepted, in any order or format, and so is
-    everything if the classes have names.
+    everything if the classes have names both in the checkpoint and in the data. If only one of them has names, a name that
+    looks like a number is matched with that number, so the images decide here, too.
     """
-    if saved_list.text or classes.text or not saved.fingerprint or saved.fingerprint == current.fingerprint:
+    is_same_data = saved_list == classes and saved.fingerprint == current.fingerprint
+    if (saved_list.text and classes.text) or not saved.fingerprint or is_same_data:
         return
-    left = {label: images for label, images in saved.class_images.items() if int(label) < source.num_classes}
+    recorded = {int(label): images for label, images in saved.class_images.items()}
+    images_by_name = {name: recorded[number] for number, name in enumerate(saved_list.names()) if number in recorded}
+    left = {str(number): images_by_name[name] for number, name in enumerate(classes.names()) if name in images_by_name}
     foreign = foreign_class(DataFingerprint(fingerprint=saved.fingerprint, class_images=left), source)
     if foreign is not None:
         raise CheckpointError(
