@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
+from megaclass.operating_system import is_linux
 
 _RECIPES = "_megaclass_recipes"
 """Shell function that completes names of recipes and files."""
@@ -15,8 +16,9 @@ def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> 
     demo = commands.add_parser(
         "demo",
         help="the whole job in two minutes on a CPU: train, evaluate, report, export",
-        description="Two processes train on synthetic identities, evaluate on unseen ones, write a report and export a "
-        "model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo --overwrite",
+        description="Two processes (outside of Linux one) train on synthetic identities, evaluate on unseen ones, write a "
+        "report and export a model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo "
+        "--overwrite",
     )
     demo.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"
@@ -38,7 +40,9 @@ def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> 
 def _demo(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.cli.main import main
 
-    return main(["train", "demo", "--overwrite", *options.settings])
+    # The recipe starts two processes, which only Linux can.
+    alone = [] if is_linux() else ["train.nproc=1"]
+    return main(["train", "demo", "--overwrite", *alone, *options.settings])
 
 
 def _recipes(options: argparse.Namespace, given: list[str]) -> int:
@@ -70,7 +74,7 @@ def _completion(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
             action.complete = shtab.FILE | ({"bash": _RECIPES} if action.dest == "recipe" else {})  # type: ignore[attr-defined]
     names = " ".join(recipe_names())
     function = f'{_RECIPES}() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}'
-    print(shtab.complete(parser, shell=options.shell, preamble={"bash": function}))
+    print(shtab.complete(parser, shell=options.shell, preamble={"bash": function}))  # type: ignore[arg-type]
     return 0
 
 
