@@ -6,6 +6,9 @@ The process removes them after torch is imported, whose build for Linux uses the
 import pytest
 from tests.forked import run_forked
 
+from megaclass.cli import train
+from megaclass.cli.main import main
+
 pytestmark = pytest.mark.ranks
 
 ELSEWHERE = """
@@ -37,6 +40,7 @@ import glob
 assert main(["search", "runs/demo", "photos", glob.glob("photos/*/*.jpg")[0]]) == 0
 sys.platform = "win32"
 assert main(["train", "demo", "train.nproc=2", "train.run_dir=runs/two", *small]) == 2
+assert main(["run", "-np", "2", "python", "train.py"]) == 2
 """
 
 
@@ -48,3 +52,12 @@ def test_train_evaluate_and_search_without_what_only_linux_has(tmp_path):
     done = run_forked(train_evaluate_and_search, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "started and watched on Linux only: set train.nproc=1 on win32" in done.stderr
+    assert "megaclass run: jobs are started and watched on Linux only. On win32, train in one process" in done.stderr
+
+
+@pytest.mark.parametrize("platform, num_processes", [("linux", 2), ("darwin", 1), ("win32", 1)])
+def test_the_demo_starts_as_many_processes_as_the_system_can_watch(monkeypatch, capsys, platform, num_processes):
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(train, "_train", lambda options, given: print(options.settings) or 0)
+    assert main(["demo", "train.epochs=1"]) == 0
+    assert ("train.nproc=1" in capsys.readouterr().out) == (num_processes == 1)

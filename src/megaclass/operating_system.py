@@ -7,6 +7,12 @@ processes (`train.nproc`, `megaclass run`), loader processes and staging are for
 import errno
 import os
 import signal
+import sys
+
+
+def is_linux() -> bool:
+    """Tells whether several processes can be started and watched here."""
+    return sys.platform.startswith("linux")
 
 
 def num_cores() -> int:

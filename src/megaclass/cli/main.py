@@ -16,6 +16,7 @@ from megaclass.cli.plan import add_plan_command
 from megaclass.cli.recipes import add_recipe_commands
 from megaclass.cli.train import add_train_commands
 from megaclass.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
+from megaclass.operating_system import is_linux
 from megaclass.torch_version import check_torch
 
 # Launchers end the other ranks as soon as the failed one is gone, which takes a while on a busy machine.
@@ -109,6 +110,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    # Before the import: it needs modules that only Linux has.
+    if not is_linux():
+        print(
+            f"megaclass run: jobs are started and watched on Linux only. On {sys.platform}, train in one process: "
+            f"megaclass train RECIPE train.nproc=1.",
+            file=sys.stderr,
+        )
+        return 2
     from megaclass.launch.run import run
 
     try:

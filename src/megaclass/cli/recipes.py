@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
+from megaclass.operating_system import is_linux
 
 _RECIPES = "_megaclass_recipes"
 """Shell function that completes names of recipes and files."""
@@ -15,8 +16,9 @@ def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> 
     demo = commands.add_parser(
         "demo",
         help="the whole job in two minutes on a CPU: train, evaluate, report, export",
-        description="Two processes train on synthetic identities, evaluate on unseen ones, write a report and export a "
-        "model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo --overwrite",
+        description="Two processes (outside of Linux one) train on synthetic identities, evaluate on unseen ones, write a "
+        "report and export a model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo "
+        "--overwrite",
     )
     demo.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"

@@ -12,6 +12,7 @@ from megaclass.backbones import check_backbone
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.errors import LaunchError
+from megaclass.operating_system import is_linux
 from megaclass.train.build import build_margin
 from megaclass.train.run.restart import StartMode, check_start
 from megaclass.world import NO_STARTER, World, starters_variables, world_from_environment
@@ -32,7 +33,7 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     check_start(config, mode, ["megaclass", "train", *arguments])
     if config.train.nproc == 1:
         return _train_here(config, world, mode)
-    if not sys.platform.startswith("linux"):
+    if not is_linux():
         raise LaunchError(
             f"train.nproc is {config.train.nproc}, but several processes are started and watched on Linux only: set "
             f"train.nproc=1 on {sys.platform}."
