@@ -169,8 +169,8 @@ class ElasticRun:
             waiting = [worker for worker in self._table.staying() if worker.is_ready or worker.rank is None]
             if unfinished := [worker for worker in waiting if worker.rank is not None]:
                 self._messages.say(
-                    f"WARNING {named(unfinished)} had not finished when another rank ended with exit code 0, which finishes the "
-                    f"job: what was computed since the last checkpoint is lost."
+                    f"WARNING {named(unfinished)} had not finished when another rank ended with exit code 0, which finishes "
+                    f"the job: what was computed since the last checkpoint is lost."
                 )
             self._dismiss(waiting, "the job is finished")
             self._close_if_empty()
