@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megaclass.launch.elastic.messages import ElasticMessageChecker
 from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, MAX_REMARKS, AgentMessageChecker
 from megaclass.launch.wire.plain_text import for_terminal, plain_lines, plain_text
 from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode
@@ -232,6 +233,37 @@ def assert_harmless(message: dict[str, object], payload: bytes) -> None:
         texts = [*value.items()] if name == "versions" else [(name, value)]
         for text in [part for pair in texts for part in pair]:
             assert isinstance(text, str) and len(text) <= 2001 and plain_lines(text) == text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"say": "ready", "rank": 1, "token": "", "why": "start"}, "not a rank of this host"),
+        ({"say": "ready", "rank": 4, "token": "", "why": "because"}, "not one of"),
+        ({"say": "ready", "rank": 4, "token": "x" * 65, "why": "start"}, "not a token"),
+        ({"say": "ready", "rank": 4, "token": ["x"], "why": "start"}, "not a token"),
+        ({"say": "committed", "rank": 4, "token": "", "step": -1}, "not a whole number"),
+        ({"say": "committed", "rank": 4, "step": 1}, "'committed' without 'token'"),
+        ({"say": "failed", "rank": 5, "token": "", "text": "x"}, "not a rank of this host"),
+        ({"say": "failed", "rank": 4, "token": "", "text": {}}, "not a text"),
+        ({"say": "spare", "port": 0, "store_port": 5}, "not a whole number from 1 to 65535"),
+        ({"say": "spare", "port": 5}, "'spare' without 'store_port'"),
+        ({"say": "hello", "pid": 8, "port": 5}, "'hello' without 'store_port'"),
+        ({"say": "exit", "rank": 1, "pid": 8, "code": 0}, "not a rank of this host"),
+        ({"say": "started", "pids": {"1": 8}}, "not a pid for each rank of this host"),
+        ({"say": "publish", "generation": 2}, "an unknown message"),
+    ],
+)
+def test_an_agent_of_an_elastic_job_speaks_about_its_own_workers_only(message, says):
+    checker = ElasticMessageChecker()
+    checker.expect({3, 4})
+    pids = {"say": "started", "pids": {"4": 8}}
+    assert checker.checked(pids, b"", is_running=True)["pids"] == {4: 8}
+    with pytest.raises(ProtocolError, match=re.escape(says)):
+        checker.checked(message, b"", is_running=True)
+    # A worker whose pid was told is not told again.
+    with pytest.raises(ProtocolError, match="not a pid"):
+        checker.checked(pids, b"", is_running=True)
 
 
 def test_mutated_messages_are_errors_or_harmless():
