@@ -1,6 +1,8 @@
 """embeddings.npy of a folder: right, the same on any number of ranks, and never done twice."""
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from megaclass.errors import DataError
+from megaclass.evaluate.images import find_images
 from megaclass.model import LoadedModel, load
 from megaclass.model import embed_folder as module
 from megaclass.model.embed_folder import EmbeddedFolder, embed_folder
@@ -151,6 +154,31 @@ def test_files_that_are_no_images_are_counted_and_named(tmp_path, folder, model,
     (folder / "person-0" / "._a.jpg").write_bytes(b"a Macintosh was here")
     assert embed_folder(model, folder, tmp_path / "e.npy").num_embedded == _NUM_IMAGES + 2
     assert f"{folder}: 1 file that is not an image is left out: person-0/notes.txt" in capsys.readouterr().err
+
+
+def test_linked_folders_are_embedded_and_links_that_lead_upwards_are_named(tmp_path, folder, model, picture, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.png").write_bytes(picture(5))
+    (tmp_path / "elsewhere" / "again").symlink_to(folder)
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "person-0" / "up").symlink_to("..")
+    assert embed_folder(model, folder, tmp_path / "e.npy").num_embedded == _NUM_IMAGES + 1
+    assert "linked/a.png" in (tmp_path / "e.txt").read_text().splitlines()
+    said = capsys.readouterr().err
+    assert "linked/again (a link to a folder above it), person-0/up (a link to a folder above it)" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_folder_that_cannot_be_read_is_an_error():
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        (Path(place) / "person").mkdir(mode=0o700)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(DataError, match=f"Cannot read the folder {place}/person: Permission denied"):
+                find_images(Path(place))
+        finally:
+            os.seteuid(0)
 
 
 def test_images_of_another_size_are_fitted_and_counted(tmp_path, folder, model, picture, capsys):

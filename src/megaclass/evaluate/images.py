@@ -194,14 +194,17 @@ class AlignedImages:
 def find_images(folder: Path) -> list[Path]:
     """Returns all image files below the folder, sorted by path; rank 0 logs which files are not images.
 
-    Names that start with a dot are ignored, as in folders of training data.
+    Names that start with a dot are ignored, and links to folders followed, as in folders of training data.
     """
     if not folder.is_dir():
         raise DataError(f"Cannot read the images of {folder}: the folder does not exist.")
     found: list[Path] = []
     skipped_files = SkippedFiles()
-    for parent, folders, files in os.walk(folder, followlinks=False):
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
         folders[:] = sorted(name for name in folders if name[0] != ".")
+        for name in [name for name in folders if _leads_upwards(Path(parent, name), folder)]:
+            folders.remove(name)
+            skipped_files.add(f"{Path(parent, name).relative_to(folder)} (a link to a folder above it)")
         for name in sorted(files):
             if has_image_name(name) and name[0] != ".":
                 found.append(Path(parent, name))
@@ -213,3 +216,15 @@ def find_images(folder: Path) -> list[Path]:
     if skipped_files.num_files and group_rank(None) == 0:
         _log.info("%s: %s", folder, skipped_files.describe())
     return sorted(found)
+
+
+def _leads_upwards(path: Path, top: Path) -> bool:
+    """Returns whether the folder is a link to one that was entered on the way to it, which would never end."""
+    if not path.is_symlink():
+        return False
+    entered = [above for above in path.parents if above.is_relative_to(top)]
+    return path.resolve() in {above.resolve() for above in entered}
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"Cannot read the folder {error.filename}: {error.strerror}.") from error
