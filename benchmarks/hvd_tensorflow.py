@@ -9,7 +9,7 @@ benchmarks/hvd.py. The aim of the project's issue: the bridge adds at most 15 % 
 The call of a tf.function costs a fraction of a millisecond even if the function does nothing, which is not the bridge's. The
 bridge in graphs is therefore measured by functions that reduce several tensors as one group, as the tape and the optimizers do
 with the gradients of a step, against the same group in the torch API. Rows without a limit show what a node of a graph costs:
-several allreduces in a row, of which each needs the result of the one before, one allreduce, and none.
+several allreduces in a row, of which each needs the result of the previous one, one allreduce, and none.
 """
 
 import argparse

@@ -95,7 +95,7 @@ def train_all(options: argparse.Namespace, compression: str) -> list[tuple[float
 
 def train(options: argparse.Namespace, compression: str, seed: int) -> tuple[float, int, float]:
     """(seconds per epoch, bytes this process sent per epoch, accuracy)."""
-    # A job for each seed: none begins with what rounding lost in the one before.
+    # A job for each seed: none starts with the rounding errors of the previous one.
     hvd.init()
     torch.manual_seed(seed)
     train_set, test_set = datasets(options)

@@ -19,9 +19,11 @@ _COUNTED = "one|two|three|four|once|twice|images|bytes|files|threads|times|integ
 
 PHRASES = {
     r"\banew\b": "again",
+    r"\bthe (one|commit) before\b": "the previous one",
+    r"\b(job|training|run|ranks?|rank\(s\)) go(es)? on\b": "continue(s)",
     r"\bof before\b": "previous, earlier",
     r"\bfor ever\b": "forever, without limit",
-    r"\b(nobody|somebody)\b": "name the actor: no process, another rank, the user",
+    r"\b(nobody|somebody|everybody)\b": "name the actor: no process, another rank, the user",
     rf"\b({_COUNTED}) an? ({_THINGS})\b": "per: one per rank, images per second",
     r"\bbegins? so\b": "starts with that prefix",
     r"\bby whom\b": "name the actor",

@@ -46,7 +46,7 @@ def test_every_tcp_connection_of_the_process_is_seen_with_both_ends(pair):
 def test_connections_within_this_host_are_left_alone(pair):
     one, _ = pair
     watch = ConnectionWatch("rank 0", 1.0).start()
-    watch.settle(["127.0.0.1"], ends_process=False)
+    watch.joined(["127.0.0.1"], ends_process=False)
     # Nobody reads: more than the buffers hold stays unsent, for longer than the limit.
     one.setblocking(False)
     with pytest.raises(BlockingIOError):

@@ -130,6 +130,7 @@ def test_the_needed_cosine_gives_half_of_the_softmax_to_the_own_class() -> None:
         (HeadConfig(margin="arcface", margin_size=0.5, scale=64.0), lambda c: 64 * math.cos(math.acos(c) + 0.5)),
         (HeadConfig(margin="arcface", scale=64.0), lambda c: 64 * math.cos(math.acos(c) + 0.5)),
         (HeadConfig(margin="softmax", scale=30.0), lambda c: 30 * c),
+        (HeadConfig(margin="of_the_user:NeverImported", scale=30.0), lambda c: 30 * c),
         (
             HeadConfig(margin="combined", m1=1.2, m2=0.3, m3=0.1),
             lambda c: 64 * (math.cos(1.2 * math.acos(c) + 0.3) - 0.1),

@@ -88,7 +88,7 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
 
     first = arrive_at(17, 1, 3)
     os.kill(first[0], signal.SIGKILL)
-    job.says(f"rank 0 on localhost (pid {first[0]}) ended with signal SIGKILL; 2 rank(s) go on.")
+    job.says(f"rank 0 on localhost (pid {first[0]}) ended with signal SIGKILL; 2 rank(s) continue.")
     (count / "hold-17").unlink()
     # Rank 0 had written the metrics and held the folder's lock; its centres are on another rank.
     second = arrive_at(21, 2, 2)
@@ -98,7 +98,7 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     recipe.write_text(RECIPE.read_text().replace("weight_decay = 5e-4", "weight_decay = 5e-3"))
     hosts.write_text("localhost slots=3\n127.0.0.2 slots=1\n")
     job.says("head.weight_decay is 0.0005 there and 0.005 here.", timeout_s=90)
-    job.says("ended with exit code 2; 2 rank(s) go on. 127.0.0.2 gets no new ranks")
+    job.says("ended with exit code 2; 2 rank(s) continue. 127.0.0.2 gets no new ranks")
     recipe.write_text(RECIPE.read_text())
     hosts.write_text("localhost slots=3\n127.0.0.1 slots=2\n")
     job.says("127.0.0.1:2 was added; new ranks there join at the next commit.")

@@ -19,7 +19,7 @@ _on_exchange: Callable[[bool], None] | None = None
 
 
 @contextmanager
-def exchanges_heard(on_exchange: Callable[[bool], None]) -> Iterator[None]:
+def exchanges_reported(on_exchange: Callable[[bool], None]) -> Iterator[None]:
     """Calls `on_exchange` before (True) and after (False) each collective of this module while the block runs."""
     global _on_exchange
     _on_exchange = on_exchange
@@ -31,11 +31,11 @@ def exchanges_heard(on_exchange: Callable[[bool], None]) -> Iterator[None]:
 
 @contextmanager
 def _exchanging() -> Iterator[None]:
-    if (heard := _on_exchange) is not None:
-        heard(True)
+    if (report := _on_exchange) is not None:
+        report(True)
     yield
-    if heard is not None:
-        heard(False)
+    if report is not None:
+        report(False)
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

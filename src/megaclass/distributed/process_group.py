@@ -83,7 +83,7 @@ def process_group(
             ) from error
         try:
             if watch is not None:
-                watch.settle(_addresses_of_all(world, chosen), ends_process=ends_process)
+                watch.joined(_addresses_of_all(world, chosen), ends_process=ends_process)
             yield chosen
         except RuntimeError as error:
             is_own = watch is not None and bool(watch.reason)

@@ -84,7 +84,7 @@ class Margin:
 
 
 def add_angle(cosines_G: Tensor, margin: Tensor | float) -> Tensor:
-    """cos(theta + margin); where theta + margin passes pi, cos(theta) - margin * sin(margin), which goes on falling.
+    """cos(theta + margin); where theta + margin passes pi, cos(theta) - margin * sin(margin), which keeps falling.
 
     The second form is the one of ArcFace's authors. The derivative at |cos| = 1, where that of sin(theta) is infinite,
     is taken as cos(margin): the embedding's gradient is zero there anyway.
@@ -262,7 +262,7 @@ class MagFace(Margin):
 
 @dataclass(frozen=True)
 class CurricularFace(Margin):
-    """ArcFace whose hard negatives (closer than the target after its margin) weigh more as training goes on."""
+    """ArcFace whose hard negatives (closer than the target after its margin) weigh more in the course of training."""
 
     scale: float = 64.0
     margin: float = 0.5

@@ -80,7 +80,7 @@ class _Basics:
             # Every generation has a store of its own.
             self._rendezvous = Rendezvous()
             own = OwnConnections()
-            worker.when_broken(partial(_end_joining, own))
+            worker.when_broken(partial(_joined, own))
             try:
                 job = self._start_once(ranks, wanted)
             except (UserError, RuntimeError) as error:
@@ -89,7 +89,7 @@ class _Basics:
                 worker.failed(str(error))
                 own.end()
             else:
-                own.settle()
+                own.note_sockets()
                 job.connections, self.why_joining = own, Why.START
                 return job
         assert failure is not None
@@ -108,7 +108,7 @@ class _Basics:
                 raise ConnectionLostError(watch.reason) from error
             raise
         # From now on a lost connection fails operations, and the script may handle that.
-        watch.settle(ends_process=False)
+        watch.joined(ends_process=False)
         return job
 
     def _connect(
@@ -248,7 +248,7 @@ class _Basics:
         return torch.version.hip is not None
 
 
-def _end_joining(own: OwnConnections) -> None:
+def _joined(own: OwnConnections) -> None:
     """Makes everything fail that waits for another member of the generation, also while it is being joined."""
     own.end()
     close_listeners()

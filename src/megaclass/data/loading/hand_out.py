@@ -21,7 +21,7 @@ from megaclass.data.loading.ring import BatchRing
 
 _log = logging.getLogger("megaclass.data")
 
-# A batch in the hands of the training loop, and the one before it, which the loop may still refer to.
+# The batch of the current step, and the previous one, to which the training loop may still refer.
 _MAX_LENT = 2
 
 
@@ -128,7 +128,7 @@ class DeviceHandOut:
     def take(self, slot: int, num_rows: int) -> Pixels:
         on_device, done = self._copies.pop(slot)
         current = torch.cuda.current_stream(self._device)
-        # The stream waits, not the host, which goes on to queue the kernels of the step.
+        # The stream waits, not the host, which continues to queue the kernels of the step.
         current.wait_event(done)
         # The memory belongs to the side stream: it is not to be used again before the current stream is done with it.
         on_device.record_stream(current)

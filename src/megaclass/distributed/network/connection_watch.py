@@ -8,20 +8,20 @@ affected, because its kernel answers for it.
 
 Phases:
 
-    joining     from start() to settle(): all connections made since the watch was created count, also those being opened
-    settled     after settle(): connections to the hosts of the job count (seen while joining, or passed to settle())
+    joining     from start() to joined(): all connections made since the watch was created count, also those being opened
+    joined      after joined(): connections to the hosts of the job count (seen while joining, or passed to joined())
 
-State. "thread" is the watch's own thread, "caller" the thread that calls start(), settle() and stop(). There is no lock:
-fields that both use are assigned whole, once, and settle() happens before any rank starts to work.
+State. "thread" is the watch's own thread, "caller" the thread that calls start(), joined() and stop(). There is no lock:
+fields that both use are assigned whole, once, and joined() happens before any rank starts to work.
 
     field           written by                  read by         meaning
     reason          thread, once                caller          why connections were ended; empty while all is well
     _before         constructor                 thread          inodes of sockets that existed before the watch
-    _seen           thread; caller in settle()  caller          addresses of hosts that answered while joining
-    _peers          caller in settle(), once    thread          addresses that count from then on; None while joining
-    _ends_process   caller in settle()          thread          whether the process ends if closing connections does not help
+    _seen           thread; caller in joined()  caller          addresses of hosts that answered while joining
+    _peers          caller in joined(), once    thread          addresses that count from then on; None while joining
+    _ends_process   caller in joined()          thread          whether the process ends if closing connections does not help
     _tuned          thread                      thread          inodes whose keep-alive options are set
-    _silent_since   thread; caller in settle()  thread          since when connections owe an answer; keyed by inode, or by
+    _silent_since   thread; caller in joined()  thread          since when connections owe an answer; keyed by inode, or by
                                                                 remote address while they are being opened, because libraries
                                                                 open a new socket for each attempt
     _is_over        caller in stop()            thread          ends the thread
@@ -129,7 +129,7 @@ class ConnectionWatch:
             self._thread.start()
         return self
 
-    def settle(self, peers: Collection[str] = (), *, ends_process: bool) -> None:
+    def joined(self, peers: Collection[str] = (), *, ends_process: bool) -> None:
         """Ends the joining phase: all ranks have connected. From here on only connections to their hosts count.
 
         Args:
@@ -232,7 +232,7 @@ class ConnectionWatch:
 class OwnConnections:
     """The TCP sockets that this process has opened for one generation of an elastic job, to end all of them at once.
 
-    While joining, these are all sockets since the object was created; after settle() those that existed then, so that
+    While joining, these are all sockets since the object was created; after note_sockets() those that existed then, so that
     connections that the program makes for other purposes stay.
     """
 
@@ -240,7 +240,7 @@ class OwnConnections:
         self._before = {inode for _, inode in _sockets()}
         self._own: set[str] | None = None
 
-    def settle(self) -> None:
+    def note_sockets(self) -> None:
         """Notes the sockets that the generation has; later ones do not belong to it."""
         self._own = {inode for _, inode in _sockets()} - self._before
 

@@ -94,10 +94,10 @@ def _told_by_mpirun(world: World, env: Mapping[str, str]) -> World:
         # The connections between mpirun's daemons carry it: it is as safe as mpirun itself.
         "secret": env.get(JOB_SECRET) or new_secret(),
     }
-    heard = tell_all(json.dumps(said), world.is_main)
-    if heard is None:
+    received = tell_all(json.dumps(said), world.is_main)
+    if received is None:
         return _at_mpirun(world, env)
-    main = json.loads(heard)
+    main = json.loads(received)
     # A secret that the user gave stays; it must then be the same everywhere, which the first signed entry shows.
     os.environ.setdefault(JOB_SECRET, main["secret"])
     missing = [name for name in main["names"] if name not in env]

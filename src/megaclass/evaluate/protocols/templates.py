@@ -296,9 +296,9 @@ def _template_list(path: Path, known: set[int]) -> Integers:
 def _require_templates(wanted: set[int], known: set[int], path: Path) -> None:
     missing = sorted(wanted - known)
     if missing:
+        more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
         raise DataError(
-            f"Template {missing[0]} in {path} has no images, as {len(missing) - 1} other(s): every template must occur in "
-            f"the _face_tid_mid.txt beside it."
+            f"Template {missing[0]}{more} in {path} has no images: every template must be in the _face_tid_mid.txt beside it."
         )
 
 

@@ -31,7 +31,7 @@ def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int)
     fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
     if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any() or (batch.steps_W != step).any()):
         return fault  # the usual case; on a CPU the test costs nothing
-    # From the weakest to the strongest: each overwrites the one before. A rank out of step explains strange labels, and
+    # From the weakest to the strongest: each overwrites those before it. A rank out of step explains strange labels, and
     # overwritten centres explain everything else.
     fault = _first(not_finite_G, NOT_FINITE, batch, fault, step)
     fault = _first(bad_label_G, LABEL, batch, fault, step)

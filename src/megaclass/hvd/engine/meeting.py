@@ -181,21 +181,21 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
         "cpu_operations": settings.cpu_operations,
     }
     # Checked although signed: without a secret the signature proves nothing.
-    everybody = [_checked_entry(entry) for entry in _exchange(signed, "who", mine, rank, size)]
-    hosts = [str(entry["host"]) for entry in everybody]
-    for other, entry in enumerate(everybody):
-        if entry["cpu_operations"] != everybody[0]["cpu_operations"]:
+    entries = [_checked_entry(entry) for entry in _exchange(signed, "who", mine, rank, size)]
+    hosts = [str(entry["host"]) for entry in entries]
+    for other, entry in enumerate(entries):
+        if entry["cpu_operations"] != entries[0]["cpu_operations"]:
             raise LaunchError(
-                f"HOROVOD_CPU_OPERATIONS is {everybody[0]['cpu_operations']} on rank 0 ({hosts[0]}), but "
+                f"HOROVOD_CPU_OPERATIONS is {entries[0]['cpu_operations']} on rank 0 ({hosts[0]}), but "
                 f"{entry['cpu_operations']} on rank {other} ({hosts[other]}): it must be the same on all ranks."
             )
-    local_ranks = [int(entry["local_rank"]) for entry in everybody]
+    local_ranks = [int(entry["local_rank"]) for entry in entries]
     # Local ranks are counted here if the starter does not set them, if two ranks have the same one, or if only some ranks of
     # a host take part.
     places = set(zip(hosts, local_ranks, strict=True))
     if places != {(host, place) for host in hosts for place in range(hosts.count(host))}:
         local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
-    is_one_machine = len({entry["network"] for entry in everybody}) == 1
+    is_one_machine = len({entry["network"] for entry in entries}) == 1
     if size == 1:
         address, connections = "127.0.0.1", {}
     elif rank == 0:
@@ -209,9 +209,9 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
         connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         address = connection.getsockname()[0]
         connections = {0: ControlConnection(connection)}
-    machines = [entry["machine"] for entry in everybody]
+    machines = [entry["machine"] for entry in entries]
     # NCCL refuses two ranks on one GPU. All ranks have the same list, so that all of them decide alike.
-    uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in everybody)
+    uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in entries)
     return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, address, uses_nccl)
 
 

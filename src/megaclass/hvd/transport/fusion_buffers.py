@@ -42,7 +42,7 @@ class FusionBuffers:
         device = tensors[0].device
         shapes = [tensor.shape for tensor in tensors]
         layouts = self._layouts.get((dtype, device))
-        # Making a thousand views takes longer than filling them, and most steps repeat the shapes of the step before.
+        # Making a thousand views takes longer than filling them, and most steps repeat the shapes of the previous step.
         for layout in layouts or ():
             if layout.shapes == shapes:
                 return layout.flat, layout.places

@@ -134,7 +134,7 @@ class Agent:
             data = os.read(sys.stdin.fileno(), READ_BYTES)
         except BlockingIOError:
             return
-        # An error means the same as the end of the stream: the driver cannot be heard any more.
+        # An error means the same as the end of the stream: no message of the driver can arrive any more.
         except OSError:
             data = b""
         if data:

@@ -6,7 +6,7 @@
 
 Field and who changes it; all of it happens in the driver's one thread:
 
-    decision           end, resume, on_signals; read by everybody who asks whether the job is ending
+    decision           end, resume, on_signals; read by whatever depends on whether the job is ending
     give_up_at         _order_end; JobRun then abandons agents that do not report the end
     _resume_deadline   resume, at the first exit code 75, and end_if_late
 """

@@ -19,7 +19,7 @@ from megaclass.launch.exit_codes import EXIT_HOST_LOST, how_it_ended
 from megaclass.launch.hosts import Host
 
 _STDERR_READS = 16
-"""Reads of an agent's stderr after its end; an ssh that goes on writing there must not keep the driver."""
+"""Reads of an agent's stderr after its end; an ssh that keeps writing there must not keep the driver."""
 _EXIT_CODE_S = 0.5
 """Time for ssh or the local agent to end after it has closed stdout."""
 _MAX_ORPHAN_KILLERS = 64

@@ -36,7 +36,7 @@ from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
 
 _NUM_HELD = 6
-"""Two sockets for the running generation, two for the one before, whose ranks may still leave it, and two spare ones."""
+"""Two sockets for the running generation, two for the previous one, whose ranks may still leave it, and two spare ones."""
 _FORWARDED = ("ready", "committed", "failed")
 
 

@@ -48,7 +48,7 @@ from megaclass.launch.options import RunOptions
 from megaclass.launch.wire.protocol import ProtocolError
 
 _TICK_S = 0.25
-"""How often times are looked at while a generation is being formed."""
+"""Interval at which deadlines are checked while a generation is being formed."""
 _JOIN_TOGETHER_S = 30.0
 """Workers that were started within this time are waited for, so that they join in one generation."""
 _LEAVE_HUNG_S = 20.0
@@ -303,7 +303,7 @@ class ElasticRun:
             return True
         limit_s = self._options.elastic_timeout_s
         self._short_since = self._short_since or now
-        # Not a word while hosts are still being found or connected to: at every start there are too few for a moment.
+        # No message while hosts are still being found or connected to: at every start there are too few for a moment.
         if not self._hosts.listed or self._agents.is_any_starting():
             return False
         if not self._has_told_short:

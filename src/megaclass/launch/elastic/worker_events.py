@@ -164,7 +164,7 @@ class WorkerEvents:
             self._end.end(outcome, report=report)
             return
         num_left = len(self._table.members()) if self._generation else len(self._table.staying())
-        self._messages.say(f"{ended}; {num_left} rank(s) go on. {self._ban(worker.host)}")
+        self._messages.say(f"{ended}; {num_left} rank(s) continue. {self._ban(worker.host)}")
         self._note_failure(outcome, report)
 
     def _note_failure(self, outcome: Outcome, report: str) -> None:

@@ -34,7 +34,7 @@ from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, le
 GRACE_S = 3.0
 _HANG_TICK_S = 1.0
 _TICK_S = 0.05
-"""How often processes that are being ended are looked at."""
+"""Interval at which processes that are being ended are checked."""
 
 
 def launch(options: RunOptions, hosts: Sequence[Host]) -> int:

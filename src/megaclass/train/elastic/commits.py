@@ -5,7 +5,7 @@ A rank has two places for a commit and fills the one that does not hold the last
     take        copies the state to host memory, exchanges copies of the centres      place: not whole -> whole
     agree       all-gather: every rank has filled its place                           the place becomes the last good one
 
-A rank that dies anywhere in between leaves the commit before untouched on all ranks. A rank that has passed `agree` knows that
+A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
 all ranks have a whole copy, so that at most one of two commits is unfinished at any time. After a loss the ranks compare what
 they hold (plan.py) and restore the newest commit of which nothing is missing.
 

@@ -80,7 +80,7 @@ def joined_group(worker: ElasticWorker, here: Assignment, device_name: str) -> I
         except (UserError, RuntimeError) as error:
             own.end()
             raise JoinError(str(error)) from error
-        own.settle()
+        own.note_sockets()
         if device.type == "cuda":
             # NCCL may wait on a GPU for memory that a dead rank should write, which no socket ends.
             worker.when_broken(_abort_nccl)

@@ -41,7 +41,7 @@ class RunEvents:
     def note_begin(
         self, first_step: int, num_steps: int, world_size: int, change: Mapping[str, object] | None = None
     ) -> None:
-        """Notes the start or resumption of the run, and a number of ranks that differs from the one before.
+        """Notes the start or resumption of the run, and a number of ranks that differs from the previous one.
 
         change: fields of the event `rank_change`, in an elastic job whose ranks have changed while it ran.
         """

@@ -40,7 +40,7 @@ class Observer:
     def step(self, step: int, *, is_last: bool) -> Iterator[None]:
         """Wraps the work of one step, counted from 0."""
         self._profile.before(step)
-        with self.clock.heard():
+        with self.clock.counting_exchanges():
             yield
         self._profile.after(step, is_last)
         self._num_steps += 1

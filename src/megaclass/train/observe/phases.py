@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaclass.distributed.collectives import exchanges_heard, gather_blocks
+from megaclass.distributed.collectives import exchanges_reported, gather_blocks
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
 SLOW = 0.2
@@ -61,7 +61,7 @@ class PhaseClock:
         self._phase = phase
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def counting_exchanges(self) -> Iterator[None]:
         """Counts the collectives of the block, a step, as exchange; afterwards no phase is current."""
         outer = ""
 
@@ -71,7 +71,7 @@ class PhaseClock:
                 outer = self._phase
             self.begin("exchange" if is_begin else outer)
 
-        with exchanges_heard(on_exchange):
+        with exchanges_reported(on_exchange):
             try:
                 yield
             finally:

@@ -222,7 +222,7 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
     """Collective. Trains with a checkpoint writer; signals are handled until the last checkpoint is on the disk."""
     config = run.config
     signals = StopSignals(is_main=run.world.is_main)
-    with signals.heard():
+    with signals.handled():
         with CheckpointWriter(
             run.folder.checkpoints,
             config=to_toml(config),

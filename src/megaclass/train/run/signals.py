@@ -36,7 +36,7 @@ class StopSignals:
         self._is_main = is_main
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         """Handles signals while the block runs, in the main thread. A second Ctrl-C, or SIGTERM after one, ends the rank."""
 
         def remember(signum: int, frame: FrameType | None) -> None:

@@ -287,7 +287,7 @@ class Heartbeats:
     def __init__(self, pipes: AgentPipes, options: RunOptions) -> None:
         self.due_at = 0.0
         self.silence_s, _ = silence_limits(options.heartbeat_s, options.grace_s)
-        """An agent that was not heard of for this long is lost."""
+        """An agent that sent nothing for this long is lost."""
         self._pipes = pipes
         self._interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
 
