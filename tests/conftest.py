@@ -187,6 +187,8 @@ _running: list[pytest.Item] = []
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     can_try_again = config.pluginmanager.hasplugin("rerunfailures")
     is_covered = config.pluginmanager.hasplugin("pytest_cov")
+    # On machines of a CI, which others use as well, processes are upset, too. Elsewhere their failures must be seen.
+    tried_again = ("hosts", "ranks") if os.environ.get("CI") == "true" else ("hosts",)
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in _KINDS):
             fixtures = set(getattr(item, "fixturenames", ()))
@@ -197,9 +199,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_covered and not item.get_closest_marker("unit"):
             # Before Python 3.12, counting lines makes Python code up to four times slower, and this is the larger part of it.
             item.add_marker("no_cover")
-        if can_try_again and not item.get_closest_marker("unit"):
-            # Processes, daemons, networks: a busy machine can upset them, so one failure is tried again and listed with its
-            # reason.
+        if can_try_again and any(item.get_closest_marker(kind) for kind in tried_again):
+            # Daemons and networks: a busy machine can upset them, so one failure is tried again. It is listed with its reason.
             item.add_marker(pytest.mark.flaky(reruns=1))
     _put_long_files_first(items)
 

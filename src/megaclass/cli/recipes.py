@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
-from megaclass.operating_system import is_linux
 
 _RECIPES = "_megaclass_recipes"
 """Shell function that completes names of recipes and files."""
