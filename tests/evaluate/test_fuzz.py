@@ -1,5 +1,6 @@
 """Models, checkpoints and results under fire: any bytes give what they say or a UserError of one line."""
 
+import io
 import json
 import struct
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from megaclass.backbones.recognise import recognise
 from megaclass.checkpoint.load import load_rank_state, load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import _digest, read_manifest
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
+from megaclass.evaluate import training_images
 from megaclass.evaluate.protocols.pairs import result_of_pairs
 from megaclass.evaluate.protocols.verification import score_embeddings
 from megaclass.evaluate.report.from_runs import report_of_runs, write_faces
 from megaclass.evaluate.report.page import render_report
 from megaclass.evaluate.results import write_results
+from megaclass.evaluate.training_images import ConfusedImage, TrainingImages, WorstClass, write_training_images
 from megaclass.events_file import EVENTS
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.model import load
@@ -139,8 +142,26 @@ def make_target(name: str, folder: Path) -> Target:
     if name in DIARIES:
         write_diary(folder)
         return at(folder / DIARIES[name], lambda: look_at(folder), mutate_lines)
+    if name.startswith(training_images.FILE):
+        worst = WorstClass(name="a", mean_cosine=0.1, num_images=2, num_closer_to_another=1, pictures=[b"p"])
+        confused = ConfusedImage(
+            name="i", own_class="a", own_cosine=0.1, other_class="b", other_cosine=0.5, pictures=[b"p", b"q"]
+        )
+        found = TrainingImages(num_classes=2, num_images=9, num_confused=1, worst=[worst], confused=[confused])
+        write_training_images(folder, found)
+        return at(folder / training_images.FILE, lambda: look_at(folder), mutate_findings)
     change = mutate_json if name.endswith(".json") else mutate
     return at(folder / name, lambda: render_report(report_of_runs([folder], device=torch.device("cpu"))), change)
+
+
+def mutate_findings(whole: bytes, rng: np.random.Generator) -> bytes:
+    """Changes the JSON among the arrays of training_images.npz."""
+    with np.load(io.BytesIO(whole)) as found:
+        arrays = dict(found)
+    arrays["findings"] = np.frombuffer(mutate_json(arrays["findings"].tobytes(), rng), dtype=np.uint8)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    return content.getvalue()
 
 
 def look_at(run: Path) -> None:
@@ -173,6 +194,7 @@ NAMES = [
     "summary.json",
     "metrics.jsonl",
     *DIARIES,
+    "training_images.npz, values",
 ]
 
 
@@ -181,4 +203,6 @@ def test_a_sample_of_damaged_files_gives_a_result_or_one_line(name, capfd):
     counts = fuzz(make_target, name, range(SAMPLE_MUTATIONS))
     assert_clean(counts)
     # Damaged lines of metrics are left out, and the report is written without them.
-    assert counts.refused == 0 if name.startswith(("metrics.jsonl", "events.jsonl")) else counts.refused > 0
+    # The same holds for the other records of a training.
+    has_records = name.startswith(("metrics.jsonl", "events.jsonl", "training_images"))
+    assert counts.refused == 0 if has_records else counts.refused > 0

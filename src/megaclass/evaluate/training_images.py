@@ -9,7 +9,7 @@ import io
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +276,10 @@ def read_training_images(run: Path) -> TrainingImages | None:
     arrays = read_arrays(path)
 
     def built(cls: Any, said: Mapping[str, Any]) -> Any:
-        return cls(**{**said, "pictures": [arrays[name].tobytes() for name in said["pictures"]]})
+        # Converted to the type of each field, which the report relies on: text, float or int.
+        kinds: dict[str, Any] = {one.name: one.type for one in fields(cls) if one.name != "pictures"}
+        values = {name: kind(said[name]) for name, kind in kinds.items()}
+        return cls(**values, pictures=[arrays[name].tobytes() for name in said["pictures"]])
 
     try:
         said = json.loads(arrays["findings"].tobytes())
