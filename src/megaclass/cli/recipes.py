@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megaclass.cli.hints import Commands
 from megaclass.errors import ConfigError
+from megaclass.operating_system import is_linux
 
 _RECIPES = "_megaclass_recipes"
 """Shell function that completes names of recipes and files."""
@@ -38,8 +39,10 @@ def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> 
 
 def _demo(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     output = [] if options.output == "normal" else [f"--{options.output}"]
+    # Several processes are started and watched on Linux only. Before the settings, which take precedence.
+    own = [] if is_linux() else ["train.nproc=1"]
     # The ranks are started with these arguments.
-    given = ["train", "demo", *options.settings, "--overwrite", *output]
+    given = ["train", "demo", *own, *options.settings, "--overwrite", *output]
     train = parser.parse_args(given)
     code: int = train.run(train, given)
     return code
