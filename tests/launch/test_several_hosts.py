@@ -452,7 +452,7 @@ while True:
     run.says("heard 2", times=4)
     run.send(signal.SIGINT)
     run.says("heard 15", times=4)
-    assert "SIGTERM to 4 rank(s); again for SIGKILL." in run.err
+    run.says("SIGTERM to 4 rank(s); again for SIGKILL.")
     run.send(signal.SIGINT)
     gone_in_time(bed, record_property, "the third Ctrl-C")
     assert run.wait() == 130
