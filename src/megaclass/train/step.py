@@ -63,9 +63,10 @@ def training_step(
 def compile_programs(
     model: Model, batch: Batch, config: Config, *, step: int, device: torch.device, num_threads: int
 ) -> None:
-    """Collective. Takes steps in which Triton programs are compiled, several at a time, and not run. Nothing counts of them.
+    """Collective. Compiles the Triton programs of a step, several at a time, so that the first step does not wait for each.
 
-    Two steps: one that is measured has programs of its own.
+    Takes two steps in which programs are compiled and not run, one of them measured, because that one has programs of its own.
+    Weights, statistics, counters and random generators are the same afterwards.
     """
     if device.type != "cuda" or find_spec("triton") is None:
         return
