@@ -55,7 +55,10 @@ def parent(tmp_path, program):
 
     def start(body, size):
         grace = f"from megaclass.launch.launchers import local; local.GRACE_S = {GRACE_S}"
-        code = f"import sys; {grace}; sys.exit(local.run_local({program(body)!r}, {size}))"
+        code = f"""{grace}
+from megaclass.cli.logs import messages_on_stderr
+with messages_on_stderr():
+    raise SystemExit(local.run_local({program(body)!r}, {size}))"""
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
@@ -309,7 +312,7 @@ def test_a_stopped_rank_is_named_each_time_it_is_stopped(parent, tmp_path):
         os.kill(stopped, signal.SIGSTOP)
         line = process.stderr.readline()
         assert f"(pid {stopped}) is stopped: it received SIGSTOP; SIGCONT lets it continue." in line
-        assert line.startswith("megaclass: rank 1 on ")
+        assert line.startswith("WARNING megaclass: rank 1 on ")
         os.kill(stopped, signal.SIGCONT)
         time.sleep(0.3)  # for the news that it goes on
     (tmp_path / "over").touch()

@@ -133,7 +133,7 @@ def test_two_names_of_this_machine_are_taken_for_two_hosts(run, script):
         "2 0 2 1 2 127.0.0.1 127.0.0.1",
         "3 1 2 1 2 127.0.0.1 127.0.0.1",
     ]
-    assert "WARNING localhost and 127.0.0.1 are this machine: taken for 2 hosts" in done.err
+    assert "WARNING megaclass run: localhost and 127.0.0.1 are this machine: taken for 2 hosts" in done.err
 
 
 # ---- the end ----

@@ -70,5 +70,6 @@ class _Formatter(logging.Formatter):
     """`megaclass: text`, or `<sender>: text` for records logged with extra={"sender": …}, such as the name of a rank."""
 
     def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        # An error says itself what is wrong: it looks as in `print_error`.
+        level = f"{record.levelname} " if record.levelno in (logging.DEBUG, logging.WARNING) else ""
         return f"{level}{getattr(record, 'sender', 'megaclass')}: {record.getMessage()}"

@@ -1,7 +1,7 @@
 """`megaclass run`: reads the command line and hands the job to a launcher (launchers/). Standard library only."""
 
+import logging
 import os
-import sys
 from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
@@ -9,6 +9,8 @@ from megaclass.launch.hosts import given_hosts
 from megaclass.launch.launchers import LAUNCHERS
 from megaclass.launch.options import RunOptions, parse_options
 from megaclass.launch.signals import open_standard_streams
+
+_logger = logging.getLogger("megaclass.launch")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -21,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
         print(build_table())
         return 0
     for remark in options.remarks:
-        print(f"megaclass run: {remark}", file=sys.stderr)
+        _logger.info(remark, extra={"sender": "megaclass run"})
     if options.program_folder is not None:
         # Ranks on this machine inherit it; ranks on other hosts get it in front of their own folders.
         os.environ["PATH"] = f"{options.program_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"

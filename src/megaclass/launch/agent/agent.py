@@ -21,6 +21,7 @@ Everything happens in one thread, in `Agent._loop`; no field needs a lock.
 """
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -45,6 +46,7 @@ from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
 from megaclass.launch.wire.protocol import Message, MessageReader, ProtocolError, encode, greeting
 from megaclass.world import World
 
+_logger = logging.getLogger("megaclass.launch")
 _STREAMS = ("stdout", "stderr")
 _HELPERS_S = 0.5
 """Time for helper processes (Python's resource tracker, say) to leave after the last rank."""
@@ -54,6 +56,7 @@ _TICK_S = 0.05
 
 def main(kind: "type[Agent] | None" = None) -> int:
     """Reads the job from stdin, supervises its ranks, and leaves when nothing of them is left."""
+    logging.basicConfig(format=f"megaclass agent on {socket.gethostname()}: %(message)s")
     # Before anything else: the agent must not outlive a driver that gives up during the start.
     with SignalQueue([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as signals:
         job, rest = read_job()
@@ -175,10 +178,7 @@ class Agent:
         if self._is_connected:
             self._is_connected = False
             self._driver.drop()
-            with contextlib.suppress(OSError):
-                print(
-                    f"megaclass agent on {socket.gethostname()}: {why}; ending its ranks", file=sys.stderr, flush=True
-                )
+            _logger.warning(f"{why}; ending its ranks")
             # Shorter than the user's grace where necessary, so that all is over within the heartbeat limit on both sides.
             self._end(self._silence_grace_s)
 

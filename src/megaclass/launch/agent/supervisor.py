@@ -7,6 +7,7 @@ leaves the workers running when it is killed itself.
 import contextlib
 import ctypes
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -21,6 +22,8 @@ from types import TracebackType
 
 from megaclass.errors import LaunchError
 from megaclass.launch.agent import orphan_killer
+
+_logger = logging.getLogger("megaclass.launch")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -213,7 +216,7 @@ class Supervisor:
         self._give_up_at = self._give_up_at or now + _UNKILLABLE_S
         if now > self._give_up_at:
             names = ", ".join(f"{pid} ({_name(pid)})" for pid in left)
-            print(f"megaclass: these processes hang in the kernel and cannot be ended: {names}", file=sys.stderr)
+            _logger.error(f"these processes hang in the kernel and cannot be ended: {names}")
             return True
         for pid in left:
             orphan_killer.send(pid, signal.SIGKILL)

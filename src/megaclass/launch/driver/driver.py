@@ -4,8 +4,8 @@ options -> hosts -> plan -> JobRun (agents, ranks, output) -> exit code
                       ^------- again after a failure, with --restarts (restarts.py)
 """
 
+import logging
 import resource
-import sys
 from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
@@ -17,6 +17,8 @@ from megaclass.launch.driver.restarts import NoRestartError, StartResult, run_jo
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import describe_plan, passed_on, place_ranks
+
+_logger = logging.getLogger("megaclass.launch")
 
 # Three pipes, their other ends while ssh or the agent is being started, and those of an orphan killer.
 FILES_PER_HOST = 8
@@ -36,10 +38,10 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
     placements = place_ranks(hosts, num_processes)
     here = [placement.host.name for placement in placements if placement.host.is_local]
     if len(here) > 1:
-        print(
-            f"megaclass run: WARNING {' and '.join(here)} are this machine: taken for {len(here)} hosts, whose ranks share "
-            f"its cores, and its GPUs where they choose them by local rank.",
-            file=sys.stderr,
+        _logger.warning(
+            f"{' and '.join(here)} are this machine: taken for {len(here)} hosts, whose ranks share its cores, and its GPUs "
+            f"where they choose them by local rank.",
+            extra={"sender": "megaclass run"},
         )
     if options.is_dry_run:
         agents = [agent_command(placement.host, ssh) for placement in placements]

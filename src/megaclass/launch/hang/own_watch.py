@@ -90,6 +90,7 @@ def _end_hung_rank(seen: RankStatus, world: World) -> None:
         verdict = find_verdict(reports)
         sentence = hang_sentence(silent_s, verdict)
         where = f" Stacks: {folder / HANG_FOLDER / name}." if folder is not None and is_kept else ""
+        # Not logged: the thread that hangs may hold the lock of a logging handler.
         print(f"megaclass: {sentence}{where}", file=sys.stderr, flush=True)
         if folder is not None and is_kept:
             keep_verdict(folder, name, sentence, verdict, steps_done(reports))

@@ -5,12 +5,12 @@ this terminal themselves, without a driver between them and it.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -31,6 +31,7 @@ from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 
+_logger = logging.getLogger("megaclass.launch")
 GRACE_S = 3.0
 _HANG_TICK_S = 1.0
 _TICK_S = 0.05
@@ -117,7 +118,7 @@ class _LocalJob:
             if self._is_ending:
                 self._supervisor.continue_ending()
             elif not self._has_been_signalled and (verdict := self._hang_watch.verdict(time.monotonic())) is not None:
-                _say(verdict)
+                _logger.error(verdict)
                 self._status = EXIT_HUNG
                 self._end()
         self._supervisor.end()
@@ -138,7 +139,7 @@ class _LocalJob:
             self._supervisor.send_signal(signal.SIGTERM)
         elif number == signal.SIGTERM and not self._has_passed_sigterm:
             self._has_passed_sigterm = True
-            _say(f"SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.")
+            _logger.info(f"SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.")
             self._supervisor.send_signal(number)
         elif number == signal.SIGTERM:
             self._status = exit_status(-signal.SIGTERM)
@@ -149,7 +150,7 @@ class _LocalJob:
         self._wants_resume |= worker.code == EXIT_RESUME_ME
         if worker.code not in (0, EXIT_RESUME_ME) and self._status is None:
             num_others = len(self._supervisor.running())
-            _say(headline(worker.rank, socket.gethostname(), worker.pid, worker.code, num_others))
+            _logger.error(headline(worker.rank, socket.gethostname(), worker.pid, worker.code, num_others))
             self._status = exit_status(worker.code)
             self._end()
 
@@ -163,9 +164,5 @@ class _LocalJob:
             worker.rank: worker.pid for worker in self._supervisor.running() if self._supervisor.is_stopped(worker)
         }
         for rank in stopped.keys() - self._stopped:
-            _say(stopped_message(rank, socket.gethostname(), stopped[rank]))
+            _logger.warning(stopped_message(rank, socket.gethostname(), stopped[rank]))
         self._stopped = set(stopped)
-
-
-def _say(text: str) -> None:
-    print(f"megaclass: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """`megaclass run`, and `--launcher ssh`: the project's own driver, over ssh or on this machine. Standard library only."""
 
+import logging
 import os
-import sys
 from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
@@ -10,6 +10,8 @@ from megaclass.launch.elastic import driver as elastic
 from megaclass.launch.hosts import Host, hosts_from_batch_system
 from megaclass.launch.options import RunOptions
 
+_logger = logging.getLogger("megaclass.launch")
+
 
 def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on the given hosts, on those of the batch system, or else on this machine."""
@@ -17,7 +19,7 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
         return elastic.run(options, [])
     if not hosts and (found := hosts_from_batch_system(os.environ)) is not None:
         hosts, what = found
-        print(f"megaclass run: detected {what}", file=sys.stderr)
+        _logger.info("detected %s", what, extra={"sender": "megaclass run"})
     start = elastic.run if options.is_elastic else driver.run
     return start(options, hosts or [this_machine(options)])
 
