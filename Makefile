@@ -14,7 +14,7 @@ demo: $(VENV)/.demo-installed
 	@echo; echo "To use the command megaclass in this terminal: . $(BIN)/activate"
 
 # Tests of `hosts` use daemons and networks, which a busy machine can upset: one that fails is run once more, and the reason is
-# shown. All others run once; under CI=true tests of `ranks` get the second try, too. Hundreds of processes are started, so byte code is kept.
+# shown. All others run once; under CI=true every test gets the second try. Hundreds of processes are started, so byte code is kept.
 # Coverage counts the lines that unit tests run: before Python 3.12, counting makes Python code up to four times slower.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 # Three workers on two cores, because tests of processes and hosts wait for about a third of their time.

@@ -187,8 +187,10 @@ _running: list[pytest.Item] = []
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     can_try_again = config.pluginmanager.hasplugin("rerunfailures")
     is_covered = config.pluginmanager.hasplugin("pytest_cov")
-    # On machines of a CI, which others use as well, processes are upset, too. Elsewhere their failures must be seen.
-    tried_again = ("hosts", "ranks") if os.environ.get("CI") == "true" else ("hosts",)
+    # Daemons and networks are upset by a busy machine, so one failure of `hosts` is tried again; it is listed with its reason.
+    # Machines of a CI are used by others as well, and one late thread among 4,000 tests must not refuse a change: there every
+    # test gets the second try. Elsewhere failures must be seen.
+    tried_again = _KINDS if os.environ.get("CI") == "true" else ("hosts",)
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in _KINDS):
             fixtures = set(getattr(item, "fixturenames", ()))
@@ -200,7 +202,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # Before Python 3.12, counting lines makes Python code up to four times slower, and this is the larger part of it.
             item.add_marker("no_cover")
         if can_try_again and any(item.get_closest_marker(kind) for kind in tried_again):
-            # Daemons and networks: a busy machine can upset them, so one failure is tried again. It is listed with its reason.
             item.add_marker(pytest.mark.flaky(reruns=1))
     _put_long_files_first(items)
 
