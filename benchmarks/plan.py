@@ -25,7 +25,7 @@ from megaclass.plan.head import head_costs
 from megaclass.plan.job import PlannedJob
 from megaclass.plan.memory import plan_memory
 from megaclass.plan.speed import step_time
-from megaclass.train.build import build_model
+from megaclass.train.model.build import build_model
 from megaclass.train.step import training_step
 from megaclass.world import World
 

@@ -24,7 +24,7 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.distributed.data_parallel import data_parallel
 from megaclass.distributed.process_group import process_group
-from megaclass.train.build import Model, build_model
+from megaclass.train.model.build import Model, build_model
 from megaclass.train.step import training_step
 from megaclass.world import World
 

@@ -127,7 +127,7 @@ def step_alone(name: str) -> dict[str, float]:
     from megaclass.config.read import load_config_values
     from megaclass.data.loader import Batch
     from megaclass.distributed.process_group import process_group
-    from megaclass.train.build import build_model
+    from megaclass.train.model.build import build_model
     from megaclass.train.step import training_step
     from megaclass.world import World
 

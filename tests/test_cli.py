@@ -12,7 +12,7 @@ import megaclass
 from megaclass.cli.logs import messages_on_stderr
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
-from megaclass.train.run import launch_ranks
+from megaclass.train import launch_ranks
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo.toml"

@@ -54,8 +54,8 @@ def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
     import torch.distributed as dist
 
     from megaclass.config.read import load_config_values
-    from megaclass.train.build import build_model
     from megaclass.train.evaluation import accuracies, evaluate_between_steps
+    from megaclass.train.model.build import build_model
     from megaclass.world import World
 
     config = load_config_values(

@@ -15,8 +15,8 @@ from tests.launch.counting_backbone import lost_and_repeated
 from megaclass.config.read import load_config
 from megaclass.distributed.process_group import process_group
 from megaclass.events_file import read_events
-from megaclass.train.run.rank_main import train_in_group
-from megaclass.train.run.restart import StartMode
+from megaclass.train.rank_main import train_in_group
+from megaclass.train.start.restart import StartMode
 from megaclass.world import World
 
 HERE = Path(__file__).parent

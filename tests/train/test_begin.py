@@ -29,9 +29,10 @@ from megaclass.checkpoint import manifest as manifest_module
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import TrainError
-from megaclass.train.run import rank_main, restart
+from megaclass.train import rank_main
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.restart import StartMode
+from megaclass.train.start import restart
+from megaclass.train.start.restart import StartMode
 
 EPOCHS_LEFT = 1.2
 """One step after the checkpoint of step 5."""

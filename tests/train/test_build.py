@@ -8,7 +8,7 @@ from megaclass import AdaFace, ArcFace, CombinedMargin, CosFace, Margin, Normali
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import HeadConfig
 from megaclass.errors import ConfigError
-from megaclass.train.build import build_margin
+from megaclass.train.model.build import build_margin
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import ConfigError, UserError
-from megaclass.train.build import build_model
+from megaclass.train.model.build import build_model
+from megaclass.train.rank_main import train_in_group
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.initial_weights import load_initial_weights
-from megaclass.train.run.rank_main import train_in_group
-from megaclass.train.run.restart import StartMode
 from megaclass.train.run.run import open_run
+from megaclass.train.start.initial_weights import load_initial_weights
+from megaclass.train.start.restart import StartMode
 from megaclass.world import World
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from megaclass.config.read import load_config_values
 from megaclass.data.augment import parse_augment
 from megaclass.data.loader import Batch, Treatment
 from megaclass.distributed.process_group import process_group
-from megaclass.train.build import build_model, generator_states
+from megaclass.train.model.build import build_model, generator_states
 from megaclass.train.step import compile_programs, training_step
 from megaclass.world import World
 

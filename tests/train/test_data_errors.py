@@ -11,8 +11,8 @@ from megaclass.config.read import load_config_values
 from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import UserError
-from megaclass.train.run.rank_main import train_in_group
-from megaclass.train.run.restart import StartMode
+from megaclass.train.rank_main import train_in_group
+from megaclass.train.start.restart import StartMode
 from megaclass.world import World
 
 CPU = torch.device("cpu")

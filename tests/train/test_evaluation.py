@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megaclass.config.read import load_config_values
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.train.build import build_model
 from megaclass.train.evaluation import evaluate_model
+from megaclass.train.model.build import build_model
 from megaclass.world import World
 
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import UserError
 from megaclass.evaluate.report.from_runs import read_faces
 from megaclass.train.evaluation import evaluate_model
-from megaclass.train.run.finish import finish_run
+from megaclass.train.finish import finish_run
+from megaclass.train.rank_main import train_in_group
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.rank_main import train_in_group
-from megaclass.train.run.restart import StartMode
+from megaclass.train.start.restart import StartMode
 from megaclass.world import World
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from megaclass.events_file import append_event
 from megaclass.train.loop import describe_row
 from megaclass.train.observe.hang_limit import HangLimit
 from megaclass.train.observe.observer import Observer
-from megaclass.train.observe.phases import PHASES, PhaseClock, find_slow_rank, gather_phases, phase_row
 from megaclass.train.observe.top import draw, read_run
 from megaclass.train.run.same_start import check_same_data, check_same_start
+from megaclass.train.step_phases import PHASES, PhaseClock, find_slow_rank, gather_phases, phase_row
 from megaclass.world import World
 
 CPU = torch.device("cpu")

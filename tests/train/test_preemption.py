@@ -24,9 +24,9 @@ from megaclass.checkpoint.manifest import check_files, read_manifest
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
 from megaclass.events_file import read_events
-from megaclass.train.run.rank_main import train_in_group
-from megaclass.train.run.restart import StartMode
+from megaclass.train.rank_main import train_in_group
 from megaclass.train.run.signals import Stop
+from megaclass.train.start.restart import StartMode
 from megaclass.world import World
 
 pytestmark = pytest.mark.ranks

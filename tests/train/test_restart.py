@@ -1,12 +1,12 @@
-"""How a job that was restarted starts: the table at the top of train/run/restart.py, case by case."""
+"""How a job that was restarted starts: the table at the top of train/start/restart.py, case by case."""
 
 import pytest
 
 from megaclass.config.read import load_config_values, to_toml
 from megaclass.errors import ConfigError
-from megaclass.train.run import restart
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.restart import StartMode
+from megaclass.train.start import restart
+from megaclass.train.start.restart import StartMode
 
 NEW, OVERWRITE, RESUME = StartMode(), StartMode(overwrite=True), StartMode(resume="auto")
 

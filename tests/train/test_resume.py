@@ -27,10 +27,10 @@ from megaclass.config.read import load_config_values, to_toml
 from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import UserError
+from megaclass.train import launch_ranks
+from megaclass.train.rank_main import train_in_group
 from megaclass.train.run import folder as run_folder
-from megaclass.train.run import launch_ranks
-from megaclass.train.run.rank_main import train_in_group
-from megaclass.train.run.restart import StartMode
+from megaclass.train.start.restart import StartMode
 from megaclass.world import World
 
 CPU = torch.device("cpu")

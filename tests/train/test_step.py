@@ -20,10 +20,10 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError
 from megaclass.head.step.stats import HeadStats
-from megaclass.train.build import Model, build_model
-from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.metrics import Meter, check_finite
-from megaclass.train.precision import LossScale, Precision
+from megaclass.train.model.build import Model, build_model
+from megaclass.train.model.keyed_dropout import KeyedDropout, key_dropout
+from megaclass.train.model.precision import LossScale, Precision
 from megaclass.train.step import StepResult, training_step
 from megaclass.world import World
 
@@ -514,7 +514,7 @@ def test_a_transformer_that_drops_and_masks_is_compiled_once_for_all_steps_and_g
 def test_where_the_compiler_fails_training_goes_on_without_and_says_why(tmp_path):
     body = (
         "from torch import nn\n"
-        "from megaclass.train.build import _compiled\n"
+        "from megaclass.train.model.build import _compiled\n"
         "network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())\n"
         "from megaclass.cli.logs import messages_on_stderr\n"
         "with messages_on_stderr():\n"

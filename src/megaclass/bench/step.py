@@ -21,7 +21,7 @@ from megaclass.distributed.agreement import on_every_rank, on_main_rank
 from megaclass.distributed.collectives import gather_blocks, scatter_sum, sum_over_ranks_
 from megaclass.distributed.process_group import process_group
 from megaclass.launch.launchers.local import run_local
-from megaclass.train.build import Model, build_model
+from megaclass.train.model.build import Model, build_model
 from megaclass.train.run.data import make_data, make_loader, open_data
 from megaclass.train.step import training_step
 from megaclass.world import World, world_from_environment

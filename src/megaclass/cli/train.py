@@ -95,8 +95,8 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
     if options.show_config:
         print(to_toml(config), end="")
         return 0
-    from megaclass.train.run.launch_ranks import start_training
-    from megaclass.train.run.restart import StartMode
+    from megaclass.train.launch_ranks import start_training
+    from megaclass.train.start.restart import StartMode
 
     mode = StartMode(
         resume=options.resume,

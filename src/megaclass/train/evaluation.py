@@ -11,7 +11,7 @@ from megaclass.evaluate.protocol import Evaluator, SetResult
 from megaclass.evaluate.results import headline
 from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.progress import bar_on_demand
-from megaclass.train.build import Model
+from megaclass.train.model.build import Model
 from megaclass.train.run.run import Run
 
 _logger = logging.getLogger("megaclass.train")

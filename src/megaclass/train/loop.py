@@ -24,11 +24,11 @@ from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.evaluate.protocol import SetResult
 from megaclass.progress import no_bar, progress_bar
-from megaclass.train.build import Model, generator_states
 from megaclass.train.data_errors import DataErrors, batch_of_no_class
 from megaclass.train.elastic.commits import Change, Commits
 from megaclass.train.evaluation import accuracies, evaluate_between_steps
 from megaclass.train.metrics import Meter, check_finite
+from megaclass.train.model.build import Model, generator_states
 from megaclass.train.observe.observer import Observer
 from megaclass.train.observe.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.run.run import Run

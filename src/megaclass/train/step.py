@@ -11,8 +11,8 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
 from megaclass.head.step.stats import HeadStats
-from megaclass.train.build import Model, generator_states, restore_generators
-from megaclass.train.observe.phases import NO_CLOCK, PhaseClock
+from megaclass.train.model.build import Model, generator_states, restore_generators
+from megaclass.train.step_phases import NO_CLOCK, PhaseClock
 
 # Keeps the division by a gradient norm of zero finite.
 _TINY = 1e-12

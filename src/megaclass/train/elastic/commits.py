@@ -31,7 +31,6 @@ from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.state.shards import class_range
 from megaclass.launch.elastic.worker import Assignment, ElasticWorker
-from megaclass.train.build import Model, generator_states, restore_generators
 from megaclass.train.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
 from megaclass.train.elastic.plan import (
     NO_COMMIT,
@@ -42,6 +41,7 @@ from megaclass.train.elastic.plan import (
     newest_whole_commit,
     transfers,
 )
+from megaclass.train.model.build import Model, generator_states, restore_generators
 
 
 @dataclass(frozen=True, slots=True)

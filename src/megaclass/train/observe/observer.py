@@ -9,10 +9,10 @@ from torch import nn
 from megaclass.distributed.rank_status import own_status
 from megaclass.train.metrics import Meter
 from megaclass.train.observe.hang_limit import HangLimit
-from megaclass.train.observe.phases import PhaseClock, SlowRank, find_slow_rank, gather_phases, phase_row
 from megaclass.train.observe.profile import StepProfile
 from megaclass.train.observe.trackers import TRACKERS
 from megaclass.train.run.run import Run
+from megaclass.train.step_phases import PhaseClock, SlowRank, find_slow_rank, gather_phases, phase_row
 
 _SERVICES_S = 300.0
 _SLOW_REPORTS = 3

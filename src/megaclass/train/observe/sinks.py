@@ -26,7 +26,7 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
         write = opened.enter_context(_metrics_file(run))
         copies: list[tuple[str, SendNumbers]] = []
         try:
-            # The packages are installed: restart.require_packages has checked that before the first step.
+            # The packages are installed: start/restart.py:require_packages has checked that before the first step.
             copies += [
                 (tracker.title, opened.enter_context(tracker.open_session(config, run.path)))
                 for tracker in TRACKERS

@@ -21,7 +21,7 @@ from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 from megaclass.image_size import compact_size
 from megaclass.progress import bar_on_demand
-from megaclass.train.build import input_size
+from megaclass.train.model.build import input_size
 from megaclass.world import World
 
 _logger = logging.getLogger("megaclass.train")

@@ -31,7 +31,7 @@ _logger = logging.getLogger("megaclass.train")
 _NETWORK_DELAY_S = 5.0
 _LOCK_POLL_S = 0.2
 _LOOK_POLL_S = 0.05
-# Content of the lock file once the running job has put its own run into the folder (see restart.py).
+# Content of the lock file once the running job has put its own run into the folder (see start/restart.py).
 _TAKEN = "taken"
 _OWN_NAMES = (
     "config.toml",

@@ -8,7 +8,7 @@ import torch
 
 from megaclass.config.schema import Config
 from megaclass.errors import HeadError, TrainError
-from megaclass.train.build import build_row_optimizer
+from megaclass.train.model.build import build_row_optimizer
 from megaclass.world import World
 
 _GIB = 2**30

@@ -10,8 +10,8 @@ from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
-from megaclass.train.observe.events import RunEvents
 from megaclass.train.run.data import open_data
+from megaclass.train.run.events import RunEvents
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.same_start import check_same_data
 from megaclass.world import World

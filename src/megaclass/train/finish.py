@@ -33,8 +33,8 @@ from megaclass.files import make_private_folder
 from megaclass.image_size import ImageSize, compact_size, size_to_text
 from megaclass.model import weights_fingerprint
 from megaclass.progress import bar_on_demand, wrapped
-from megaclass.train.build import Model
 from megaclass.train.loop import TrainingResult
+from megaclass.train.model.build import Model
 from megaclass.train.run.data import how_to_verify
 from megaclass.train.run.run import Run
 

@@ -21,22 +21,22 @@ from megaclass.errors import CheckpointError, ExportError, TrainError
 from megaclass.launch.elastic.worker import Assignment, elastic_worker
 from megaclass.launch.exit_codes import EXIT_RESUME_ME
 from megaclass.launch.hang.own_watch import watched_from_inside
-from megaclass.train.build import Model, build_model
 from megaclass.train.elastic.commits import Commits
 from megaclass.train.elastic.generations import joined_group, through_generations
 from megaclass.train.elastic.joining import check_most_ranks, open_to_join
 from megaclass.train.evaluation import evaluate_model
+from megaclass.train.finish import finish_run
 from megaclass.train.loop import TrainingResult, train
+from megaclass.train.model.build import Model, build_model
 from megaclass.train.run.data import describe_sizes, how_to_verify
-from megaclass.train.run.finish import finish_run
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.initial_weights import load_initial_weights
 from megaclass.train.run.memory import out_of_memory_explained
-from megaclass.train.run.restart import FolderLock, StartMode, prepare_run, take_over
-from megaclass.train.run.resume import resume_run
 from megaclass.train.run.run import OpenedData, Run, open_run
 from megaclass.train.run.same_start import check_same_start
 from megaclass.train.run.signals import Stop, StopSignals
+from megaclass.train.start.initial_weights import load_initial_weights
+from megaclass.train.start.restart import FolderLock, StartMode, prepare_run, take_over
+from megaclass.train.start.resume import resume_run
 from megaclass.world import World
 
 _logger = logging.getLogger("megaclass.train")
@@ -185,7 +185,7 @@ def train_in_group(
     if kept is not None and is_continued and plan is None and world.is_main:
         _announce_fallback(first_step, kept.commits.last_step)
     if plan is None:
-        # From here on a restart continues this run (see restart.py).
+        # From here on a restart continues this run (see start/restart.py).
         on_main_rank(lambda: take_over(config, folder, mode), device)
     if kept is not None:
         kept.commits.begin()

@@ -22,11 +22,11 @@ from megaclass.distributed.agreement import (
 )
 from megaclass.errors import CheckpointError
 from megaclass.insightface.checkpoints import load_backbone_, read_backbone, read_centre_shards
-from megaclass.train.build import Model
-from megaclass.train.class_means import start_at_class_means
-from megaclass.train.run.restart import StartMode
-from megaclass.train.run.resume import check_same_people, match_on_all_ranks
+from megaclass.train.model.build import Model
 from megaclass.train.run.run import Run
+from megaclass.train.start.class_means import start_at_class_means
+from megaclass.train.start.restart import StartMode
+from megaclass.train.start.resume import check_same_people, match_on_all_ranks
 
 _logger = logging.getLogger("megaclass.train")
 

@@ -26,8 +26,8 @@ from megaclass.evaluate.embed import evaluating
 from megaclass.even_parts import even_part
 from megaclass.head.step.gather_batch import gather_batch
 from megaclass.progress import progress_bar
-from megaclass.train.build import Model
 from megaclass.train.data_errors import DataErrors
+from megaclass.train.model.build import Model
 from megaclass.train.run.run import Run
 
 _logger = logging.getLogger("megaclass.train")

@@ -13,8 +13,8 @@ from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.errors import LaunchError
 from megaclass.operating_system import is_linux
-from megaclass.train.build import build_margin
-from megaclass.train.run.restart import StartMode, check_start
+from megaclass.train.model.build import build_margin
+from megaclass.train.start.restart import StartMode, check_start
 from megaclass.world import NO_STARTER, World, starters_variables, world_from_environment
 
 _logger = logging.getLogger("megaclass.train")
@@ -46,7 +46,7 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
 
 def _train_here(config: Config, world: World, mode: StartMode) -> int:
     # Not at module level: a process that only starts ranks need not load what trains and evaluates.
-    from megaclass.train.run.rank_main import train_as_rank
+    from megaclass.train.rank_main import train_as_rank
 
     return train_as_rank(config, world, mode)
 

@@ -39,11 +39,11 @@ from megaclass.distributed.agreement import (
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import CheckpointError, ConfigError
 from megaclass.insightface.checkpoints import check_fits
-from megaclass.train.build import Model, restore_generators
+from megaclass.train.model.build import Model, restore_generators
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.restart import StartMode
 from megaclass.train.run.run import Run
 from megaclass.train.schedule import learning_rate
+from megaclass.train.start.restart import StartMode
 
 _logger = logging.getLogger("megaclass.train")
 # Relative change of the learning rate on resume from which on it is announced.

@@ -24,10 +24,10 @@ from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
 from megaclass.image_size import ImageSize, compact_size, height_and_width
-from megaclass.train.ema import Ema
-from megaclass.train.keyed_dropout import KeyedDropout, key_dropout
-from megaclass.train.precision import LossScale, Precision, choose_precision
-from megaclass.train.running_statistics import RunningStatistics
+from megaclass.train.model.ema import Ema
+from megaclass.train.model.keyed_dropout import KeyedDropout, key_dropout
+from megaclass.train.model.precision import LossScale, Precision, choose_precision
+from megaclass.train.model.running_statistics import RunningStatistics
 from megaclass.world import World
 
 _logger = logging.getLogger("megaclass.train")
