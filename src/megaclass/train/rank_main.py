@@ -30,7 +30,7 @@ from megaclass.train.loop import TrainingResult, train
 from megaclass.train.model.build import Model, build_model
 from megaclass.train.run.data import describe_sizes, how_to_verify
 from megaclass.train.run.folder import RunFolder
-from megaclass.train.run.memory import out_of_memory_explained
+from megaclass.train.run.out_of_memory import out_of_memory_explained
 from megaclass.train.run.run import OpenedData, Run, open_run
 from megaclass.train.run.same_start import check_same_start
 from megaclass.train.run.signals import Stop, StopSignals
