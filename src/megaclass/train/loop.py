@@ -33,7 +33,7 @@ from megaclass.train.observe.observer import Observer
 from megaclass.train.observe.sinks import Sink, no_sinks, open_sinks
 from megaclass.train.run.run import Run
 from megaclass.train.run.signals import Stop, StopSignals
-from megaclass.train.schedule import learning_rate
+from megaclass.train.schedule import Schedule
 from megaclass.train.step import compile_programs, training_step
 
 _logger = logging.getLogger("megaclass.train")
@@ -70,9 +70,8 @@ def train(
     commits: of an elastic job, which also leaves the loop at a commit if the ranks are about to change.
     """
     config, loader, device = run.config, run.loader, run.device
-    num_steps = max(1, round(config.train.epochs * loader.steps_per_epoch))
-    checkpoint_steps = max(1, round(config.train.checkpoint_epochs * loader.steps_per_epoch))
-    evaluate_steps = max(1, round(config.train.evaluate_epochs * loader.steps_per_epoch))
+    schedule = Schedule(config, loader.steps_per_epoch, commits.interval if commits is not None else None)
+    num_steps = schedule.num_steps
     # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
     meter = Meter(config.train.global_batch, run.folder.read_metrics(), device)
     # The order of the data is a function of (seed, epoch, step), so a resumed run just starts in the middle of an epoch.
@@ -97,17 +96,10 @@ def train(
             with observer.long_work("commit"):
                 commits.commit(model, first_step, device)
         for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
-            lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
-            done = step + 1
-            is_last = done == num_steps
-            # These five depend on the step alone, so that all ranks agree on every collective below without communicating.
-            is_saved = done % checkpoint_steps == 0 or is_last
-            is_evaluated = config.train.evaluate_epochs > 0 and (done % evaluate_steps == 0 or is_last)
-            is_committed = commits is not None and (done % commits.interval == 0 or is_saved)
-            # At every commit, too: if the ranks change there, the rows are still those of a run that was never disturbed.
-            is_reported = done % config.train.report_steps == 0 or is_saved or is_evaluated or is_committed
+            # They depend on the step alone, so that all ranks agree on every collective below without communicating.
+            duties, done = schedule.duties(step), step + 1
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
-            with data_errors.raised_on_all_ranks(device), observer.step(step, is_last=is_last):
+            with data_errors.raised_on_all_ranks(device), observer.step(step, is_last=duties.is_last):
                 if step == first_step:
                     num_threads = max(1, available_cores() // run.world.local_size)
                     compile_programs(model, batch, config, step=step, device=device, num_threads=num_threads)
@@ -116,22 +108,22 @@ def train(
                         model,
                         batch,
                         config,
-                        lr=lr,
+                        lr=duties.lr,
                         step=step,
                         device=device,
-                        is_measured=is_reported,
+                        is_measured=duties.is_reported,
                         clock=observer.clock,
                     )
                 )
 
             detail, numbers = "", {}
-            if is_evaluated:
+            if duties.is_evaluated:
                 with meter.paused(), observer.long_work("evaluation"):
                     results = evaluate_between_steps(run, model, done, reported_errors)
                 numbers = accuracies(results)
                 run.events.note("evaluation", done, seconds=meter.last_pause_s, **numbers)
-            if is_reported:
-                row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": lr, **meter.read()}
+            if duties.is_reported:
+                row = {"step": done, "epoch": done / loader.steps_per_epoch, "learning_rate": duties.lr, **meter.read()}
                 row |= observer.read(meter, done)
                 if commits is not None:
                     row["commit_s"] = commits.take_seconds()
@@ -143,16 +135,16 @@ def train(
                 if row["skipped_steps"]:
                     run.events.note("skip", done, num_steps=row["skipped_steps"])
                 # Signals are exchanged at reports only, so that other steps need no additional collective.
-                stop = Stop.NO if is_last else signals.of_any_rank(device)
+                stop = Stop.NO if duties.is_last else signals.of_any_rank(device)
             bar.advance_to(done, detail)
             if commits is not None:
                 commits.step_done(done)
-                if is_committed and not stop:
+                if duties.is_committed and not stop:
                     # Before the checkpoint of the same step: ranks never go back behind a checkpoint that is complete.
                     with observer.long_work("commit"):
                         change = commits.commit(model, done, device)
-            is_regrouping = change.is_wanted and not is_last
-            if is_saved or stop or (is_regrouping and change.has_removals):
+            is_regrouping = change.is_wanted and not duties.is_last
+            if duties.is_saved or stop or (is_regrouping and change.has_removals):
                 # The best checkpoint is chosen by these numbers, so they must belong to this step or be empty.
                 with observer.long_work("saving"):
                     save(model, writer, done, numbers, device)

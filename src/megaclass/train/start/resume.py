@@ -42,7 +42,7 @@ from megaclass.insightface.checkpoints import check_fits
 from megaclass.train.model.build import Model, restore_generators
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.run import Run
-from megaclass.train.schedule import learning_rate
+from megaclass.train.schedule import Schedule
 from megaclass.train.start.restart import StartMode
 
 _logger = logging.getLogger("megaclass.train")
@@ -246,12 +246,12 @@ def how_to_change(run_dir: str, changed: Sequence[str], command: Sequence[str]) 
 def _announce_learning_rate(run: Run, manifest: Manifest, folder: Path) -> None:
     """Logs a jump of the learning rate: the schedule is a function of the number of steps, which may have changed."""
     before, now = _saved_config(manifest, folder), run.config
-    steps_per_epoch, step = run.loader.steps_per_epoch, manifest.step
-    steps_before, steps_now = (max(1, round(one.train.epochs * steps_per_epoch)) for one in (before, now))
-    if steps_before == steps_now or step >= steps_now:
+    then, from_now_on = (Schedule(one, run.loader.steps_per_epoch) for one in (before, now))
+    step, steps_now = manifest.step, from_now_on.num_steps
+    if then.num_steps == steps_now or step >= steps_now:
         return
-    old = learning_rate(before.optimizer, min(step, steps_before - 1), steps_before, steps_per_epoch)
-    new = learning_rate(now.optimizer, step, steps_now, steps_per_epoch)
+    old = then.duties(min(step, then.num_steps - 1)).lr
+    new = from_now_on.duties(step).lr
     if abs(new - old) > _LR_JUMP * max(old, new):
         # Usually the run had ended at a low rate, and more epochs raise it again.
         lower = (
