@@ -2,8 +2,8 @@
 
     options -> source of hosts (discovery.py) -> ElasticRun (elastic_run.py) -> exit code
 
-agents.py opens and closes agents, worker_events.py follows the workers, generation.py decides who gets which rank; on the hosts
-agent.py starts the workers, and worker.py is their side. Standard library only.
+elastic_run.py lists the parts of the driver; generation.py decides who gets which rank. On the hosts agent.py starts the
+workers, and worker.py is their side. Standard library only.
 """
 
 import secrets

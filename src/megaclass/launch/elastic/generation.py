@@ -11,21 +11,24 @@ from megaclass.world import World
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One worker process, as the driver knows it. Written by ElasticRun."""
+    """One worker process, as the driver knows it.
+
+    WorkerTable makes the record. WorkerEvents writes what the worker's agent reports and its rank in each generation, Leavers
+    what it is told to do; each in the driver's one thread.
+    """
 
     number: int
     """Unique in the whole job; agents use it in place of a rank."""
     host: str
     slot: int
     """Place on its host. It stays the same as long as the process lives, so that the process keeps its GPU."""
-    pid: int = 0
     rank: int | None = None
     """Rank in the current generation; None for a process that is not a member of it."""
     is_ready: bool = False
     """Waits at the rendezvous."""
     why: Why = Why.START
     is_leaving: bool = False
-    """Was dismissed or killed by the driver: its end is no failure."""
+    """Was dismissed by the driver: its end is no failure."""
     since: float = 0.0
     """Time at which it was started, or told to leave."""
     stopped_at: float | None = None

@@ -8,14 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from megaclass.launch.driver.agents.agent_pipe import AgentPipe, PipeState
 from megaclass.launch.driver.failure_report import stopped_message
-from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.outcome import Outcome
-from megaclass.launch.driver.output import DriverIo
-from megaclass.launch.elastic.agents import ElasticAgents
-from megaclass.launch.elastic.discovery import HostTable
 from megaclass.launch.elastic.generation import WorkerRecord, listed
+from megaclass.launch.elastic.job import ElasticJob
 from megaclass.launch.elastic.worker import Why
-from megaclass.launch.elastic.worker_table import WorkerTable
 from megaclass.launch.exit_codes import EXIT_HOST_LOST, EXIT_RESUME_ME, EXIT_USER_ERROR, exit_status, how_it_ended
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
@@ -25,9 +21,9 @@ _SETTLED_S = 5.0
 
 
 class WorkerEvents:
-    """Follows the workers by the agents' messages. ElasticRun reads the public fields and decides."""
+    """Follows the workers by the agents' messages. ElasticRun and Generations read the public fields and decide."""
 
-    def __init__(self, table: WorkerTable, agents: ElasticAgents, hosts: HostTable, end: JobEnd, io: DriverIo) -> None:
+    def __init__(self, job: ElasticJob) -> None:
         self.is_aware = False
         """True once a worker has come to the rendezvous: the program is an elastic one."""
         self.has_progressed = False
@@ -36,16 +32,11 @@ class WorkerEvents:
         """True once a member has ended with exit code 0."""
         self.first_failure: tuple[Outcome, str] | None = None
         """Outcome and report of the first failure since the last commit; decides the exit code if the job ends by it."""
-        self.broken_at: float | None = None
-        """Time at which the current generation lost its first member, or its first member came to the rendezvous."""
         self.hung_s: float | None = None
         """How long a rank has been without a step, if that is longer than it may by its own account (train.hang_after_s)."""
         self._published_at = 0.0
-        self._table = table
-        self._agents = agents
-        self._hosts = hosts
-        self._end = end
-        self._output, self._messages = io.output, io.messages
+        self._table, self._agents, self._hosts, self._end = job.table, job.agents, job.hosts, job.end
+        self._output, self._messages = job.io.output, job.io.messages
         self._generation = 0
         self._disturbed_at: float | None = None
         """Time of the first failure since the last commit, and the generation of the last one."""
@@ -99,7 +90,7 @@ class WorkerEvents:
         ranks = f"{len(members)} rank{'s' if len(members) > 1 else ''}"
         self._messages.say(f"generation {number}: {ranks} on {listed(members)}{change}.")
         self._generation = number
-        self.broken_at = self.hung_s = None
+        self.hung_s = None
         self._published_at = time.monotonic()
 
     def note_lost_host(self, name: str, why: str) -> None:
@@ -114,6 +105,12 @@ class WorkerEvents:
         with_it = f" with {num_members} rank(s)" if num_members else ""
         self._messages.say(f"{why.rstrip('.')}{with_it}. {self._ban(name)}")
         self._note_failure(Outcome(exit_code=EXIT_HOST_LOST, may_restart=False), f"{why.rstrip('.')}.")
+
+    def end_after_failure(self) -> None:
+        """Ends a job that cannot continue: its first failure decides the exit code."""
+        # Without any failure it ran out of hosts, because the discovery has removed them.
+        outcome, report = self.first_failure or (Outcome(exit_code=EXIT_HOST_LOST, may_restart=False), "")
+        self._end.end(outcome, report=report)
 
     def flush(self) -> None:
         """Shows what the ranks have printed without a line end."""
