@@ -26,7 +26,7 @@ def read_job() -> tuple[Message | None, bytes]:
         data += more
     reader = MessageReader()
     [(job, _)] = reader.feed(bytes(data[: end + 1]))
-    # "go" may have come in the same packet: it is carried out after the hello.
+    # Heartbeats, or the order to end, may have come in the same packet.
     return job, bytes(data[end + 1 :])
 
 
