@@ -114,6 +114,7 @@ class DriverConnection:
         except OSError:
             data = b""
         if data:
+            # For any byte: a long message may take longer than the limit, and heartbeats wait behind it.
             self._heard_at = time.monotonic()
             self.feed(data)
         else:

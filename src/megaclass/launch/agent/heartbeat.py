@@ -41,6 +41,7 @@ class AgentHeartbeat:
     def check(self, now: float) -> None:
         """Looks for ranks that are late; sends everything else if the interval is over."""
         is_due = now >= self._due_at
+        # Also between two beats: --heartbeat may be minutes, and a rank that is late should be reported at once.
         self._hangs.look(self._supervisor.running(), is_beat=is_due)
         if not is_due:
             return
@@ -56,6 +57,7 @@ class AgentHeartbeat:
 
     def report_progress(self) -> None:
         """Reports the last checkpoint if it is a new one."""
+        # All ranks of the host write to one file: what counts is that the job got that far.
         if (step := self._progress.step()) != self._step:
             self._step = step
             self._say({"say": "progress", "step": step})

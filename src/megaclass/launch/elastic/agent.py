@@ -57,6 +57,7 @@ class ElasticAgent(Agent):
                 self._publish(message)
             case "changed" | "broken":
                 said = {"say": message["do"], **{name: message[name] for name in message if name != "do"}}
+                # Only members of that generation: another worker may be in the next one already.
                 for number, channel in self._channels.items():
                     if self._tokens.get(number) == message["token"]:
                         channel.send(said)
@@ -66,6 +67,7 @@ class ElasticAgent(Agent):
                         self._channels[number].send({"say": "dismissed", "why": message["why"]})
             case "kill":
                 for worker in self._supervisor.running():
+                    # Checked here, at the last moment: since the driver's order it may have been continued by SIGCONT.
                     may_live = message.get("if_stopped") and not self._supervisor.is_stopped(worker)
                     if worker.rank in message["workers"] and not may_live:
                         self._kill_session(worker)
@@ -75,6 +77,7 @@ class ElasticAgent(Agent):
     def _hold_ports(self) -> Message:
         """Holds a pair of ports for the next generation whose rank 0 is on this host."""
         self._held = [*self._held, reserve_port(0), hold_store_port()]
+        # Closed late: ranks of that generation may still be leaving it, and no other process may listen there meanwhile.
         for old in self._held[:-_NUM_HELD]:
             old.close()
         self._held = self._held[-_NUM_HELD:]
@@ -172,6 +175,7 @@ class ElasticAgent(Agent):
     # ---- ends of the workers ----
 
     def _note_exit(self, worker: Worker) -> None:
+        # First what it said last, for example why it failed; the driver forgets the worker with its exit.
         if worker.rank in self._channels:
             self._on_worker(worker.rank)
         self._close_channel(worker.rank)

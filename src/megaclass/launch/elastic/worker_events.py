@@ -39,12 +39,14 @@ class WorkerEvents:
         self._output, self._messages = job.io.output, job.io.messages
         self._generation = 0
         self._disturbed_at: float | None = None
-        """Time of the first failure since the last commit, and the generation of the last one."""
+        """Time of the first failure since the last commit."""
         self._failed_generation = 0
+        """Generation of the last failure: a commit of the same one may have been on its way before it failed."""
 
     def handle(self, agent: AgentPipe, message: Message, payload: bytes, token: str) -> None:
         """Handles one message of one agent. token: of the current generation; empty before the first one."""
         kind = message["say"]
+        # A worker that has ended, or whose host was lost, may still be named by messages that were on their way.
         worker = self._table.alive.get(message["rank"]) if "rank" in message else None
         if kind == "output" and worker is not None:
             self._table.note_lines(worker.number, self._output.put(worker.shown_rank, message["stream"], payload))
@@ -98,9 +100,11 @@ class WorkerEvents:
         lost = self._table.on_host(name)
         for worker in lost:
             self._output.finish(worker.shown_rank)
+            # As if by SIGKILL: what still runs there is ended by the orphan killers of its host.
             self._table.remove(worker.number, self._table.pids.get(worker.number, 0), -9)
         if self._end.is_ending:
             return
+        # Ranks that were leaving anyway are no loss.
         num_members = sum(worker.rank is not None and not worker.is_leaving for worker in lost)
         with_it = f" with {num_members} rank(s)" if num_members else ""
         self._messages.say(f"{why.rstrip('.')}{with_it}. {self._ban(name)}")
@@ -143,6 +147,7 @@ class WorkerEvents:
         if worker.is_leaving or self._end.is_ending:
             self._messages.detail(f"{who} (pid {pid}) has left with {how_it_ended(code)}")
             return
+        # Before the first generation every worker counts: one of a program that is not elastic never comes to the rendezvous.
         is_member = worker.rank is not None or not self._generation
         if code == 0 and is_member:
             self.is_finishing = True
@@ -184,6 +189,7 @@ class WorkerEvents:
 
     def _note_done(self, agent: AgentPipe) -> None:
         left = self._table.on_host(agent.name) if self._agents.by_host.get(agent.name) is agent else []
+        # A host that leaves without having reported its workers' ends must not turn a failure into a success.
         if left and not self._end.is_ending:
             self._agents.lose(agent, is_reachable=True)
             self.note_lost_host(agent.name, f"{agent.name} says that it is done, but not how its ranks ended")
