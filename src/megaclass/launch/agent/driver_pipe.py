@@ -19,6 +19,7 @@ def read_job() -> tuple[Message | None, bytes]:
     """Returns the first line of stdin and what came with it; None if the driver left before the line was complete."""
     data = bytearray()
     while (end := data.find(b"\n")) < 0:
+        # Limited: an agent whose driver died during the login would otherwise wait for its job forever.
         is_there = select.select([sys.stdin], [], [], _JOB_S)[0]
         more = os.read(sys.stdin.fileno(), READ_BYTES) if is_there else b""
         if not more or len(data) > MAX_LINE_BYTES:
@@ -26,7 +27,7 @@ def read_job() -> tuple[Message | None, bytes]:
         data += more
     reader = MessageReader()
     [(job, _)] = reader.feed(bytes(data[: end + 1]))
-    # "go" may have come in the same packet: it is carried out after the hello.
+    # Heartbeats, or the order to end, may have come in the same packet.
     return job, bytes(data[end + 1 :])
 
 
@@ -55,6 +56,7 @@ class DriverPipe:
 
     def send(self, data: bytes) -> None:
         """Queues the bytes and writes as much as the pipe takes now."""
+        # The ends of the ranks are reported after the loss of the driver, too, and then go nowhere.
         if self._is_open:
             self._queue.append(data)
             self._num_bytes += len(data)

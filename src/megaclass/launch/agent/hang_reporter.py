@@ -58,9 +58,11 @@ class HangReporter:
             return
         self._look_at = now + LOOK_S
         found = [self._pages[worker.rank].read() for worker in running]
+        # A program that does not use the page, or has not finished a step yet, cannot be called late.
         active = [status for status in found if status.num_done]
         if not active:
             return
+        # One is enough: the driver asks all agents for their stacks, and compares all ranks.
         late = max(active, key=lambda status: status.late_s(now))
         is_late = late.late_s(now) > 0
         if is_beat or (is_late and not self._is_late):
@@ -74,6 +76,7 @@ class HangReporter:
         """Keeps what an aborted rank prints on stderr, its stacks; returns False for all other output."""
         if stream != "stderr" or rank not in self._aborted:
             return False
+        # Bounded: a rank that catches SIGABRT may print without end.
         self._aborted[rank] += data[: MAX_STACK_BYTES - len(self._aborted[rank])]
         return True
 
@@ -82,6 +85,7 @@ class HangReporter:
         watched = [WatchedRank(worker.rank, worker.pid, self._pages[worker.rank]) for worker in running]
 
         def abort(rank: WatchedRank) -> None:
+            # What it printed before the signal is ordinary output, and goes to the driver first.
             read_stderr(rank.rank)
             self._aborted[rank.rank] = bytearray()
             abort_group(rank)
@@ -91,6 +95,7 @@ class HangReporter:
             return bytes(self._aborted.get(rank, b""))
 
         reports = collect(watched, self._host, abort=abort, aborted_output=printed, answer_s=ANSWER_S)
+        # On this host, because the machine of the driver may not have the run folder.
         folder = self._run_folder()
         if folder is not None and (kept := keep_stacks(folder, name, reports)) is not None:
             self._say({"say": "kept", "folder": str(kept)}, b"")
@@ -109,6 +114,7 @@ class HangReporter:
             keep_verdict(folder, order["name"], order["text"], verdict, order["step"])
 
     def _run_folder(self) -> Path | None:
+        # The ranks of a job share it, but one that hangs early may not have written it into its page yet.
         folders = (page.read().folder for page in self._pages.values())
         return next((Path(folder) for folder in folders if folder), None)
 

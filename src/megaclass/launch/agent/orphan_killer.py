@@ -104,6 +104,7 @@ def main(run_id: str, lifeline: int, supervisor: int, silence_s: float) -> None:
 
     silence_s: a supervisor that writes nothing for so long counts as dead (it may be stopped); 0 disables the limit.
     """
+    # A batch system sends them to every process of the job, and the ranks may outlive the supervisor.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     while True:

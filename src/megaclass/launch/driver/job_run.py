@@ -56,6 +56,7 @@ class JobRun:
         self._options = options
         self._messages, self._signals, self._output = io.messages, io.signals, io.output
         self._start = JobStart(placements, options, ssh, io.messages, restart=restart)
+        # In this order, because each part is given those before it that it uses.
         self._pipes = AgentPipes(self._on_message, io, self._start.token)
         self._heartbeats = Heartbeats(self._pipes, options)
         self._table = RankTable(placements)
@@ -103,6 +104,7 @@ class JobRun:
                 # The time without progress counts from the start of the ranks, not from that of the driver.
                 self._table.printed_at = time.monotonic()
                 self._start.go(self._pipes)
+            # Whatever the start has led to: agents that were told to end or to go report until nothing of their ranks is left.
             self._loop(until=lambda: not self._pipes.unfinished())
             self._hang_watch.finish()
         finally:

@@ -21,17 +21,15 @@ import socket
 import sys
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
-from megaclass.distributed.restart_progress import FD_NAME as PROGRESS_FD_NAME
-from megaclass.errors import LaunchError
 from megaclass.launch.agent.agent import Agent, main
 from megaclass.launch.agent.orphan_killer import processes_of, send
-from megaclass.launch.agent.supervisor import Worker
+from megaclass.launch.agent.supervisor import Supervisor, Worker
 from megaclass.launch.elastic.channel import FD_NAME, KEY_NAME, Channel, ChannelError, worker_key
 from megaclass.launch.elastic.worker import IS_RUNNING_NAME, MAX_RANKS_NAME
-from megaclass.launch.network import hold_store_port, interface_towards, reserve_port
-from megaclass.launch.plan import interface_environment, job_environment, rank_environment
+from megaclass.launch.network import hold_store_port, reserve_port
+from megaclass.launch.plan import job_environment
+from megaclass.launch.signals import SignalQueue
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
 
@@ -43,11 +41,11 @@ _FORWARDED = ("ready", "committed", "failed")
 class ElasticAgent(Agent):
     """Carries out the part of an elastic job that runs on this host."""
 
-    def __init__(self, *arguments: object, **options: object) -> None:
+    def __init__(self, job: Message, supervisor: Supervisor, signals: SignalQueue) -> None:
+        super().__init__(job, supervisor, signals)
         self._channels: dict[int, Channel] = {}
         self._tokens: dict[int, str] = {}
         self._held: list[socket.socket] = []
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
 
     # ---- messages of the driver ----
 
@@ -59,6 +57,7 @@ class ElasticAgent(Agent):
                 self._publish(message)
             case "changed" | "broken":
                 said = {"say": message["do"], **{name: message[name] for name in message if name != "do"}}
+                # Only members of that generation: another worker may be in the next one already.
                 for number, channel in self._channels.items():
                     if self._tokens.get(number) == message["token"]:
                         channel.send(said)
@@ -68,6 +67,7 @@ class ElasticAgent(Agent):
                         self._channels[number].send({"say": "dismissed", "why": message["why"]})
             case "kill":
                 for worker in self._supervisor.running():
+                    # Checked here, at the last moment: since the driver's order it may have been continued by SIGCONT.
                     may_live = message.get("if_stopped") and not self._supervisor.is_stopped(worker)
                     if worker.rank in message["workers"] and not may_live:
                         self._kill_session(worker)
@@ -77,6 +77,7 @@ class ElasticAgent(Agent):
     def _hold_ports(self) -> Message:
         """Holds a pair of ports for the next generation whose rank 0 is on this host."""
         self._held = [*self._held, reserve_port(0), hold_store_port()]
+        # Closed late: ranks of that generation may still be leaving it, and no other process may listen there meanwhile.
         for old in self._held[:-_NUM_HELD]:
             old.close()
         self._held = self._held[-_NUM_HELD:]
@@ -90,12 +91,8 @@ class ElasticAgent(Agent):
             number = int(entry["worker"])
             ours, theirs = socket.socketpair()
             key = worker_key(self._job["secret"], number)
-            page = self._hangs.new_page(number)
             env = {
-                **self._env,
                 **self._environment(World(**entry["world"]), start),
-                **self._hangs.environment(number),
-                PROGRESS_FD_NAME: str(self._progress.fileno()),
                 FD_NAME: str(theirs.fileno()),
                 KEY_NAME: key,
                 IS_RUNNING_NAME: str(int(bool(start["is_running"]))),
@@ -103,22 +100,12 @@ class ElasticAgent(Agent):
                 "MEGACLASS_RESTART": "0",
                 "HOROVOD_ELASTIC": "1",
             }
-            try:
-                worker = self._supervisor.start(
-                    number,
-                    self._job["command"],
-                    env,
-                    Path(self._job["workdir"]),
-                    pass_fds=[self._progress.fileno(), page.fileno(), theirs.fileno()],
-                )
-            except LaunchError as error:
+            worker = self._start_worker(number, env, pass_fds=[theirs.fileno()])
+            # The worker has a copy. With this one open, the end of the worker would not end the channel.
+            theirs.close()
+            if worker is None:
                 ours.close()
-                self._say({"say": "refuse", "why": str(error)})
-                self._end(None)
                 return
-            finally:
-                theirs.close()
-            self._watch(worker)
             self._channels[number] = Channel(ours, key, is_agent=True)
             self._tokens[number] = ""
             self._selector.register(ours, selectors.EVENT_READ, partial(self._on_worker, number))
@@ -127,15 +114,7 @@ class ElasticAgent(Agent):
 
     def _environment(self, world: World, where: Message) -> dict[str, str]:
         """Returns the variables of one generation: place, address, ports, secret and network interface."""
-        given = self._job["given"]
-        interface = ",".join(self._interfaces) or interface_towards(where["address"])
-        return {
-            **(interface_environment(interface, self._env, given) if interface is not None else {}),
-            **rank_environment(
-                world, host=self._job["host"], address=where["address"], port=where["port"], given=given
-            ),
-            **job_environment(where["secret"], where["store_port"]),
-        }
+        return {**self._setup.placed(world, where), **job_environment(where["secret"], where["store_port"])}
 
     def _publish(self, generation: Message) -> None:
         """Tells the workers of this host their places in the next generation."""
@@ -196,6 +175,7 @@ class ElasticAgent(Agent):
     # ---- ends of the workers ----
 
     def _note_exit(self, worker: Worker) -> None:
+        # First what it said last, for example why it failed; the driver forgets the worker with its exit.
         if worker.rank in self._channels:
             self._on_worker(worker.rank)
         self._close_channel(worker.rank)

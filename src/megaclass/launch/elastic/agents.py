@@ -48,6 +48,7 @@ class ElasticAgents:
         """Starts an agent on the host and sends it the job."""
         # The agent computes the default number of threads from the number of worlds, which are not known yet.
         placement = Placement(host=host, worlds=(World(),) * host.slots)
+        # A new one for each agent: an agent that is opened again on this host must not speak about the workers of the last one.
         self._checkers[host.name] = ElasticMessageChecker()
         agent = self._pipes.open(placement, agent_command(host, self._ssh, _MODULE), self._checkers[host.name])
         self.by_host[host.name] = agent
@@ -60,6 +61,7 @@ class ElasticAgents:
         agent.state = PipeState.READY
         self.note_ports(agent, hello)
         self._versions[agent.name] = hello.get("versions", {})
+        # With one other host only: each of them was compared when it said hello.
         found = differences({agent.name: self._versions[agent.name], **_first_of(self._versions, agent.name)})
         if not found or self._options.allows_mixed_versions:
             return ""
@@ -104,6 +106,7 @@ class ElasticAgents:
         for host in dict.fromkeys(worker.host for worker in workers):
             here = [worker for worker in workers if worker.host == host]
             entries = [{"worker": worker.number, "world": asdict(worlds[worker.number])} for worker in here]
+            # A message about a worker that the agent was not told to start breaks the protocol.
             self._checkers[host].expect({worker.number for worker in here})
             agent = self.by_host[host]
             agent.state = PipeState.RUNNING
@@ -116,6 +119,7 @@ class ElasticAgents:
         for host in dict.fromkeys(member.host for member in members):
             uses_ports = host == members[0].host
             if uses_ports:
+                # Used once: no rank of an old generation may reach the new one by an address that it knows.
                 del self._ports[host]
             self.by_host[host].send({**message, "worlds": worlds_on(host, members, worlds), "uses_ports": uses_ports})
         return worlds
@@ -131,6 +135,7 @@ class ElasticAgents:
 
     def _tell_all(self, message: Message) -> None:
         for agent in self.by_host.values():
+            # The others have started no worker yet. Each agent tells only its workers of that generation.
             if agent.state is PipeState.RUNNING:
                 agent.send(message)
 
@@ -161,6 +166,7 @@ class ElasticAgents:
         self.forget(agent)
 
     def forget(self, agent: AgentPipe) -> None:
+        # The host may have a newer agent by now, which stays.
         if self.by_host.get(agent.name) is agent:
             del self.by_host[agent.name]
             self._ports.pop(agent.name, None)

@@ -66,6 +66,7 @@ class Channel:
     def send(self, message: Message) -> None:
         """Queues a message and writes as much as the socket takes now."""
         text = json.dumps(message, separators=(",", ":")).encode("ascii")
+        # Never written past the queue: lines must arrive in the order of their numbers, and a part of one may still wait here.
         self._unsent += self._mac(self._names[0], self._num_sent, text) + b" " + text + b"\n"
         self._num_sent += 1
         self.write()
@@ -77,6 +78,7 @@ class Channel:
                 written = self._socket.send(self._unsent, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
+            # No error here: lines that the other end wrote before it closed may still be read.
             except OSError:
                 self._unsent.clear()
                 return
@@ -84,6 +86,7 @@ class Channel:
 
     def receive(self) -> list[Message]:
         """Returns the messages that have arrived; one system call if there are none. ChannelError for a forged line."""
+        # To the end of what has arrived, also after the other end has closed: its last lines are in there.
         while self.is_open:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -97,6 +100,7 @@ class Channel:
         while (end := self._received.find(b"\n")) >= 0:
             found.append(self._verified(bytes(self._received[:end])))
             del self._received[: end + 1]
+        # A program that writes to the socket without line ends must not fill the memory of the other end.
         if len(self._received) > MAX_LINE_BYTES:
             raise ChannelError(f"a line of more than {MAX_LINE_BYTES} bytes")
         return found
@@ -107,10 +111,12 @@ class Channel:
         while True:
             if (found := self.receive()) or not self.is_open:
                 return found
+            # At least one read comes before this, so that a timeout of 0 asks for what is there.
             left_s = ends_at - time.monotonic()
             if left_s <= 0:
                 return []
             events = select.poll()
+            # Also for room to write: the answer may depend on a message that has not fitted into the socket yet.
             events.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             events.poll(min(left_s, 3600.0) * 1000)
             self.write()
@@ -129,6 +135,7 @@ class Channel:
 
     def _verified(self, line: bytes) -> Message:
         mac, text = line[:_MAC_DIGITS], line[_MAC_DIGITS + 1 :]
+        # Before the text is parsed: only the other end of this very channel can have written it, as its next line.
         if not hmac.compare_digest(mac, self._mac(self._names[1], self._num_received, text)):
             raise ChannelError("a line without a valid signature")
         self._num_received += 1
@@ -152,6 +159,7 @@ def inherited_channel(env: Mapping[str, str]) -> Channel | None:
     try:
         connection = socket.socket(fileno=int(number))
         if connection.family != socket.AF_UNIX:
+            # Not closed with the object: the file belongs to another part of the program, which has reused the number.
             connection.detach()
             raise OSError("another file has its number")
     except OSError as error:
@@ -159,5 +167,6 @@ def inherited_channel(env: Mapping[str, str]) -> Channel | None:
             f"The connection of this rank to its agent (file {number}, {FD_NAME}) is not open: {error}. A program between "
             f"`megaclass run` and this process has closed it, as Python's subprocess does unless it is given close_fds=False."
         ) from error
+    # Programs that this rank starts get no copy: the agent would not notice the end of the rank.
     os.set_inheritable(connection.fileno(), False)
     return Channel(connection, key, is_agent=False)

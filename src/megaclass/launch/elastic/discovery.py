@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
 from megaclass.errors import LaunchError
-from megaclass.launch.hosts import Host, hosts_from_file, hosts_from_option, is_this_machine
+from megaclass.launch.hosts import Host, hosts_from_file, hosts_from_option
 
 INTERVAL_S = 1.0
 _SCRIPT_S = 20.0
@@ -29,8 +28,6 @@ _MAX_OUTPUT_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 _POLL_S = 0.1
 """How often the end of a script is looked for whose output stays open."""
-
-_is_local = lru_cache(maxsize=4096)(is_this_machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,7 @@ def hosts_from_script(command: str, default_slots: int) -> list[Host]:
         try:
             out, err = _output_until_end(process, process.stdout, process.stderr)
         finally:
+            # The whole group: the shell's children would otherwise run on, one more with every second.
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -89,6 +87,7 @@ def _output_until_end(
         for file in found:
             selector.register(file, selectors.EVENT_READ)
         while True:
+            # Asked before the pipes are: what was written before the end is then certainly found below.
             has_ended = process.poll() is not None
             ready = selector.select(0 if has_ended else _POLL_S)
             if has_ended and not ready:
@@ -173,9 +172,11 @@ class Discovery:
                 answer = DiscoveryAnswer(tuple(self._source.ask()))
             except (LaunchError, OSError) as error:
                 answer = DiscoveryAnswer(problem=str(error).rstrip("."))
+            # Only news, so that the driver reports a script that keeps failing once.
             if answer != last:
                 last = answer
                 self._answers.put(answer)
+                # A full socket wakes the driver just as well.
                 with contextlib.suppress(BlockingIOError):
                     self._writer.send(b".")
             if self._source.is_fixed:
@@ -204,6 +205,7 @@ class HostTable:
         nothing = Host(name="", slots=0)
         added = [host for host in hosts if host.slots > self.listed.get(host.name, nothing).slots]
         removed = [host for host in self.listed.values() if new.get(host.name, nothing).slots < host.slots]
+        # Ranks are placed in this order, so a script that prints its hosts in another order must not move them.
         kept = {name: new[name] for name in self.listed if name in new}
         self.listed = kept | new
         return added, removed
@@ -218,6 +220,7 @@ class HostTable:
             # The random part keeps hosts that failed together from being tried again together.
             grown_s = least_s * 2.0 ** min(self._num_failures[name] - 1, 30) * (1.0 + self._jitter())
             pause_s = min(most_s, grown_s)
+        # A longer ban stands: because of the random part, that of the next failure may end earlier.
         self._banned_until[name] = max(self._banned_until.get(name, 0.0), now + pause_s)
         return pause_s
 

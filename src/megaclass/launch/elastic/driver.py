@@ -2,8 +2,8 @@
 
     options -> source of hosts (discovery.py) -> ElasticRun (elastic_run.py) -> exit code
 
-agents.py opens and closes agents, worker_events.py follows the workers, generation.py decides who gets which rank; on the hosts
-agent.py starts the workers, and worker.py is their side. Standard library only.
+elastic_run.py lists the parts of the driver; generation.py decides who gets which rank. On the hosts agent.py starts the
+workers, and worker.py is their side. Standard library only.
 """
 
 import secrets
@@ -53,10 +53,12 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
             )
         )
         return 0
+    # Hosts may still be added: for the names of output files and the limit of open files, a guess is enough.
     num_ranks = options.max_processes or sum(host.slots for host in hosts) or options.min_ranks
     raise_file_limit(FILES_PER_HOST * _MAX_HOSTS + FILES_PER_RANK * num_ranks)
     with SignalQueue(DRIVER_SIGNALS) as signals:
         io = DriverIo.open(options, num_ranks, signals)
+        # Counts if the run raises an error: its message must not wait for a screen that is not read.
         outcome = Outcome(exit_code=1, may_restart=False)
         try:
             outcome = ElasticRun(options, source, ssh, io, secrets.token_hex(16)).run()

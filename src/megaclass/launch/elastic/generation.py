@@ -11,21 +11,24 @@ from megaclass.world import World
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One worker process, as the driver knows it. Written by ElasticRun."""
+    """One worker process, as the driver knows it.
+
+    WorkerTable makes the record. WorkerEvents writes what the worker's agent reports and its rank in each generation, Leavers
+    what it is told to do; each in the driver's one thread.
+    """
 
     number: int
     """Unique in the whole job; agents use it in place of a rank."""
     host: str
     slot: int
     """Place on its host. It stays the same as long as the process lives, so that the process keeps its GPU."""
-    pid: int = 0
     rank: int | None = None
     """Rank in the current generation; None for a process that is not a member of it."""
     is_ready: bool = False
     """Waits at the rendezvous."""
     why: Why = Why.START
     is_leaving: bool = False
-    """Was dismissed or killed by the driver: its end is no failure."""
+    """Was dismissed by the driver: its end is no failure."""
     since: float = 0.0
     """Time at which it was started, or told to leave."""
     stopped_at: float | None = None
@@ -49,6 +52,7 @@ def in_rank_order(workers: Sequence[WorkerRecord], host_order: Sequence[str]) ->
     def old_rank(worker: WorkerRecord) -> float:
         return worker.rank if worker.rank is not None else infinity
 
+    # The ranks of a host stay neighbours, as in the plan of other jobs (plan.py).
     lowest: dict[str, float] = {}
     for worker in workers:
         lowest[worker.host] = min(lowest.get(worker.host, infinity), old_rank(worker))
@@ -62,6 +66,7 @@ def in_rank_order(workers: Sequence[WorkerRecord], host_order: Sequence[str]) ->
 
 def chosen(ready: Sequence[WorkerRecord], max_processes: int, host_order: Sequence[str]) -> list[WorkerRecord]:
     """Returns at most max_processes of the workers, survivors first, in the order of their new ranks."""
+    # A survivor is never replaced by a new process, which would first have to get the state.
     survivors = [worker for worker in ready if worker.is_survivor]
     new = [worker for worker in ready if not worker.is_survivor]
     room = max(0, max_processes - len(survivors))
@@ -87,6 +92,7 @@ def worlds_of(members: Sequence[WorkerRecord]) -> dict[int, World]:
             size=len(members),
             local_rank=local_rank,
             local_size=len(slots[member.host]),
+            # Among the ranks with the same local rank: hosts with fewer slots have none of them.
             cross_rank=sum(len(slots[host]) > local_rank for host in hosts[:index]),
             cross_size=sum(len(slots[host]) > local_rank for host in hosts),
             starter=STARTER,
@@ -116,6 +122,7 @@ class Generation:
 
 def publication(generation: Generation, members: Sequence[WorkerRecord], previous_size: int) -> Message:
     """Returns the message that makes the members' agents tell them their places; the worlds of a host are added per agent."""
+    # Survivors that left together after a commit have the same state; one that failed went back to its last commit.
     needs_sync = any(not member.is_survivor or member.why is not Why.CHANGED for member in members)
     return {
         "do": "publish",

@@ -29,6 +29,7 @@ class ElasticMessageChecker(AgentMessageChecker):
         return {
             **known,
             "hello": {**known["hello"], "port": port, "store_port": port},
+            # These come from workers by way of their agent, and the driver trusts neither.
             "ready": {"rank": rank, "token": token, "why": (one_of(tuple(Why)), True)},
             "committed": {"rank": rank, "token": token, "step": (whole(0, MAX_STEP), True)},
             "failed": {"rank": rank, "token": token, "text": (text(), True)},

@@ -23,14 +23,17 @@ States of a worker, with what it tells the driver:
                                            ready (failed, changed)
 
 Messages go through the agent of this host (channel.py), and from there over ssh to the driver; each carries the token of the
-generation that the worker knows. Everything happens in the caller's thread, except that any thread may call hosts_changed().
+generation that the worker knows. Everything happens in the caller's thread, except that
+any thread may call hosts_changed(), and that when_broken() starts one.
 
-    field            written by                   read by         guarded by
-    here             rendezvous()                 all threads     assigned whole
-    _is_changed      _take, rendezvous()          all threads     _lock
-    _has_removals    _take, rendezvous()          all threads     _lock
-    _is_broken       _take, rendezvous()          all threads     _lock
-    _has_committed   committed(), rendezvous()    committed()     _lock
+    field                written by                   read by                    guarded by
+    here                 rendezvous()                 all threads                assigned whole
+    _is_changed          _take, rendezvous()          all threads                _lock
+    _has_only_removals   _take, rendezvous()          all threads                _lock for writing; one flag
+    _has_removals        _take, rendezvous()          all threads                _lock for writing; one flag
+    _is_broken           _take, rendezvous()          all threads                _lock
+    _has_left            rendezvous()                 thread of when_broken()    _lock
+    _has_committed       committed(), rendezvous()    all threads                _lock for writing; one flag
 """
 
 import contextlib
@@ -142,6 +145,7 @@ class ElasticWorker:
         # A forked process (a worker of a data loader) has a copy of the socket and must not read from it.
         if os.getpid() != self._pid:
             return False
+        # Called in every step: once it is known, the socket is not asked again until the next generation.
         with self._lock:
             if not self._is_changed:
                 self._take(self._receive(0.0))
@@ -192,9 +196,11 @@ class ElasticWorker:
             with self._lock:
                 if self.here is None or self.here.token != token or self._has_left or not self._channel.is_open:
                     return
+                # A lost agent is reported by the program's next call, which can raise the error.
                 with contextlib.suppress(LaunchError):
                     self._take(self._receive(0.0))
                 is_broken = self._is_broken
+            # Without the lock, which the program's thread may need as soon as its collective has failed.
             if is_broken:
                 end_connections()
                 return
@@ -212,12 +218,14 @@ class ElasticWorker:
         assert os.getpid() == self._pid, "a forked process has no place in the job"
         ends_at = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
         with self._lock:
+            # If no generation follows, this ends the thread of when_broken().
             self._has_left = True
             self._send({"do": "ready", "why": str(why)})
             message, later = self._wait_for_answer(ends_at, timeout_s)
             if message["say"] == "dismissed":
                 raise Dismissed(str(message["why"]))
             self.here = _assignment(message)
+            # Announced to the old generation. What concerns the new one can only follow its assignment.
             self._is_changed = self._has_only_removals = self._has_removals = False
             self._is_broken = self._has_left = self._has_committed = False
             os.environ.update({str(name): str(value) for name, value in message["env"].items()})
@@ -238,6 +246,7 @@ class ElasticWorker:
         """Tells the driver that this generation has made progress. Only the first call in a generation sends anything."""
         with self._lock:
             if not self._has_committed and os.getpid() == self._pid:
+                # Once is enough: the driver wants to know that the job makes progress after a failure, not how much.
                 self._has_committed = True
                 self._send({"do": "committed", "step": step})
 
@@ -255,6 +264,7 @@ class ElasticWorker:
             messages = self._channel.wait(timeout_s)
         except ChannelError as error:
             raise LaunchError(f"{self._name()}: the connection to its agent carried {error}.") from error
+        # What the agent wrote before it ended still counts, and comes first.
         if not self._channel.is_open and not messages:
             raise LaunchError(f"{self._name()}: its agent is gone.")
         return messages

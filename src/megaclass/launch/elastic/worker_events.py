@@ -8,14 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from megaclass.launch.driver.agents.agent_pipe import AgentPipe, PipeState
 from megaclass.launch.driver.failure_report import stopped_message
-from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.outcome import Outcome
-from megaclass.launch.driver.output import DriverIo
-from megaclass.launch.elastic.agents import ElasticAgents
-from megaclass.launch.elastic.discovery import HostTable
 from megaclass.launch.elastic.generation import WorkerRecord, listed
+from megaclass.launch.elastic.job import ElasticJob
 from megaclass.launch.elastic.worker import Why
-from megaclass.launch.elastic.worker_table import WorkerTable
 from megaclass.launch.exit_codes import EXIT_HOST_LOST, EXIT_RESUME_ME, EXIT_USER_ERROR, exit_status, how_it_ended
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
@@ -25,9 +21,9 @@ _SETTLED_S = 5.0
 
 
 class WorkerEvents:
-    """Follows the workers by the agents' messages. ElasticRun reads the public fields and decides."""
+    """Follows the workers by the agents' messages. ElasticRun and Generations read the public fields and decide."""
 
-    def __init__(self, table: WorkerTable, agents: ElasticAgents, hosts: HostTable, end: JobEnd, io: DriverIo) -> None:
+    def __init__(self, job: ElasticJob) -> None:
         self.is_aware = False
         """True once a worker has come to the rendezvous: the program is an elastic one."""
         self.has_progressed = False
@@ -36,24 +32,21 @@ class WorkerEvents:
         """True once a member has ended with exit code 0."""
         self.first_failure: tuple[Outcome, str] | None = None
         """Outcome and report of the first failure since the last commit; decides the exit code if the job ends by it."""
-        self.broken_at: float | None = None
-        """Time at which the current generation lost its first member, or its first member came to the rendezvous."""
         self.hung_s: float | None = None
         """How long a rank has been without a step, if that is longer than it may by its own account (train.hang_after_s)."""
         self._published_at = 0.0
-        self._table = table
-        self._agents = agents
-        self._hosts = hosts
-        self._end = end
-        self._output, self._messages = io.output, io.messages
+        self._table, self._agents, self._hosts, self._end = job.table, job.agents, job.hosts, job.end
+        self._output, self._messages = job.io.output, job.io.messages
         self._generation = 0
         self._disturbed_at: float | None = None
-        """Time of the first failure since the last commit, and the generation of the last one."""
+        """Time of the first failure since the last commit."""
         self._failed_generation = 0
+        """Generation of the last failure: a commit of the same one may have been on its way before it failed."""
 
     def handle(self, agent: AgentPipe, message: Message, payload: bytes, token: str) -> None:
         """Handles one message of one agent. token: of the current generation; empty before the first one."""
         kind = message["say"]
+        # A worker that has ended, or whose host was lost, may still be named by messages that were on their way.
         worker = self._table.alive.get(message["rank"]) if "rank" in message else None
         if kind == "output" and worker is not None:
             self._table.note_lines(worker.number, self._output.put(worker.shown_rank, message["stream"], payload))
@@ -99,7 +92,7 @@ class WorkerEvents:
         ranks = f"{len(members)} rank{'s' if len(members) > 1 else ''}"
         self._messages.say(f"generation {number}: {ranks} on {listed(members)}{change}.")
         self._generation = number
-        self.broken_at = self.hung_s = None
+        self.hung_s = None
         self._published_at = time.monotonic()
 
     def note_lost_host(self, name: str, why: str) -> None:
@@ -107,13 +100,21 @@ class WorkerEvents:
         lost = self._table.on_host(name)
         for worker in lost:
             self._output.finish(worker.shown_rank)
+            # As if by SIGKILL: what still runs there is ended by the orphan killers of its host.
             self._table.remove(worker.number, self._table.pids.get(worker.number, 0), -9)
         if self._end.is_ending:
             return
+        # Ranks that were leaving anyway are no loss.
         num_members = sum(worker.rank is not None and not worker.is_leaving for worker in lost)
         with_it = f" with {num_members} rank(s)" if num_members else ""
         self._messages.say(f"{why.rstrip('.')}{with_it}. {self._ban(name)}")
         self._note_failure(Outcome(exit_code=EXIT_HOST_LOST, may_restart=False), f"{why.rstrip('.')}.")
+
+    def end_after_failure(self) -> None:
+        """Ends a job that cannot continue: its first failure decides the exit code."""
+        # Without any failure it ran out of hosts, because the discovery has removed them.
+        outcome, report = self.first_failure or (Outcome(exit_code=EXIT_HOST_LOST, may_restart=False), "")
+        self._end.end(outcome, report=report)
 
     def flush(self) -> None:
         """Shows what the ranks have printed without a line end."""
@@ -146,6 +147,7 @@ class WorkerEvents:
         if worker.is_leaving or self._end.is_ending:
             self._messages.detail(f"{who} (pid {pid}) has left with {how_it_ended(code)}")
             return
+        # Before the first generation every worker counts: one of a program that is not elastic never comes to the rendezvous.
         is_member = worker.rank is not None or not self._generation
         if code == 0 and is_member:
             self.is_finishing = True
@@ -187,6 +189,7 @@ class WorkerEvents:
 
     def _note_done(self, agent: AgentPipe) -> None:
         left = self._table.on_host(agent.name) if self._agents.by_host.get(agent.name) is agent else []
+        # A host that leaves without having reported its workers' ends must not turn a failure into a success.
         if left and not self._end.is_ending:
             self._agents.lose(agent, is_reachable=True)
             self.note_lost_host(agent.name, f"{agent.name} says that it is done, but not how its ranks ended")

@@ -16,6 +16,7 @@ class WorkerTable(RankTable):
 
     def add(self, host: str, slot: int, now: float) -> WorkerRecord:
         """Adds a worker that is about to be started."""
+        # Rows are never removed, so that no number is given twice.
         number = len(self.hosts)
         self.hosts[number] = host
         self._last_lines[number] = LastLines()
@@ -38,6 +39,7 @@ class WorkerTable(RankTable):
 
     def free_slots(self, host: str, num_slots: int) -> list[int]:
         """Returns the slots of a host that no running worker has, the lowest first."""
+        # Workers that are leaving included: until it has ended, a process holds the GPU of its slot.
         taken = {worker.slot for worker in self.alive.values() if worker.host == host}
         return [slot for slot in range(num_slots) if slot not in taken]
 

@@ -1,0 +1,123 @@
+"""The agent's connection to its driver: messages in both directions, and the loss of the driver. Standard library only.
+
+    connected --stdin ends, stdout is closed, silence, or bytes that are no message--> lost, for good
+
+The connection never comes back: a driver that has lost an agent gives up its host, so the ranks must end. Everything happens in
+the agent's one thread.
+
+    field           changed by                                       read by
+    _heard_at       _on_stdin, for any byte                          check_silence, lost_at
+    _is_connected   lose, once                                       lose: the first reason is reported
+    _pipe           say, lose; its queue by the driver's reading     is_full, is_empty, watch_room
+"""
+
+import logging
+import os
+import selectors
+import sys
+import time
+from collections.abc import Callable
+
+from megaclass.launch.agent.driver_pipe import READ_BYTES, DriverPipe
+from megaclass.launch.wire.protocol import Message, MessageReader, ProtocolError, encode, greeting
+
+_logger = logging.getLogger("megaclass.launch")
+
+
+class DriverConnection:
+    """Reads the driver's messages from stdin and sends the agent's through stdout.
+
+    silence_s: a driver that sends nothing for so long is lost. obey: carries out one message. on_lost: called once.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        silence_s: float,
+        obey: Callable[[Message], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._selector = selector
+        self._silence_s = silence_s
+        self._obey = obey
+        self._on_lost = on_lost
+        self._reader = MessageReader()
+        self._pipe = DriverPipe(self.lose)
+        self._is_connected = True
+        self._heard_at = time.monotonic()
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether the driver has been sent everything."""
+        return self._pipe.is_empty
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether so much waits that nothing more should be read from the workers."""
+        return self._pipe.is_full
+
+    @property
+    def lost_at(self) -> float:
+        """Returns the time at which the driver is lost unless something arrives."""
+        return self._heard_at + self._silence_s
+
+    def listen(self) -> None:
+        """Has the selector call for what arrives on stdin."""
+        self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
+
+    def greet(self, token: str) -> None:
+        """Sends the token, by which the driver finds the start of the agent's own output after that of login scripts."""
+        self._pipe.send(greeting(token))
+
+    def say(self, message: Message, payload: bytes = b"") -> None:
+        """Sends a message; after the loss of the driver it is dropped."""
+        self._pipe.send(encode(message, payload))
+
+    def feed(self, data: bytes) -> None:
+        """Carries out the driver's messages in `data`."""
+        try:
+            for message, _ in self._reader.feed(data):
+                self._obey(message)
+        except ProtocolError as error:
+            self.lose(f"the driver sent something else than messages: {error}")
+
+    def lose(self, why: str) -> None:
+        """Counts the driver as lost, and reports the first reason."""
+        if self._is_connected:
+            self._is_connected = False
+            self._pipe.drop()
+            # The driver cannot be told any more; stderr may still reach a terminal or a log.
+            _logger.warning(f"{why}; ending its ranks")
+            self._on_lost()
+
+    def check_silence(self, now: float) -> None:
+        """Counts the driver as lost if it has sent nothing for too long, not even heartbeats."""
+        if now - self._heard_at > self._silence_s:
+            self.lose(f"the driver has sent nothing for {now - self._heard_at:.1f} s")
+
+    def watch_room(self) -> None:
+        """Waits for room in the driver's pipe while something is queued."""
+        # Only then: a pipe with room would wake the selector all the time.
+        is_registered = self._pipe.fileno() in self._selector.get_map()
+        if self._pipe.is_empty == is_registered:
+            if is_registered:
+                self._selector.unregister(self._pipe)
+            else:
+                self._selector.register(self._pipe, selectors.EVENT_WRITE, self._pipe.write)
+
+    def _on_stdin(self) -> None:
+        try:
+            data = os.read(sys.stdin.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return
+        # An error means the same as the end of the stream: no message of the driver can arrive any more.
+        except OSError:
+            data = b""
+        if data:
+            # For any byte: a long message may take longer than the limit, and heartbeats wait behind it.
+            self._heard_at = time.monotonic()
+            self.feed(data)
+        else:
+            # An ended stream is always readable: the loop would spin until the ranks are gone.
+            self._selector.unregister(sys.stdin)
+            self.lose("the driver has ended")
