@@ -1,5 +1,7 @@
-"""What comes with each step, as pure functions of its number: a resumed run needs no saved state for it, and all ranks
-agree without communicating."""
+"""Learning rate and duties of each step, as pure functions of its number.
+
+A resumed run therefore needs no saved state for them, and all ranks agree without communicating.
+"""
 
 import math
 from dataclasses import dataclass
