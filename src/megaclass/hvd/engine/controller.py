@@ -3,7 +3,7 @@
     any thread   submit(operation) appends it to the queue
     the driver   announces the queue to rank 0 (at once if a thread waits, else after the cycle time), receives responses,
                  runs them in the order received, and wakes the threads that wait for them
-    on rank 0    the driver also keeps the table of announced operations (coordinator.py) and sends the responses
+    on rank 0    the driver also keeps the table of announced operations (rank0/) and sends the responses
 
 Its parts, each in a file of its own:
 

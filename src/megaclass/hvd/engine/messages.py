@@ -29,6 +29,10 @@ Key = tuple[int, str, str]
 HASH_BYTES = 8
 
 
+REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+"""Names of the reductions, by Horovod's number."""
+
+
 def short_hash(data: bytes) -> bytes:
     return blake2b(data, digest_size=HASH_BYTES).digest()
 

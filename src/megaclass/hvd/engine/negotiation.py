@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megaclass.hvd.engine.control_connection import ControlConnection, MessageKind
-from megaclass.hvd.engine.coordinator import Coordinator
 from megaclass.hvd.engine.messages import (
     Agreement,
     Answer,
@@ -36,6 +35,7 @@ from megaclass.hvd.engine.messages import (
     distinct_terms,
 )
 from megaclass.hvd.engine.operation import Operation, OperationRunner
+from megaclass.hvd.engine.rank0.coordinator import Coordinator
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.settings import Settings
 
