@@ -7,9 +7,9 @@ from typing import Any
 from megaclass.config.read import load_config_values, to_toml
 from megaclass.config.schema import Config
 from megaclass.errors import ConfigError
-from megaclass.insightface.config_lines import ConfigLines, read_lines
-from megaclass.insightface.config_settings import BASE, CARRIED, LOSSES, OLDER, WITHOUT_EFFECT
-from megaclass.insightface.config_values import Unreadable, printable
+from megaclass.insightface.config.known_settings import BASE, CARRIED, LOSSES, OLDER, WITHOUT_EFFECT
+from megaclass.insightface.config.lines import ConfigLines, read_lines
+from megaclass.insightface.config.values import Unreadable, printable
 from megaclass.insightface.names import NETWORKS
 
 _MAX_GPUS = 1024

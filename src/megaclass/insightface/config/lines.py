@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.errors import ConfigError
-from megaclass.insightface.config_values import (
+from megaclass.insightface.config.values import (
     CannotFollowError,
     Expressions,
     Unreadable,
