@@ -35,7 +35,7 @@ class Line:
     """The last assignment to `config.<name>`."""
 
     name: str
-    value: Any
+    value: object
     """A number, text, bool, None, list or tuple of them, or Unreadable."""
     number: int
     text: str

@@ -1,4 +1,4 @@
-"""Which operations travel as one: small allreduces that are ready together and are reduced alike. No torch, no sockets."""
+"""Fusion: small allreduces that are ready together and are reduced alike travel as one. No torch, no sockets."""
 
 from collections.abc import Sequence
 
