@@ -48,6 +48,7 @@ class Agreed(NamedTuple):
     """The result of the one response, where the tensors were small enough to travel with the negotiation; else empty."""
 
 
+# Most calls return this one object: an announcement is answered by a later message.
 NOTHING = Agreed(())
 
 
@@ -109,6 +110,7 @@ class OtherRankNegotiation(Negotiation):
                 return Agreed(self._receiver.unpack(content)[1], payload)
             case MessageKind.AGREEMENT:
                 return Agreed(Agreement.responses(content, self.announced_lists.take), payload)
+        # REQUESTS and JOIN go to rank 0 only.
         return NOTHING
 
 
@@ -185,6 +187,7 @@ class Rank0Negotiation(Negotiation):
 
     def _announced(self, rank: int, digest: bytes, requests: list[Request], payload: bytes) -> Agreed:
         """A rank has announced one cycle of requests."""
+        # Once for a thousand requests, although rank_ready() asks it, too.
         if self._timeline.is_active:
             for request in requests:
                 self._timeline.rank_ready(request.full_name, request.kind, rank)

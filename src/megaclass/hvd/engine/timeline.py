@@ -33,6 +33,7 @@ class Timeline:
     def start(self, path: str, mark_cycles: bool) -> None:
         with self._lock:
             self._marks_cycles = mark_cycles
+            # Once more with the same path: the trace continues.
             if self.is_active and path == self._path:
                 return
             self._close()
@@ -88,6 +89,7 @@ class Timeline:
         try:
             yield
         finally:
+            # Also where the block raises, or the trace would never close the slice. After a stop(), _write() does nothing.
             with self._lock:
                 for tensor in tensors:
                     self._end(tensor)
@@ -103,6 +105,7 @@ class Timeline:
     def _number(self, tensor: str) -> int:
         number = self._numbers.get(tensor)
         if number is None:
+            # 0 is the process of the trace itself; a name is announced with the tensor's first event.
             number = self._numbers[tensor] = len(self._numbers) + 1
             self._write({"name": "process_name", "ph": "M", "pid": number, "args": {"name": tensor}})
             self._write({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})

@@ -46,6 +46,7 @@ def _disagreement(ranks: list[int], requests: list[Request], hosts: Sequence[str
 
 def _impossible(first: Request, has_joined: bool) -> str:
     """Explains why the operation cannot run although all ranks agree; empty if it can."""
+    # Nearly all operations: none of the obstacles below concerns them.
     if first.kind == "allreduce":
         return ""
     if first.kind in _NOT_WITH_JOIN and has_joined:
@@ -65,6 +66,7 @@ def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
         yield "data types", _plain(one.dtypes), _plain(two.dtypes)
     if kind in ("allreduce", "broadcast", "reducescatter") and one.shapes != two.shapes:
         yield f"{kind} tensor shapes", f"shape {_plain(one.shapes)}", f"shape {_plain(two.shapes)}"
+    # Members may bring different numbers of rows here: the response tells each of them the numbers of all.
     if kind in ("allgather", "alltoall"):
         for left, right in zip(one.shapes, two.shapes, strict=True):
             if len(left) != len(right) or left[1:] != right[1:]:
