@@ -18,15 +18,15 @@ The driver sleeps until a submission, a message or a deadline wakes it, so that 
 
 State; "driver" stands for the thread that holds `_seat.driving`:
 
-    field                 written by                      read by           guarded by
-    _queue                submit(), together(), driver    driver            _lock
-    _in_flight            submit(), driver                submit(), driver  _lock
-    closed                _close()                        all threads       set once, under _lock; it is in _in_flight
-    _is_stopping          stop()                          driver            set once, under _lock
-    _stopping             driver                          driver            _seat.driving; is_over: see _run
-    _negotiation          driver                          driver            _seat.driving
-    _responses            (constant)                      driver            _seat.driving
-    process_sets          driver (by the executor)        all threads       entries are added and removed whole
+    field          written by                              read by           guarded by
+    _queue         submit(), together(), wait(), driver    driver            _lock
+    _in_flight     submit(), wait(), driver                submit(), driver  _lock; the driver also reads without it
+    closed         _close()                                all threads       set once, under _lock; it is in _in_flight
+    _is_stopping   stop()                                  driver            set once, under _lock
+    _stopping      driver                                  driver            _seat.driving; is_over: see _run
+    _negotiation   driver                                  driver            _seat.driving
+    _responses     (constant)                              driver            _seat.driving
+    process_sets   driver (by the executor)                all threads       entries are added and removed whole
 """
 
 import logging
@@ -86,7 +86,13 @@ class Controller:
         self._negotiation: Negotiation
         if rank == 0:
             self._negotiation = Rank0Negotiation(
-                hosts, settings, process_sets, connections, timeline, runner, is_closed=lambda: bool(self.closed)
+                hosts,
+                settings,
+                process_sets,
+                connections,
+                timeline,
+                runner,
+                is_closed=lambda: bool(self._in_flight.closed),
             )
         else:
             self._negotiation = OtherRankNegotiation(connections[0], settings.cache_capacity, runner)
@@ -244,7 +250,7 @@ class Controller:
 
     def _send_queue_if_due(self) -> None:
         with self._lock:
-            if self.closed:
+            if self._in_flight.closed:
                 return
             operations = self._queue.take_if_due(time.monotonic())
             joins = self._queue.take_join()
