@@ -19,7 +19,7 @@ from megaclass.data.tools.stage import stage, unstage
 from megaclass.evaluate.gallery import read_embeddings, read_megaface_features
 from megaclass.evaluate.pairs_list import read_pairs_list
 from megaclass.evaluate.protocols.templates import read_ijb
-from megaclass.insightface.config import import_config, recipe_text
+from megaclass.insightface.config.import_config import import_config, recipe_text
 from megaclass.launch.hosts import hosts_from_file, hosts_from_option
 from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, AgentMessageChecker
 from megaclass.launch.wire.protocol import MessageReader, ProtocolError

@@ -14,7 +14,7 @@ from megaclass.backbones.vit import VisionTransformer
 from megaclass.config.read import load_config
 from megaclass.config.schema import Config
 from megaclass.errors import ConfigError
-from megaclass.insightface.config import import_config, recipe_text
+from megaclass.insightface.config.import_config import import_config, recipe_text
 from megaclass.train.schedule import learning_rate
 
 MS1MV3_R50 = """

@@ -3,8 +3,8 @@
 import pytest
 
 from megaclass.errors import ConfigError
-from megaclass.insightface.config_lines import read_lines
-from megaclass.insightface.config_values import Unreadable
+from megaclass.insightface.config.lines import read_lines
+from megaclass.insightface.config.values import Unreadable
 
 
 def lines_of(tmp_path, text: str):

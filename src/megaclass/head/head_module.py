@@ -23,9 +23,8 @@ from megaclass.head.state import state_dict as head_state
 from megaclass.head.state.centres import STORAGE_DTYPES, Centres
 from megaclass.head.state.shards import ClassRange
 from megaclass.head.state.state_dict import EXTRA, StateHeader
-from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.engine import StepEngine
-from megaclass.head.step.plan import StepPlan
+from megaclass.head.step.open_step import OpenStep
 
 
 class HeadModule(nn.Module):
@@ -51,8 +50,7 @@ class HeadModule(nn.Module):
         self._engine = engine(self.settings, self.store, self.margin_state, kernel, self.group)
         # Lets loss.backward() reach the centres when the embeddings themselves are frozen.
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self._planned: StepPlan | None = None
-        self._parts: list[tuple[StepPlan, LossPart]] = []
+        self._open_step = OpenStep()
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +59,13 @@ class HeadModule(nn.Module):
     @property
     def kernel(self) -> Kernel:
         return self._engine.kernel
+
+    def _settle_on(self, device: torch.device) -> None:
+        """Moves a head that was built without `device` to that of the first tensors it is given."""
+        if self._follows_embeddings and not self._open_step.is_open and self.device != device:
+            self.to(device)
+        # Once: from now on embeddings on another device are a mistake, which check_embeddings() explains.
+        self._follows_embeddings = False
 
     def rows(self) -> dict[str, Tensor]:
         """Returns this rank's centres and optimizer state, row for row: `weight`, and one entry per state tensor.
@@ -159,7 +164,7 @@ class HeadModule(nn.Module):
                 f"floating dtype, and autocast leaves the head as it is."
             )
         is_moved = (probe.dtype, probe.device) != (old.dtype, old.device)
-        if is_moved and (self._parts or self._planned is not None):
+        if is_moved and self._open_step.is_open:
             raise HeadError("The head was moved or converted inside an open step: call step() first.")
         chosen = self._choose_engine(probe)
         self.store.apply_(fn)
@@ -178,7 +183,7 @@ class HeadModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for copies and pickles: all but the open step and what _start_engine() forms."""
-        formed = ("_engine", "_anchor", "_planned", "_parts")
+        formed = ("_engine", "_anchor", "_open_step")
         return {name: value for name, value in vars(self).items() if name not in formed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

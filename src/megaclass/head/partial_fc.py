@@ -1,11 +1,11 @@
 """The classifier: embeddings -> loss. Its classes are split over the ranks, and a share of them takes part in each step.
 
-This file is the public class and the state of an open step; the arithmetic is in step_engine.py and its two
-implementations, saving and moving in head_module.py.
+This file is the public class and its step. The arithmetic is in step/engine.py and its two implementations, step/plain.py and
+fused/step.py; saving and moving are in head_module.py, questions about the centres in inspected_head.py.
 
-State of a step: `_planned` is written by begin_step() and holds the plan for all its forwards. Backward appends to
-`_parts` the plan and what the update needs of each forward; step() and abandon_step() clear both and advance `step_count`,
-which every rank counts for itself and which the all-gather compares. All of it belongs to the thread that trains.
+State of a step: `_open_step` (step/open_step.py) holds the plan that begin_step() makes for all forwards, and what the update
+needs of each backward. step() and abandon_step() form a new one and advance `step_count`, which every rank counts for
+itself and which the all-gather compares. All of it belongs to the thread that trains.
 
 Traffic of a step over W ranks, G = W * max_batch rows in all, embeddings of D numbers of b bytes:
 
@@ -32,23 +32,23 @@ from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
 from megaclass.head.arguments import check_tensors, chosen_device, chosen_margin, chosen_optimizer
 from megaclass.head.choose_engine import choose_engine
-from megaclass.head.head_module import HeadModule
-from megaclass.head.inspect import centres_of, closest_classes, cosines_with_all, nearest_to
+from megaclass.head.inspected_head import InspectedHead
 from megaclass.head.margins import Margin
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import SampleRate, rate_schedule
-from megaclass.head.settings import HeadSettings, check_batch, check_embeddings
+from megaclass.head.settings import HeadSettings, check_batch
 from megaclass.head.state.centres import STORAGE_DTYPES, Centres
 from megaclass.head.state.shards import class_range
 from megaclass.head.state.state_dict import ModuleState
 from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.gather_batch import gather_batch
+from megaclass.head.step.open_step import OpenStep
 from megaclass.head.step.plan import StepPlan
 from megaclass.head.step.stats import HeadStats
 from megaclass.head.stored_memory import default_stored_bytes
 
 
-class PartialFC(HeadModule):
+class PartialFC(InspectedHead):
     """Sharded, sampled margin softmax.
 
     >>> loss = head(embeddings_BD, labels_B)   # mean over the global batch, the same number on every rank
@@ -130,6 +130,7 @@ class PartialFC(HeadModule):
         follows_embeddings, device = device is None, chosen_device(device, group)
         if device.type == "meta":
             raise HeadError("PartialFC cannot be built on the meta device, which holds no values: give device=.")
+        # What this rank can judge alone comes first. Then the ranks compare, before each of them draws millions of centres.
         chosen = choose_engine(kernel, device, margin=self.margin, dtype=STORAGE_DTYPES[storage])
         self.settings.compare_between_ranks(device, group)
         self.store = Centres(
@@ -140,8 +141,10 @@ class PartialFC(HeadModule):
             optimizer=self.optimizer,
             seed=seed,
             device=device,
+            # Ranks hold one class more or less; all of them watch places of their centres that every rank has.
             fewest_classes=num_classes // self.world_size,
         )
+        # On the device, where the update moves them: the host never reads them within a step.
         self.margin_state = {
             name: torch.tensor(value, dtype=torch.float64, device=device)
             for name, value in self.margin.initial_state.items()
@@ -163,13 +166,16 @@ class PartialFC(HeadModule):
         self._settle_on(embeddings_BD.device)
         built_as = self.rank, self.world_size
         check_batch(self.settings, embeddings_BD, labels_B, built_as, self.group, self.device)
+        # Both are asked out here, because the block below switches off what they depend on: autocast and gradients.
         product_dtype = self._engine.product_dtype(embeddings_BD)
         is_training = torch.is_grad_enabled() and self.training
+        # Autograd would keep the (G, S) logits and their exponentials. The head has a backward of its own, which keeps what
+        # stored_bytes allows and computes the rest again.
         with torch.no_grad(), _without_autocast(self.device):
             plan, part, loss = self._engine.forward(
                 embeddings_BD.detach(),
                 labels_B,
-                self._planned,
+                self._open_step.planned,
                 step=self.step_count,
                 product_dtype=product_dtype,
                 wants_grad_images=is_training and embeddings_BD.requires_grad,
@@ -177,6 +183,7 @@ class PartialFC(HeadModule):
             )
         if not is_training:
             return loss
+        # Random numbers of an image are keyed by its place in the step: those of the next forward come after these.
         plan.counts_before.append(part.images.counts_W)
         result: Tensor = _HeadLoss.apply(embeddings_BD, self._anchor, loss, self, plan, part)  # type: ignore[no-untyped-call]
         return result
@@ -195,15 +202,16 @@ class PartialFC(HeadModule):
         labels: all labels this rank will bring in the step, in order. The classes that take part and the mean are then
         those of the whole step, so that the parts add up to what one big batch gives.
         """
-        if self._planned is not None or self._parts:
-            raise HeadError("begin_step() was called inside an open step: call step() first.")
+        self._open_step.check_closed()
         check_tensors(labels=labels)
+        # Labels on the CPU say nothing about where the embeddings will be.
         if labels.device.type != "cpu":
             self._settle_on(labels.device)
         with torch.no_grad():
+            # The all-gather of forward, with embeddings of no columns. Not with max_batch, which bounds a single forward.
             no_embeddings = torch.zeros((len(labels), 0), device=self.device)
             batch = gather_batch(no_embeddings, labels, step=self.step_count, max_batch=None, group=self.group)
-            self._planned = self._engine.plan(batch.labels_G, batch.counts_W, self.step_count)
+            self._open_step.planned = self._engine.plan(batch.labels_G, batch.counts_W, self.step_count)
 
     @torch.no_grad()
     def step(
@@ -221,39 +229,22 @@ class PartialFC(HeadModule):
         is_measured: returns statistics of the step, for which 16 bytes are all-reduced; None where the host saw skip,
             without meaning where skip masked the update on the device. The same on all ranks.
         """
-        if not self._parts:
-            raise HeadError("step() was called without a forward and a backward before it.")
-        plan, parts = self._parts[0][0], [part for _, part in self._parts]
+        plan, parts = self._open_step.for_update()
         stats = self._engine.update(
             plan, parts, lr, skip=skip, loss_scale=loss_scale, step=self.step_count, is_measured=is_measured
         )
+        # Not before: where the update raises, the step stays open, and abandon_step() drops it.
         self._close_step()
         return stats
 
-    def _settle_on(self, device: torch.device) -> None:
-        """Moves a head that was built without `device` to that of the first tensors it is given."""
-        if self._follows_embeddings and self._planned is None and not self._parts and self.device != device:
-            self.to(device)
-        self._follows_embeddings = False
-
     def _close_step(self) -> None:
         self.step_count += 1
-        self._planned, self._parts = None, []
-
-    def _add_part(self, plan: StepPlan, part: LossPart) -> None:
-        """Called by backward: the part takes part in the next step()."""
-        if self._parts and self._parts[0][0] is not plan:
-            raise HeadError(
-                "backward() came a second time before step(): for gradient accumulation hand all labels of the step to "
-                "begin_step() first. Lightning's accumulate_grad_batches and Accelerate's accumulate() cannot do that: set "
-                "them to 1, load the whole batch at once, and split it in the training step as the page "
-                '"Use it in your own loop" (docs/own-loop.md) shows.'
-            )
-        self._parts.append((plan, part))
+        self._open_step = OpenStep()
 
     @property
     def found_inf(self) -> Tensor:
         """0-d float32 on the device, 1 when this step must not count: for optimizers that take `found_inf`."""
+        # Formed on the device: an optimizer that takes it skips the same steps as the head, and the host waits for neither.
         return (self._engine.faults.first_fault[0] != 0).float()
 
     def check(self) -> None:
@@ -263,48 +254,12 @@ class PartialFC(HeadModule):
     def abandon_step(self) -> None:
         """Drops the open step after an error in forward; the step counter advances as if it had been skipped."""
         self._engine.faults.clear()
+        # The other ranks close theirs, too: step counters that differ are a fault in the next forward.
         self._close_step()
 
     def forgive_fault(self) -> None:
         """Clears a fault that masked a step on a GPU, without raising it. The host does not wait."""
         self._engine.faults.clear()
-
-    # ---- inspection and state ----------------------------------------------------------------------------------
-
-    def centres(self, class_ids: Tensor) -> Tensor:
-        """Collective. Returns the (N, D) centres of these classes on every rank; (N, M, D) with sub-centres.
-
-        class_ids: (N,), the same on every rank. An all-reduce of N * M * D numbers.
-        """
-        return centres_of(self.store, class_ids, self.num_classes, self.group)
-
-    def nearest(self, class_id: int, k: int = 10) -> tuple[Tensor, Tensor]:
-        """Collective. Returns the k classes most similar to this one, best first: ids and cosines, the same on every rank.
-
-        With sub-centres two classes are as similar as their closest pair. An all-reduce of M * D numbers, two
-        all-gathers of W * k.
-        """
-        return nearest_to(self.store, class_id, k, self.num_classes, self.group)
-
-    def logits(self, embeddings_BD: Tensor) -> Tensor:
-        """Collective. Returns scale * cosine of these embeddings with all classes, (B, C), without margin and gradient.
-
-        For the accuracy on a batch: `(head.logits(embeddings).argmax(1) == labels).float().mean()`. With sub-centres the
-        closest one of a class counts. Each rank holds B * C numbers afterwards; predict() needs less memory. An all-gather
-        of the embeddings, and one of B * C numbers per rank.
-        """
-        self._settle_on(embeddings_BD.device)
-        check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
-        return cosines_with_all(self.store, embeddings_BD, self.num_classes, self.group).mul_(self.margin.scale)
-
-    def predict(self, embeddings_BD: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
-        """Collective. Returns the k classes closest to each embedding, best first: ids and cosines, both (B, k).
-
-        Memory for 65,536 classes at a time. An all-gather of the embeddings, and two of W * G * k numbers.
-        """
-        self._settle_on(embeddings_BD.device)
-        check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
-        return closest_classes(self.store, embeddings_BD, k, self.num_classes, self.group)
 
     def extra_repr(self) -> str:
         return (
@@ -329,14 +284,17 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.head, ctx.plan, ctx.part = head, plan, part
         ctx.num_images, ctx.dtype = len(embeddings_BD), embeddings_BD.dtype
+        # A copy: autograd would take an input that is returned as it is for a view of that input.
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.head._add_part(ctx.plan, ctx.part)
+        # First: a backward that must not come raises here, on every rank, before any of them enters the reduce-scatter.
+        ctx.head._open_step.add(ctx.plan, ctx.part)
         with _without_autocast(upstream.device):
             grad_BD = ctx.head._engine.backward(ctx.plan, ctx.part, upstream, ctx.needs_input_grad[0], ctx.dtype)
         if grad_BD is not None:
+            # The rows behind are padding up to max_batch.
             grad_BD = grad_BD[: ctx.num_images]
         return grad_BD, None, None, None, None, None

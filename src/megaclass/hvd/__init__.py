@@ -6,7 +6,7 @@ optimizer       DistributedOptimizer; optimizers/ has its two kinds: gradients, 
 functions       broadcasts of objects, parameters and optimizer states
 elastic/        jobs whose number of ranks changes: run, TorchState, ElasticSampler
 run_function    run(): calls a function on every rank, through the launcher
-engine/         how ranks agree on what to do next (read controller.py, then coordinator.py)
+engine/         how ranks agree on what to do next (read controller.py, then negotiation.py, then rank0/)
 transport/      how agreed operations are executed
 compat/         Horovod's own module paths
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from megaclass.hvd.engine.coordinator import CROSSED_S, Coordinator, fuse
-from megaclass.hvd.engine.messages import Answer, Request, Response, digest_of_all
+from megaclass.hvd.engine.messages import Answer, Request, digest_of_all
+from megaclass.hvd.engine.rank0.coordinator import Coordinator
+from megaclass.hvd.engine.rank0.stall_check import CROSSED_S
 from megaclass.hvd.settings import Settings
 
 SETS = {0: (0, 1, 2), 1: (0, 2), 2: (0, 1)}
@@ -209,7 +210,7 @@ def test_with_stall_checks_off_nothing_is_due_after_the_comparison():
     assert coordinator.check(1e9) == (None, "", "")
 
 
-# ---- whole cycles and fusion ----
+# ---- whole cycles ----
 
 
 def test_payloads_come_back_with_the_answer_when_all_ranks_sent_one():
@@ -220,25 +221,6 @@ def test_payloads_come_back_with_the_answer_when_all_ranks_sent_one():
     assert coordinator.announce(1, digest, requests, 0.0, b"from 1").payloads == [b"from 0", b"from 1"]
     assert coordinator.announce(0, digest, requests, 0.0, b"from 0") is None
     assert coordinator.announce(1, digest, requests, 0.0, b"").payloads == []
-
-
-def test_small_allreduces_of_one_kind_travel_together_up_to_the_threshold():
-    def ready(name, dtype="float32", op=1, count=100, wire=""):
-        return Response((Request("allreduce", name, 0, (dtype,), ((count,),), op, wire=wire),))
-
-    responses = [
-        ready("a"),
-        ready("b"),
-        ready("c", dtype="int64"),
-        ready("d"),
-        ready("e", op=0),
-        ready("f", count=10**6),
-    ]
-    names = [[request.name for request in response.requests] for response in fuse(responses, Settings())]
-    assert names == [["a", "b", "d"], ["c"], ["e"], ["f"]]
-    names = [[r.name for r in response.requests] for response in fuse(responses, Settings(fusion_threshold=800))]
-    assert names == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
-    assert len(fuse(responses, Settings(fusion_threshold=0))) == 6
 
 
 def test_the_coordinator_answers_a_known_cycle_by_its_hash_without_opening_it():

@@ -7,7 +7,7 @@ import pytest
 from megaclass.hvd.engine.in_flight import InFlight
 from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.operation import Operation
-from megaclass.hvd.exceptions import DUPLICATE_NAME
+from megaclass.hvd.exceptions import DUPLICATE_NAME, HorovodInternalError
 
 
 @pytest.fixture
@@ -63,7 +63,8 @@ def test_threads_that_wait_are_let_through_whatever_the_end(in_flight):
     lock = waited.waiter
     in_flight.add_waiter(waited)
     assert waited.waiter is lock and lock.locked() and unwaited.waiter is None
-    in_flight.fail_all("the job is over")
+    in_flight.close("the job is over")
+    in_flight.fail_all()
     assert not lock.locked() and len(in_flight) == 0
     assert [operation.error for operation in (waited, unwaited)] == ["the job is over"] * 2
 
@@ -78,7 +79,17 @@ def test_a_join_ends_with_the_last_rank_or_fails_with_the_others(in_flight):
     assert join.result == 3
     again = Operation(Request("join", "join"))
     in_flight.add_join(again)
-    in_flight.fail_all("rank 1 is gone")
+    in_flight.close("rank 1 is gone")
+    in_flight.fail_all()
     assert (again.is_done, again.error, again.result) == (True, "rank 1 is gone", None)
     in_flight.finish_join(0)
     assert again.result is None
+
+
+def test_after_closing_operations_and_joins_are_refused_with_the_first_reason(in_flight):
+    in_flight.close("the cause")
+    in_flight.close("a consequence")
+    for add in (in_flight.add, in_flight.add_join):
+        with pytest.raises(HorovodInternalError, match=r"^the cause$"):
+            add(_operation())
+    assert len(in_flight) == 0

@@ -32,13 +32,7 @@ class _Job:
             sender, receiver, kind, content = self._queue.popleft()
             if without in (sender, receiver):
                 continue
-            match kind:
-                case MessageKind.STOP:
-                    self.ranks[receiver].on_stop(content.decode())
-                case MessageKind.DRAINED:
-                    self.ranks[receiver].on_drained(sender)
-                case MessageKind.END:
-                    self.ranks[receiver].is_over = True
+            self.ranks[receiver].receive(sender, kind, content)
 
     def are_over(self) -> list[bool]:
         return [rank.is_over for rank in self.ranks]
@@ -57,9 +51,9 @@ def test_no_rank_is_over_before_all_have_answered():
     job = _Job(3)
     job.ranks[0].announce("end")
     assert job.are_over() == [False] * 3
-    job.ranks[0].on_drained(1)
+    job.ranks[0].receive(1, MessageKind.DRAINED, b"")
     assert job.are_over() == [False] * 3
-    job.ranks[0].on_drained(2)
+    job.ranks[0].receive(2, MessageKind.DRAINED, b"")
     assert job.ranks[0].is_over
 
 

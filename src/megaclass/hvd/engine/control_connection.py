@@ -29,8 +29,11 @@ _PROOF = struct.Struct(f"<{_NUMBER_BYTES}sI{_MAC_BYTES}s")
 # Time for a caller to prove itself; ranks need milliseconds.
 _PROOF_S = 5.0
 _MAX_UNPROVEN = 128
+# How often a listener looks for close() and for callers whose time is over.
 _TICK_S = 0.5
 _RETRY_S = 0.05
+# A driver that sends does not read meanwhile. Buffers of this size take the usual messages of both sides, so that two drivers
+# that send to each other do not wait for each other.
 _SOCKET_BYTES = 1024 * 1024
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 

@@ -55,6 +55,7 @@ class _Sleeper:
     def __init__(self, network: select.epoll) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._network = network.fileno()
+        # An epoll is itself a file to wait for: `network` is readable while any of its connections is.
         self._events = select.epoll()
         self._events.register(self._wake, select.EPOLLIN)
         self._events.register(self._network, select.EPOLLIN)
@@ -68,6 +69,7 @@ class _Sleeper:
 
     def sleep(self, timeout_s: float | None) -> None:
         """Sleeps until wake(), a message or the timeout; None: no timeout."""
+        # Only the wake is consumed here. Messages stay where they are until the driver asks for readable().
         for file, _ in self._events.poll(timeout_s):
             if file == self._wake:
                 os.eventfd_read(file)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from megaclass.hvd.engine.messages import Key
 from megaclass.hvd.engine.operation import Operation
-from megaclass.hvd.exceptions import DUPLICATE_NAME
+from megaclass.hvd.exceptions import DUPLICATE_NAME, HorovodInternalError
 
 
 class InFlight:
@@ -19,6 +19,8 @@ class InFlight:
         self._lock = lock
         self._operations: dict[Key, Operation] = {}
         self._join: Operation | None = None
+        self.closed = ""
+        """Why no operation is possible any more; empty while operations are possible. Any thread reads it without `lock`."""
 
     # -- the caller holds `lock` ----------------------------------------------------------------------------------
 
@@ -26,14 +28,24 @@ class InFlight:
         return len(self._operations)
 
     def add(self, operation: Operation) -> None:
-        """Adds an operation; ValueError if one of the same name is under way."""
+        """Adds an operation; HorovodInternalError after close(), ValueError if one of the same name is under way."""
+        if self.closed:
+            raise HorovodInternalError(self.closed)
         # Two operations of one name could not be told apart by the other ranks. Horovod refuses this with the same text.
         if operation.request.key in self._operations:
             raise ValueError(DUPLICATE_NAME)
         self._operations[operation.request.key] = operation
 
     def add_join(self, operation: Operation) -> None:
+        """Adds the join of this rank; HorovodInternalError after close()."""
+        if self.closed:
+            raise HorovodInternalError(self.closed)
         self._join = operation
+
+    def close(self, reason: str) -> None:
+        """Refuses all later operations; fail_all() fails those that are under way. The reason of the first call stays."""
+        # The first reason is the cause; later ones follow from it.
+        self.closed = self.closed or reason
 
     def add_waiter(self, operation: Operation) -> None:
         """Makes sure that the operation has a lock on which threads can wait for it."""
@@ -82,9 +94,9 @@ class InFlight:
             join.result = last_joined
         self.finish([join], "")
 
-    def fail_all(self, error: str) -> None:
-        """Fails everything that is under way."""
+    def fail_all(self) -> None:
+        """Fails everything that is under way with the reason of close()."""
         with self._lock:
             operations = [*self._operations.values(), self._join]
             self._join = None
-        self.finish(operations, error)
+        self.finish(operations, self.closed)

@@ -14,6 +14,7 @@ from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from megaclass.hvd.settings import Settings
 
+# Only the type: the transport is built on the engine, not the other way round.
 if TYPE_CHECKING:
     from megaclass.hvd.transport.process_set_table import ProcessSetTable
 
@@ -85,6 +86,7 @@ class Job:
         """Leaves the job: operations of other ranks that need this one fail there."""
         # The watch first: connections that end from here on are no fault.
         self.watch.stop()
+        # Then the controller, which uses the trace and the process groups until it has ended.
         self.controller.stop()
         self.timeline.stop()
         self.sets.close()

@@ -100,6 +100,7 @@ class Rendezvous:
             ) from error
 
     def _own_store(self, world: World, settings: Settings) -> "dist.Store":  # type: ignore[name-defined]
+        # One for all calls of init(): its port is taken, and a rank that is early writes into it.
         if self._store is None:
             try:
                 self._store = make_store(world, settings.start_timeout_s)
@@ -196,9 +197,11 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     if places != {(host, place) for host in hosts for place in range(hosts.count(host))}:
         local_ranks = [hosts[:r].count(hosts[r]) for r in range(size)]
     is_one_machine = len({entry["network"] for entry in entries}) == 1
+    # A job of one rank opens no port.
     if size == 1:
         address, connections = "127.0.0.1", {}
     elif rank == 0:
+        # On one machine at loopback, which no other host reaches.
         listener = AuthenticatedListener("127.0.0.1" if is_one_machine else _own_address(world), secret)
         address = listener.endpoint.address
         signed.set("endpoint", listener.endpoint.to_json())
@@ -207,6 +210,7 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     else:
         endpoint = Endpoint.from_json(signed.get("endpoint"))
         connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
+        # Of the interface that leads to rank 0: the other ranks reach this one there.
         address = connection.getsockname()[0]
         connections = {0: ControlConnection(connection)}
     machines = [entry["machine"] for entry in entries]
@@ -217,6 +221,7 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
 
 def _exchange(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
     """Returns the values of all ranks by rank. Rank 0 collects them as JSON, and the others read its list."""
+    # Through rank 0: about 2 * W reads in all, instead of W * W if each rank read the entries of all others.
     if rank:
         store.set(f"{name}/{rank}", json.dumps(mine))
         found = _parsed(store.get(name), name)

@@ -26,10 +26,16 @@ Shape = tuple[int, ...]
 Key = tuple[int, str, str]
 """Process set, kind and name. Requests of different ranks belong together if their keys are equal."""
 
+# In a job with a million different lists, two have the same hash with a probability below 1e-7.
 HASH_BYTES = 8
 
 
+REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+"""Names of the reductions, by Horovod's number."""
+
+
 def short_hash(data: bytes) -> bytes:
+    # Not Python's hash(), which is different in every process.
     return blake2b(data, digest_size=HASH_BYTES).digest()
 
 
@@ -146,6 +152,7 @@ class Request:
     @classmethod
     def under(cls, name: str, terms: Terms) -> "Request":
         """Returns a request with terms that exist already."""
+        # Not through __init__, which would look up the terms again: a message may hold a thousand requests.
         request = cls.__new__(cls)
         request.terms = terms
         request.name = name
@@ -204,6 +211,7 @@ class Answer:
         self.responses = responses
         self.agreement = agreement
         """The same, in short, if all ranks have announced the same list of plain operations; else None."""
+        # The few terms that a thousand requests share are asked, not the requests.
         terms = distinct_terms([request for response in responses for request in response.requests])
         self.repeats = all(each.repeats for each in terms)
         self.is_global = not any(each.process_set for each in terms)
@@ -212,6 +220,7 @@ class Answer:
 
     def for_rank(self, rank: int, process_sets: Mapping[int, Sequence[int]]) -> "Answer":
         """Selects the responses of the process sets that the rank is a member of."""
+        # The usual case: no copy, and one digest, computed once, serves all ranks.
         if self.is_global:
             return self
         return Answer([response for response in self.responses if rank in process_sets.get(response.process_set, ())])
@@ -270,6 +279,7 @@ class Sender:
         if digest in self._known:
             return _KNOWN + digest
         # Sender and receiver forget at the same message, so that both always know the same lists and numbers.
+        # The second limit is for jobs whose shapes, and therefore terms, are new in every step.
         forgets = len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity
         if forgets:
             self._known.clear()
@@ -313,6 +323,7 @@ class Receiver:
         if tag == _KNOWN:
             return digest, self._known[digest]
         forgets, remembers, new, numbers, names, cuts = json.loads(message[1 + HASH_BYTES :])
+        # Before the message is read: the sender has numbered its terms from zero again.
         if forgets:
             self._known.clear()
             self._terms.clear()

@@ -31,6 +31,7 @@ class Operation:
     error: str = ""
     """Why the operation failed; empty if it succeeded."""
     is_done: bool = False
+    # In quotes: threading.Lock is a function, not a class, before Python 3.13.
     waiter: "threading.Lock | None" = None
     """A lock that is held until the operation is done; created by the first thread that waits without driving."""
     on_done: Callable[[], None] | None = None

@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping
 
 from megaclass.hvd.engine.control_connection import ControlConnection, MessageKind
 
+STOP_KINDS = (MessageKind.STOP, MessageKind.DRAINED, MessageKind.END)
+"""The messages that Stopping.receive() handles."""
+
 
 class Stopping:
     """This rank's part in ending the job."""
@@ -46,19 +49,25 @@ class Stopping:
         # A job of one rank, or one whose other ranks are all lost, has no answer to wait for.
         self._end_if_drained()
 
-    def on_stop(self, reason: str) -> None:
-        """Handles a STOP message."""
+    def receive(self, peer: int, kind: int, content: bytes) -> None:
+        """Handles a message of another rank about the end."""
+        match kind:
+            case MessageKind.STOP:
+                self._on_stop(content.decode(errors="replace"))
+            case MessageKind.DRAINED:
+                self._drained.add(peer)
+                self._end_if_drained()
+            case MessageKind.END:
+                self.is_over = True
+
+    def _on_stop(self, reason: str) -> None:
         if self._rank == 0:
             self.announce(reason)
             return
         self.reason = reason
         self._close(reason)
+        # Only now: no operation of this rank is under way any more, and none can start.
         self._connections[0].send(MessageKind.DRAINED)
-
-    def on_drained(self, peer: int) -> None:
-        """Handles a DRAINED message, on rank 0."""
-        self._drained.add(peer)
-        self._end_if_drained()
 
     def on_lost(self, peer: int, reason: str) -> None:
         """Handles the end of the connection to a rank."""

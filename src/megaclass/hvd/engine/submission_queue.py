@@ -15,9 +15,6 @@ the submitting thread holds, or for a core, which that thread may lack as well. 
 The controller's lock guards everything here: any thread appends, the driver takes.
 """
 
-from collections import deque
-
-from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.operation import Operation
 
 # Operations that no thread waits for are held back for at most this many cycle times while more of them keep coming. Small
@@ -39,6 +36,10 @@ class SubmissionQueue:
         self.num_bytes = 0
         self.is_urgent = False
         """True if a thread waits, so that the queue is announced without delay."""
+        self.num_together = 0
+        """Number of open Controller.together() blocks: the driver is woken when the operations of a block are complete."""
+        self.wants_join = False
+        """True while this rank has a join that was not announced yet."""
         # What the driver saw at its looks: the length of the queue, since when it has that length, and the first look.
         self._num_seen = 0
         self._seen_at = 0.0
@@ -65,6 +66,13 @@ class SubmissionQueue:
         self.clear()
         return operations
 
+    def take_join(self) -> bool:
+        """Returns whether the join is to be announced now: after everything that was submitted before it."""
+        if not self.wants_join or self.operations:
+            return False
+        self.wants_join = False
+        return True
+
     def clear(self) -> None:
         """Empties the queue."""
         self.operations, self.num_bytes, self.is_urgent, self._num_seen = [], 0, False, 0
@@ -87,26 +95,3 @@ class SubmissionQueue:
         # An early start gains nothing where the whole queue travels in less time than it took to submit it.
         most_cycles = _MOST_CYCLES if self.num_bytes >= _WORTH_STARTING_BYTES else _MOST_CYCLES_OF_LITTLE
         return self._opened_at + most_cycles * self._cycle_s
-
-
-class AnnouncedLists:
-    """The lists that this rank has announced and that an Agreement of rank 0 may refer to by their hash. Driver only."""
-
-    def __init__(self) -> None:
-        self._lists: deque[tuple[bytes, list[Operation]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def keep(self, digest: bytes, operations: list[Operation]) -> None:
-        # An Agreement comes before anything of its list has run, so that older lists were answered one by one.
-        while self._lists and self._lists[0][1][0].is_done:
-            self._lists.popleft()
-        self._lists.append((digest, operations))
-
-    def take(self, digest: bytes) -> list[Request]:
-        """Returns the list that rank 0 refers to; older lists were answered before it."""
-        while True:
-            announced, operations = self._lists.popleft()
-            if announced == digest:
-                return [operation.request for operation in operations]

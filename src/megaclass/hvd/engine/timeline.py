@@ -14,6 +14,8 @@ from typing import IO, Any
 
 from megaclass.files import open_private
 
+_NO_PHASE = contextlib.nullcontext()
+
 
 class Timeline:
     """Writes the trace. It is inactive until start(); any thread may start or stop it, the driver writes events."""
@@ -33,6 +35,7 @@ class Timeline:
     def start(self, path: str, mark_cycles: bool) -> None:
         with self._lock:
             self._marks_cycles = mark_cycles
+            # Once more with the same path: the trace continues.
             if self.is_active and path == self._path:
                 return
             self._close()
@@ -76,18 +79,20 @@ class Timeline:
                 if self._open.pop(tensor, None) is not None:
                     self._end(tensor)
 
-    @contextlib.contextmanager
-    def phase(self, tensors: list[str], name: str) -> Iterator[None]:
+    def phase(self, tensors: list[str], name: str) -> contextlib.AbstractContextManager[None]:
         """Records a slice of each tensor around the block."""
-        if not self.is_active:
-            yield
-            return
+        # Every operation passes here, mostly without a trace: entering a generator would take a microsecond.
+        return self._phase(tensors, name) if self.is_active else _NO_PHASE
+
+    @contextlib.contextmanager
+    def _phase(self, tensors: list[str], name: str) -> Iterator[None]:
         with self._lock:
             for tensor in tensors:
                 self._begin(tensor, name)
         try:
             yield
         finally:
+            # Also where the block raises, or the trace would never close the slice. After a stop(), _write() does nothing.
             with self._lock:
                 for tensor in tensors:
                     self._end(tensor)
@@ -103,6 +108,7 @@ class Timeline:
     def _number(self, tensor: str) -> int:
         number = self._numbers.get(tensor)
         if number is None:
+            # 0 is the process of the trace itself; a name is announced with the tensor's first event.
             number = self._numbers[tensor] = len(self._numbers) + 1
             self._write({"name": "process_name", "ph": "M", "pid": number, "args": {"name": tensor}})
             self._write({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})

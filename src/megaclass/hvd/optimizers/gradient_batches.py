@@ -6,7 +6,7 @@ gradients are submitted: ranks whose batches or models differ in a step still fi
 
 from torch import Tensor
 
-from megaclass.hvd.engine.coordinator import FUSED_TENSOR_BYTES
+from megaclass.hvd.engine.rank0.fusion import FUSED_TENSOR_BYTES
 
 # The sizes of DistributedDataParallel's buckets: the first one is small, so that sending starts early.
 _FIRST_BYTES = 1024 * 1024

@@ -1,9 +1,7 @@
 """The settings of InsightFace's `configs/*.py`: defaults, and those that have no counterpart in a recipe."""
 
-from typing import Any
-
 # Defaults from InsightFace's configs/base.py, which every config overrides.
-BASE: dict[str, Any] = {
+BASE: dict[str, object] = {
     "margin_list": (1.0, 0.5, 0.0),
     "network": "r50",
     "embedding_size": 512,

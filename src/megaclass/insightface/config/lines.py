@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.errors import ConfigError
-from megaclass.insightface.config_values import (
+from megaclass.insightface.config.values import (
     CannotFollowError,
     Expressions,
     Unreadable,
@@ -35,7 +35,7 @@ class Line:
     """The last assignment to `config.<name>`."""
 
     name: str
-    value: Any
+    value: object
     """A number, text, bool, None, list or tuple of them, or Unreadable."""
     number: int
     text: str

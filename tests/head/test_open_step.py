@@ -1,0 +1,55 @@
+"""What may follow what within a step of a head."""
+
+from typing import Any
+
+import pytest
+
+from megaclass.errors import HeadError
+from megaclass.head.step.open_step import OpenStep
+
+# The class keeps plans and parts without a look into them.
+PLAN, OTHER, FIRST, SECOND = (object() for _ in range(4))
+
+
+@pytest.fixture
+def step() -> Any:
+    return OpenStep()
+
+
+def test_a_step_of_one_forward_is_open_from_its_backward_on(step):
+    assert not step.is_open
+    step.add(PLAN, FIRST)
+    assert step.is_open
+    assert step.for_update() == (PLAN, [FIRST])
+
+
+def test_the_parts_of_a_planned_step_are_updated_together_and_in_their_order(step):
+    step.planned = PLAN
+    assert step.is_open
+    step.add(PLAN, FIRST)
+    step.add(PLAN, SECOND)
+    assert step.for_update() == (PLAN, [FIRST, SECOND])
+
+
+def test_two_forwards_with_plans_of_their_own_are_not_one_step(step):
+    step.add(PLAN, FIRST)
+    with pytest.raises(HeadError, match="a second time before step"):
+        step.add(OTHER, SECOND)
+    assert step.for_update() == (PLAN, [FIRST])
+
+
+def test_an_update_needs_a_backward(step):
+    step.planned = PLAN
+    with pytest.raises(HeadError, match="without a forward and a backward"):
+        step.for_update()
+
+
+@pytest.mark.parametrize("opened_by", ["begin_step", "backward"])
+def test_a_step_is_not_opened_inside_another_one(step, opened_by):
+    step.check_closed()
+    if opened_by == "begin_step":
+        step.planned = PLAN
+    else:
+        step.add(PLAN, FIRST)
+    with pytest.raises(HeadError, match="inside an open step"):
+        step.check_closed()
