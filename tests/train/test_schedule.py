@@ -32,7 +32,9 @@ def test_steps_divide_by_ten():
 
 def steps_with(duty: str, commit_steps: int | None = None, **train: float) -> list[int]:
     """Numbers of the steps that have the duty, counted from 1, of a run with five steps per epoch."""
-    config = load_config_values({"data": {"path": "x"}, "train": {"run_dir": "x", "report_steps": 1000, **train}}, where="test")
+    config = load_config_values(
+        {"data": {"path": "x"}, "train": {"run_dir": "x", "report_steps": 1000, **train}}, where="test"
+    )
     schedule = Schedule(config, steps_per_epoch=5, commit_steps=commit_steps)
     return [step + 1 for step in range(schedule.num_steps) if getattr(schedule.duties(step), duty)]
 

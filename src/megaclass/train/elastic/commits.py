@@ -98,9 +98,11 @@ class Commits:
         One all-gather of 15 numbers per rank.
         """
         self._joined = joined
+        # Anew in each generation: hosts have come and gone, and the copy should be on another host than its original.
         self._distance = copy_distance([member.host for member in joined.members])
         own = [int(self.has_begun), *(number for place in self._places for number in place.held.numbers())]
         rows_W = gather_blocks(torch.tensor(own, device=device), None).tolist()
+        # A rank that is new in the job has begun nothing, but must take the same way as the others.
         self.has_begun = any(row[0] for row in rows_W)
         held_W = [
             [HeldCommit(*row[start : start + NUM_NUMBERS]) for start in range(1, len(row), NUM_NUMBERS)]
@@ -141,10 +143,12 @@ class Commits:
         begun = time.monotonic()
         place = self._places[1] if self._last is self._places[0] else self._places[0]
         self._take(place, model, step, device)
+        # News of the driver reach the ranks at different times: what one of them knows, all of them do after the exchange.
         is_changed = self._worker.hosts_changed()
         said = torch.tensor([step, is_changed, self._worker.has_removals], device=device)
         steps_W, changed_W, removals_W = gather_blocks(said, None).T.tolist()
         assert len(set(steps_W)) == 1, f"the ranks commit different steps: {steps_W}"
+        # Not before: if a rank dies earlier, some ranks have filled their place and others have not.
         self._last = place
         self._spent_s += time.monotonic() - begun
         return Change(any(changed_W), any(removals_W))
@@ -152,11 +156,13 @@ class Commits:
     def _take(self, place: _Place, model: Model, step: int, device: torch.device) -> None:
         assert self._joined is not None
         rank, size = self._joined.world.rank, self._joined.world.size
+        # First: a place that is half overwritten must not be offered if this process survives an error in the lines below.
         place.held = NO_COMMIT
         # The statistics of batch norm differ between ranks, and a rank that is lost takes its own along.
         average_buffers_(model.backbone)
         head = model.head
         rows = head.rows()
+        # On a GPU both copies are started here and waited for below, so that they overlap with the exchange between ranks.
         place.shared = place.shared_copy.take(model.shared_state())
         place.rows = place.rows_copy.take(rows)
         place.generators = generator_states(device)
@@ -188,9 +194,11 @@ class Commits:
         rank, size = self._joined.world.rank, self._joined.world.size
         place = next((place for place in self._places if _is_of(place, plan)), None)
         shared: Mapping[str, Tensor] = place.shared if place is not None else {}
+        # All ranks know the plan, so that either all of them broadcast or none does.
         if len(plan.ranks) < size:
             shared = tensors_of_rank(shared, plan.ranks[0], device)
         model.load_shared_state(dict(shared))
+        # Every rank goes through the same list in the same order: sender and receiver meet, and no two wait for each other.
         for transfer in transfers(plan, size):
             if rank not in (transfer.source, transfer.target):
                 continue
@@ -212,6 +220,7 @@ class Commits:
         # The head draws its samples by step number.
         model.head.step_count = plan.step
         if place is not None:
+            # The other place may hold a newer commit that not all ranks had completed; the next commit overwrites it.
             self._last = place
             restore_generators(place.generators, device)
         return plan.step

@@ -28,11 +28,13 @@ def swap_rows(
             part, place = next(sent, None), next(received, None)
             if part is None and place is None:
                 break
+            # Both in one batch: a send that waits for its receiver, on every rank at once, would never end.
             operations = []
             if part is not None:
                 operations.append(dist.P2POp(dist.isend, part.contiguous(), to))
             buffer = None
             if place is not None:
+                # NCCL receives on the GPU only; one piece at a time, because there may be no room for a second shard.
                 buffer = place if device.type == "cpu" else torch.empty_like(place, device=device)
                 operations.append(dist.P2POp(dist.irecv, buffer, source))
             for work in dist.batch_isend_irecv(operations):
@@ -65,6 +67,7 @@ def tensors_of_rank(tensors: Mapping[str, Tensor], source: int, device: torch.de
     header = json.dumps(rows).encode() if is_source else b""
     length = torch.tensor([len(header)], device=device)
     dist.broadcast(length, source)
+    # Before memory is taken for it.
     assert 0 < int(length) <= _MAX_HEADER_BYTES, int(length)
     text = torch.zeros(int(length), dtype=torch.uint8)
     text[: len(header)] = torch.frombuffer(bytearray(header or b"\0"), dtype=torch.uint8)[: len(header)]

@@ -52,6 +52,7 @@ def through_generations(worker: ElasticWorker, train: Callable[[Assignment], int
         try:
             code = train(here)
         except Exception as error:
+            # Steps that were committed are progress: only failures without any are counted, as restarts are.
             num_failures = 0 if worker.has_committed else num_failures + 1
             if num_failures > _MOST_ATTEMPTS or not _is_by_loss(worker, error):
                 raise
@@ -69,6 +70,7 @@ def through_generations(worker: ElasticWorker, train: Callable[[Assignment], int
 @contextlib.contextmanager
 def joined_group(worker: ElasticWorker, here: Assignment, device_name: str) -> Iterator[torch.device]:
     """Joins the process group of a generation; its collectives fail as soon as a member is known to be gone."""
+    # Before the group exists: a member may be lost while the others connect to it, and they would wait for it until _JOIN_S.
     own = OwnConnections()
     worker.when_broken(own.end)
     with contextlib.ExitStack() as held:
