@@ -98,7 +98,7 @@ class Commits:
         One all-gather of 15 numbers per rank.
         """
         self._joined = joined
-        # Anew in each generation: hosts have come and gone, and the copy should be on another host than its original.
+        # In each generation, because hosts have come and gone, and the copy should be on another host than its original.
         self._distance = copy_distance([member.host for member in joined.members])
         own = [int(self.has_begun), *(number for place in self._places for number in place.held.numbers())]
         rows_W = gather_blocks(torch.tensor(own, device=device), None).tolist()
