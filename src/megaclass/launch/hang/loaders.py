@@ -26,12 +26,16 @@ class AskedLoader:
     """A loader process that was asked for its stacks."""
 
     pid: int
-    is_stopped: bool
     call: str
     """File operation in which one of its threads waits."""
     file: Path
     begins_at: int
     """Size of the file before it was asked: an earlier answer stays in it."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Asked for when it is needed: SIGSTOP takes a moment to reach the threads of a process on a busy machine."""
+        return state_of(self.pid) in ("T", "t")
 
     def answer(self) -> str:
         """Returns what it has written since it was asked; empty if that is nothing."""
@@ -48,9 +52,9 @@ def ask_loaders(rank_pid: int) -> list[AskedLoader]:
         if (file := _stacks_file(pid)) is None:
             continue
         with contextlib.suppress(OSError):
-            loader = AskedLoader(pid, state_of(pid) in ("T", "t"), file_wait(pid), file, file.stat().st_size)
-            if not loader.is_stopped:
-                os.kill(pid, STACKS_SIGNAL)
+            loader = AskedLoader(pid, file_wait(pid), file, file.stat().st_size)
+            # A process that is stopped answers when it continues, into a file that nobody reads then.
+            os.kill(pid, STACKS_SIGNAL)
             asked.append(loader)
         if len(asked) == _MAX_LOADERS:
             break
