@@ -1,10 +1,10 @@
 """The open step of a head: what its forwards and backwards leave for the update.
 
-                begin()                 add()                 the head forms a new one
-    closed  ------------->  planned  ------------>  parts  ------------------------------>  closed
-       |                                              ^       step(), abandon_step()
-       +----------------------------------------------+
-             add(): a step of one forward has no begin()
+             begin_step()                  backward                  step(), abandon_step(): a new object
+    closed --------------> planned is set -----------> parts ------------------------------------------> closed
+       |                                                 ^
+       +-------------------------------------------------+
+             backward of a step that has one forward
 
 One thread at a time uses it: backward may run on a thread of autograd, but the caller of backward() waits for that.
 """
