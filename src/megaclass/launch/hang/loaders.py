@@ -53,7 +53,7 @@ def ask_loaders(rank_pid: int) -> list[AskedLoader]:
             continue
         with contextlib.suppress(OSError):
             loader = AskedLoader(pid, file_wait(pid), file, file.stat().st_size)
-            # A process that is stopped answers when it continues, into a file that nobody reads then.
+            # A process that is stopped answers when it continues, into a file that is not read any more.
             os.kill(pid, STACKS_SIGNAL)
             asked.append(loader)
         if len(asked) == _MAX_LOADERS:
