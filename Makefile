@@ -39,7 +39,7 @@ soak: $(VENV)/.dev-installed system-packages
 	$(BIN)/python tests/soak/fuzz.py --count $(MUTATIONS) --out benchmarks/fuzz.md
 	$(BIN)/python tests/soak/faults.py --rounds $(ROUNDS) --out benchmarks/soak.md
 	$(BIN)/python tests/soak/elastic.py --jobs 10 --events 20 --out benchmarks/elastic.md
-	$(BIN)/python tests/soak/elastic.py --jobs 2 --events 10 --train --out benchmarks/elastic-train.md
+	$(BIN)/python tests/soak/elastic.py --jobs 3 --events 20 --train --out benchmarks/elastic-train.md
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
