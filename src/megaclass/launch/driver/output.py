@@ -17,6 +17,9 @@ from megaclass.launch.wire.plain_text import for_terminal, plain_lines
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20
 _MAX_WAITING_BYTES = 8 << 20
+# Two seconds in all: a user who interrupts a job does not want to wait longer for a pager, either.
+_SCREEN_WAITS = 20
+_SCREEN_WAIT_S = 0.1
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
@@ -95,12 +98,16 @@ class Screen:
             self._num_bytes += len(data)
             self._changed.notify()
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """Waits until everything is written, or until the time is up."""
+    def close(self, *, is_patient: bool) -> None:
+        """Waits until everything is written; a caller that is not patient gives up on a reader that pauses."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._thread.join(timeout_s)
+        if is_patient:
+            self._thread.join()
+        # In short waits: a pause of the whole machine then counts as one of them, and the last message is not lost.
+        for _ in range(_SCREEN_WAITS):
+            self._thread.join(_SCREEN_WAIT_S)
 
     def _write_all(self) -> None:
         while True:
@@ -288,7 +295,7 @@ class DriverIo:
         )
         return cls(screen, output, messages, signals)
 
-    def close(self, timeout_s: float | None) -> None:
-        """Closes the files and waits until the screen is written, or until the time is up."""
+    def close(self, *, is_patient: bool) -> None:
+        """Closes the files and waits until the screen is written; see Screen.close."""
         self.output.close()
-        self.screen.close(timeout_s)
+        self.screen.close(is_patient=is_patient)

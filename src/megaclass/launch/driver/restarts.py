@@ -20,8 +20,6 @@ from megaclass.launch.signals import DRIVER_SIGNALS, ENDING_SIGNALS, SignalQueue
 MAX_STARTS_WITHOUT_PROGRESS = 3
 SHORT_START_S = 60.0
 _LONGEST_PAUSE_S = 60.0
-_SCREEN_S = 2.0
-"""A user who interrupts a job does not want to wait longer for a pager, either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +112,7 @@ def run_job(open_job: Callable[[DriverIo], RestartableJob], options: RunOptions,
         try:
             outcome = _run_with_restarts(open_job(io), options.restarts, io)
         finally:
-            io.close(None if outcome.may_restart else _SCREEN_S)
+            io.close(is_patient=outcome.may_restart)
     return outcome.exit_code
 
 

@@ -22,7 +22,6 @@ from megaclass.launch.plan import describe_plan, passed_on, place_ranks
 from megaclass.launch.signals import DRIVER_SIGNALS, SignalQueue
 
 _MAX_HOSTS = 1024
-_SCREEN_S = 2.0
 
 
 def run(options: RunOptions, hosts: Sequence[Host]) -> int:
@@ -63,5 +62,5 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         try:
             outcome = ElasticRun(options, source, ssh, io, secrets.token_hex(16)).run()
         finally:
-            io.close(None if outcome.exit_code == 0 else _SCREEN_S)
+            io.close(is_patient=outcome.exit_code == 0)
     return outcome.exit_code
