@@ -11,12 +11,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).parent
 HEAD = "head/kernels/test_interpreted.py"
+GRAPHS = "head/kernels/test_captured_step.py"
 NORM = "backbones/test_fused_norm.py"
 SHARES = {
-    "on one rank": ([HEAD, NORM, "data/test_device_prepare.py"], "not ranks"),
+    "on one rank": ([HEAD, GRAPHS, NORM, "data/test_device_prepare.py"], "not ranks"),
     "on several ranks": ([HEAD, NORM], "ranks"),
 }
-# Half a minute on an idle machine.
+# A minute on an idle machine.
 PATIENCE_S = 800
 
 

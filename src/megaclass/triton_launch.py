@@ -120,6 +120,11 @@ def _type_of(argument: Any) -> Any:
 _ahead: _AheadCompiler | None = None
 
 
+def is_compiling_only() -> bool:
+    """Returns True within compiling_only()."""
+    return _ahead is not None
+
+
 @contextmanager
 def compiling_only(num_threads: int) -> Iterator[None]:
     """Within it programs are compiled, several at a time, and not run: their results hold whatever was in memory."""

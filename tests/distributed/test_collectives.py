@@ -1,7 +1,7 @@
 import torch
 import torch.distributed as dist
 
-from megaclass.distributed.collectives import gather_blocks, scatter_sum, sum_over_ranks_
+from megaclass.distributed.collectives import exchanges_reported, gather_blocks, scatter_sum, sum_over_ranks_
 
 
 def _all_three() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -25,3 +25,15 @@ def test_without_a_process_group_the_world_is_one_and_nothing_travels():
     assert torch.equal(gather_blocks(block, None), block[None])
     assert torch.equal(sum_over_ranks_(block.clone(), None), block)
     assert torch.equal(scatter_sum(block[None], None), block)
+
+
+def _exchanges() -> tuple[list[bool], list[list[float]]]:
+    reported: list[bool] = []
+    with exchanges_reported(reported.append):
+        results = _all_three()
+    return reported, [result.flatten().tolist() for result in results]
+
+
+def test_a_group_of_one_rank_sends_nothing(run_ranks):
+    assert run_ranks(1, _exchanges) == [([], [[0.0] * 6, [0.0] * 6, [0.0] * 4])]
+    assert len(run_ranks(2, _exchanges)[0][0]) == 6

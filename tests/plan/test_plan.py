@@ -53,6 +53,20 @@ def test_memory_is_within_10_and_speed_within_15_percent_of_what_was_measured_on
     assert speed == pytest.approx(images_per_second, rel=0.15)
 
 
+def test_a_head_that_is_replayed_as_cuda_graphs_keeps_its_memory_between_the_steps() -> None:
+    """By default where the step is small, on one rank; up to what its exponentials and unit centres may take."""
+
+    def extra(planned: PlannedJob) -> int:
+        return plan_memory(planned).peak - plan_memory(planned.with_settings(head={"cuda_graph": "off"})).peak
+
+    small, large = (job("iresnet50", 512, num_classes, 0.1) for num_classes in (2 << 20, 8 << 20))
+    assert 0 < extra(small) < GIB
+    assert extra(large) == 0 < extra(large.with_settings(head={"cuda_graph": "on"}))
+    assert extra(job("iresnet50", 512, 2 << 20, 0.1, num_ranks=2)) == 0
+    assert extra(small.with_settings(head={"margin": "adaface"})) == 0
+    assert extra(small.with_settings(train={"accumulate": 2})) == 0
+
+
 def test_exchanges_are_those_of_the_documentation() -> None:
     # docs/how-it-works.md: 64 ranks, max_batch 128, D = 512, bf16.
     sent = exchanges(job("slim", 8192, 100_000_000, 0.1, num_ranks=64))

@@ -1,6 +1,6 @@
 """Collectives in the three shapes that the head needs. Every call takes its group.
 
-Without a process group (a script on one machine without a starter) the world has one rank and nothing is sent.
+A group of one rank sends nothing, and neither does a script without a process group.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,8 +50,9 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 def gather_blocks(block: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gathers blocks of equal shape: every rank gets (W, *block.shape), in order of rank. Not differentiable."""
-    blocks_W = block.new_empty((group_size(group), *block.shape))
-    if dist.is_initialized():
+    num_ranks = group_size(group)
+    blocks_W = block.new_empty((num_ranks, *block.shape))
+    if num_ranks > 1:
         with _exchanging():
             all_gather_single(blocks_W.view(-1), block.contiguous().view(-1), group=group)
     else:
@@ -61,7 +62,7 @@ def gather_blocks(block: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def sum_over_ranks_(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-reduces the tensor by sum, in place. Not differentiable."""
-    if dist.is_initialized():
+    if group_size(group) > 1:
         with _exchanging():
             dist.all_reduce(tensor, group=group)
     return tensor
@@ -69,7 +70,7 @@ def sum_over_ranks_(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def scatter_sum(blocks_W: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Reduce-scatters the blocks: rank r gets the sum over ranks of blocks_W[r]. Not differentiable."""
-    if not dist.is_initialized():
+    if group_size(group) == 1:
         return blocks_W[0]
     block = torch.empty_like(blocks_W[0])
     with _exchanging():

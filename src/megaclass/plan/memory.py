@@ -67,16 +67,22 @@ def _moments(job: PlannedJob, head: HeadCosts) -> dict[str, dict[str, int]]:
     kept = round(step.kept_for_backward())
     backward = round(float(np.max(step.working[step.num_forward :])))
     forward = round(float(np.max(step.working[: step.num_forward])))
+    # What stays allocated between the steps is the same memory as what a step needs.
+    logits = max(0, head.between_steps - head.images)
+    images = head.images if head.between_steps else 0
     return {
         "drawing the first centres": {"logits": head.building - head.row_state},
-        "forward of the backbone": {"activations": forward, "batch in the head": 0, "logits": 0},
+        "forward of the backbone": {"activations": forward, "batch in the head": images, "logits": logits},
         "forward of the head": {
             "activations": kept,
             "batch in the head": head.images,
-            "logits": head.stored + head.forward_extra,
+            "logits": max(logits, head.stored + head.forward_extra),
         },
-        "backward": {"activations": backward, "batch in the head": head.images, "logits": head.stored},
-        "update of the centres": {"batch in the head": head.images, "logits": head.stored + head.update_extra},
+        "backward": {"activations": backward, "batch in the head": head.images, "logits": max(logits, head.stored)},
+        "update of the centres": {
+            "batch in the head": head.images,
+            "logits": max(logits, head.stored + head.update_extra),
+        },
     }
 
 

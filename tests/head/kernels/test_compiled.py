@@ -66,17 +66,28 @@ def test_the_update_of_the_centres_is_light(capability: int, storage: str, kind:
 def test_the_control_word_is_formed_and_judged_on_every_supported_gpu(capability: int, bits: str):
     types = {
         "words": "*i64", "rows": "*bf16", "embeddings": "*bf16", "labels": "*i64", "watched": f"*{bits}",
-        "kept": f"*{bits}", "count": "i32", "stride": "i32", "step": "i32", "watched_stride": "i64", "num_watched": "i32",
+        "kept": f"*{bits}", "step": "*i64", "count": "i32", "stride": "i32", "watched_stride": "i64", "num_watched": "i32",
         "max_batch": "i32",
     }  # fmt: skip
     constants = {"D": 512, "BLOCK_D": 512, "LANES": NUM_WATCHED, "MULTIPLIER": MULTIPLIER}
     assert compile_for(capability, triton_images.pack_block, types, constants).spilled_bytes == 0
     types = {
         "first_fault": "*i64", "words": "*i64", "norms": "*fp64", "labels": "*i64", "is_image": "*i1",
-        "num_overflowed": "*fp64", "words_stride": "i32", "num_ranks": "i32", "num_images": "i32", "max_batch": "i32",
-        "num_classes": "i32", "step": "i32",
+        "num_overflowed": "*fp64", "step": "*i64", "words_stride": "i32", "num_ranks": "i32", "num_images": "i32",
+        "max_batch": "i32", "num_classes": "i32",
     }  # fmt: skip
     assert compile_for(capability, triton_images.note_faults, types, {"BLOCK": 1024}, num_warps=8).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_classes_are_drawn_on_every_supported_gpu(capability: int):
+    types = {
+        "is_positive": "*u8", "counts": "*i32", "classes": "*i64", "weights": "*fp32", "overflowed": "*fp64",
+        "step": "*i64", "key_prefix": "i64", "first_class": "i32", "num_local": "i32", "threshold": "i32",
+        "capacity": "i32", "drawn_weight": "fp32",
+    }  # fmt: skip
+    constants = {"COUNTS_ONLY": False, "BLOCK": 4096}
+    assert compile_for(capability, triton_rows.draw_classes, types, constants, num_warps=8).spilled_bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["cosine", "angle", "straight-through"])
@@ -133,14 +144,14 @@ def update_usage(
     types = {
         "weight": f"*{storage}", "state_1": f"*{storage}", "state_2": f"*{storage}", "counts": "*i32", "grad": "*bf16",
         "classes": "*i64", "pull_heads": "*i32", "pull_links": "*i32", "pull_images": "*fp32", "pull_weights": "*fp32",
-        "grad_squares": "*fp32", "first_fault": "*i64", "skip": "*i1", "lr": "fp32", "loss_scale": "fp32", "key_state": "i64",
+        "grad_squares": "*fp32", "first_fault": "*i64", "step": "*i64", "factors": "*fp32", "key_prefix": "i64",
         "first_row": "i32", "num_rows": "i32",
     }  # fmt: skip
     constants: dict[str, Any] = {
         "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1, "KIND": kind,
         "WEIGHT_DECAY": 5e-4, "CLIP_VALUE": 1.0, "CLIP_ROW_NORM": 1.0, "BETA_1": 0.9, "BETA_2": 0.999,
-        "LOG2_BETA_1": -0.152, "LOG2_BETA_2": -0.00144, "EPS": 1e-8, "LR_IS_TENSOR": False,
-        "LOSS_SCALE_IS_TENSOR": False, "BLOCK_R": 2, "BLOCK_D": 512,
+        "LOG2_BETA_1": -0.152, "LOG2_BETA_2": -0.00144, "EPS": 1e-8,
+        "BLOCK_R": 2, "BLOCK_D": 512,
     }  # fmt: skip
     if not is_measured:
         constants["grad_squares"] = None

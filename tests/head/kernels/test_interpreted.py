@@ -184,7 +184,7 @@ def test_float16_embeddings_lose_what_float16_loses():
 def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
     heads = [new_head(kernel, storage=storage, sample_rate=0.5) for kernel in ("chunked", "triton_fused")]
     for head in heads:
-        train(head, torch.float32, num_steps=1)
+        train(head, torch.float32, num_steps=2)
     for name in ("weight", "momentum"):
         plain, fused = (head.rows()[name].float() for head in heads)
         # The same bits decide; only where the last digit of the float32 result differs can the rounding.
@@ -201,13 +201,13 @@ def test_drawn_classes_are_those_of_plain_pytorch():
     labels = torch.tensor([5, 9_999, 30_000, -1, 12_345, 12_345])
     for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500)):
         truth = sample_classes(labels, 5, 10_000, rate, seed=7, step=3)
-        drawn = fused_rows.draw(labels, ClassRange(5, 10_005), rate, 7, 3, capacity, 10.0)
+        drawn = fused_rows.draw(labels, ClassRange(5, 10_005), rate, 7, torch.tensor([3]), capacity, 10.0)
         classes, weights, count = drawn.classes_S, drawn.class_weight_S, len(truth.classes_S)
         assert int(drawn.num_drawn) == count and not drawn.overflowed
         assert torch.equal(classes[:count], truth.classes_S) and (classes[count:] == 10_000).all()
         assert weights is not None and (weights[count:] == 0).all()
         assert torch.equal(weights[:count], torch.where(truth.is_positive_S, 1.0, 10.0))
-    assert fused_rows.draw(labels, ClassRange(5, 10_005), 0.1, 7, 3, 500, 1.0).overflowed == 1
+    assert fused_rows.draw(labels, ClassRange(5, 10_005), 0.1, 7, torch.tensor([3]), 500, 1.0).overflowed == 1
 
 
 @interpreted
@@ -343,6 +343,22 @@ def test_scaled_losses_tensor_rates_and_frozen_embeddings():
         head.step(lr=lr, loss_scale=scale)
         rows.append(head.rows()["weight"].double())
     assert_close(rows[1:], [rows[0], rows[0]], 1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_numbers_and_tensors_give_the_same_bits(optimizer):
+    """The device reads both from the same place, and rounds by the number of the step, which changes."""
+    heads = [new_head("triton_fused", storage="bf16", sample_rate=0.5, optimizer=optimizer) for _ in range(2)]
+    for step, (x, y) in enumerate(batches(3, NUM_CLASSES)):
+        lr, scale = 0.05 / (1 + step), 2.0**step
+        for head in heads:
+            (head(x.float().requires_grad_(), y) * scale).backward()
+        heads[0].step(lr=lr, loss_scale=scale)
+        skip = torch.tensor(False)
+        heads[1].step(lr=torch.tensor(lr, dtype=torch.float64), loss_scale=torch.tensor([scale]), skip=skip)
+    for name, tensor in heads[0].rows().items():
+        assert torch.equal(tensor, heads[1].rows()[name])
 
 
 @interpreted

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["count", "stride", "step", "watched_stride", "num_watched"])
+@triton.jit(do_not_specialize=["count", "stride", "watched_stride", "num_watched"])
 def pack_block(
     words,
     rows,
@@ -13,9 +13,9 @@ def pack_block(
     labels,
     watched,  # numbers of the centres as integers (seal.py), every watched_stride-th
     kept,  # (num_watched,) what they were when the head last wrote them; renewed
+    step,  # (1,) int64
     count,
     stride,
-    step,
     watched_stride,
     num_watched,
     max_batch,
@@ -36,7 +36,7 @@ def pack_block(
         digest = tl.sum(now.to(tl.int64) * ((2 * lanes.to(tl.int64) + 1) * MULTIPLIER), 0) & 0x3FFFFFFFFFFFFFFF
         tl.store(kept + lanes, now, mask=lanes < num_watched)
         tl.store(words, count)
-        tl.store(words + 1, tl.where(num_changed > 0, -1 - digest, step))
+        tl.store(words + 1, tl.where(num_changed > 0, -1 - digest, tl.load(step)))
     is_image = image < count
     label = tl.load(labels + image, mask=is_image, other=-1).to(tl.int64)
     tl.store(words + 2 + image, label, mask=image < max_batch)
@@ -125,7 +125,7 @@ def find_slots(slots, classes, num_entries, num_images, STEPS: tl.constexpr, BLO
     tl.store(slots + images, tl.where(local >= 0, low.to(tl.int64), -1), mask=is_image)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit
 def note_faults(
     first_fault,  # (6,) int64, in and out
     words,
@@ -133,12 +133,12 @@ def note_faults(
     labels,
     is_image,
     num_overflowed,  # () float64
+    step,  # (1,) int64
     words_stride,
     num_ranks,
     num_images,
     max_batch,
     num_classes,
-    step,
     BLOCK: tl.constexpr,
 ):
     """faults.find_fault and overflow_fault, in one program; a fault already there stays."""
@@ -175,6 +175,7 @@ def note_faults(
         first_step = tl.minimum(first_step, tl.min(tl.where(is_out, ranks, num_ranks), 0))
         num_steps += tl.sum(is_out.to(tl.int32), 0)
     overflowed = tl.load(num_overflowed).to(tl.int64)
+    step = tl.load(step)
     if tl.load(first_fault) == 0:
         if (num_changed > 0) & ((num_changed < num_ranks) | (num_twins > 0)):
             _store_fault(first_fault, 5, first_changed, 0, 0, num_changed, step)

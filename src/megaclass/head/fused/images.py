@@ -43,36 +43,52 @@ class Gathered:
         return self.blocks_W.shape[0] * self.layout.max_batch
 
 
-def gather(
-    embeddings_BD: Tensor, labels_B: Tensor, *, seal: Seal, step: int, max_batch: int, group: dist.ProcessGroup | None
-) -> Gathered:
-    """Collective: Seal.control_word, Seal.renew and gather_batch in one launch and one all-gather; the result stays packed."""
-    count, width = embeddings_BD.shape
-    layout = BlockLayout(max_batch, width, embeddings_BD.element_size())
-    block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
+@dataclass(frozen=True, slots=True)
+class Block:
+    """This rank's block of the gathered buffer."""
+
+    data: Tensor
+    layout: BlockLayout
+    dtype: torch.dtype
+    """Of the embeddings."""
+
+
+def new_block(max_batch: int, width: int, dtype: torch.dtype, device: torch.device) -> Block:
+    """Returns memory for a block of `width` columns."""
+    layout = BlockLayout(max_batch, width, dtype.itemsize)
+    return Block(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device), layout, dtype)
+
+
+def pack_(block: Block, embeddings_BD: Tensor, labels_B: Tensor, *, seal: Seal, step: Tensor) -> None:
+    """Fills the block: Seal.control_word, Seal.renew and the first half of gather_batch in one launch."""
+    layout, (count, width) = block.layout, embeddings_BD.shape
     if embeddings_BD.stride(1) != 1:
         embeddings_BD = embeddings_BD.contiguous()
     launch(
         image_programs.pack_block,
-        max(1, max_batch),
-        block.view(torch.int64),
-        block[layout.rows_at :].view(embeddings_BD.dtype),
+        max(1, layout.max_batch),
+        block.data.view(torch.int64),
+        block.data[layout.rows_at :].view(block.dtype),
         embeddings_BD,
         labels_B.contiguous(),
         seal.watched,
         seal.kept,
+        step,
         count,
         embeddings_BD.stride(0),
-        step,
         seal.stride,
         seal.kept.shape[0],
-        max_batch,
+        layout.max_batch,
         D=width,
         BLOCK_D=next_power_of_2(width),
         LANES=NUM_WATCHED,
         MULTIPLIER=MULTIPLIER,
     )
-    return Gathered(gather_blocks(block, group), layout, embeddings_BD.dtype)
+
+
+def gather(block: Block, group: dist.ProcessGroup | None) -> Gathered:
+    """Collective: all-gathers the packed blocks (size in gather_batch.py)."""
+    return Gathered(gather_blocks(block.data, group), block.layout, block.dtype)
 
 
 def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> GatheredImages:
@@ -141,7 +157,12 @@ def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
 
 
 def note_faults(
-    first_fault: Tensor, gathered: Gathered, images: GatheredImages, num_overflowed: Tensor, num_classes: int, step: int
+    first_fault: Tensor,
+    gathered: Gathered,
+    images: GatheredImages,
+    num_overflowed: Tensor,
+    num_classes: int,
+    step: Tensor,
 ) -> None:
     """Does what faults.find_fault, overflow_fault and FaultWatch.note do, in one launch."""
     launch(
@@ -153,12 +174,12 @@ def note_faults(
         images.labels_G,
         images.is_image_G,
         num_overflowed,
+        step,
         gathered.layout.num_bytes // 8,
         gathered.blocks_W.shape[0],
         gathered.num_rows,
         gathered.layout.max_batch,
         num_classes,
-        step,
         BLOCK=1024,
         num_warps=8,
     )
@@ -206,6 +227,15 @@ def finish_losses(
     return LossesAndSlopes(log_total_G, slope_G, None, mean_loss=loss)
 
 
+def make_room_for_weights(part: LossPart) -> None:
+    """Gives the part the memory that backward writes and the update reads, at addresses that are known after forward."""
+    problem, (num_rows, device) = part.problem, (part.images.unit_GD.shape[0], part.images.unit_GD.device)
+    part.negative_coefficients_G = torch.empty(num_rows, dtype=torch.float64, device=device)
+    part.target_coefficients_G = torch.empty(num_rows, device=device)
+    weighted_GD = torch.empty(problem.unit_GD.shape, dtype=problem.exp_dtype, device=device)
+    stored_products(problem).weighted_GD = weighted_GD
+
+
 def grad_embeddings(
     part: LossPart,
     upstream: Tensor,
@@ -217,12 +247,13 @@ def grad_embeddings(
     factor: float,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """cross_entropy.LossPart.weigh, grad_embeddings and grad_norms: a launch before the reduce-scatter, one after."""
+    """cross_entropy.LossPart.weigh, grad_embeddings and grad_norms: a launch before the reduce-scatter, one after.
+
+    make_room_for_weights() comes before it.
+    """
     problem, images, stored = part.problem, part.images, stored_products(part.problem)
     device, (num_rows, dim) = images.unit_GD.device, images.unit_GD.shape
-    part.negative_coefficients_G, weights_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
-    part.target_coefficients_G = torch.empty(num_rows, device=device)
-    weighted_GD = torch.empty(problem.unit_GD.shape, dtype=problem.exp_dtype, device=device)
+    weights_G = torch.empty(num_rows, dtype=torch.float64, device=device)
     grad_GD = torch.empty((num_rows, dim), device=device) if wants_images else None
     if num_rows:
         launch(
@@ -239,7 +270,7 @@ def grad_embeddings(
             part.negative_coefficients_G,
             part.target_coefficients_G,
             weights_G,
-            weighted_GD,
+            stored.weighted_GD,
             grad_GD,
             weight_factor(problem),
             D=dim,
@@ -247,7 +278,6 @@ def grad_embeddings(
             WANTS_GRAD=wants_images,
             BLOCK_D=next_power_of_2(problem.unit_GD.shape[1]),
         )
-    stored.weighted_GD = weighted_GD
     if grad_GD is None:
         return None
     grad_BD = scatter_sum(grad_GD.unflatten(0, (-1, images.max_batch)), group)

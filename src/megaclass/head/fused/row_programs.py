@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "key_state"])
+@triton.jit(do_not_specialize=["key_prefix", "first_row", "num_rows"])
 def update_rows(
     weight,  # (K * M, D)
     state_1,  # (K * M, D) momentum or mean, (K * M,) Adagrad's square
@@ -20,10 +20,9 @@ def update_rows(
     pull_weights,  # (P,) float32
     grad_squares,  # (programs,) float32 zeros, out: sum of squares of the rows' gradient, or None
     first_fault,  # a fault masks the update
-    skip,  # a flag that does too, or None
-    lr,  # a number, or a 0-d tensor
-    loss_scale,  # likewise
-    key_state,  # counter_random.stream_state of (purpose, seed, step)
+    step,  # (1,) int64
+    factors,  # (3,) float32: learning rate, loss scale, and a flag that masks the update, too
+    key_prefix,  # counter_random.stream_state of (purpose, seed)
     first_row,  # among all S * M
     num_rows,
     NUM_LOCAL: tl.constexpr,
@@ -40,21 +39,12 @@ def update_rows(
     LOG2_BETA_1: tl.constexpr,
     LOG2_BETA_2: tl.constexpr,
     EPS: tl.constexpr,
-    LR_IS_TENSOR: tl.constexpr,
-    LOSS_SCALE_IS_TENSOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Target pulls, normalisation, clipping, optimizer, stochastic rounding. A row is read and written once."""
-    is_skipped = tl.load(first_fault) != 0
-    if skip is not None:
-        is_skipped = is_skipped | (tl.load(skip) != 0)
-    if is_skipped:
+    if (tl.load(first_fault) != 0) | (tl.load(factors + 2) != 0):
         return
-    if LR_IS_TENSOR:
-        lr = tl.load(lr).to(tl.float32)
-    if LOSS_SCALE_IS_TENSOR:
-        loss_scale = tl.load(loss_scale).to(tl.float32)
     places = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = places < num_rows
     slot_rows = first_row + places
@@ -90,7 +80,7 @@ def update_rows(
     squares = tl.sum(w * w, 1)
     inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
     unit = w * inverse[:, None]
-    g = (g - unit * tl.sum(unit * g, 1)[:, None]) * (inverse / loss_scale)[:, None]
+    g = (g - unit * tl.sum(unit * g, 1)[:, None]) * (inverse / tl.load(factors + 1))[:, None]
     if grad_squares is not None:
         tl.store(grad_squares + tl.program_id(0), tl.sum(tl.sum(g * g, 1), 0))
     if CLIP_VALUE is not None:
@@ -102,6 +92,8 @@ def update_rows(
     ids = (FIRST_ID + rows).to(tl.uint32)
     if KIND == "adamw":
         steps = tl.load(counts + rows, mask=is_row, other=0) + 1
+        # Every warp that holds a part of the row reads its count; none may write before all have read.
+        tl.debug_barrier()
         tl.store(counts + rows, steps, mask=is_row)
         mean = tl.load(state_1 + cells, mask=inside, other=0.0).to(tl.float32)
         square = tl.load(state_2 + cells, mask=inside, other=0.0).to(tl.float32)
@@ -110,32 +102,34 @@ def update_rows(
         bias_1 = 1 - tl.exp2(steps.to(tl.float32) * LOG2_BETA_1)
         bias_2 = 1 - tl.exp2(steps.to(tl.float32) * LOG2_BETA_2)
         direction = mean / bias_1[:, None] / (tl.sqrt(square / bias_2[:, None]) + EPS)
+        lr = tl.load(factors)
         w = w * (1 - lr * WEIGHT_DECAY) - lr * direction
-        _store_rounded(state_1 + cells, mean, ids, columns, inside, key_state, 1)
-        _store_rounded(state_2 + cells, square, ids, columns, inside, key_state, 2)
+        _store_rounded(state_1 + cells, mean, ids, columns, inside, key_prefix, step, 1)
+        _store_rounded(state_2 + cells, square, ids, columns, inside, key_prefix, step, 2)
     else:
         g += WEIGHT_DECAY * w
         if KIND == "adagrad":
             square = tl.load(state_1 + rows, mask=is_row, other=0.0) + tl.sum(g * g, 1) / D
+            tl.debug_barrier()  # as above
             tl.store(state_1 + rows, square, mask=is_row)
             g = g / (tl.sqrt(square) + EPS)[:, None]
         elif KIND != "plain":
             old = tl.load(state_1 + cells, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             moved = BETA_1 * old + g
-            _store_rounded(state_1 + cells, moved, ids, columns, inside, key_state, 1)
+            _store_rounded(state_1 + cells, moved, ids, columns, inside, key_prefix, step, 1)
             if KIND == "nesterov":
                 g = g + BETA_1 * moved
             else:
                 g = moved
-        w -= lr * g
-    _store_rounded(weight + cells, w, ids, columns, inside, key_state, 0)
+        w -= tl.load(factors) * g
+    _store_rounded(weight + cells, w, ids, columns, inside, key_prefix, step, 0)
 
 
 @triton.jit
-def _store_rounded(pointers, values, ids, columns, inside, key_state, PLACE: tl.constexpr):
+def _store_rounded(pointers, values, ids, columns, inside, key_prefix, step, PLACE: tl.constexpr):
     """As counter_random.round_stochastically, for bfloat16; other dtypes take the values as they are."""
     if pointers.dtype.element_ty == tl.bfloat16:
-        state = _mix_64(key_state.to(tl.int64).to(tl.uint64, bitcast=True) ^ _mix_64(tl.full((), PLACE, tl.uint64)))
+        state = _mix_64(step_state(key_prefix, step) ^ _mix_64(tl.full((), PLACE, tl.uint64)))
         row_keys = _mix_32(ids ^ state.to(tl.uint32))
         column_keys = _mix_32(columns.to(tl.uint32) ^ (state >> 32).to(tl.uint32))
         noise = _mix_32(row_keys[:, None] ^ column_keys[None, :]) & 0xFFFF
@@ -167,6 +161,12 @@ def _mix_64(x):
 
 
 @triton.jit
+def step_state(prefix, step):
+    """counter_random.stream_state of the parts behind `prefix` and the step, as a uint64. step: (1,) int64."""
+    return _mix_64(prefix.to(tl.int64).to(tl.uint64, bitcast=True) ^ _mix_64(tl.load(step).to(tl.uint64, bitcast=True)))
+
+
+@triton.jit
 def mark_positives(labels, is_positive, first_class, num_local, num_images, BLOCK: tl.constexpr):
     """Labels of other ranks, and padding, are left out."""
     images = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -175,18 +175,18 @@ def mark_positives(labels, is_positive, first_class, num_local, num_images, BLOC
     tl.store(is_positive + local, tl.full((BLOCK,), 1, tl.uint8), mask=is_local)
 
 
-@triton.jit(do_not_specialize=["first_class", "num_local", "threshold", "key_a", "key_b", "capacity"])
+@triton.jit(do_not_specialize=["key_prefix", "first_class", "num_local", "threshold", "capacity"])
 def draw_classes(
     is_positive,  # (num_local,) uint8
     counts,  # (blocks,) int32: out of the first pass; in the second, running totals
     classes,  # (capacity,) int64, out of the second pass
     weights,  # (capacity,) float32, likewise; or None
     overflowed,  # () float64, likewise: 1 where more were drawn than fit
+    step,  # (1,) int64
+    key_prefix,  # counter_random.stream_state of (purpose, seed)
     first_class,
     num_local,
     threshold,
-    key_a,
-    key_b,
     capacity,
     drawn_weight,
     COUNTS_ONLY: tl.constexpr,
@@ -197,8 +197,9 @@ def draw_classes(
     local = block * BLOCK + tl.arange(0, BLOCK)
     is_local = local < num_local
     positive = tl.load(is_positive + local, mask=is_local, other=0) != 0
-    hashed = _mix_32((first_class + local).to(tl.uint32) ^ key_a.to(tl.uint32, bitcast=True))
-    hashed = _mix_32(hashed + key_b.to(tl.uint32, bitcast=True))
+    keys = step_state(key_prefix, step)
+    hashed = _mix_32((first_class + local).to(tl.uint32) ^ keys.to(tl.uint32))
+    hashed = _mix_32(hashed + (keys >> 32).to(tl.uint32))
     takes_part = is_local & (positive | (hashed.to(tl.int32, bitcast=True) < threshold))
     flags = takes_part.to(tl.int32)
     if COUNTS_ONLY:

@@ -2,15 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from megaclass.head.counter_random import stream_keys, stream_state
+from megaclass.head.counter_random import stream_state
 from megaclass.head.fused import image_programs, row_programs
+from megaclass.head.fused.step_numbers import StepNumbers
 from megaclass.head.kernels.cut import next_power_of_2
 from megaclass.head.kernels.problem import CentreGradient
-from megaclass.head.row_optimizers import Move, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.head.state.centres import Centres
 from megaclass.head.state.shards import ClassRange
 from megaclass.head.step.plan import DrawnClasses
@@ -58,13 +60,21 @@ def can_update(optimizer: RowOptimizer) -> bool:
     return type(optimizer) in (RowSGD, RowAdamW, RowAdagrad)
 
 
-def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pulls: Pulls, move: Move) -> None:
+def update_(
+    store: Centres,
+    classes_S: Tensor | None,
+    chunk: CentreGradient,
+    pulls: Pulls,
+    *,
+    numbers: StepNumbers,
+    first_fault: Tensor,
+    squares: list[Tensor] | None,
+) -> None:
     """Adds the pulls to the chunk's gradient and moves its rows: one launch, every row read and written once.
 
-    Where move.squares is None another program runs, which does not form them.
+    squares: as in Move. Where it is None another program runs, which does not form them.
     """
     rows, optimizer = store.rows(), store.optimizer
-    state = stream_state(Stream.ROUND_WEIGHTS, store.seed, move.step)
     width, num_rows = rows["weight"].shape[1], chunk.grad_RD.shape[0]
     beta1 = float(getattr(optimizer, "momentum", getattr(optimizer, "beta1", 0.0)))
     beta2 = float(getattr(optimizer, "beta2", 0.0))
@@ -72,7 +82,7 @@ def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pul
     block_r = max(1, 1024 // block_d)
     assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
     num_programs = -(-num_rows // block_r)
-    squares_P = None if move.squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
+    squares_P = None if squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
     launch(
         row_programs.update_rows,
         num_programs,
@@ -88,11 +98,10 @@ def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pul
         pulls.images_PD,
         pulls.weights_P,
         squares_P,
-        move.first_fault,
-        move.skip,
-        move.lr if isinstance(move.lr, Tensor) else float(move.lr),
-        move.loss_scale if isinstance(move.loss_scale, Tensor) else float(move.loss_scale),
-        state - (1 << 64) if state >= 1 << 63 else state,
+        first_fault,
+        numbers.step,
+        numbers.factors,
+        _key_prefix(Stream.ROUND_WEIGHTS, store.seed),
         chunk.start * store.num_subcentres,
         num_rows,
         NUM_LOCAL=len(store.classes),
@@ -109,14 +118,12 @@ def update_(store: Centres, classes_S: Tensor | None, chunk: CentreGradient, pul
         LOG2_BETA_1=math.log2(max(beta1, 1e-30)),
         LOG2_BETA_2=math.log2(max(beta2, 1e-30)),
         EPS=float(getattr(optimizer, "eps", 0.0)),
-        LR_IS_TENSOR=isinstance(move.lr, Tensor),
-        LOSS_SCALE_IS_TENSOR=isinstance(move.loss_scale, Tensor),
         BLOCK_R=block_r,
         BLOCK_D=block_d,
         num_warps=4,
     )
-    if move.squares is not None and squares_P is not None:
-        move.squares.append(squares_P.sum(dtype=torch.float64))
+    if squares is not None and squares_P is not None:
+        squares.append(squares_P.sum(dtype=torch.float64))
 
 
 def _kind(optimizer: RowOptimizer) -> str:
@@ -125,10 +132,26 @@ def _kind(optimizer: RowOptimizer) -> str:
     return "adamw" if isinstance(optimizer, RowAdamW) else "adagrad"
 
 
+@cache
+def _key_prefix(purpose: Stream, seed: int) -> int:
+    """Returns the part of a program's random key that stays the same over the steps, as a signed number of 64 bits."""
+    state = stream_state(purpose, seed)
+    return state - (1 << 64) if state >= 1 << 63 else state
+
+
 def draw(
-    labels_G: Tensor, local_classes: ClassRange, rate: float, seed: int, step: int, capacity: int, drawn_weight: float
+    labels_G: Tensor,
+    local_classes: ClassRange,
+    rate: float,
+    seed: int,
+    step: Tensor,
+    capacity: int,
+    drawn_weight: float,
 ) -> DrawnClasses:
-    """sampling.sample_classes with a capacity. Reads num_local bytes twice in five launches; nothing waits."""
+    """sampling.sample_classes with a capacity. Reads num_local bytes twice in five launches; nothing waits.
+
+    step: (1,) int64, on the device.
+    """
     device, start, num_local = labels_G.device, local_classes.start, len(local_classes)
     is_positive = torch.zeros(num_local, dtype=torch.uint8, device=device)
     if labels_G.shape[0]:
@@ -156,10 +179,11 @@ def draw(
             classes_S,
             weights_S,
             overflowed,
+            step,
+            _key_prefix(Stream.DRAW_NEGATIVES, seed),
             start,
             num_local,
             round(rate * 2**32) - 2**31,
-            *stream_keys(Stream.DRAW_NEGATIVES, seed, step),
             capacity,
             float(drawn_weight),
             COUNTS_ONLY=counts_only,

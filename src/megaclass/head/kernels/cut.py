@@ -12,6 +12,11 @@ GRADIENT_BYTES = 128 << 20
 """Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
 
 
+GRAPH_BYTES = 1 << 30
+"""Most bytes (step_bytes) of a step that becomes a CUDA graph by default: about 3 ms of an H200, as long as the host takes to
+start the step's launches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """How the exponentials are cut into programs."""
@@ -78,6 +83,14 @@ def cut_classes(
     per_chunk = -(-num_classes // num_chunks)
     plane = round_up(per_chunk, even if per_chunk >= 16 * even else tiles.classes)
     return Cut(splits, plane, -(-num_classes // plane))
+
+
+def step_bytes(num_rows: int, num_images: int, dim: int, itemsize: int) -> int:
+    """Returns the bytes of the exponentials and unit centres of all rows that take part: a measure of time and memory.
+
+    num_rows: classes that take part, times sub-centres. itemsize: of the products' operands.
+    """
+    return num_rows * (num_images + dim) * itemsize
 
 
 def next_power_of_2(number: int) -> int:

@@ -5,7 +5,7 @@ GPU) fill in the rest. PartialFC chooses one when it is built or moved, calls it
 
 Collectives of a step, in order (sizes in partial_fc.py):
 
-    forward     _gather_images   all-gather of the batch: embeddings, labels, sizes, and a control word per rank
+    forward     forward          all-gather of the batch: embeddings, labels, sizes, and a control word per rank
                 loss_part        all-reduce of softmax masses and target cosines
     backward    backward         reduce-scatter of the gradient of the unit embeddings
     update      none; an all-reduce of 16 bytes where the step is measured
@@ -19,6 +19,7 @@ by the host when it is cheap to look).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,16 @@ from megaclass.keyed_random import Stream
 
 NoteFaults = Callable[[Tensor], None]
 """Records a fault of a gathered batch on the device, given the number of ranks whose drawn classes did not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForBackward:
+    """Demands on a forward that a backward follows."""
+
+    wants_grad_images: bool
+    """The embeddings need a gradient."""
+    stored_bytes: int
+    """Most bytes of exponentials kept; the rest is computed again."""
 
 
 class StepEngine(ABC):
@@ -69,10 +80,22 @@ class StepEngine(ABC):
         """Draws the classes of this rank that take part; labels_G: below 0 for padding."""
 
     @abstractmethod
-    def _gather_images(
-        self, embeddings_BD: Tensor, labels_B: Tensor, step: int, product_dtype: torch.dtype
-    ) -> tuple[GatheredImages, NoteFaults]:
-        """Collective. Gathers the global batch and looks up the images' own centres."""
+    def forward(
+        self,
+        embeddings_BD: Tensor,
+        labels_B: Tensor,
+        planned: StepPlan | None,
+        *,
+        step: int,
+        product_dtype: torch.dtype,
+        for_backward: ForBackward | None,
+    ) -> tuple[StepPlan, LossPart, Tensor]:
+        """Collective. Gathers the global batch, looks up the images' own centres and calls _forward_gathered.
+
+        planned: the plan of a step opened by begin_step(); None makes one for this batch.
+        for_backward: None where no backward follows.
+        Returns the step's plan, what backward needs of this part, and the loss.
+        """
 
     @abstractmethod
     def _find_slots(self, local_ids_G: Tensor, classes_S: Tensor) -> Tensor:
@@ -102,23 +125,19 @@ class StepEngine(ABC):
         drawn = DrawnClasses() if rate == 1 else self._draw_classes(labels_G, rate, step)
         return StepPlan(drawn, counts_W.sum(dtype=torch.float64), counts_W, [])
 
-    def forward(
+    def _forward_gathered(
         self,
-        embeddings_BD: Tensor,
-        labels_B: Tensor,
+        images: GatheredImages,
+        note_faults: NoteFaults,
         planned: StepPlan | None,
         *,
         step: int,
-        product_dtype: torch.dtype,
-        wants_grad_images: bool,
-        stored_bytes: int,
+        for_backward: ForBackward | None,
     ) -> tuple[StepPlan, LossPart, Tensor]:
-        """Collective. Returns the step's plan, what backward needs of this part, and the loss.
+        """Collective. The part of forward behind the all-gather.
 
-        planned: the plan of a step opened by begin_step(); None makes one for this batch.
+        Faults of the batch mask the update but do not leave forward early on a GPU: the collectives stay in step.
         """
-        # Faults of the batch mask the update but do not leave forward early on a GPU: the collectives below stay in step.
-        images, note_faults = self._gather_images(embeddings_BD, labels_B, step, product_dtype)
         plan = planned if planned is not None else self.plan(images.labels_G, images.counts_W, step)
         drawn, slots_G = plan.drawn, images.local_ids_G
         problem = Problem(
@@ -132,8 +151,8 @@ class StepEngine(ABC):
             scale=self.margin.scale,
             logit_bound=self.margin.logit_bound(),
             filter_above=self.settings.filter_above,
-            wants_grad_images=wants_grad_images,
-            stored_bytes=stored_bytes,
+            wants_grad_images=for_backward is not None and for_backward.wants_grad_images,
+            stored_bytes=0 if for_backward is None else for_backward.stored_bytes,
         )
         # Bound now: the plan has advanced to the next part by the time a kernel computes logits again for backward.
         plan_now = plan.at_this_part()

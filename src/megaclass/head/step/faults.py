@@ -57,9 +57,9 @@ def overflow_fault(fault: Tensor, num_overflowed: Tensor) -> Tensor:
 class FaultWatch:
     """Keeps the first fault until the host has seen it.
 
-    `first_fault` is written on the device by forward (`note`, or the fused program) and read there as a mask. `_copies` are
-    copies on their way to the host, one per forward; the oldest is read when its transfer has long finished.
-    `_spare` is the memory of one that has been read, for the next.
+    `first_fault` is written on the device by forward (`note`, or the fused program) and read there as a mask; always in
+    place, because captured graphs have its address. `_copies` are copies on their way to the host, one per forward; the
+    oldest is read when its transfer has long finished. `_spare` is the memory of one that has been read, for the next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class FaultWatch:
         self._spare: tuple[Tensor, torch.cuda.Event] | None = None
 
     def note(self, fault: Tensor) -> None:
-        self.first_fault = torch.where(self.first_fault[0] == 0, fault, self.first_fault)
+        torch.where(self.first_fault[0] == 0, fault, self.first_fault, out=self.first_fault)
 
     def look(self, num_classes: int) -> None:
         """Raises the first fault: at once on a CPU; on a GPU the one of a few steps ago, whose copy has arrived."""
@@ -92,8 +92,8 @@ class FaultWatch:
 
     def clear(self) -> None:
         """Drops the fault without reading it: for loops that skip bad steps and count them."""
+        self.first_fault.zero_()
         # Copies under way may hold the fault that is being cleared: it must not be raised again.
-        self.first_fault = torch.zeros_like(self.first_fault)
         self._copies.clear()
 
     def _raise(self, fault: Tensor, num_classes: int) -> None:

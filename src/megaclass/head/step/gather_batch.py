@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaclass.distributed.collectives import gather_blocks
+from megaclass.distributed.collectives import gather_blocks, group_size
 
 PADDING = -1
 _CONTROL_WORDS = 2
@@ -96,5 +96,10 @@ def gather_batch(
 
 
 def largest_batch(count: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Collective. Returns the largest batch of any rank. All-gathers 8 bytes per rank; the host waits for it."""
+    """Collective. Returns the largest batch of any rank. All-gathers 8 bytes per rank; the host waits for it.
+
+    A single rank knows it without asking the device.
+    """
+    if group_size(group) == 1:
+        return count
     return int(gather_blocks(torch.tensor([count], device=device), group).max())

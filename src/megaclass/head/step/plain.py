@@ -25,7 +25,7 @@ from megaclass.head.step.cross_entropy import (
     grad_embeddings,
     grad_norms,
 )
-from megaclass.head.step.engine import NoteFaults, StepEngine
+from megaclass.head.step.engine import ForBackward, NoteFaults, StepEngine
 from megaclass.head.step.faults import find_fault, overflow_fault
 from megaclass.head.step.gather_batch import GlobalBatch, gather_batch
 from megaclass.head.step.plan import DrawnClasses, StepPlan
@@ -51,9 +51,23 @@ class PlainStep(StepEngine):
             weight_S.masked_fill_(sample.is_positive_S, 1.0).masked_fill_(sample.classes_S >= len(own), 0.0)
         return DrawnClasses(sample.classes_S, weight_S, None, sample.overflowed.double())
 
+    def forward(
+        self,
+        embeddings_BD: Tensor,
+        labels_B: Tensor,
+        planned: StepPlan | None,
+        *,
+        step: int,
+        product_dtype: torch.dtype,
+        for_backward: ForBackward | None,
+    ) -> tuple[StepPlan, LossPart, Tensor]:
+        images, note_faults = self._gather_images(embeddings_BD, labels_B, step, product_dtype)
+        return self._forward_gathered(images, note_faults, planned, step=step, for_backward=for_backward)
+
     def _gather_images(
         self, embeddings_BD: Tensor, labels_B: Tensor, step: int, product_dtype: torch.dtype
     ) -> tuple[GatheredImages, NoteFaults]:
+        """Collective. Gathers the global batch and looks up the images' own centres."""
         word = self.store.seal.control_word(step)
         batch = gather_batch(embeddings_BD, labels_B, step=word, max_batch=self.settings.max_batch, group=self.group)
         # Lengths and unit vectors are formed in the work dtype: half precision would lose digits of the cosines.
