@@ -8,13 +8,12 @@ what the compiled program depends on.
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _compiled: dict[tuple[Any, ...], tuple[Any, int]] = {}
 """Program by what it depends on, and its number of constants."""
@@ -24,7 +23,7 @@ _MIN_INT32, _MAX_INT32 = -(2**31), 2**31 - 1
 def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) -> None:
     """Launches a program on the current stream; all tensors are on the same device.
 
-    arguments: tensors, descriptors of tensors, numbers, None.
+    arguments: tensors, descriptors of tensors (Triton's; Gluon's in the default layout of their block), numbers, None.
     settings: the constants of the program, in the order of its signature, then options of Triton such as num_warps.
     """
     device = -1
@@ -36,10 +35,10 @@ def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) ->
             # Triton compiles 1 and multiples of 16 specially, and distinguishes 32 from 64 bits.
             is_long = not _MIN_INT32 <= argument <= _MAX_INT32
             add((argument == 1) + 2 * (argument & 15 == 0) + 4 * is_long)
-        elif kind is TensorDescriptor:
-            kinds += (argument.base.dtype, *argument.block_shape)
         elif argument is None or kind is float:
             add(kind)
+        elif hasattr(argument, "block_shape"):
+            kinds += (argument.base.dtype, *argument.block_shape)
         else:
             # Tensors at multiples of 16 bytes are compiled specially, too.
             add(argument.dtype if argument.data_ptr() & 15 == 0 else (argument.dtype, "unaligned"))
@@ -110,9 +109,8 @@ class _TensorType:
 def _type_of(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return _TensorType(argument.dtype, argument.data_ptr())
-    if isinstance(argument, TensorDescriptor):
-        base = _TensorType(argument.base.dtype, argument.base.data_ptr())
-        return TensorDescriptor(base, argument.shape, argument.strides, argument.block_shape)
+    if hasattr(argument, "block_shape"):
+        return replace(argument, base=_type_of(argument.base))
     return argument
 
 

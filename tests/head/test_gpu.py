@@ -21,6 +21,7 @@ from megaclass import (
     RowSGD,
     UserError,
 )
+from megaclass.head.kernels.problem import Problem
 
 pytestmark = [
     pytest.mark.gpu,
@@ -203,3 +204,75 @@ def test_one_rank_may_write_to_its_own_rows(kernel: str) -> None:
     head.rows()["weight"].normal_()
     assert head(x.cuda(), y.cuda()).isfinite()
     head.check()
+
+
+@pytest.mark.parametrize(
+    ("num_images", "num_classes", "width", "dtype"),
+    [
+        pytest.param(192, 70_001, 512, torch.bfloat16, id="odd numbers of tiles"),
+        pytest.param(5, 40, 64, torch.float16, id="less than a tile"),
+        pytest.param(1024, 20_000, 320, torch.bfloat16, id="fewer columns"),
+        pytest.param(4100, 33_000, 512, torch.float16, id="more tiles of images than pairs of multiprocessors"),
+    ],
+)
+def test_the_program_for_hopper_agrees_with_the_general_one(
+    num_images: int, num_classes: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megaclass.head.kernels import cut, fused
+
+    if not (9, 0) <= torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip("needs a Hopper GPU")
+    if fused._TRITON_VERSION not in fused._VERSIONS_WITH_HOPPER_PROGRAM:
+        pytest.skip(f"the program for Hopper is not used with Triton {fused._TRITON_VERSION}")
+    generator = torch.Generator("cuda").manual_seed(7)
+    # Close to the centres, so that the exponentials differ by orders of magnitude.
+    images_GD = torch.randn(num_images, width, device="cuda", generator=generator) + 0.3
+    weight_RD = torch.randn(num_classes, width, device="cuda", generator=generator) + 0.3
+    problem = Problem(
+        unit_GD=torch.nn.functional.normalize(images_GD).to(dtype),
+        weight_RD=weight_RD,
+        classes_S=torch.arange(num_classes, device="cuda"),
+        target_slot_G=torch.randint(-1, num_classes, (num_images,), device="cuda", generator=generator),
+        class_weight_S=None,
+        num_drawn=torch.tensor(num_classes - 7, dtype=torch.int32, device="cuda"),
+        num_subcentres=1,
+        scale=64.0,
+        logit_bound=70.0,
+        filter_above=None,
+        wants_grad_images=True,
+        stored_bytes=1 << 32,
+    )
+    monkeypatch.setattr(cut, "_CHUNK_BYTES", 1 << 25)  # several chunks
+    cut.cut_classes.cache_clear()
+    outcomes = []
+    for versions in (fused._VERSIONS_WITH_HOPPER_PROGRAM, set()):
+        monkeypatch.setattr(fused, "_VERSIONS_WITH_HOPPER_PROGRAM", versions)
+        mass_G = fused.mass(problem)
+        stored = fused.stored_products(problem)
+        exps_GS = torch.cat(
+            [chunk.exps_GR[:, : stop - start] for (start, stop), chunk in sorted(stored.chunks.items())], 1
+        )
+        outcomes.append((mass_G, exps_GS, stored.sums_GD))
+    cut.cut_classes.cache_clear()
+    for ours, general in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, general, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-3, atol=0)
+    exps_GS = outcomes[0][1]
+    has_target = problem.target_slot_G >= 0
+    assert not exps_GS[has_target, problem.target_slot_G[has_target]].any() and not exps_GS[:, -7:].any()
+
+
+@pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW(), RowAdagrad()], ids=["sgd", "adamw", "adagrad"])
+def test_steps_give_the_same_bits_every_time(optimizer: Any) -> None:
+    """Programs that read a number of their row and write it again must not let one warp see what another has written."""
+    outcomes = []
+    for _ in range(8):
+        head = PartialFC(
+            WIDTH, 20 * NUM_CLASSES, max_batch=BATCH, device="cuda", kernel="triton_fused", seed=1, optimizer=optimizer
+        )
+        for x, y in batches(torch.bfloat16):
+            head(x.cuda().requires_grad_(), y.cuda()).backward()
+            head.step(lr=0.01)
+        outcomes.append({name: tensor.clone() for name, tensor in head.rows().items()})
+    for outcome in outcomes[1:]:
+        for name, tensor in outcome.items():
+            assert torch.equal(tensor, outcomes[0][name]), name

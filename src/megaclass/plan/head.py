@@ -112,7 +112,7 @@ def _chunk_bytes(job: PlannedJob, operand: int, width: int) -> list[tuple[int, i
     settings = job.config.head
     num_sub = settings.subcentres
     is_plain = settings.filter_above is None and settings.margin != "curricularface"
-    tiles = tiles_for(max(job.gpu.capability, (8, 0)), job.dtype, num_sub, is_plain=is_plain)
+    tiles = tiles_for(max(job.gpu.capability, (8, 0)), job.dtype, num_sub, width=width, is_plain=is_plain)
     per_class = max(1, job.gathered) * num_sub * operand
     cut = cut_classes(
         tiles,

@@ -40,7 +40,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 
 def _tiny(triton_fused: Any, tiles: Any) -> Any:
-    def tiles_for(capability: Any, dtype: Any, num_subcentres: int, *, is_plain: bool) -> Any:
+    def tiles_for(capability: Any, dtype: Any, num_subcentres: int, **_: Any) -> Any:
         return tiles if num_subcentres == 1 else triton_fused.SUBCENTRE_TILES
 
     return tiles_for

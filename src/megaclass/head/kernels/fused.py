@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -33,6 +34,11 @@ from megaclass.triton_launch import launch
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.
 _UNSHIFTED_LOGIT = 64.0
 MAX_LOGIT = 128.0
+
+_TRITON_VERSION = ".".join(triton.__version__.split(".")[:2])
+_VERSIONS_WITH_HOPPER_PROGRAM = {"3.6"}
+"""Versions of Triton with which hopper_programs.py has run on a GPU. Gluon is an experimental part of Triton, and version 3.9
+keeps some of the registers in memory; other versions take the program of fused_programs.py."""
 
 _ALIGNED = 32
 """Rows of a product are a multiple of this; tiles of classes are too."""
@@ -131,11 +137,18 @@ class _Run:
         dtype = problem.unit_GD.dtype
         capability, num_sms = _device_facts(self.device)
         is_plain = problem.class_weight_S is None and problem.filter_above is None and problem.curriculum is None
-        self.tiles = tiles_for(capability, dtype, problem.num_subcentres, is_plain=is_plain)
-        # Hopper and later copy tiles by hardware; before, descriptors are emulated and eat registers.
-        self.by_descriptor = capability >= (9, 0)
         self.exp_dtype = problem.exp_dtype
         self.width = operand_width(self.dim, dtype)
+        self.tiles = tiles_for(
+            capability,
+            dtype,
+            problem.num_subcentres,
+            width=self.width,
+            is_plain=is_plain,
+            has_hopper_program=_TRITON_VERSION in _VERSIONS_WITH_HOPPER_PROGRAM,
+        )
+        # Hopper and later copy tiles by hardware; before, descriptors are emulated and eat registers.
+        self.by_descriptor = capability >= (9, 0)
         self.images_GD = problem.unit_GD
         if self.images_GD.shape[1] < self.width:
             self.images_GD = torch.nn.functional.pad(problem.unit_GD, (0, self.width - self.dim))
@@ -167,8 +180,11 @@ class _Run:
         won_R = None
         if num_subcentres > 1:
             won_R = torch.zeros(num_subcentres * plane, dtype=torch.int32, device=self.device)
-        borders_G, hardness = (None, None) if problem.curriculum is None else (p.float() for p in problem.curriculum)
-        if self.num_images:
+        if self.num_images and tiles.by_hopper_program:
+            self._launch_hopper_program(start, stop, centres_RD, exps_GR, masses_NG)
+        elif self.num_images:
+            curriculum = problem.curriculum
+            borders_G, hardness = (None, None) if curriculum is None else (part.float() for part in curriculum)
             launch(
                 programs.exponentials,
                 -(-self.num_images // tiles.images) * self.splits,
@@ -205,6 +221,34 @@ class _Run:
                 num_stages=tiles.stages,
             )
         return _Chunk(exps_GR, centres_RD, won_R, plane)
+
+    def _launch_hopper_program(
+        self, start: int, stop: int, centres_PD: Tensor, exps_GP: Tensor, masses_NG: Tensor
+    ) -> None:
+        from megaclass.head.kernels import hopper_programs
+
+        problem, tiles = self.problem, self.tiles
+        launch(
+            hopper_programs.exponentials,
+            -(-self.num_images // tiles.images) * self.splits,
+            hopper_programs.descriptor(self.images_GD, tiles.images, tiles.width),
+            hopper_programs.descriptor(centres_PD, tiles.classes, tiles.width),
+            hopper_programs.descriptor(exps_GP, tiles.images // 2, tiles.classes),
+            masses_NG,
+            problem.target_slot_G,
+            problem.num_drawn,
+            start,
+            stop - start,
+            self.num_images,
+            exps_GP.shape[1],
+            problem.scale / math.log(2),
+            _shift(problem) / math.log(2),
+            WIDTH=self.width,
+            SPLITS=self.splits,
+            STAGES=tiles.stages,
+            num_warps=tiles.warps,
+            maxnreg=hopper_programs.REGISTERS_AT_START,
+        )
 
     def _operand(self, tensor: Tensor, height: int, width: int) -> Any:
         return TensorDescriptor.from_tensor(tensor, [height, width]) if self.by_descriptor else tensor
