@@ -8,6 +8,7 @@ from megaclass.head.kernels.cut import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
     GRAPH_BYTES,
+    NUM_GRADIENTS,
     SUBCENTRE_TILES,
     cut_classes,
     round_up,
@@ -65,7 +66,8 @@ def head_costs(job: PlannedJob) -> HeadCosts:
     again = 1 - kept / max(1, all_exponentials)
     largest = max(sum(chunk) for chunk in chunks)
     parts = job.config.train.accumulate
-    gradient = min(GRADIENT_BYTES, drawn * num_sub * width * operand)
+    # One for every product that runs ahead. Not all GPUs and settings have two.
+    gradient = min(NUM_GRADIENTS * GRADIENT_BYTES, drawn * num_sub * width * operand)
     sampled_rows = drawn * num_sub
     wide_rows, narrow_rows = sampled_rows * dim * size, sampled_rows * width * operand
     is_sampled = job.sample_rate < 1

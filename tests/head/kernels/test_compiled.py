@@ -13,7 +13,7 @@ from megaclass.head.fused import image_programs as triton_images
 from megaclass.head.fused import row_programs as triton_rows
 from megaclass.head.kernels import fused_programs as triton_programs
 from megaclass.head.kernels import hopper_programs
-from megaclass.head.kernels.cut import HOPPER_TILES, Tiles, tiles_for
+from megaclass.head.kernels.cut import GRADIENT_COLUMNS, HOPPER_TILES, Tiles, tiles_for
 from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED
 
 # Compilation starts ptxas.
@@ -79,6 +79,24 @@ def test_the_program_for_hopper_fits(width: int, dtype: str):
     assert usage.registers == hopper_programs.REGISTERS_AT_START
     # A few numbers that wait in memory during the products cost nothing. The images and the products would: 768 bytes.
     assert usage.spilled_bytes <= 160
+
+
+@pytest.mark.parametrize("width", [256, 512])
+def test_the_product_for_hopper_leaves_room_for_programs_of_the_update(width: int):
+    types = {
+        "exps": hopper_descriptor("bf16", 64, 64),
+        "images": hopper_descriptor("bf16", 64, GRADIENT_COLUMNS),
+        "grad": hopper_descriptor("bf16", 64, 64),
+        "num_classes": "i32", "num_images": "i32",
+    }  # fmt: skip
+    constants = {"WIDTH": width, "STAGES": hopper_programs.GRADIENT_STAGES}
+    registers = hopper_programs.GRADIENT_REGISTERS_AT_START
+    usage = compile_for(90, hopper_programs.centre_gradient, types, constants, num_warps=4, maxnreg=registers)
+    assert usage.spilled_bytes == 0 and usage.registers == registers
+    update = update_usage(90)
+    # Three groups of four warps beside at least four programs of two warps. Every program has 1 KiB more for the driver.
+    assert 3 * 128 * registers + 4 * 64 * update.registers <= REGISTERS
+    assert usage.shared_bytes + 4 * update.shared_bytes + 5 * 1024 <= SHARED_BYTES[90] + 1024
 
 
 def hopper_descriptor(dtype: str, height: int, width: int) -> str:
@@ -191,8 +209,8 @@ def update_usage(
         "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1, "KIND": kind,
         "WEIGHT_DECAY": 5e-4, "CLIP_VALUE": 1.0, "CLIP_ROW_NORM": 1.0, "BETA_1": 0.9, "BETA_2": 0.999,
         "LOG2_BETA_1": -0.152, "LOG2_BETA_2": -0.00144, "EPS": 1e-8,
-        "BLOCK_R": 2, "BLOCK_D": 512,
+        "BLOCK_R": 1, "BLOCK_D": 512,
     }  # fmt: skip
     if not is_measured:
         constants["grad_squares"] = None
-    return compile_for(capability, triton_rows.update_rows, types, constants, num_warps=4)
+    return compile_for(capability, triton_rows.update_rows, types, constants, num_warps=2)

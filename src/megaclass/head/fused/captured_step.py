@@ -17,6 +17,7 @@ workspace (32 MiB on Hopper). step_graphs.py bounds it by default.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol, TypeVar
 
 import torch
@@ -53,12 +54,18 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class Recorder:
     """Captures graphs that run in the order of their capture and share a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], _T]) -> tuple[Graph, _T]:
         """Captures the launches of a function, which are not run, and returns its result. The host waits once."""
@@ -69,7 +76,9 @@ class Recorder:
         # thread_local: threads of a data loader may allocate pinned memory meanwhile.
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=_capture_stream(self._device), capture_error_mode="thread_local"
+            ),
         ):
             result = function()
         return graph, result

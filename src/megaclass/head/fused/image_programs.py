@@ -338,14 +338,15 @@ def link_pulls(
     num_pulls,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
 ):
     """Lists of the images of each row, in the order of the batch, without a sort: every pair is compared."""
     images = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = _pull_rows(slots, target_rows, images, num_pulls, M)
     following = tl.full((BLOCK,), 2**30, tl.int32)
     is_first = rows >= 0
-    for start in range(0, num_pulls, BLOCK):
-        others = start + tl.arange(0, BLOCK)
+    for start in range(0, num_pulls, BLOCK_OTHERS):
+        others = start + tl.arange(0, BLOCK_OTHERS)
         is_same = _pull_rows(slots, target_rows, others, num_pulls, M)[None, :] == rows[:, None]
         is_later = is_same & (others[None, :] > images[:, None])
         following = tl.minimum(following, tl.min(tl.where(is_later, others[None, :], 2**30), 1))

@@ -20,7 +20,8 @@ from megaclass.keyed_random import Stream
 from megaclass.triton_launch import launch
 
 _DRAW_BLOCK = 4096
-_LINK_BLOCK = 64
+# Small, so that every multiprocessor has a program; and each compares many at once, because it waits for each load.
+_LINK_BLOCK, _LINK_OTHERS = 32, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def link_pulls(
             slots_P.shape[0],
             M=num_subcentres,
             BLOCK=_LINK_BLOCK,
+            BLOCK_OTHERS=_LINK_OTHERS,
         )
     return Pulls(heads_R, links_P, images_PD, weights_P)
 
@@ -79,7 +81,8 @@ def update_(
     beta1 = float(getattr(optimizer, "momentum", getattr(optimizer, "beta1", 0.0)))
     beta2 = float(getattr(optimizer, "beta2", 0.0))
     block_d = next_power_of_2(width)
-    block_r = max(1, 1024 // block_d)
+    # Small programs, because those of the next product beside them leave little room (kernels/fused.py).
+    block_r = max(1, 512 // block_d)
     assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
     num_programs = -(-num_rows // block_r)
     squares_P = None if squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
@@ -120,7 +123,7 @@ def update_(
         EPS=float(getattr(optimizer, "eps", 0.0)),
         BLOCK_R=block_r,
         BLOCK_D=block_d,
-        num_warps=4,
+        num_warps=2,
     )
     if squares is not None and squares_P is not None:
         squares.append(squares_P.sum(dtype=torch.float64))

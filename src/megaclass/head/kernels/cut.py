@@ -5,11 +5,13 @@ from functools import lru_cache
 
 import torch
 
-_CHUNK_BYTES = 512 << 20
+_CHUNK_BYTES = 1 << 30
 """Most exponentials of one chunk: large enough to fill the GPU, small beside the centres."""
 _LEAST_CHUNK_BYTES = 128 << 20
 GRADIENT_BYTES = 128 << 20
 """Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
+NUM_GRADIENTS = 2
+"""So many wait where the next product runs beside an update (hopper_programs.py)."""
 
 
 GRAPH_BYTES = 1 << 30
@@ -45,6 +47,8 @@ TILES: list[tuple[tuple[int, int], Tiles]] = [
 # One producer warp and two groups of four, whose images of up to 512 columns stay in registers.
 HOPPER_TILES = Tiles(128, 128, 64, warps=4, stages=12, by_hopper_program=True)
 _MAX_HOPPER_WIDTH = 512
+GRADIENT_COLUMNS = 256
+"""Columns of a tile in hopper_programs.centre_gradient."""
 # Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far beside the new
 # one; float32 operands take twice the room.
 LADEN_TILES = Tiles(128, 128, 64, warps=4, stages=3, programs_per_sm=2, flatten=True, parts=2)

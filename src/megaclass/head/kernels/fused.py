@@ -21,6 +21,8 @@ from megaclass.head.kernels import fused_programs as programs
 from megaclass.head.kernels.cut import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
+    GRADIENT_COLUMNS,
+    NUM_GRADIENTS,
     SUBCENTRE_TILES,
     cut_classes,
     next_power_of_2,
@@ -75,6 +77,9 @@ def grad_images(problem: Problem, coefficients_G: Tensor) -> Tensor:
 def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterator[CentreGradient]:
     runs = [_Run(problem) for problem in problems]
     weighted = [_weighted_images(run, c) for run, c in zip(runs, coefficients, strict=True)]
+    if len(runs) == 1 and runs[0].has_product_beside_updates:
+        yield from _grad_centres_beside_updates(runs[0], weighted[0])
+        return
     first = problems[0]
     width, num_subcentres = first.weight_RD.shape[1], first.num_subcentres
     # A part of several must be added up in float32; one alone comes in the precision of its factors, at half the bytes.
@@ -96,6 +101,58 @@ def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterato
             grad_RD = _by_class(grad_RD, num_subcentres)[: (last - here) * num_subcentres, :width]
             yield CentreGradient(here, last, grad_RD, _won(chunks, here - start, last - start))
         del chunks, chunk
+
+
+def _grad_centres_beside_updates(run: "_Run", images_GD: Tensor) -> Iterator[CentreGradient]:
+    """grad_centres on a stream of its own, ahead of the caller: the next gradient is formed while the caller uses this one.
+
+    The product waits for the tensor cores and the update for memory, and hopper_programs.py leaves room for both.
+    """
+    from megaclass.head.kernels import hopper_programs
+
+    step = max(256, GRADIENT_BYTES // (run.exp_dtype.itemsize * run.width) // 256 * 256)
+    pieces = [
+        (start, here, min(here + step, stop)) for start, stop in run.chunks() for here in range(start, stop, step)
+    ]
+    rows = min(step, run.plane)
+    buffers_NPD = torch.empty((NUM_GRADIENTS, rows, run.width), dtype=run.exp_dtype, device=run.device)
+    stream, own_stream = torch.cuda.current_stream(run.device), _product_stream(run.device)
+    used: list[torch.cuda.Event] = []
+
+    def form(number: int) -> torch.cuda.Event:
+        start, here, last = pieces[number]
+        height = round_up(last - here, _ALIGNED)
+        chunk = run.recall(start, min(start + run.plane, run.problem.num_classes))
+        if number >= NUM_GRADIENTS:
+            own_stream.wait_event(used[number - NUM_GRADIENTS])
+        with torch.cuda.stream(own_stream):
+            hopper_programs.launch_centre_gradient(
+                chunk.exps_GR[:, here - start : here - start + height],
+                images_GD,
+                buffers_NPD[number % NUM_GRADIENTS, :height],
+                num_sms=run.num_sms,
+            )
+        formed: torch.cuda.Event = own_stream.record_event()
+        return formed
+
+    own_stream.wait_stream(stream)
+    try:
+        formed = [form(0)]
+        for number, (_, here, last) in enumerate(pieces):
+            if number + 1 < len(pieces):
+                formed.append(form(number + 1))
+            stream.wait_event(formed[number])
+            yield CentreGradient(here, last, buffers_NPD[number % NUM_GRADIENTS, : last - here], None)
+            used.append(stream.record_event())
+    finally:
+        # Also where the caller stops early: the buffers are free for others when this function ends.
+        stream.wait_stream(own_stream)
+
+
+@cache
+def _product_stream(device: torch.device) -> torch.cuda.Stream:
+    """Its programs come first: they need most of a multiprocessor, which those of the update would fill."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(slots=True)
@@ -161,6 +218,17 @@ class _Run:
             num_sms=num_sms,
         )
         self.splits, self.plane, self.num_chunks = cut.splits, cut.plane, cut.num_chunks
+        self.num_sms = num_sms
+
+    @property
+    def has_product_beside_updates(self) -> bool:
+        """True where the program of hopper_programs.py can multiply, and everything it reads is stored."""
+        stored = stored_products(self.problem)
+        return (
+            self.tiles.by_hopper_program
+            and self.dim % GRADIENT_COLUMNS == 0
+            and len(stored.chunks) == self.num_chunks > 0
+        )
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.problem.num_classes, self.plane):
@@ -181,7 +249,21 @@ class _Run:
         if num_subcentres > 1:
             won_R = torch.zeros(num_subcentres * plane, dtype=torch.int32, device=self.device)
         if self.num_images and tiles.by_hopper_program:
-            self._launch_hopper_program(start, stop, centres_RD, exps_GR, masses_NG)
+            from megaclass.head.kernels import hopper_programs
+
+            hopper_programs.launch_exponentials(
+                self.images_GD,
+                centres_RD,
+                exps_GR,
+                masses_NG,
+                problem.target_slot_G,
+                problem.num_drawn,
+                first_slot=start,
+                num_slots=stop - start,
+                scale_log2=problem.scale / math.log(2),
+                shift_log2=_shift(problem) / math.log(2),
+                splits=self.splits,
+            )
         elif self.num_images:
             curriculum = problem.curriculum
             borders_G, hardness = (None, None) if curriculum is None else (part.float() for part in curriculum)
@@ -221,34 +303,6 @@ class _Run:
                 num_stages=tiles.stages,
             )
         return _Chunk(exps_GR, centres_RD, won_R, plane)
-
-    def _launch_hopper_program(
-        self, start: int, stop: int, centres_PD: Tensor, exps_GP: Tensor, masses_NG: Tensor
-    ) -> None:
-        from megaclass.head.kernels import hopper_programs
-
-        problem, tiles = self.problem, self.tiles
-        launch(
-            hopper_programs.exponentials,
-            -(-self.num_images // tiles.images) * self.splits,
-            hopper_programs.descriptor(self.images_GD, tiles.images, tiles.width),
-            hopper_programs.descriptor(centres_PD, tiles.classes, tiles.width),
-            hopper_programs.descriptor(exps_GP, tiles.images // 2, tiles.classes),
-            masses_NG,
-            problem.target_slot_G,
-            problem.num_drawn,
-            start,
-            stop - start,
-            self.num_images,
-            exps_GP.shape[1],
-            problem.scale / math.log(2),
-            _shift(problem) / math.log(2),
-            WIDTH=self.width,
-            SPLITS=self.splits,
-            STAGES=tiles.stages,
-            num_warps=tiles.warps,
-            maxnreg=hopper_programs.REGISTERS_AT_START,
-        )
 
     def _operand(self, tensor: Tensor, height: int, width: int) -> Any:
         return TensorDescriptor.from_tensor(tensor, [height, width]) if self.by_descriptor else tensor
