@@ -226,6 +226,7 @@ class _Run:
         stored = stored_products(self.problem)
         return (
             self.tiles.by_hopper_program
+            and self.num_images > 0
             and self.dim % GRADIENT_COLUMNS == 0
             and len(stored.chunks) == self.num_chunks > 0
         )
