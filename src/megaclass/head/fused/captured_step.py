@@ -10,7 +10,7 @@ graphs' own pool, at the same addresses in every step. Therefore only one step a
 forward to its update, or until nothing refers to its GraphedPart any more, which then no backward can ask for.
 
 Memory: the pool keeps until the CapturedStep is dropped what an ordinary step allocates and frees: the stored
-exponentials, the unit centres and the gradient of one chunk (at most 128 MiB), some megabytes for the images, and cuBLAS's
+exponentials, the unit centres of one chunk, one or two gradients of 128 MiB, some megabytes for the images, and cuBLAS's
 workspace (32 MiB on Hopper). step_graphs.py bounds it by default.
 """
 

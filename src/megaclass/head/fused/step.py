@@ -226,7 +226,7 @@ class FusedStep(StepEngine):
         num_rows = problem.num_classes * num_subcentres
         # Each row's images as a list in the order of the batch: atomic additions would give other last bits in every run.
         pulls = fused_rows.link_pulls(slots, rows, images, weights, num_rows, num_subcentres)
-        # Each chunk is consumed before the next one is formed: the kernel writes all of them into one buffer.
+        # Each chunk is consumed before the next one is asked for: the kernel writes them into the same buffers.
         for chunk in self._centre_gradient(parts):
             fused_rows.update_(
                 self.store,
