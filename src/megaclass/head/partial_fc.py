@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megaclass.cuda_graphs import CudaGraph
 from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
@@ -36,7 +37,7 @@ from megaclass.head.inspected_head import InspectedHead
 from megaclass.head.margins import Margin
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import SampleRate, rate_schedule
-from megaclass.head.settings import CudaGraph, HeadSettings, check_batch
+from megaclass.head.settings import HeadSettings, check_batch
 from megaclass.head.state.centres import STORAGE_DTYPES, Centres
 from megaclass.head.state.shards import class_range
 from megaclass.head.state.state_dict import ModuleState

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.cuda_graphs import CudaGraph
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import HeadError
 from megaclass.head.margins import Margin
@@ -16,7 +17,6 @@ from megaclass.head.sampling import RateSchedule
 from megaclass.head.state.centres import STORAGE_DTYPES
 from megaclass.head.state.state_dict import MODULE_STATES, ModuleState
 
-CudaGraph = Literal["auto", "on", "off"]
 CUDA_GRAPHS: tuple[str, ...] = get_args(CudaGraph)
 
 # Settings that ranks compare are sent as JSON text of this fixed size.

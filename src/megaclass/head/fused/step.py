@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaclass.cuda_graphs import Recorder
 from megaclass.distributed.collectives import group_size
 from megaclass.head.fused import images as fused_images
 from megaclass.head.fused import rows as fused_rows
-from megaclass.head.fused.captured_step import CapturedStep, GraphedPart, Recorder, StepShape
+from megaclass.head.fused.captured_step import CapturedStep, GraphedPart, StepShape
 from megaclass.head.fused.step_graphs import StepGraphs, can_capture
 from megaclass.head.fused.step_numbers import StepNumbers
 from megaclass.head.kernels.cut import step_bytes
