@@ -213,11 +213,14 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: CapturedBackbone, images: Tensor, *parameters: Tensor) -> Tensor:
         embeddings, ctx.opened = captured.forward(images)
+        # Backward reads them where they are. Autograd raises an error if they have changed until then.
+        ctx.save_for_backward(*parameters)
         return embeddings
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_embeddings: Tensor) -> tuple[Tensor | None, ...]:
+        assert len(ctx.saved_tensors) == len(ctx.opened.captured.trained)
         return None, None, *ctx.opened.backward(grad_embeddings)
 
 
