@@ -125,7 +125,7 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
 
 
 def emulate_backbone_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
-    """Lets backbones on a CPU capture their steps; returns the list that receives their graphs, forward and backward in turn."""
+    """Lets backbones on a CPU capture their steps; returns the list that receives their graphs, forward and backward."""
     from megaclass.train.model import build, graphed_backbone
 
     can_capture = graphed_backbone.can_capture

@@ -6,6 +6,7 @@ The head (head/fused/) and the backbone (train/model/graphed_backbone.py) captur
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -48,17 +49,30 @@ class Recorder:
         """Captures the launches of a function, which are not run, and returns its result. The host waits once."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("another capture is under way")
-        graph = torch.cuda.CUDAGraph()
-        # An error inside torch.cuda.graph may leave its stream the current one; the outer block restores the caller's.
-        # thread_local: threads of a data loader may allocate pinned memory meanwhile.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=capture_stream(self._device), capture_error_mode="thread_local"
-            ),
-        ):
-            result = function()
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device)
+        try:
+            # An error inside torch.cuda.graph may leave its stream the current one; the outer block restores the caller's.
+            # thread_local: threads of a data loader may allocate pinned memory meanwhile.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                result = function()
+        except Exception:
+            self._release_pool(stream.device_index)
+            raise
         return graph, result
+
+    def _release_pool(self, device_index: int) -> None:
+        """Does after a failed capture what torch does after a good one and when its graph is dropped.
+
+        Otherwise the allocator would take the capture for unfinished: it would keep the pool's memory for good, and all memory
+        that several streams have used.
+        """
+        # The first line raises if torch has done it, which depends on where the capture failed.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device_index, self._pool)
+            torch._C._cuda_releasePool(device_index, self._pool)
 
 
 class Captured(Protocol):

