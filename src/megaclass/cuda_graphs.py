@@ -123,11 +123,12 @@ class ShapeGraphs(Generic[_ShapeT, _CapturedT]):
         try:
             self._captured = capture(shape)
         except RuntimeError as error:
-            # Nothing was run, so the ordinary way is still open. torch.OutOfMemoryError is a RuntimeError, too.
+            # Nothing was run, so the ordinary way is still open. torch.OutOfMemoryError is a RuntimeError, too. The end of a
+            # capture that has failed raises an error of its own.
             self._is_on = False
             warnings.warn(
                 f"{self._subject} could not be captured as a CUDA graph and runs without one, which only takes time of the "
-                f"host. {self._setting} avoids the attempt. The reason: {error}",
+                f"host. {self._setting} avoids the attempt. The reason: {error.__context__ or error}",
                 stacklevel=2,
             )
         return self._captured
