@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megaclass.backbones import BACKBONES
 from megaclass.backbones.iresnet import IResNet
-from megaclass.cuda_graphs import BACKBONE_BYTES
 from megaclass.distributed.process_group import process_group
+from megaclass.gpu.cuda_graphs import BACKBONE_BYTES
 from megaclass.train.model import graphed_backbone
 from megaclass.train.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.world import World

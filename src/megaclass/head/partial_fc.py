@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaclass.cuda_graphs import CudaGraph
 from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
+from megaclass.gpu.cuda_graphs import CudaGraph
 from megaclass.head.arguments import check_tensors, chosen_device, chosen_margin, chosen_optimizer
 from megaclass.head.choose_engine import choose_engine
 from megaclass.head.inspected_head import InspectedHead

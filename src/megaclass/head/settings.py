@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaclass.cuda_graphs import CudaGraph
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import HeadError
+from megaclass.gpu.cuda_graphs import CudaGraph
 from megaclass.head.margins import Margin
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import RateSchedule

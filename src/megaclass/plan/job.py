@@ -7,7 +7,7 @@ import torch
 
 from megaclass.backbones.configured import backbone_on_paper
 from megaclass.config.schema import BackboneConfig, Config
-from megaclass.cuda_graphs import BACKBONE_BYTES
+from megaclass.gpu.cuda_graphs import BACKBONE_BYTES
 from megaclass.head.sampling import rate_schedule, sample_capacity
 from megaclass.head.stored_memory import SHARE_OF_DEVICE
 from megaclass.image_size import compact_size

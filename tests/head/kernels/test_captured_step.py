@@ -25,7 +25,7 @@ from tests.emulated_graphs import EmulatedGraph, emulate_graphs
 from tests.head.kernels.test_interpreted import WIDTH, tiny_tiles  # noqa: F401
 from tests.head.kernels.test_interpreted import new_head as new_head_of
 
-from megaclass.cuda_graphs import NUM_ORDINARY_STEPS
+from megaclass.gpu.cuda_graphs import NUM_ORDINARY_STEPS
 from megaclass.head.fused.step_graphs import StepGraphs, can_capture
 from megaclass.head.kernels.cut import GRAPH_BYTES
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaclass.cuda_graphs import Recorder
+from megaclass.gpu.cuda_graphs import Recorder
 from megaclass.head.fused.images import Block
 from megaclass.head.state.seal import Seal
 from megaclass.head.step.cross_entropy import LossPart

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.cuda_graphs import Recorder
 from megaclass.distributed.collectives import group_size
+from megaclass.gpu.cuda_graphs import Recorder
 from megaclass.head.fused import images as fused_images
 from megaclass.head.fused import rows as fused_rows
 from megaclass.head.fused.captured_step import CapturedStep, GraphedPart, StepShape

@@ -6,7 +6,7 @@ allocated. Both follow from the same number, the bytes of exponentials and unit 
 
 import torch
 
-from megaclass.cuda_graphs import CudaGraph, ShapeGraphs
+from megaclass.gpu.cuda_graphs import CudaGraph, ShapeGraphs
 from megaclass.head.fused.captured_step import CapturedStep, StepShape
 from megaclass.head.kernels.cut import GRAPH_BYTES
 

@@ -15,7 +15,7 @@ Activations belong to one step at a time: from its forward to its backward, or u
 more. Another forward in between takes the ordinary way.
 
 Memory: the pool keeps the activations until the graphs are dropped, where an ordinary step frees them in backward; beside it
-are a copy of the images and the gradients. `auto` bounds it (cuda_graphs.BACKBONE_BYTES).
+are a copy of the images and the gradients. `auto` bounds it (gpu/cuda_graphs.py).
 """
 
 import weakref
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from megaclass.backbones.layers.norm import prepare_stream
-from megaclass.cuda_graphs import BACKBONE_BYTES, CudaGraph, Recorder, ShapeGraphs, capture_stream
+from megaclass.gpu.cuda_graphs import BACKBONE_BYTES, CudaGraph, Recorder, ShapeGraphs, capture_stream
 from megaclass.train.model.keyed_dropout import KeyedDropout
 
 _HAS_TRITON = find_spec("triton") is not None
@@ -52,7 +52,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class BackboneShape:
+class ReplayShape:
     """All that the graphs depend on and the device does not read; two steps with the same can share them."""
 
     size: torch.Size
@@ -71,7 +71,7 @@ class GraphedBackbone(nn.Module):
         super().__init__()
         self.backbone = backbone
         self._all_parameters = list(backbone.parameters())
-        self._graphs: ShapeGraphs[BackboneShape, CapturedBackbone] = ShapeGraphs(
+        self._graphs: ShapeGraphs[ReplayShape, CapturedBackbone] = ShapeGraphs(
             is_on=setting != "off",
             largest_bytes=None if setting == "on" else BACKBONE_BYTES,
             subject="The backbone's step",
@@ -104,9 +104,9 @@ class GraphedBackbone(nn.Module):
         is_training = self.backbone.training and torch.is_grad_enabled() and not _is_compiling_only()
         return is_training and images.numel() > 0 and not images.requires_grad
 
-    def _shape(self, images: Tensor) -> BackboneShape:
+    def _shape(self, images: Tensor) -> ReplayShape:
         device = images.device.type
-        return BackboneShape(
+        return ReplayShape(
             images.shape,
             images.stride(),
             images.dtype,
@@ -114,7 +114,7 @@ class GraphedBackbone(nn.Module):
             tuple([parameter.data_ptr() for parameter in self._all_parameters]),
         )
 
-    def _capture(self, shape: BackboneShape, images: Tensor) -> "CapturedBackbone":
+    def _capture(self, shape: ReplayShape, images: Tensor) -> "CapturedBackbone":
         """Captures forward and backward; runs nothing."""
         device = images.device
         if device.type == "cuda":
@@ -127,9 +127,9 @@ class GraphedBackbone(nn.Module):
 
 
 class CapturedBackbone:
-    """The graphs of one BackboneShape, and the tensors through which they are used."""
+    """The graphs of one ReplayShape, and the tensors through which they are used."""
 
-    def __init__(self, shape: BackboneShape, backbone: nn.Module, images: Tensor, recorder: Recorder) -> None:
+    def __init__(self, shape: ReplayShape, backbone: nn.Module, images: Tensor, recorder: Recorder) -> None:
         self.shape = shape
         self.trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
         # The same memory under other names. DDP keeps autograd's node of each parameter (AccumulateGrad), which belongs to the
