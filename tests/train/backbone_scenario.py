@@ -24,12 +24,13 @@ NUM_REPLAYED_BACKWARDS = 12
 
 @dataclass(frozen=True)
 class Scenario:
-    """Sizes of the images and of the batches."""
+    """Sizes of images, batches and head."""
 
     device: torch.device
     side: int
     batch: int
     num_classes: int = 12
+    embedding_dim: int = 16
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -39,7 +40,7 @@ class Scenario:
         """changes: section__key=value."""
         tables: dict[str, dict[str, object]] = {
             "data": {"path": "unused"},
-            "backbone": {"embedding_dim": 16},
+            "backbone": {"embedding_dim": self.embedding_dim},
             "head": {"scale": 16.0, "margin_size": 0.2},
             "train": {"run_dir": "unused", "global_batch": self.batch, "on_nan": "skip"},
         }

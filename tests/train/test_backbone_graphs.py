@@ -23,6 +23,7 @@ from megaclass.distributed.process_group import process_group
 from megaclass.gpu.cuda_graphs import BACKBONE_BYTES
 from megaclass.train.model import graphed_backbone
 from megaclass.train.model.graphed_backbone import GraphedBackbone, can_capture
+from megaclass.train.model.precision import Precision
 from megaclass.world import World
 
 SMALL = Scenario(torch.device("cpu"), side=16, batch=6)
@@ -94,6 +95,19 @@ def test_replayed_steps_give_the_bits_of_ordinary_ones_whatever_comes_between(gr
 def test_every_kind_of_step_can_be_replayed(graphs, changes):
     assert_same_bits(trained("on", **changes), trained("off", **changes))
     assert [graph.num_replays for graph in graphs] == [3, 3]
+
+
+def test_steps_under_autocast_read_the_weights_of_their_own_step(graphs):
+    """Autocast keeps narrow copies of weights, which a graph must not take for the weights."""
+    outcomes = []
+    for setting in ("off", "on"):
+        config = with_graphs(SMALL.config(backbone__name="tiny"), setting)
+        model = SMALL.model(config)
+        model.precision = Precision(torch.bfloat16)
+        losses = [SMALL.step(model, config, number).item() for number in range(7)]
+        outcomes.append((losses, model.shared_state()))
+    assert_same_bits(outcomes[1], outcomes[0])
+    assert [graph.num_replays for graph in graphs] == [4, 4]
 
 
 def test_a_capture_changes_nothing(graphs):
