@@ -1,16 +1,19 @@
 """A whole training step on one GPU, and where its time goes.
 
     python benchmarks/step.py [--out benchmarks/step-h200.md] [--quick]
+    python benchmarks/step.py --graphs
 
 Each row runs two ways in the same process: as `megaclass train` does it (bf16, channels last; a transformer with
 train.compile=true) and eager in float16, NCHW, with a loss scale. Images are random and stay on the device: what is timed is
-the step, not the loader.
+the step, not the loader. --graphs compares train.cuda_graph off and on instead, in turns, with few classes.
 """
 
 import argparse
 import datetime
+import gc
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +38,15 @@ ROWS = [
     ("vit_b", 256, 1_048_576, 0.3),
 ]
 WARM_UP, TIMED, ROUNDS = 8, 20, 3
+GRAPH_ROWS = [
+    ("iresnet50", 64),
+    ("iresnet50", 128),
+    ("iresnet50", 256),
+    ("iresnet50", 512),
+    ("iresnet18", 128),
+    ("mbf", 128),
+]
+GRAPH_CLASSES, GRAPH_TIMED = 20_000, 15
 AIMS = [
     "InsightFace's step as shipped, measured earlier on the same kind of machine: r50 1,858 img/s, r100 1,373, r50 with",
     "2,097,152 classes 2,144, ViT-B 1,137. Required: r50 6,500, r100 3,800; aimed at: 8,000 and 4,800.",
@@ -134,10 +146,63 @@ def measure(name: str, batch: int, num_classes: int, rate: float, is_ours: bool,
     return [batch / whole * 1000, memory, whole, backbone, head]
 
 
+def print_graphs_table(device: torch.device) -> None:
+    """Steps with and without CUDA graphs of the backbone, whatever the size. In turns: machines slow down and recover."""
+    print("| backbone | batch | train.cuda_graph | img/s | step ms | host ms | GiB allocated | GiB reserved |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, batch in GRAPH_ROWS:
+        for setting in ("off", "on") * 2:
+            print(f"| {name} | {batch} | {setting} | {graphs_cells(name, batch, setting, device)} |", flush=True)
+    print("\nHost: time in which the host starts a step while the GPU has nothing else to do.")
+
+
+def graphs_cells(name: str, batch: int, setting: str, device: torch.device) -> str:
+    """Returns the measured cells of one row of the table."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    config = settings(name, batch, 1.0, True)
+    config = replace(config, train=replace(config.train, cuda_graph=setting))  # type: ignore[arg-type]
+    model = build_model(config, RandomImages(GRAPH_CLASSES), World(), device)  # type: ignore[arg-type]
+    model.parallel.train()
+    images = torch.randint(0, 256, (batch, 3, 112, 112), dtype=torch.uint8, device=device)
+    batch_on_device = Batch(
+        images=images.contiguous(memory_format=torch.channels_last),
+        labels=torch.randint(GRAPH_CLASSES, (batch,), device=device),
+        indices=np.arange(batch),
+        epoch=0,
+        step=0,
+        index_tensor=torch.arange(batch, device=device),
+    )
+
+    def step() -> None:
+        training_step(model, batch_on_device, config, lr=1e-3, step=0, device=device)
+
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    # One step at a time: the queue has room for about 1,000 launches, and a host that is far ahead waits for the GPU.
+    host_s = []
+    for _ in range(6):
+        begun = time.perf_counter()
+        step()
+        host_s.append(time.perf_counter() - begun)
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(GRAPH_TIMED):
+        step()
+    torch.cuda.synchronize()
+    step_s = (time.perf_counter() - begun) / GRAPH_TIMED
+    peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+    cells = [f"{batch / step_s:,.0f}", f"{step_s * 1e3:.1f}", f"{statistics.median(host_s) * 1e3:.1f}"]
+    return " | ".join([*cells, *(f"{peak:.2f}" for peak in peaks)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="the first row only")
+    parser.add_argument("--graphs", action="store_true", help="print a table of steps without and with CUDA graphs")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/step.py needs a GPU.")
@@ -146,6 +211,9 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     with process_group(World()) as device:
+        if options.graphs:
+            print_graphs_table(device)
+            return
         for name, batch, num_classes, rate in ROWS[:1] if options.quick else ROWS:
             ours = measure(name, batch, num_classes, rate, True, device)
             print(name, batch, num_classes, rate, [round(value, 1) for value in ours], flush=True)

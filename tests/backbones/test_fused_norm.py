@@ -117,7 +117,7 @@ def test_programs_add_up_in_groups_and_leave_their_counters_at_zero(num_images, 
     for leaf, exact_leaf in zip(leaves[1:], exact[1:], strict=True):
         torch.testing.assert_close(leaf.grad.double(), exact_leaf.grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.running_mean.double(), 0.1 * x.detach().double().mean((0, 2, 3)))
-    assert not fused_norm._scratch(x.device)[1].any()
+    assert not fused_norm.scratch(x.device)[1].any()
 
 
 @interpreted

@@ -67,6 +67,20 @@ def test_a_head_that_is_replayed_as_cuda_graphs_keeps_its_memory_between_the_ste
     assert extra(small.with_settings(train={"accumulate": 2})) == 0
 
 
+def test_a_backbone_that_is_replayed_as_cuda_graphs_keeps_its_activations_and_a_copy_of_the_images() -> None:
+    """By default where forward keeps at most 8 GiB, on one rank."""
+
+    def extra(planned: PlannedJob) -> int:
+        return plan_memory(planned).peak - plan_memory(planned.with_settings(train={"cuda_graph": "off"})).peak
+
+    small, large = (job("iresnet50", batch, 2 << 20, 1.0) for batch in (128, 512))
+    assert 128 * 112 * 112 * 3 * 4 <= extra(small) < GIB
+    assert extra(large) == 0 < extra(large.with_settings(train={"cuda_graph": "on"}))
+    assert extra(job("iresnet50", 128, 2 << 20, 1.0, num_ranks=2)) == 0
+    assert extra(small.with_settings(train={"accumulate": 2})) == 0
+    assert extra(small.with_settings(backbone={"dropout": 0.1})) == 0
+
+
 def test_exchanges_are_those_of_the_documentation() -> None:
     # docs/how-it-works.md: 64 ranks, max_batch 128, D = 512, bf16.
     sent = exchanges(job("slim", 8192, 100_000_000, 0.1, num_ranks=64))

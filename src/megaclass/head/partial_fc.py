@@ -30,13 +30,14 @@ from torch.autograd.function import once_differentiable
 from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
+from megaclass.gpu.cuda_graphs import CudaGraph
 from megaclass.head.arguments import check_tensors, chosen_device, chosen_margin, chosen_optimizer
 from megaclass.head.choose_engine import choose_engine
 from megaclass.head.inspected_head import InspectedHead
 from megaclass.head.margins import Margin
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import SampleRate, rate_schedule
-from megaclass.head.settings import CudaGraph, HeadSettings, check_batch
+from megaclass.head.settings import HeadSettings, check_batch
 from megaclass.head.state.centres import STORAGE_DTYPES, Centres
 from megaclass.head.state.shards import class_range
 from megaclass.head.state.state_dict import ModuleState

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import HeadError
+from megaclass.gpu.cuda_graphs import CudaGraph
 from megaclass.head.margins import Margin
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import RateSchedule
 from megaclass.head.state.centres import STORAGE_DTYPES
 from megaclass.head.state.state_dict import MODULE_STATES, ModuleState
 
-CudaGraph = Literal["auto", "on", "off"]
 CUDA_GRAPHS: tuple[str, ...] = get_args(CudaGraph)
 
 # Settings that ranks compare are sent as JSON text of this fixed size.

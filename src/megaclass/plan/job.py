@@ -7,6 +7,7 @@ import torch
 
 from megaclass.backbones.configured import backbone_on_paper
 from megaclass.config.schema import BackboneConfig, Config
+from megaclass.gpu.cuda_graphs import BACKBONE_BYTES
 from megaclass.head.sampling import rate_schedule, sample_capacity
 from megaclass.head.stored_memory import SHARE_OF_DEVICE
 from megaclass.image_size import compact_size
@@ -76,6 +77,14 @@ class PlannedJob:
 
     def backbone(self) -> BackboneTrace:
         return _traced(self.config.backbone, self.image_size, self.dtype)
+
+    @property
+    def replays_backbone(self) -> bool:
+        """True where the backbone's steps are replayed as CUDA graphs (train/model/graphed_backbone.py)."""
+        if not self.config.may_replay_backbone(num_ranks=self.num_ranks):
+            return False
+        kept = self.backbone().at(self.part_batch).kept_for_backward()
+        return self.config.train.cuda_graph == "on" or kept <= BACKBONE_BYTES
 
     def with_settings(self, **sections: dict[str, object]) -> "PlannedJob":
         """Returns the job with other settings: with_settings(head={"sample_rate": 0.1})."""

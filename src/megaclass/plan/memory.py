@@ -67,23 +67,39 @@ def _moments(job: PlannedJob, head: HeadCosts) -> dict[str, dict[str, int]]:
     kept = round(step.kept_for_backward())
     backward = round(float(np.max(step.working[step.num_forward :])))
     forward = round(float(np.max(step.working[: step.num_forward])))
+    pool = _graph_pool(job, max(forward, backward))
     # What stays allocated between the steps is the same memory as what a step needs.
     logits = max(0, head.between_steps - head.images)
     images = head.images if head.between_steps else 0
     return {
         "drawing the first centres": {"logits": head.building - head.row_state},
-        "forward of the backbone": {"activations": forward, "batch in the head": images, "logits": logits},
+        "forward of the backbone": {"activations": max(pool, forward), "batch in the head": images, "logits": logits},
         "forward of the head": {
-            "activations": kept,
+            "activations": max(pool, kept),
             "batch in the head": head.images,
             "logits": max(logits, head.stored + head.forward_extra),
         },
-        "backward": {"activations": backward, "batch in the head": head.images, "logits": max(logits, head.stored)},
+        "backward": {
+            "activations": max(pool, backward),
+            "batch in the head": head.images,
+            "logits": max(logits, head.stored),
+        },
         "update of the centres": {
+            "activations": pool,
             "batch in the head": head.images,
             "logits": max(logits, head.stored + head.update_extra),
         },
     }
+
+
+def _graph_pool(job: PlannedJob, most: int) -> int:
+    """Returns the bytes that stay allocated between steps where the backbone is replayed as CUDA graphs, otherwise 0.
+
+    most: bytes of activations at the peak of forward and backward, for which the graphs' pool has room all the time.
+    """
+    height, width = job.image_size
+    # The graphs read the images, as float32, from memory of their own.
+    return (most + job.part_batch * height * width * 3 * 4) * job.replays_backbone
 
 
 def _images_on_gpu(job: PlannedJob) -> int:

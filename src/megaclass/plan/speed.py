@@ -21,6 +21,9 @@ HEAD_FLOPS, HEAD_BANDWIDTH, HEAD_FIXED_S = 0.93, 1.10, 0.05e-3
 UPDATE_BANDWIDTH = 0.8
 LAUNCH_S = 6e-6
 """Host time per operation: small batches wait for the host, not for the device."""
+COMPILED_LAUNCHES, REPLAYED_LAUNCHES = 0.3, 0.2
+"""Share of this time that remains with torch.compile, and with CUDA graphs of the backbone (estimated): the exchange of
+gradients, the optimizers and the head are started one by one."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def step_time(job: PlannedJob) -> StepTime:
     traffic = np.where(step.flops > 0, step.traffic, step.traffic * (FUSED_SHARE if is_fused else 1.0))
     roofline = float(np.maximum(step.flops / _flops(job), traffic / gpu.bandwidth).sum())
     parts = config.train.accumulate
+    launched = COMPILED_LAUNCHES if is_fused else REPLAYED_LAUNCHES if job.replays_backbone else 1.0
     passes = {"sgd": 8, "adamw": 10}[config.optimizer.name] + 3 * bool(config.train.ema)
     return StepTime(
         backbone=parts * roofline / _reached(config.backbone.name),
@@ -57,7 +61,7 @@ def step_time(job: PlannedJob) -> StepTime:
         + head.traffic / (HEAD_BANDWIDTH * gpu.bandwidth)
         + parts * HEAD_FIXED_S,
         update=passes * 4 * backbone.num_trained / (UPDATE_BANDWIDTH * gpu.bandwidth),
-        launches=parts * len(step.flops) * LAUNCH_S * (0.3 if is_fused else 1.0),
+        launches=parts * len(step.flops) * LAUNCH_S * launched,
     )
 
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.head.kernels.emulated_graphs import EmulatedGraph, emulate_graphs
+from tests.emulated_graphs import EmulatedGraph, emulate_graphs
 from tests.head.kernels.test_interpreted import WIDTH, tiny_tiles  # noqa: F401
 from tests.head.kernels.test_interpreted import new_head as new_head_of
 
-from megaclass.head.fused.step_graphs import NUM_ORDINARY_STEPS, StepGraphs, can_capture
+from megaclass.gpu.cuda_graphs import NUM_ORDINARY_STEPS
+from megaclass.head.fused.step_graphs import StepGraphs, can_capture
 from megaclass.head.kernels.cut import GRAPH_BYTES
 
 # Two tiles of classes. The interpreter takes a third of a second per step.
@@ -184,7 +185,7 @@ def test_a_capture_that_fails_leaves_the_ordinary_way(graphs, monkeypatch):
 @interpreted
 def test_a_capture_that_reads_a_value_on_the_host_fails(graphs):
     """The emulation refuses what CUDA refuses; otherwise the tests here would show little."""
-    from tests.head.kernels.emulated_graphs import EmulatedRecorder
+    from tests.emulated_graphs import EmulatedRecorder
 
     for forbidden in (lambda: torch.ones(()).item(), lambda: torch.tensor([1.0])):
         with pytest.raises(RuntimeError, match="not permitted while a graph is captured"):

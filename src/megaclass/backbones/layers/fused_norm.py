@@ -54,7 +54,7 @@ class FusedNorm(torch.autograd.Function):
         launch(
             norm_programs.image_moments,
             num_programs,
-            *(x, *_scratch(x.device), moments, *running),
+            *(x, *scratch(x.device), moments, *running),
             *(num_rows, norm.eps, norm.momentum),
             C=C,
             ROWS=sum_rows,
@@ -93,7 +93,7 @@ class FusedNorm(torch.autograd.Function):
         launch(
             norm_programs.sum_gradients,
             num_programs,
-            *(grad_y, x, moments, weight, bias, slope, *_scratch(x.device), sums),
+            *(grad_y, x, moments, weight, bias, slope, *scratch(x.device), sums),
             num_rows,
             C=C,
             ROWS=sum_rows,
@@ -122,7 +122,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _scratch(device: torch.device) -> tuple[Tensor, Tensor]:
+def scratch(device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns partial sums and counters of the current stream. Its programs run one after another; each resets the counters."""
     return _scratch_of(device, current_stream(device))
 

@@ -28,6 +28,14 @@ def norm_and_input(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return _fused(norm, x, None, None, gives_input=True) if _is_fused(norm, x) else (norm(x), x)
 
 
+def prepare_stream(device: torch.device) -> None:
+    """Allocates what the fused programs need on the current stream of a GPU; comes before a capture on that stream."""
+    if _HAS_TRITON:
+        from megaclass.backbones.layers.fused_norm import scratch  # needs Triton
+
+        scratch(device)
+
+
 def _is_fused(norm: nn.Module, x: Tensor) -> bool:
     return (
         (x.is_meta or (x.is_cuda and _HAS_TRITON))

@@ -17,19 +17,16 @@ workspace (32 MiB on Hopper). step_graphs.py bounds it by default.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from megaclass.gpu.cuda_graphs import Recorder
 from megaclass.head.fused.images import Block
 from megaclass.head.state.seal import Seal
 from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.engine import ForBackward
 from megaclass.head.step.plan import StepPlan
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,42 +43,6 @@ class StepShape:
     for_backward: ForBackward
     seal: Seal
     """Compared by identity: Centres.apply_() forms a new one, and may have replaced the tensors that the graphs refer to."""
-
-
-class Graph(Protocol):
-    """torch.cuda.CUDAGraph, as far as a step needs it."""
-
-    def replay(self) -> None: ...
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps a workspace for every stream that it has seen."""
-    return torch.cuda.Stream(device)
-
-
-class Recorder:
-    """Captures graphs that run in the order of their capture and share a memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, function: Callable[[], _T]) -> tuple[Graph, _T]:
-        """Captures the launches of a function, which are not run, and returns its result. The host waits once."""
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("another capture is under way")
-        graph = torch.cuda.CUDAGraph()
-        # An error inside torch.cuda.graph may leave its stream the current one; the outer block restores the caller's.
-        # thread_local: threads of a data loader may allocate pinned memory meanwhile.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=_capture_stream(self._device), capture_error_mode="thread_local"
-            ),
-        ):
-            result = function()
-        return graph, result
 
 
 class GraphedPart(LossPart):

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from megaclass.distributed.collectives import group_size
+from megaclass.gpu.cuda_graphs import Recorder
 from megaclass.head.fused import images as fused_images
 from megaclass.head.fused import rows as fused_rows
-from megaclass.head.fused.captured_step import CapturedStep, GraphedPart, Recorder, StepShape
+from megaclass.head.fused.captured_step import CapturedStep, GraphedPart, StepShape
 from megaclass.head.fused.step_graphs import StepGraphs, can_capture
 from megaclass.head.fused.step_numbers import StepNumbers
 from megaclass.head.kernels.cut import step_bytes

@@ -25,6 +25,7 @@ from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
 from megaclass.image_size import ImageSize, compact_size, height_and_width
 from megaclass.train.model.ema import Ema
+from megaclass.train.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.train.model.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.train.model.precision import LossScale, Precision, choose_precision
 from megaclass.train.model.running_statistics import RunningStatistics
@@ -39,7 +40,7 @@ class Model:
 
     backbone: nn.Module
     parallel: DistributedDataParallel
-    """The backbone in DDP, which averages its gradients over the ranks; compiled if train.compile says so."""
+    """The backbone in DDP, which averages its gradients over the ranks; compiled, or replayed as CUDA graphs, by settings."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
     precision: Precision
@@ -111,9 +112,12 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         cuda_graph=config.head.cuda_graph,
         device=device,
     )
-    parallel = data_parallel(
-        _compiled(backbone, image_size) if config.is_compiled(on_gpu=device.type == "cuda") else backbone
-    )
+    called = backbone
+    if config.is_compiled(on_gpu=device.type == "cuda"):
+        called = _compiled(backbone, image_size)
+    elif config.may_replay_backbone(num_ranks=world.size) and can_capture(device, backbone):
+        called = GraphedBackbone(backbone, config.train.cuda_graph)
+    parallel = data_parallel(called)
     # A hook replaces the all-reduce of DDP: by a compressed one, or on CPUs by one with an exact average.
     if config.train.compression != "none":
         parallel.register_comm_hook(*compression_hook(config.train.compression))

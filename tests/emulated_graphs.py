@@ -90,7 +90,7 @@ def _address(tensor: Tensor) -> int:
 
 
 class EmulatedRecorder:
-    """In place of captured_step.Recorder."""
+    """In place of cuda_graphs.Recorder."""
 
     graphs: list[EmulatedGraph]
     recording: _Recording | None = None
@@ -121,6 +121,18 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
     monkeypatch.setattr(step, "can_capture", lambda device, num_ranks, **programs: all(programs.values()))
     for module in (images, rows, fused):
         monkeypatch.setattr(module, "launch", _recorded(module.launch))
+    return EmulatedRecorder.graphs
+
+
+def emulate_backbone_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
+    """Lets backbones on a CPU capture their steps; returns the list that receives their graphs, forward and backward."""
+    from megaclass.train.model import build, graphed_backbone
+
+    can_capture = graphed_backbone.can_capture
+    EmulatedRecorder.graphs = []
+    monkeypatch.setattr(graphed_backbone, "Recorder", EmulatedRecorder)
+    monkeypatch.setattr(graphed_backbone, "_allocated_bytes", lambda device: 0)
+    monkeypatch.setattr(build, "can_capture", lambda device, backbone: can_capture(torch.device("cuda"), backbone))
     return EmulatedRecorder.graphs
 
 

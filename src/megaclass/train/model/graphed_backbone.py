@@ -1,0 +1,236 @@
+"""A backbone whose forward and backward are replayed as CUDA graphs where shapes stay the same.
+
+    forward     copy of the images        into the memory that the graph reads
+                forward graph             all layers; leaves the activations in the graphs' pool
+                copy of the embeddings    fresh memory, which the caller may keep
+    backward    copy of the gradient      into the memory that the graph reads
+                backward graph            gradients of all trained parameters, in the graphs' pool
+                                          from there AccumulateGrad and DDP's hooks continue as after any backward
+
+The graphs contain the launches of an ordinary step, on the same numbers. Weights, running statistics and their counters are
+read and written where they are: optimizers, checkpoints, evaluation and the moving average change them in place. Tensors
+that have moved (`.to()`) have other addresses, which are part of the shape and end the use of the graphs.
+
+Activations belong to one step at a time: from its forward to its backward, or until nothing refers to its embeddings any
+more. Another forward in between takes the ordinary way.
+
+Memory: the pool keeps the activations until the graphs are dropped, where an ordinary step frees them in backward; beside it
+are a copy of the images and the gradients. `auto` bounds it (gpu/cuda_graphs.py).
+"""
+
+import weakref
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from megaclass.backbones.layers.norm import prepare_stream
+from megaclass.gpu.cuda_graphs import BACKBONE_BYTES, CudaGraph, Recorder, ShapeGraphs, capture_stream
+from megaclass.train.model.keyed_dropout import KeyedDropout
+
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def can_capture(device: torch.device, backbone: nn.Module) -> bool:
+    """Returns True where forward and backward are launches on a GPU and nothing else, as far as the layers tell.
+
+    Keyed dropout learns from the host which images come, and a hook of a module runs Python in every forward. What the
+    settings exclude: Config.may_replay_backbone().
+    """
+    if device.type != "cuda":
+        return False
+    return not any(isinstance(module, KeyedDropout) or _has_hooks(module) for module in backbone.modules())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayShape:
+    """All that the graphs depend on and the device does not read; two steps with the same can share them."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
+    """None without autocast."""
+    addresses: tuple[int, ...]
+    """Of all parameters, which move together with the buffers."""
+
+
+class GraphedBackbone(nn.Module):
+    """Stands for the backbone in DDP. Ordinary calls and replayed ones give the same bits."""
+
+    def __init__(self, backbone: nn.Module, setting: CudaGraph) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self._all_parameters = list(backbone.parameters())
+        self._graphs: ShapeGraphs[ReplayShape, CapturedBackbone] = ShapeGraphs(
+            is_on=setting != "off",
+            largest_bytes=None if setting == "on" else BACKBONE_BYTES,
+            subject="The backbone's step",
+            setting="train.cuda_graph=off",
+        )
+        self._is_measured = setting == "auto"
+        self._num_bytes: dict[torch.Size, int] = {}
+        """Bytes that forward kept for backward, by the size of the images; measured in ordinary steps."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] -> (B, D)."""
+        embeddings: Tensor
+        if not self._is_trained_on(images):
+            embeddings = self.backbone(images)
+            return embeddings
+        num_bytes = self._num_bytes.get(images.shape, 0)
+        captured = self._graphs.find(self._shape(images), num_bytes, lambda shape: self._capture(shape, images))
+        if captured is not None:
+            embeddings = _Replay.apply(captured, images, *captured.trained)  # type: ignore[no-untyped-call]
+        elif self._is_measured and self._graphs.allows(num_bytes):
+            before = _allocated_bytes(images.device)
+            embeddings = self.backbone(images)
+            self._num_bytes[images.shape] = _allocated_bytes(images.device) - before
+        else:
+            embeddings = self.backbone(images)
+        return embeddings
+
+    def _is_trained_on(self, images: Tensor) -> bool:
+        # Programs that are only compiled and not run would not be part of a graph either.
+        is_training = self.backbone.training and torch.is_grad_enabled() and not _is_compiling_only()
+        return is_training and images.numel() > 0 and not images.requires_grad
+
+    def _shape(self, images: Tensor) -> ReplayShape:
+        device = images.device.type
+        return ReplayShape(
+            images.shape,
+            images.stride(),
+            images.dtype,
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            tuple([parameter.data_ptr() for parameter in self._all_parameters]),
+        )
+
+    def _capture(self, shape: ReplayShape, images: Tensor) -> "CapturedBackbone":
+        """Captures forward and backward; runs nothing."""
+        device = images.device
+        if device.type == "cuda":
+            # Scratch memory of the fused norm lasts longer than a graph's pool, and its counters must be zero at first.
+            with torch.cuda.stream(capture_stream(device)):
+                prepare_stream(device)
+        # A failed capture may have drawn numbers.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return CapturedBackbone(shape, self.backbone, images, Recorder(device))
+
+
+class CapturedBackbone:
+    """The graphs of one ReplayShape, and the tensors through which they are used."""
+
+    def __init__(self, shape: ReplayShape, backbone: nn.Module, images: Tensor, recorder: Recorder) -> None:
+        self.shape = shape
+        self.trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+        # The same memory under other names. DDP keeps autograd's node of each parameter (AccumulateGrad), which belongs to the
+        # stream on which DDP was built; its part in a backward on the capture's stream would make a capture fail.
+        aliases = {
+            name: parameter.detach().requires_grad_()
+            for name, parameter in backbone.named_parameters()
+            if parameter.requires_grad
+        }
+        device, dtype = images.device.type, shape.autocast_dtype
+        self._images = torch.empty_like(images)
+
+        def forward() -> Tensor:
+            # Without a cache: narrow weights are cast in every replay.
+            with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
+                embeddings = functional_call(backbone, aliases, (self._images,))
+            if not isinstance(embeddings, Tensor):
+                raise RuntimeError(f"the backbone returns a {type(embeddings).__name__}, not a tensor")
+            return embeddings
+
+        self._forward_graph, embeddings = recorder.record(forward)
+        self._grad_embeddings = torch.empty_like(embeddings)
+
+        def backward() -> tuple[Tensor, ...]:
+            # A training step calls backward outside autocast.
+            with torch.autocast(device, dtype, enabled=False):
+                return torch.autograd.grad(embeddings, list(aliases.values()), self._grad_embeddings)
+
+        # Activations are freed while this is captured, so that later ones take their memory, as in an ordinary backward.
+        self._backward_graph, self._gradients = recorder.record(backward)
+        self._embeddings = embeddings.detach()
+        self._last: weakref.ref[_OpenForward] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """False while a backward may come that needs what the last forward has left."""
+        last = None if self._last is None else self._last()
+        return last is None or last.is_closed
+
+    def forward(self, images: Tensor) -> tuple[Tensor, "_OpenForward"]:
+        """Returns embeddings in memory of their own, and what `backward` asks for."""
+        assert self.is_free
+        self._images.copy_(images)
+        self._forward_graph.replay()
+        opened = _OpenForward(self)
+        self._last = weakref.ref(opened)
+        return self._embeddings.clone(), opened
+
+    def backward(self, grad_embeddings: Tensor) -> list[Tensor]:
+        """Returns the gradients of `trained`, in memory that the next backward overwrites."""
+        for parameter, gradient in zip(self.trained, self._gradients, strict=True):
+            # AccumulateGrad may keep a gradient as it came. DDP copies it into its bucket, but not under no_sync().
+            if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
+                parameter.grad = parameter.grad.clone()
+        self._grad_embeddings.copy_(grad_embeddings)
+        self._backward_graph.replay()
+        # Other tensor objects on the same memory: AccumulateGrad copies those that something else refers to.
+        return [gradient.detach() for gradient in self._gradients]
+
+
+class _OpenForward:
+    """One replayed forward. Autograd's graph refers to it as long as a backward may come."""
+
+    def __init__(self, captured: CapturedBackbone) -> None:
+        self.captured = captured
+        self.is_closed = False
+
+    def backward(self, grad_embeddings: Tensor) -> list[Tensor]:
+        if self.is_closed:
+            raise RuntimeError(
+                "A second backward through the same forward of the backbone, which was replayed as a CUDA graph and no "
+                "longer has its activations; train.cuda_graph=off runs it without graphs."
+            )
+        self.is_closed = True
+        return self.captured.backward(grad_embeddings)
+
+
+class _Replay(torch.autograd.Function):
+    """Takes the parameters as arguments, because autograd needs them to pass on their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: CapturedBackbone, images: Tensor, *parameters: Tensor) -> Tensor:
+        embeddings, ctx.opened = captured.forward(images)
+        # Backward reads them where they are. Autograd raises an error if they have changed until then.
+        ctx.save_for_backward(*parameters)
+        return embeddings
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_embeddings: Tensor) -> tuple[Tensor | None, ...]:
+        assert len(ctx.saved_tensors) == len(ctx.opened.captured.trained)
+        return None, None, *ctx.opened.backward(grad_embeddings)
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
+
+
+def _is_compiling_only() -> bool:
+    if not _HAS_TRITON:
+        return False
+    from megaclass.triton_launch import is_compiling_only
+
+    return is_compiling_only()
