@@ -163,7 +163,8 @@ def assert_same_bits(
 ) -> None:
     assert ours[0] == theirs[0]
     assert ours[1].keys() == theirs[1].keys()
-    assert [name for name in ours[1] if not torch.equal(_bits(ours[1][name]), _bits(theirs[1][name]))] == []
+    different = [name for name in ours[1] if not torch.equal(_bits(ours[1][name]), _bits(theirs[1][name]))]
+    assert not different, different
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -172,18 +172,24 @@ class CapturedBackbone:
     def forward(self, images: Tensor) -> tuple[Tensor, "_OpenForward"]:
         """Returns embeddings in memory of their own, and what `backward` asks for."""
         assert self.is_free
+        self._leave_gradients()
         self._images.copy_(images)
         self._forward_graph.replay()
         opened = _OpenForward(self)
         self._last = weakref.ref(opened)
         return self._embeddings.clone(), opened
 
-    def backward(self, grad_embeddings: Tensor) -> list[Tensor]:
-        """Returns the gradients of `trained`, in memory that the next backward overwrites."""
+    def _leave_gradients(self) -> None:
+        """Copies gradients that parameters still have in the graphs' memory, part of which holds activations in forward.
+
+        AccumulateGrad may keep a gradient as it came. DDP copies it into its bucket, but not under no_sync().
+        """
         for parameter, gradient in zip(self.trained, self._gradients, strict=True):
-            # AccumulateGrad may keep a gradient as it came. DDP copies it into its bucket, but not under no_sync().
             if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
                 parameter.grad = parameter.grad.clone()
+
+    def backward(self, grad_embeddings: Tensor) -> list[Tensor]:
+        """Returns the gradients of `trained`, in memory that the next forward overwrites."""
         self._grad_embeddings.copy_(grad_embeddings)
         self._backward_graph.replay()
         # Other tensor objects on the same memory: AccumulateGrad copies those that something else refers to.
