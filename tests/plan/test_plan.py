@@ -114,6 +114,20 @@ def test_a_job_that_waits_for_its_network_is_told_to_compress_what_it_sends() ->
     assert "train.compression=bf16" not in advised(num_ranks=1)
 
 
+def test_a_job_that_waits_for_its_hosts_processors_is_told_to_replay_its_backbone() -> None:
+    def advised(planned: PlannedJob) -> list[str]:
+        return [one.setting for one in make_plan(planned).advice]
+
+    # 64 images per rank, on the network of a good cluster; on one rank, graphs are the default.
+    small = replace(job("iresnet50", 512, 100_000, 1.0, num_ranks=8), network=400e9)
+    assert "train.cuda_graph=on" in advised(small)
+    assert "train.cuda_graph=on" not in advised(job("iresnet50", 64, 100_000, 1.0))
+    # The gradients then travel after backward.
+    replayed = small.with_settings(train={"cuda_graph": "on"})
+    assert make_plan(replayed).exchange_s > make_plan(small).exchange_s
+    assert make_plan(replayed).images_per_second > 1.5 * make_plan(small).images_per_second
+
+
 def test_recomputed_activations_need_less_memory_and_more_time() -> None:
     stored = job("iresnet18", 256, 1000, 1.0)
     again = stored.with_settings(backbone={"checkpoint_activations": True})

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.emulated_graphs import EmulatedGraph, EmulatedRecorder, emulate_backbone_graphs
 from tests.train.backbone_scenario import (
     NUM_REPLAYED_BACKWARDS,
@@ -22,6 +23,7 @@ from megaclass.backbones.iresnet import IResNet
 from megaclass.distributed.process_group import process_group
 from megaclass.gpu.cuda_graphs import BACKBONE_BYTES
 from megaclass.train.model import graphed_backbone
+from megaclass.train.model.build import build_model
 from megaclass.train.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.train.model.precision import Precision
 from megaclass.world import World
@@ -150,9 +152,35 @@ def test_a_backbone_of_the_users_own_is_captured_if_it_is_switched_on(graphs):
     assert [graph.num_replays for graph in graphs] == [3, 3]
 
 
-@pytest.mark.parametrize(("num_ranks", "expected"), [(1, True), (2, False)])
-def test_several_ranks_run_without_graphs_because_gradients_travel_beside_backward(num_ranks, expected):
-    assert SMALL.config().may_replay_backbone(num_ranks=num_ranks) is expected
+@pytest.mark.parametrize(("setting", "num_ranks", "expected"), [("auto", 1, True), ("auto", 2, False), ("on", 2, True)])
+def test_several_ranks_run_without_graphs_unless_asked_because_gradients_travel_beside_backward(
+    setting, num_ranks, expected
+):
+    assert with_graphs(SMALL.config(), setting).may_replay_backbone(num_ranks=num_ranks) is expected
+
+
+def _train_on_this_rank(setting: str) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Losses, state, and how often each graph was replayed. Every rank has images of its own."""
+    BACKBONES["tiny"] = Tiny
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = emulate_backbone_graphs(patch)
+        config = with_graphs(SMALL.config(backbone__name="tiny", train__global_batch=SMALL.batch * size), setting)
+        world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+        model = build_model(config, SMALL, world, SMALL.device)  # type: ignore[arg-type]
+        model.parallel.train()
+        losses = [SMALL.step(model, config, step, SMALL.batch_of(10 * step + rank)).item() for step in range(6)]
+        state = {name: tensor.clone() for name, tensor in model.shared_state().items()}
+        return losses, state, [graph.num_replays for graph in graphs]
+
+
+@pytest.mark.ranks
+def test_ranks_whose_backbones_are_replayed_exchange_their_gradients(run_ranks):
+    for truth, ours in zip(
+        run_ranks(2, _train_on_this_rank, "off"), run_ranks(2, _train_on_this_rank, "on"), strict=True
+    ):
+        assert truth[2] == [] and ours[2] == [3, 3]
+        assert_same_bits(ours[:2], truth[:2])
 
 
 def test_cpus_and_modules_with_hooks_are_left_alone():

@@ -39,11 +39,14 @@ def exchanges(job: PlannedJob) -> list[Exchange]:
 
 
 def exposed_seconds(job: PlannedJob, sent: list[Exchange], backbone_s: float) -> float:
-    """Returns the time that the exchanges add to a step: the backbone's runs beside its backward, the head's do not."""
+    """Returns the time that the exchanges add to a step: the backbone's runs beside its backward, the head's do not.
+
+    Nothing runs beside a backward that is replayed as one CUDA graph.
+    """
     if not sent:
         return 0.0
     *head, gradient = sent
-    backward = backbone_s * 2 / 3
+    backward = 0.0 if job.replays_backbone else backbone_s * 2 / 3
     return sum(one.seconds for one in head) + max(0.0, gradient.seconds - _OVERLAPPED * backward)
 
 

@@ -19,11 +19,12 @@ FUSED_SHARE = 0.55
 HEAD_FLOPS, HEAD_BANDWIDTH, HEAD_FIXED_S = 0.93, 1.10, 0.05e-3
 """Fitted to benchmarks/head-h200.md; above 1, because part of the traffic stays in the L2 cache."""
 UPDATE_BANDWIDTH = 0.8
-LAUNCH_S = 6e-6
-"""Host time per operation: small batches wait for the host, not for the device."""
-COMPILED_LAUNCHES, REPLAYED_LAUNCHES = 0.3, 0.2
-"""Share of this time that remains with torch.compile, and with CUDA graphs of the backbone (estimated): the exchange of
-gradients, the optimizers and the head are started one by one."""
+LAUNCH_S = 30e-6
+"""Host time per operation, with autograd's and DDP's: small batches wait for the host, not for the device. Hosts of H200
+needed 28 to 50 microseconds (benchmarks/step-h200.md)."""
+COMPILED_LAUNCHES, REPLAYED_LAUNCHES = 0.3, 0.27
+"""Share of this time that remains with torch.compile, and with CUDA graphs of the backbone (benchmarks/step-h200.md): the
+exchange of gradients, the optimizers and the head are started one by one."""
 
 
 @dataclass(frozen=True)
