@@ -8,6 +8,8 @@ import torch
 _CHUNK_BYTES = 1 << 30
 """Most exponentials of one chunk: large enough to fill the GPU, small beside the centres."""
 _LEAST_CHUNK_BYTES = 128 << 20
+_START_TILES = 8
+"""Time in which a program starts, as a number of tiles: it loads its images and waits for its first centres."""
 GRADIENT_BYTES = 128 << 20
 """Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
 NUM_GRADIENTS = 2
@@ -94,15 +96,30 @@ def cut_classes(
     tiles: Tiles, *, num_images: int, num_classes: int, bytes_per_class: int, stored_bytes: int, num_sms: int
 ) -> Cut:
     """bytes_per_class: of the exponentials of one class, over all images and sub-centres."""
-    splits = max(1, num_sms * tiles.programs_per_sm // max(1, -(-num_images // tiles.images)))
     # A chunk that is not kept takes room beside those that are: where little is kept, chunks are smaller.
     chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, stored_bytes // 4))
     num_chunks = max(1, -(-num_classes // max(tiles.classes, chunk_bytes // bytes_per_class)))
+    per_chunk = -(-num_classes // num_chunks)
+    splits = _choose_splits(
+        -(-num_images // tiles.images), -(-per_chunk // tiles.classes), num_sms * tiles.programs_per_sm
+    )
     # Every program gets as many tiles as the others, unless that would be much more than there is.
     even = tiles.classes * splits
-    per_chunk = -(-num_classes // num_chunks)
     plane = round_up(per_chunk, even if per_chunk >= 16 * even else tiles.classes)
     return Cut(splits, plane, -(-num_classes // plane))
+
+
+def _choose_splits(num_image_tiles: int, num_class_tiles: int, num_places: int) -> int:
+    """Returns how many programs share a tile of images. num_places: for programs that run at the same time.
+
+    One round of programs where they nearly fill the places; otherwise several, so that few places are idle in the last one.
+    """
+
+    def duration(splits: int) -> int:
+        num_rounds = -(-max(1, num_image_tiles) * splits // num_places)
+        return num_rounds * (-(-num_class_tiles // splits) + _START_TILES)
+
+    return min(range(1, num_places + 1), key=duration)
 
 
 def step_bytes(num_rows: int, num_images: int, dim: int, itemsize: int) -> int:
