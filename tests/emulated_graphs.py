@@ -133,6 +133,21 @@ def emulate_backbone_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGra
     monkeypatch.setattr(graphed_backbone, "Recorder", EmulatedRecorder)
     monkeypatch.setattr(graphed_backbone, "_allocated_bytes", lambda device: 0)
     monkeypatch.setattr(build, "can_capture", lambda device, backbone: can_capture(torch.device("cuda"), backbone))
+    capture = graphed_backbone.CapturedBackbone.__init__
+
+    def capture_with_shared_memory(self: graphed_backbone.CapturedBackbone, *args: Any) -> None:
+        # On a GPU gradients take the memory of activations that backward has freed, which the next forward writes again.
+        capture(self, *args)
+        forward, replay = self._forward_graph, self._forward_graph.replay
+
+        def overwrite_gradients_and_replay() -> None:
+            for gradient in self._gradients:
+                gradient.fill_(torch.nan)
+            replay()
+
+        forward.replay = overwrite_gradients_and_replay  # type: ignore[method-assign]
+
+    monkeypatch.setattr(graphed_backbone.CapturedBackbone, "__init__", capture_with_shared_memory)
     return EmulatedRecorder.graphs
 
 
