@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from megaclass.backbones.layers import norm_programs
 from megaclass.distributed.collectives import sum_over_ranks_
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm, moments_over_ranks
-from megaclass.triton_launch import current_stream, launch
+from megaclass.gpu.triton_launch import current_stream, launch
 
 # Elements per tile: a program maps one tile, and sums several, of which it loads some ahead.
 _MAP_TILE = 4096

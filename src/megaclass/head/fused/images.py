@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, scatter_sum
+from megaclass.gpu.triton_launch import launch
 from megaclass.head.fused import image_programs
 from megaclass.head.kernels.cut import next_power_of_2
 from megaclass.head.kernels.fused import operand_width, stored_products, weight_factor
@@ -19,7 +20,6 @@ from megaclass.head.state.centres import Centres
 from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED, Seal
 from megaclass.head.step.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, TargetRows
 from megaclass.head.step.gather_batch import BlockLayout
-from megaclass.triton_launch import launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megaclass.gpu.triton_launch import launch
 from megaclass.head.counter_random import stream_state
 from megaclass.head.fused import image_programs, row_programs
 from megaclass.head.fused.step_numbers import StepNumbers
@@ -17,7 +18,6 @@ from megaclass.head.state.centres import Centres
 from megaclass.head.state.shards import ClassRange
 from megaclass.head.step.plan import DrawnClasses
 from megaclass.keyed_random import Stream
-from megaclass.triton_launch import launch
 
 _DRAW_BLOCK = 4096
 # Small, so that every multiprocessor has a program; and each compares many at once, because it waits for each load.

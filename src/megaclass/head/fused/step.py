@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import group_size
 from megaclass.gpu.cuda_graphs import Recorder
+from megaclass.gpu.triton_launch import is_compiling_only
 from megaclass.head.fused import images as fused_images
 from megaclass.head.fused import rows as fused_rows
 from megaclass.head.fused.captured_step import CapturedStep, GraphedPart, StepShape
@@ -32,7 +33,6 @@ from megaclass.head.step.gather_batch import largest_batch
 from megaclass.head.step.plain import move_rows
 from megaclass.head.step.plan import DrawnClasses, StepPlan
 from megaclass.head.step.stats import HeadStats
-from megaclass.triton_launch import is_compiling_only
 
 
 class FusedStep(StepEngine):

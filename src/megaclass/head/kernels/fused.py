@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megaclass.gpu.triton_launch import launch
 from megaclass.head.kernels import fused_programs as programs
 from megaclass.head.kernels.cut import (
     FLOAT32_TILES,
@@ -30,7 +31,6 @@ from megaclass.head.kernels.cut import (
     tiles_for,
 )
 from megaclass.head.kernels.problem import CentreGradient, Problem, Stored
-from megaclass.triton_launch import launch
 
 # Logits up to 64 give exponentials whose sum over 1e9 classes fits float32; larger ones are shifted down to that.
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.

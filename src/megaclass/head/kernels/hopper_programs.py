@@ -26,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from megaclass.gpu.triton_launch import launch
 from megaclass.head.kernels.cut import GRADIENT_COLUMNS, HOPPER_TILES
-from megaclass.triton_launch import launch
 
 # Renamed after Triton 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

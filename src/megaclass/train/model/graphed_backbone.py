@@ -237,6 +237,6 @@ def _allocated_bytes(device: torch.device) -> int:
 def _is_compiling_only() -> bool:
     if not _HAS_TRITON:
         return False
-    from megaclass.triton_launch import is_compiling_only
+    from megaclass.gpu.triton_launch import is_compiling_only
 
     return is_compiling_only()
