@@ -3,11 +3,11 @@
 tests/head/kernels/test_captured_step.py does the same on a CPU, with emulated graphs.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.count_calls import count_calls
 from tests.head.graph_scenario import (
     NUM_REPLAYED_FORWARDS,
     NUM_REPLAYED_UPDATES,
@@ -34,24 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+def replays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts captures, and replays of forward and update."""
     from megaclass.head.fused.captured_step import CapturedStep
 
-    counts = {"__init__": 0, "forward": 0, "update": 0}
-
-    def counted(name: str) -> Any:
-        original = getattr(CapturedStep, name)
-
-        def call(*args: Any) -> Any:
-            counts[name] += 1
-            return original(*args)
-
-        return call
-
-    for name in counts:
-        monkeypatch.setattr(CapturedStep, name, counted(name))
-    yield counts
+    return count_calls(monkeypatch, CapturedStep, "__init__", "forward", "update")
 
 
 def new_head(**options: Any) -> PartialFC:

@@ -6,10 +6,10 @@ test_backbone_graphs.py does the same on a CPU, with emulated graphs.
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
+from tests.count_calls import count_calls
 from tests.train.backbone_scenario import (
     NUM_REPLAYED_BACKWARDS,
     NUM_REPLAYED_FORWARDS,
@@ -48,20 +48,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts captures, and replays of forward and backward."""
     from megaclass.train.model.graphed_backbone import CapturedBackbone
 
-    counts = dict(NOTHING)
-
-    def counted(name: str) -> Any:
-        original = getattr(CapturedBackbone, name)
-
-        def call(*args: Any) -> Any:
-            counts[name] += 1
-            return original(*args)
-
-        return call
-
-    for name in counts:
-        monkeypatch.setattr(CapturedBackbone, name, counted(name))
-    return counts
+    return count_calls(monkeypatch, CapturedBackbone, *NOTHING)
 
 
 def scenario_on(device: torch.device) -> Scenario:

@@ -37,12 +37,13 @@ def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) ->
             add((argument == 1) + 2 * (argument & 15 == 0) + 4 * is_long)
         elif argument is None or kind is float:
             add(kind)
-        elif hasattr(argument, "block_shape"):
-            kinds += (argument.base.dtype, *argument.block_shape)
-        else:
+        elif isinstance(argument, Tensor):
             # Tensors at multiples of 16 bytes are compiled specially, too.
             add(argument.dtype if argument.data_ptr() & 15 == 0 else (argument.dtype, "unaligned"))
             device = argument.get_device()
+        else:
+            # A descriptor of Triton or of Gluon.
+            kinds += (argument.base.dtype, *argument.block_shape)
     key = (device, *kinds, *settings.values())
     if _ahead is not None:
         _ahead.compile(key, device, program, arguments, settings)
@@ -109,6 +110,7 @@ class _TensorType:
 def _type_of(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return _TensorType(argument.dtype, argument.data_ptr())
+    # A descriptor of Triton or of Gluon; importing their classes would import Gluon, which few programs need.
     if hasattr(argument, "block_shape"):
         return replace(argument, base=_type_of(argument.base))
     return argument
