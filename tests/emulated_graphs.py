@@ -132,6 +132,7 @@ def emulate_backbone_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGra
     EmulatedRecorder.graphs = []
     monkeypatch.setattr(graphed_backbone, "Recorder", EmulatedRecorder)
     monkeypatch.setattr(graphed_backbone, "_allocated_bytes", lambda device: 0)
+    monkeypatch.setattr(graphed_backbone, "_device_bytes", lambda device: 16 << 30)
     monkeypatch.setattr(build, "can_capture", lambda device, backbone: can_capture(torch.device("cuda"), backbone))
     capture = graphed_backbone.CapturedBackbone.__init__
 

@@ -199,6 +199,47 @@ def test_the_demo_is_as_quiet_as_it_was_asked_to_be(outcome, monkeypatch):
     assert started == [["demo", "train.nproc=1", "train.seed=3", "--overwrite", "--quiet"]]
 
 
+def as_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program `megaclass` with another `main`."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, sys, threading, time\n"
+        "from megaclass.cli import main as module\n"
+        "class Loud:\n"
+        "    def __del__(self): print('freed')\n"
+        "kept = Loud()\n"
+        f"def main():\n    {body}\n"
+        "module.main = main\n"
+        "module.command()\n"
+    )
+    return subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.ranks
+def test_the_program_ends_with_everything_said_and_called_but_nothing_freed(tmp_path):
+    ended = as_program(
+        tmp_path,
+        "atexit.register(print, 'registered')\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "    print('said')\n"
+        "    return 7",
+    )
+    assert (ended.returncode, ended.stdout.split(), ended.stderr) == (7, ["said", "thread", "registered"], "")
+
+
+@pytest.mark.ranks
+def test_a_program_that_fails_ends_as_any_other(tmp_path):
+    ended = as_program(tmp_path, "raise RuntimeError('unforeseen')")
+    assert (ended.returncode, ended.stdout.split()) == (1, ["freed"])
+    assert "RuntimeError: unforeseen" in ended.stderr
+
+
+@pytest.mark.ranks
+def test_output_that_cannot_be_written_is_an_error_also_at_the_very_end(tmp_path):
+    ended = as_program(tmp_path, "sys.stdout = open('/dev/full', 'w'); print('lost'); return 0")
+    assert ended.returncode == 120 and "No space left on device" in ended.stderr
+
+
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'megaclass' has no attribute 'PartialFD'"):
         _ = megaclass.PartialFD

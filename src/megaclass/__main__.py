@@ -1,8 +1,6 @@
 """`python -m megaclass` is the command `megaclass`."""
 
-import sys
-
-from megaclass.cli.main import main
+from megaclass.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -59,7 +59,11 @@ def test_a_head_that_is_replayed_as_cuda_graphs_keeps_its_memory_between_the_ste
     def extra(planned: PlannedJob) -> int:
         return plan_memory(planned).peak - plan_memory(planned.with_settings(head={"cuda_graph": "off"})).peak
 
-    small, large = (job("iresnet50", 512, num_classes, 0.1) for num_classes in (2 << 20, 8 << 20))
+    # Activations that stay allocated, too, would leave room for all this in the backbone's forward and backward.
+    small, large = (
+        job("iresnet50", 512, num_classes, 0.1).with_settings(train={"cuda_graph": "off"})
+        for num_classes in (2 << 20, 8 << 20)
+    )
     assert 0 < extra(small) < GIB
     assert extra(large) == 0 < extra(large.with_settings(head={"cuda_graph": "on"}))
     assert extra(job("iresnet50", 512, 2 << 20, 0.1, num_ranks=2)) == 0
@@ -68,12 +72,12 @@ def test_a_head_that_is_replayed_as_cuda_graphs_keeps_its_memory_between_the_ste
 
 
 def test_a_backbone_that_is_replayed_as_cuda_graphs_keeps_its_activations_and_a_copy_of_the_images() -> None:
-    """By default where forward keeps at most 8 GiB, on one rank."""
+    """By default where forward keeps at most 32 GiB of an H200, on one rank."""
 
     def extra(planned: PlannedJob) -> int:
         return plan_memory(planned).peak - plan_memory(planned.with_settings(train={"cuda_graph": "off"})).peak
 
-    small, large = (job("iresnet50", batch, 2 << 20, 1.0) for batch in (128, 512))
+    small, large = (job("iresnet50", batch, 2 << 20, 1.0) for batch in (128, 2048))
     assert 128 * 112 * 112 * 3 * 4 <= extra(small) < GIB
     assert extra(large) == 0 < extra(large.with_settings(train={"cuda_graph": "on"}))
     assert extra(job("iresnet50", 128, 2 << 20, 1.0, num_ranks=2)) == 0

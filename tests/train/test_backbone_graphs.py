@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megaclass.backbones import BACKBONES
 from megaclass.backbones.iresnet import IResNet
 from megaclass.distributed.process_group import process_group
-from megaclass.gpu.cuda_graphs import BACKBONE_BYTES
+from megaclass.gpu.cuda_graphs import largest_backbone_bytes
 from megaclass.train.model import graphed_backbone
 from megaclass.train.model.build import build_model
 from megaclass.train.model.graphed_backbone import GraphedBackbone, can_capture
@@ -193,9 +193,10 @@ def test_cpus_and_modules_with_hooks_are_left_alone():
 
 @pytest.mark.parametrize(
     ("setting", "num_bytes", "num_graphs"),
-    [("auto", BACKBONE_BYTES, 2), ("auto", BACKBONE_BYTES + 1, 0), ("on", BACKBONE_BYTES + 1, 2)],
+    [("auto", 4 << 30, 2), ("auto", (4 << 30) + 1, 0), ("on", (4 << 30) + 1, 2)],
 )
 def test_auto_captures_up_to_a_limit_of_what_forward_keeps(graphs, monkeypatch, setting, num_bytes, num_graphs):
+    """The emulated GPU has 16 GiB."""
     moments = iter([0, num_bytes] * 8)
     asked: list[Any] = []
     monkeypatch.setattr(graphed_backbone, "_allocated_bytes", lambda device: asked.append(device) or next(moments))
@@ -203,6 +204,11 @@ def test_auto_captures_up_to_a_limit_of_what_forward_keeps(graphs, monkeypatch, 
     assert len(graphs) == num_graphs
     # Once known to be too large, it is not measured again; the question costs the host some time.
     assert len(asked) == {"on": 0, "auto": 6 if num_graphs else 2}[setting]
+
+
+def test_the_limit_is_a_quarter_of_the_gpu_but_not_more_than_a_slow_host_needs():
+    assert largest_backbone_bytes(80 << 30) == 20 << 30
+    assert largest_backbone_bytes(140 << 30) == 32 << 30
 
 
 def test_a_capture_that_fails_warns_once_and_leaves_the_ordinary_way(graphs):

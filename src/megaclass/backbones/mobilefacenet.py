@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from megaclass.backbones.layers.prelu import PReLU
 from megaclass.backbones.state_sizes import count_blocks
 from megaclass.image_size import ImageSize, compact_size, height_and_width
 
@@ -99,7 +100,7 @@ def _conv(in_width: int, width: int, kernel: int, *, stride: int = 1, groups: in
     return _Layers(
         nn.Conv2d(in_width, width, kernel, stride, padding=kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(width),
-        nn.PReLU(width),
+        PReLU(width),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from megaclass.backbones.layers.prelu import PReLU
 from megaclass.backbones.state_sizes import side_of
 from megaclass.image_size import ImageSize, height_and_width
 
@@ -20,12 +21,12 @@ class _Block(nn.Module):
         self.residual = nn.Sequential(
             nn.Conv2d(in_width, width, 3, 2, padding=1, bias=False),
             nn.BatchNorm2d(width),
-            nn.PReLU(width),
+            PReLU(width),
             nn.Conv2d(width, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
         )
         self.shortcut = nn.Sequential(nn.Conv2d(in_width, width, 1, 2, bias=False), nn.BatchNorm2d(width))
-        self.activation = nn.PReLU(width)
+        self.activation = PReLU(width)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.activation(self.residual(x) + self.shortcut(x))
@@ -38,7 +39,7 @@ class SlimNet(nn.Module):
     def __init__(self, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, _WIDTHS[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(_WIDTHS[0]), nn.PReLU(_WIDTHS[0])
+            nn.Conv2d(3, _WIDTHS[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(_WIDTHS[0]), PReLU(_WIDTHS[0])
         )
         self.blocks = nn.Sequential(*(_Block(a, b) for a, b in itertools.pairwise(_WIDTHS)))
         self.dropout = nn.Dropout(0.0)

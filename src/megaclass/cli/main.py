@@ -1,9 +1,13 @@
 """The command `megaclass`: parses arguments, calls one function, prints errors."""
 
 import argparse
+import atexit
+import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megaclass import __version__
 from megaclass.cli.cluster import add_cluster_commands
@@ -21,6 +25,34 @@ from megaclass.torch_version import check_torch
 
 # Launchers end the other ranks as soon as the failed one is gone, which takes a while on a busy machine.
 _FAILED_RANK_FIRST_S = 10.0
+
+
+def command() -> NoReturn:
+    """The program `megaclass`: calls `main` and ends the process with its exit code.
+
+    A process that has loaded torch would take up to 1.5 s to free its objects one by one. It ends without that, after
+    everything else: threads have ended, and functions registered with atexit were called.
+    """
+    code: int | None = None
+
+    def leave() -> None:
+        # Without a code there is an exception to print, or argparse has ended the process.
+        if code is None:
+            return
+        # Registered before this function, so it would be called after it.
+        logging.shutdown()
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+        except (OSError, ValueError):
+            return  # the interpreter reports it
+        os._exit(code)
+
+    # Functions are called in reverse order: this one after those that are registered from here on.
+    atexit.register(leave)
+    code = main()
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

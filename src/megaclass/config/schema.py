@@ -267,7 +267,7 @@ class TrainConfig:
     compile: bool | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
     """Compile the backbone with torch.compile; if that fails, training continues without it. auto: a ViT on a GPU only."""
     cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
-    """Replay the backbone's steps as CUDA graphs: auto for small batches on one rank, on wherever it is possible, off never."""
+    """Replay the backbone's steps as CUDA graphs: auto on one rank with enough memory, on wherever possible, off never."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
     """Number format in which ranks exchange the backbone's gradients; rounding errors are carried over to the next step."""
     tensorboard: bool = field(default=False, metadata=MAY_CHANGE)

@@ -17,9 +17,7 @@ CudaGraph = Literal["auto", "on", "off"]
 NUM_ORDINARY_STEPS = 3
 """Steps of one shape before it is captured: they compile the programs, which cannot be done during a capture."""
 
-BACKBONE_BYTES = 8 << 30
-"""Most bytes that the forward of a backbone keeps for backward if its steps become CUDA graphs by default: about 30 ms of an
-H200 with iresnet50; above it, the GPU is the limit of a step and not the host, which starts the launches in 42 to 58 ms."""
+_SHARE_FOR_BACKBONE, _MOST_FOR_BACKBONE = 4, 32 << 30
 
 _T = TypeVar("_T")
 _ShapeT = TypeVar("_ShapeT")
@@ -30,6 +28,16 @@ class Graph(Protocol):
     """torch.cuda.CUDAGraph, as far as a step needs it."""
 
     def replay(self) -> None: ...
+
+
+def largest_backbone_bytes(device_bytes: int) -> int:
+    """Returns how much the forward of a backbone may keep for backward if its steps become CUDA graphs by default.
+
+    A quarter of the GPU's memory, because it stays allocated between the steps, and at most 32 GiB. iresnet50 fills that in
+    about 130 ms of an H200. The host needs 42 to 58 ms to start the launches of a step and is not the limit of larger ones,
+    even if something else takes its time.
+    """
+    return min(device_bytes // _SHARE_FOR_BACKBONE, _MOST_FOR_BACKBONE)
 
 
 @cache

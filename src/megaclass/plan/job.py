@@ -7,7 +7,7 @@ import torch
 
 from megaclass.backbones.configured import backbone_on_paper
 from megaclass.config.schema import BackboneConfig, Config
-from megaclass.gpu.cuda_graphs import BACKBONE_BYTES
+from megaclass.gpu.cuda_graphs import largest_backbone_bytes
 from megaclass.head.sampling import rate_schedule, sample_capacity
 from megaclass.head.stored_memory import SHARE_OF_DEVICE
 from megaclass.image_size import compact_size
@@ -84,7 +84,7 @@ class PlannedJob:
         if not self.config.may_replay_backbone(num_ranks=self.num_ranks):
             return False
         kept = self.backbone().at(self.part_batch).kept_for_backward()
-        return self.config.train.cuda_graph == "on" or kept <= BACKBONE_BYTES
+        return self.config.train.cuda_graph == "on" or kept <= largest_backbone_bytes(self.gpu.memory)
 
     def with_settings(self, **sections: dict[str, object]) -> "PlannedJob":
         """Returns the job with other settings: with_settings(head={"sample_rate": 0.1})."""

@@ -124,6 +124,8 @@ def _train_and_finish(
         # The other ranks are done: export and report are the work of one rank.
         if world.is_main:
             own_status().progress(allowed_s=0.0, phase="writing results")
+            # It may use the cores of the others on this machine.
+            torch.set_num_threads(torch.get_num_threads() * world.local_size)
             try:
                 finish_run(trained.run, trained.model, trained.outcome, results)
             except (OSError, ExportError, CheckpointError) as error:

@@ -4,9 +4,9 @@ import importlib.util
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import prelu
 
 from megaclass.backbones.layers.norm_on_paper import NormOnPaper
+from megaclass.backbones.layers.prelu import prelu
 from megaclass.distributed.sync_batch_norm import SyncBatchNorm
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from megaclass.errors import DataError
 # Some seconds of reading. If pairs were drawn from the training data, any sample shows many.
 _MAX_LOOKED_AT = 2**16
 _MAX_SECONDS = 30.0
+_BLOCK = 32
 _THUMBNAIL_SIDE, _TOLERANCE, _BRIGHTNESS_TOLERANCE = 8, 6, 2
 # Thumbnails of pictures that are nearly one colour say too little to compare them.
 _MIN_CONTRAST = 32
@@ -82,17 +83,16 @@ def find_overlaps(
     by_digest = {name: {_digest(image): image for image in images} for name, images in sets.items()}
     pictures = _Pictures({digest: image for images in by_digest.values() for digest, image in images.items()})
     chosen = np.linspace(0, source.num_images - 1, min(source.num_images, max_looked_at)).astype(np.int64)
+    # In random order, so that the part read before the deadline is a fair sample.
+    order = np.random.default_rng(0).permutation(chosen).tolist()
     found: set[bytes] = set()
     num_looked_at, deadline = 0, time.monotonic() + _MAX_SECONDS
-    # In random order, so that the part read before the deadline is a fair sample.
-    for index in np.random.default_rng(0).permutation(chosen).tolist():
-        try:
-            found |= pictures.same_as(source.read(index))
-        except (DataError, OSError):
-            continue
-        num_looked_at += 1
+    for start in range(0, len(order), _BLOCK):
+        images = list(_read(source, order[start : start + _BLOCK]))
+        found |= pictures.same_as(images)
+        num_looked_at += len(images)
         if on_progress is not None:
-            on_progress(num_looked_at, len(chosen))
+            on_progress(num_looked_at, len(order))
         if time.monotonic() > deadline:
             break
     return {
@@ -106,6 +106,15 @@ def find_overlaps(
     }
 
 
+def _read(source: ImageSource, indices: Iterable[int]) -> Iterator[bytes]:
+    """Yields the images that can be read."""
+    for index in indices:
+        try:
+            yield source.read(index)
+        except (DataError, OSError):
+            continue
+
+
 class _Pictures:
     """The images of the evaluation sets by digest, with the thumbnails of those that have one, ordered by brightness."""
 
@@ -117,35 +126,49 @@ class _Pictures:
         drawn.sort(key=lambda one: float(one[1].mean()))
         self._order = [digest for digest, _ in drawn]
         self._thumbnails = np.array([thumbnail for _, thumbnail in drawn])
-        self._brightness = [float(thumbnail.mean()) for _, thumbnail in drawn]
+        self._brightness = np.array([thumbnail.mean() for _, thumbnail in drawn])
 
-    def same_as(self, image: bytes) -> set[bytes]:
-        """Returns the digests of the set images that are this one."""
-        digest = _digest(image)
-        if digest in self._digests:
-            return {digest}
-        thumbnail = _thumbnail(image) if self._order else None
-        if thumbnail is None:
-            return set()
-        brightness = float(thumbnail.mean())
+    def same_as(self, images: Iterable[bytes]) -> set[bytes]:
+        """Returns the digests of the set images that are among these."""
+        found, thumbnails = set(), []
+        for image in images:
+            digest = _digest(image)
+            if digest in self._digests:
+                found.add(digest)
+            elif self._order and (thumbnail := _thumbnail(image)) is not None:
+                thumbnails.append(thumbnail)
+        if not thumbnails:
+            return found
+        brightness = np.array(thumbnails).mean(axis=1)
         # Encoding hardly changes the mean, so a few percent of the thumbnails are left to compare.
-        start = bisect_left(self._brightness, brightness - _BRIGHTNESS_TOLERANCE)
-        stop = bisect_right(self._brightness, brightness + _BRIGHTNESS_TOLERANCE)
-        differences = np.abs(self._thumbnails[start:stop] - thumbnail).max(axis=1, initial=0)
-        return {self._order[start + place] for place in np.flatnonzero(differences <= _TOLERANCE).tolist()}
+        starts = np.searchsorted(self._brightness, brightness - _BRIGHTNESS_TOLERANCE, side="left").tolist()
+        stops = np.searchsorted(self._brightness, brightness + _BRIGHTNESS_TOLERANCE, side="right").tolist()
+        for thumbnail, start, stop in zip(thumbnails, starts, stops, strict=True):
+            differences = np.abs(self._thumbnails[start:stop] - thumbnail).max(axis=1, initial=0)
+            found |= {self._order[start + place] for place in np.flatnonzero(differences <= _TOLERANCE).tolist()}
+        return found
 
 
-def _thumbnail(image: bytes) -> NDArray[np.int16] | None:
+def _thumbnail(image: bytes) -> NDArray[np.float32] | None:
     """Returns the mean colours of 8 x 8 fields; None if the image does not decode or is nearly one colour."""
-    from PIL import Image
-
     try:
         pixels_HW3 = decode_image(image, "an image")
     except DataError:
         return None
-    side = (_THUMBNAIL_SIDE, _THUMBNAIL_SIDE)
-    thumbnail = np.asarray(Image.fromarray(pixels_HW3).resize(side, Image.Resampling.BOX), dtype=np.int16).ravel()
+    height, width, _ = pixels_HW3.shape
+    rows_8W3 = (_fields(height) @ pixels_HW3.reshape(height, -1).astype(np.float32)).reshape(-1, width, 3)
+    thumbnail = np.matmul(_fields(width), rows_8W3).ravel()
     return thumbnail if np.ptp(thumbnail) >= _MIN_CONTRAST else None
+
+
+@lru_cache(maxsize=256)
+def _fields(side: int) -> NDArray[np.float32]:
+    """Returns (8, side): the share of each pixel in each of 8 equal fields. A pixel on the border belongs to both in part."""
+    borders = np.linspace(0, side, _THUMBNAIL_SIDE + 1)[:, None]
+    pixels = np.arange(side)
+    inside = np.minimum(borders[1:], pixels + 1) - np.maximum(borders[:-1], pixels)
+    shares: NDArray[np.float32] = (np.maximum(inside, 0) * (_THUMBNAIL_SIDE / side)).astype(np.float32)
+    return shares
 
 
 def _digest(image: bytes) -> bytes:

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from megaclass.backbones.layers.norm import prepare_stream
-from megaclass.gpu.cuda_graphs import BACKBONE_BYTES, CudaGraph, Recorder, ShapeGraphs, capture_stream
+from megaclass.gpu.cuda_graphs import CudaGraph, Recorder, ShapeGraphs, capture_stream, largest_backbone_bytes
 from megaclass.train.model.keyed_dropout import KeyedDropout
 
 _HAS_TRITON = find_spec("triton") is not None
@@ -71,9 +71,10 @@ class GraphedBackbone(nn.Module):
         super().__init__()
         self.backbone = backbone
         self._all_parameters = list(backbone.parameters())
+        device = next(backbone.parameters()).device
         self._graphs: ShapeGraphs[ReplayShape, CapturedBackbone] = ShapeGraphs(
             is_on=setting != "off",
-            largest_bytes=None if setting == "on" else BACKBONE_BYTES,
+            largest_bytes=largest_backbone_bytes(_device_bytes(device)) if setting == "auto" else None,
             subject="The backbone's step",
             setting="train.cuda_graph=off",
         )
@@ -228,6 +229,10 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad_embeddings: Tensor) -> tuple[Tensor | None, ...]:
         assert len(ctx.saved_tensors) == len(ctx.opened.captured.trained)
         return None, None, *ctx.opened.backward(grad_embeddings)
+
+
+def _device_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def _allocated_bytes(device: torch.device) -> int:
