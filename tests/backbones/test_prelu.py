@@ -1,4 +1,4 @@
-"""PReLU on a CPU against PyTorch's, bit for bit, and against plain float64."""
+"""PReLU on a CPU against PyTorch's, the gradient of x bit for bit, and against plain float64."""
 
 import math
 

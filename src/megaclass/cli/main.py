@@ -30,8 +30,9 @@ _FAILED_RANK_FIRST_S = 10.0
 def command() -> NoReturn:
     """The program `megaclass`: calls `main` and ends the process with its exit code.
 
-    A process that has loaded torch would take up to 1.5 s to free its objects one by one. It ends without that, after
-    everything else: threads have ended, and functions registered with atexit were called.
+    A process that has loaded torch would take up to 1.5 s to free its objects one by one. It ends without that, but only
+    after its threads have ended and the functions that it has registered with atexit were called. Those registered before
+    this one, by a profiler for example, are not called.
     """
     code: int | None = None
 
@@ -39,7 +40,7 @@ def command() -> NoReturn:
         # Without a code there is an exception to print, or argparse has ended the process.
         if code is None:
             return
-        # Registered before this function, so it would be called after it.
+        # The logging module registers this when it is imported, which was before.
         logging.shutdown()
         try:
             for stream in (sys.stdout, sys.stderr):

@@ -24,6 +24,7 @@ from megaclass.errors import DataError
 # Some seconds of reading. If pairs were drawn from the training data, any sample shows many.
 _MAX_LOOKED_AT = 2**16
 _MAX_SECONDS = 30.0
+# Images that are compared at once.
 _BLOCK = 32
 _THUMBNAIL_SIDE, _TOLERANCE, _BRIGHTNESS_TOLERANCE = 8, 6, 2
 # Thumbnails of pictures that are nearly one colour say too little to compare them.

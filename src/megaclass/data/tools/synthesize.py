@@ -243,7 +243,7 @@ def _keep_freed_memory() -> None:
 
     Drawing an image of 64 x 64 then takes 0.67 ms instead of 0.88. Other C libraries are left as they are.
     """
-    trim_threshold, mmap_threshold = -1, -3  # names of glibc's malloc.h, without their M_
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(mmap_threshold, 2**25)
