@@ -50,7 +50,8 @@ def dumped(*threads: list[str]) -> str:
 
 def report(rank: int, *threads: list[str], state: str = "answered", step: int = 1233, **more) -> RankReport:
     host = f"gpu-{1 + rank // 2}"
-    return RankReport(rank=rank, host=host, pid=100 + rank, state=state, step=step, stacks=dumped(*threads), **more)
+    known = {"rank": rank, "host": host, "pid": 100 + rank, "package": "/src/megaclass"}
+    return RankReport(state=state, step=step, stacks=dumped(*threads), **(known | more))
 
 
 def test_the_rank_that_waits_for_a_file_is_named_with_the_file_and_the_others_with_their_collective():
@@ -153,6 +154,19 @@ def test_ranks_of_any_program_are_told_apart_by_place_then_by_what_they_wait_for
     )
 
 
+@pytest.mark.parametrize("package", ["/home/me/megaclass/src/megaclass", "/home/me/megaclass", "/venv/lib/megaclass"])
+def test_files_of_a_user_are_not_shortened_at_a_folder_that_is_called_megaclass(package):
+    """`git clone` makes such a folder. Only files of the package itself are shown from its folder on."""
+    own = report(1, [f"{package}/data/loader.py:3:read"], package=package)
+    assert find_verdict([own]).text.startswith("rank 1 (gpu-1): in data/loader.py:3 (read)")
+    for file, shown in (
+        ("/home/you/megaclass/tests/launch/net.py", "launch/net.py"),
+        ("/home/me/megaclass-2/data/own.py", "data/own.py"),
+    ):
+        users = report(1, [f"{file}:3:read"], package=package)
+        assert find_verdict([users]).text.startswith(f"rank 1 (gpu-1): in {shown}:3 (read)")
+
+
 def test_a_rank_shows_its_reader_how_late_it_is_and_long_work_is_never_late():
     page = StatusPage()
     assert page.read().pid == 0
@@ -187,6 +201,7 @@ def test_a_rank_whose_run_folder_hangs_ends_and_blames_no_other_rank(monkeypatch
         phase="",
         detail="",
         folder=str(tmp_path),
+        package="",
     )
     with pytest.raises(SystemExit) as ended:
         own_watch._end_hung_rank(seen, World(rank=1, size=4))

@@ -8,7 +8,7 @@ of its own, which no other process reads.
 
     bytes       field
     0 …         a counter that is odd while the rank writes, then the numbers of RankStatus
-    128 …       three texts of fixed length: phase, detail, folder
+    128 …       four texts of fixed length: phase, detail, folder, package
     4096 …      stacks
 
 The training loop writes it, or under hvd the threads that wait for operations, one at a time under a lock.
@@ -42,8 +42,10 @@ _COUNTER = struct.Struct("<Q")
 # pid, thread id of the main thread, whether stacks can be asked for, step, operations done, time of the last progress,
 # seconds allowed from then on.
 _NUMBERS = struct.Struct("<QQQqQdd")
-_TEXTS = {"phase": (128, 64), "detail": (192, 832), "folder": (1024, 3072)}
+_TEXTS = {"phase": (128, 64), "detail": (192, 832), "folder": (1024, 2048), "package": (3072, 1024)}
 _READS = 5
+PACKAGE = str(Path(__file__).parents[1])
+"""The folder of this package, by which its files are recognised in stacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,8 @@ class RankStatus:
     detail: str
     folder: str
     """The run folder, where stacks are kept; empty if there is none."""
+    package: str
+    """The folder of megaclass in the rank's process."""
 
     def late_s(self, now: float) -> float:
         """Returns for how long the rank has been without progress beyond what it may; 0 or less if it is on time."""
@@ -134,7 +138,7 @@ class OwnStatus:
         if self._handle is not None:
             faulthandler.register(STACKS_SIGNAL, file=self._handle, all_threads=True)
             self._gives_stacks = True
-        self._write({})
+        self._write({"package": PACKAGE})
 
     def progress(self, *, allowed_s: float, step: int | None = None, phase: str = "", detail: str = "") -> None:
         """Notes that this rank has made progress and may take `allowed_s` for the next one; 0 allows any time."""

@@ -125,4 +125,4 @@ class HangReporter:
             self._say({"say": "output", "rank": report.rank, "stream": "stderr"}, printed)
 
 
-_SENT = ("rank", "pid", "state", "step", "phase", "detail", "main_thread", "waits_for", "file_wait")
+_SENT = ("rank", "pid", "state", "step", "phase", "detail", "main_thread", "waits_for", "file_wait", "package")

@@ -8,7 +8,6 @@ from pathlib import PurePosixPath
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _LOADER = re.compile(r"^loader process (\d+): (\w+)(?:; (.*))?$")
-_OWN_PACKAGE = "/megaclass/"
 # Files of other packages and of Python's library: the place that interests the reader is the one that called them.
 _LIBRARY = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/")
 _WAITS_FOR_GPU = {"synchronize"}
@@ -19,17 +18,16 @@ class Frame:
     file: str
     line: str
     function: str
+    own_path: str = ""
+    """Path inside the folder of this package, such as "data/loader.py"; empty for all other files."""
 
     @property
     def is_library(self) -> bool:
-        return _OWN_PACKAGE not in self.file and bool(_LIBRARY.search(self.file) or self.file.startswith("<frozen"))
+        return not self.own_path and bool(_LIBRARY.search(self.file) or self.file.startswith("<frozen"))
 
     def shown(self) -> str:
         """Returns a short place: inside this package "data/loader.py:142", elsewhere the last two parts of the path."""
-        if _OWN_PACKAGE in self.file:
-            path = self.file.rpartition(_OWN_PACKAGE)[2]
-        else:
-            path = "/".join(PurePosixPath(self.file).parts[-2:]).lstrip("/")
+        path = self.own_path or "/".join(PurePosixPath(self.file).parts[-2:]).lstrip("/")
         return f"{path}:{self.line}"
 
 
@@ -37,8 +35,11 @@ Thread = list[Frame]
 """Frames of one thread, the innermost first."""
 
 
-def threads_of(stacks: str) -> dict[int, Thread]:
-    """Returns the frames of each thread by its identifier, in the order of the text: the main thread is the last."""
+def threads_of(stacks: str, package: str) -> dict[int, Thread]:
+    """Returns the frames of each thread by its identifier, in the order of the text: the main thread is the last.
+
+    package: the folder of this package in the process that wrote the stacks. Folders of a user may have the same name.
+    """
     threads: dict[int, Thread] = {}
     current: Thread = []
     for line in stacks.splitlines():
@@ -47,7 +48,9 @@ def threads_of(stacks: str) -> dict[int, Thread]:
         if match := _THREAD.match(line):
             current = threads.setdefault(int(match[1], 16), [])
         elif match := _FRAME.match(line):
-            current.append(Frame(match[1], match[2], match[3]))
+            file = match[1]
+            own_path = file.removeprefix(f"{package}/") if package and file.startswith(f"{package}/") else ""
+            current.append(Frame(file, match[2], match[3], own_path))
     return threads
 
 
@@ -64,7 +67,7 @@ class Loader:
     """The thread that reads or decodes an image; empty if all wait for work."""
 
 
-def loaders_of(stacks: str) -> list[Loader]:
+def loaders_of(stacks: str, package: str) -> list[Loader]:
     """Returns the loader processes whose stacks follow those of their rank."""
     lines = stacks.splitlines()
     heads = [index for index, line in enumerate(lines) if _LOADER.match(line)]
@@ -72,9 +75,9 @@ def loaders_of(stacks: str) -> list[Loader]:
     for start, stop in zip(heads, [*heads[1:], len(lines)], strict=True):
         head = _LOADER.match(lines[start])
         assert head is not None
-        threads = threads_of("\n".join(lines[start + 1 : stop])).values()
+        threads = threads_of("\n".join(lines[start + 1 : stop]), package).values()
         # Threads without work wait in the worker's own loops.
-        busy = next((one for one in threads if one and not one[0].file.endswith("data/loading/worker.py")), [])
+        busy = next((one for one in threads if one and one[0].own_path != "data/loading/worker.py"), [])
         found.append(Loader(int(head[1]), head[2], head[3] or "", busy))
     return found
 
@@ -98,7 +101,7 @@ def collective_of(thread: Thread) -> str:
             break
     if inner and inner[0].function == "_engine_run_backward":
         return "backward, which averages the gradients"
-    hvd = [frame for frame in inner if "/megaclass/hvd/" in frame.file]
+    hvd = [frame for frame in inner if frame.own_path.startswith("hvd/")]
     return "a collective of hvd" if any(frame.function in ("synchronize", "wait") for frame in hvd) else ""
 
 
@@ -106,7 +109,7 @@ def waits_for_gpu(thread: Thread) -> bool:
     """Tells whether the thread waits for its GPU: for queued work, which may contain a collective."""
     if thread and thread[0].function in _WAITS_FOR_GPU and "/torch/cuda/" in thread[0].file:
         return True
-    return bool(thread) and thread[0].file.endswith("megaclass/train/metrics.py") and thread[0].function == "read"
+    return bool(thread) and thread[0].own_path == "train/metrics.py" and thread[0].function == "read"
 
 
 def place_of(thread: Thread) -> Frame | None:
@@ -122,20 +125,20 @@ def waits_for_other_thread(thread: Thread) -> bool:
 
 def waits_for_loader(thread: Thread) -> bool:
     """Tells whether a thread waits for a batch from the loader processes of its rank."""
-    return any(frame.file.endswith(_OWN_PACKAGE + "data/loading/processes.py") for frame in thread[:4])
+    return any(frame.own_path == "data/loading/processes.py" for frame in thread[:4])
 
 
 def busy_thread(threads: Sequence[Thread]) -> Thread:
     """Returns the thread that works on data, for whose result the main thread waits; empty if there is none."""
     for thread in threads:
         is_idle = waits_for_other_thread(thread) or not thread
-        if not is_idle and any(_OWN_PACKAGE + "data/" in frame.file for frame in thread):
+        if not is_idle and any(frame.own_path.startswith("data/") for frame in thread):
             return thread
     return []
 
 
 def _is_engine(frame: Frame) -> bool:
-    return _OWN_PACKAGE + "distributed/collectives.py" in frame.file
+    return frame.own_path == "distributed/collectives.py"
 
 
 def _plain(function: str) -> str:

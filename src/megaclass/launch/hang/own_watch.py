@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from megaclass.distributed.rank_status import OwnStatus, RankStatus
+from megaclass.distributed.rank_status import PACKAGE, OwnStatus, RankStatus
 from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang.loaders import ask_loaders, have_answered, loader_stacks
@@ -125,6 +125,7 @@ def _report(seen: RankStatus, world: World) -> RankReport:
         main_thread=seen.main_thread,
         waits_for=main_thread_waits_for(os.getpid()),
         file_wait=file_wait(os.getpid()),
+        package=PACKAGE,
         stacks=stacks + loader_stacks(loaders),
     )
 

@@ -45,6 +45,8 @@ class RankReport:
     """File operation in which another thread waits."""
     stacks: str = ""
     """Text of Python's faulthandler, of the rank and then of its loader processes."""
+    package: str = ""
+    """The folder of megaclass in the rank's process; empty if the rank does not use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def _report(watched: WatchedRank, asked: _Asked, host: str, text: bytes) -> Rank
         main_thread=asked.status.main_thread,
         waits_for=asked.waits_for,
         file_wait=asked.file_wait,
+        package=asked.status.package,
         stacks=stacks + loader_stacks(asked.loaders) if has_stacks else "",
     )
 

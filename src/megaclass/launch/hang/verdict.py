@@ -84,7 +84,7 @@ def find_verdict(reports: Sequence[RankReport]) -> HangVerdict:
 
 
 def _place(report: RankReport) -> _Place:
-    threads = threads_of(report.stacks)
+    threads = threads_of(report.stacks, report.package)
     main = main_thread_of(threads, report.main_thread)
     collective = collective_of(main)
     if collective == "a collective of hvd" and report.detail:
@@ -95,7 +95,7 @@ def _place(report: RankReport) -> _Place:
     if not collective and waits_for_other_thread(main) and (busy := busy_thread(list(threads.values()))):
         # A main thread that waits for one of its own threads says nothing: that thread shows what the rank is doing.
         shown, call = busy, report.file_wait or call
-    loader = _loader_to_blame(loaders_of(report.stacks)) if not collective and waits_for_loader(main) else None
+    loader = _loader_to_blame(loaders_of(report.stacks, report.package)) if not collective and waits_for_loader(main) else None
     if loader is not None and loader.busy:
         shown, call = loader.busy, loader.call or call
     frame = place_of(shown)

@@ -95,7 +95,7 @@ class AgentMessageChecker:
                 "state": (one_of(_STATES), True),
                 "step": (whole(-1, MAX_STEP), True),
                 "main_thread": (whole(0, (1 << 64) - 1), True),
-                **dict.fromkeys(("phase", "detail", "waits_for", "file_wait"), (text(), True)),
+                **dict.fromkeys(("phase", "detail", "waits_for", "file_wait", "package"), (text(), True)),
             },
         }
 
