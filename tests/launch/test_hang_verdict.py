@@ -88,6 +88,7 @@ WAITS_FOR_LOADER_PROCESS = [
             "in data/loading/processes.py:188 (_ready), waiting for its loader process (pid 8), which is stopped by SIGSTOP; "
             "SIGCONT continues it",
         ),
+        ("", "in data/loading/processes.py:188 (_ready), waiting in native code (poll)"),
         (
             "loader process 7: silent\n",
             "in data/loading/processes.py:188 (_ready), waiting for its loader process (pid 7), which gives no Python stacks",

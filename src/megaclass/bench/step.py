@@ -74,7 +74,7 @@ def bench_step(config: Config, arguments: Sequence[str], *, num_steps: int, is_j
     if world.starter == "none":
         make_data(config)
         if config.train.nproc > 1:
-            return run_local([sys.executable, "-m", "megaclass", "bench", "step", *arguments], config.train.nproc)
+            return run_local([sys.executable, "-P", "-m", "megaclass", "bench", "step", *arguments], config.train.nproc)
     with process_group(world, device=config.train.device) as device:
         on_main_rank(lambda: make_data(config), device)
         source, loader = on_every_rank(lambda: open_data(config, world, device), device)

@@ -291,7 +291,7 @@ def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[Loa
     if world.starter == NO_STARTER and options.nproc > 1:
         from megaclass.launch.launchers.local import run_local
 
-        return run_local([sys.executable, "-m", "megaclass", *given], options.nproc)
+        return run_local([sys.executable, "-P", "-m", "megaclass", *given], options.nproc)
     from megaclass.distributed.agreement import on_every_rank
     from megaclass.distributed.process_group import process_group
     from megaclass.model import load

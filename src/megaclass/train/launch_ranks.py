@@ -41,7 +41,7 @@ def start_training(config: Config, arguments: Sequence[str], mode: StartMode) ->
     # Not at module level, because it needs modules that exist on Linux only.
     from megaclass.launch.launchers.local import run_local
 
-    return run_local([sys.executable, "-m", "megaclass", "train", *arguments], config.train.nproc)
+    return run_local([sys.executable, "-P", "-m", "megaclass", "train", *arguments], config.train.nproc)
 
 
 def _train_here(config: Config, world: World, mode: StartMode) -> int:

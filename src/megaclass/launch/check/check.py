@@ -311,8 +311,8 @@ def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding
     is_here = len(hosts) == 1 and hosts[0].is_local
     where = ("-np", str(hosts[0].slots)) if is_here else ("-H", listed)
     sizes = ("-b", str(_LATENCY_BYTES), "-e", str(_BANDWIDTH_BYTES), "-f", str(_BANDWIDTH_BYTES // _LATENCY_BYTES))
-    bench = ("-m", "megaclass", "bench", "allreduce", "--operations", "all_reduce", "--json", *sizes)
-    run = [sys.executable, "-m", "megaclass", "run", *settings.run_options, *where]
+    bench = ("-P", "-m", "megaclass", "bench", "allreduce", "--operations", "all_reduce", "--json", *sizes)
+    run = [sys.executable, "-P", "-m", "megaclass", "run", *settings.run_options, *where]
     command = [*run, settings.ssh.python, *bench]
     try:
         done = subprocess.run(

@@ -72,7 +72,8 @@ def loaders_of(stacks: str, package: str) -> list[Loader]:
     lines = stacks.splitlines()
     heads = [index for index, line in enumerate(lines) if _LOADER.match(line)]
     found = []
-    for start, stop in zip(heads, [*heads[1:], len(lines)], strict=True):
+    # Not strict: a rank may wait for a loader process of which nothing was found, and then there are no heads.
+    for start, stop in zip(heads, [*heads[1:], len(lines)], strict=False):
         head = _LOADER.match(lines[start])
         assert head is not None
         threads = threads_of("\n".join(lines[start + 1 : stop]), package).values()

@@ -95,7 +95,11 @@ def _place(report: RankReport) -> _Place:
     if not collective and waits_for_other_thread(main) and (busy := busy_thread(list(threads.values()))):
         # A main thread that waits for one of its own threads says nothing: that thread shows what the rank is doing.
         shown, call = busy, report.file_wait or call
-    loader = _loader_to_blame(loaders_of(report.stacks, report.package)) if not collective and waits_for_loader(main) else None
+    loader = (
+        _loader_to_blame(loaders_of(report.stacks, report.package))
+        if not collective and waits_for_loader(main)
+        else None
+    )
     if loader is not None and loader.busy:
         shown, call = loader.busy, loader.call or call
     frame = place_of(shown)
