@@ -19,7 +19,7 @@ from megaclass.launch.wire.protocol import ProtocolError
 
 def _listening_ports(pid: int) -> list[str]:
     """Returns the local addresses on which a process listens, from /proc."""
-    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
     rows = [
         row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
     ]

@@ -1,7 +1,7 @@
 """run(): calls a function on every rank of a job, on one or several machines, and returns the results by rank.
 
 `megaclass run` starts the ranks (run_function_worker.py). Function and results travel through its pipes (launch/wire/call.py);
-no port is opened. Unpickling runs code, so results are taken from ranks of this job only: nobody else holds the pipes.
+no port is opened. Unpickling runs code, so results are taken from ranks of this job only: no other process holds the pipes.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ class _FunctionCall:
         own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
         command = [sys.executable, "-P", "-m", "megaclass", "run", *own, *options, *task]
         # The launcher takes the end of the first pipe for the end of this process: it stays open until the job is over.
-        with open(call_writer, "wb", buffering=0) as to_launcher, open(results_reader, "rb") as from_launcher:
+        with os.fdopen(call_writer, "wb", buffering=0) as to_launcher, os.fdopen(results_reader, "rb") as from_launcher:
             try:
                 launcher = subprocess.Popen(
                     command, env=env, stdin=subprocess.DEVNULL, pass_fds=[call_reader, results_writer]

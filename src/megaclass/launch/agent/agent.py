@@ -41,9 +41,9 @@ from megaclass.launch.agent.rank0_ports import Rank0Ports
 from megaclass.launch.agent.supervisor import Supervisor, Worker
 from megaclass.launch.agent.worker_output import WorkerOutput
 from megaclass.launch.agent.worker_setup import WorkerSetup
-from megaclass.launch.wire.call import AgentCall
 from megaclass.launch.plan import job_environment
 from megaclass.launch.signals import SignalQueue
+from megaclass.launch.wire.call import AgentCall
 from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World

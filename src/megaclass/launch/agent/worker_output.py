@@ -35,7 +35,7 @@ class WorkerOutput:
         """Reads the output of a worker that was started. result_fd: the pipe for its result, in jobs of hvd.run()."""
         pipes = {"stdout": worker.process.stdout, "stderr": worker.process.stderr}
         if result_fd is not None:
-            pipes["result"] = self._results[worker.rank] = open(result_fd, "rb", buffering=0)
+            pipes["result"] = self._results[worker.rank] = os.fdopen(result_fd, "rb", buffering=0)
         for stream, pipe in pipes.items():
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO
 
 from megaclass.files import make_private_folder, open_private
-from megaclass.launch.wire.call import PIECE, CallPipes
 from megaclass.launch.options import RunOptions
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.wire.agent_messages import RESULT_STREAM
+from megaclass.launch.wire.call import PIECE, CallPipes
 from megaclass.launch.wire.plain_text import for_terminal, plain_lines
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
