@@ -259,7 +259,7 @@ for epoch in range(4):
         rates.append(round(float(net.optimizer.learning_rate), 6))
         halving.on_train_batch_end(batch)
         net.optimizer.learning_rate = rates[-1] if batch else 0.9
-assert rates == [0.8, 0.9, 0.4, 0.9, 0.2, 0.9, 0.9, 0.9], rates
+assert rates == [0.8, 0.9, 0.8, 0.9, 0.4, 0.9, 0.9, 0.9], rates
 smooth = calls.LearningRateScheduleCallback(initial_lr=1.0, multiplier=lambda epoch: 1 + epoch, staircase=False)
 smooth.set_model(net)
 smooth.set_params({"steps": None})

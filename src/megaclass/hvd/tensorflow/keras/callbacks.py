@@ -107,7 +107,8 @@ class LearningRateScheduleCallback(_Callback):
     """Multiplies the initial learning rate by a factor that depends on the epoch.
 
     multiplier: a function of the epoch, or a number that is raised to the power of epoch - start_epoch. staircase: the
-    epoch is a whole number; otherwise the rate changes with every batch. momentum_correction: for an optimizer with momentum, scales the
+    epoch is a whole number; otherwise the rate changes with every batch.
+    momentum_correction: for an optimizer with momentum, scales the
     momentum of the first step at a new rate, because the accumulated velocity contains the old one.
     """
 
