@@ -185,3 +185,15 @@ def _changed_while_running() -> list[int]:
 
 def test_numbers_of_removed_sets_are_not_used_again(run_ranks):
     assert run_ranks(3, _changed_while_running) == [[1, 2, 3, 4, 5]] * 3
+
+
+def _group_of_torch(rank: int, size: int) -> None:
+    group = hvd.global_process_set.group
+    value = torch.tensor([float(rank + 1)])
+    torch.distributed.all_reduce(value, group=group)
+    assert value.item() == sum(range(1, size + 1))
+    assert error_of(lambda: hvd.ProcessSet([0]).group)[0] == "ValueError"
+
+
+def test_the_group_of_a_set_takes_part_in_the_collectives_of_torch(run_ranks):
+    run_ranks(2, in_job, _group_of_torch)

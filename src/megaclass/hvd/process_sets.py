@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterable, Sequence
 
+import torch.distributed as dist
+
 from megaclass.hvd.engine.job import current
 from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.operation import Operation
@@ -45,6 +47,18 @@ class ProcessSet:
         if own_rank not in ranks:
             raise ValueError("Process is not part of provided process set.")
         return ranks.index(own_rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Returns the torch process group of the set, for torch.distributed's collectives and PartialFC(group=...).
+
+        It uses NCCL for tensors on GPUs if every rank has one of its own, else gloo. Raises ValueError if this process is not
+        a member.
+        """
+        if self.process_set_id is None or self.process_set_id not in current.known().sets.connections:
+            raise ValueError(f"{self} has no group on this process: only members of a registered set have one.")
+        connections = current.known().sets.connections[self.process_set_id]
+        return connections.gpu or connections.cpu
 
     def included(self) -> bool | None:
         """Returns whether this process is a member; None if the set is not initialized."""

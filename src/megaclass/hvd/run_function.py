@@ -1,45 +1,30 @@
 """run(): calls a function on every rank of a job, on one or several machines, and returns the results by rank.
 
-`megaclass run` starts the ranks (run_function_worker.py). Each connects back to this process, receives the pickled
-function and sends its result; a rank whose connection closes ends itself. Because unpickling runs code, both sides prove
-by HMAC that they know a key, which the ranks get in their environment and never on a command line.
+`megaclass run` starts the ranks (run_function_worker.py). Function and results travel through its pipes (launch/wire/call.py);
+no port is opened. Unpickling runs code, so results are taken from ranks of this job only: no other process holds the pipes.
 """
 
+import contextlib
 import multiprocessing.spawn
 import os
 import pickle
-import re
-import secrets
-import socket
-import struct
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from megaclass.distributed.network.addresses import interfaces, own_addresses, source_towards
 from megaclass.errors import LaunchError
 from megaclass.hvd.exceptions import SHUT_DOWN
 from megaclass.hvd.pickling import CannotPickleError, has_cloudpickle, pickled
 from megaclass.launch.hosts import Host, given_hosts
 from megaclass.launch.plan import HOROVOD_MARK, place_ranks
+from megaclass.launch.wire.call import MAX_CALL_BYTES, PIECE, SIZE
 
 __all__ = ["run"]
 
-FUNCTION_SERVER = "MEGACLASS_FUNCTION_SERVER"
-"""Environment variable with the addresses, port and key of the process that called run()."""
 _GRACE_S = 10.0
-_BACKLOG = 512
-_PROOF_S = 5.0
-"""Time within which a connection must prove that it knows the key."""
-_MAX_UNPROVEN = 512
-"""Connections that may be proving themselves at a time; further ones wait in the backlog."""
-_TIMEVAL = struct.Struct("ll")
 
 
 def run(
@@ -106,8 +91,12 @@ def run(
         *(("--verbose",) if verbose else ()),
     ]
     call = pickled_call(func, tuple(args), kwargs or {})
-    others = [host.name for host in machines if not host.is_local]
-    return _FunctionServer(call, num_proc, others, wanted, executable or sys.executable).results(options, start_timeout)
+    if len(call) > MAX_CALL_BYTES:
+        raise ValueError(
+            f"run(): the pickled function and its arguments have {len(call):,} bytes; at most {MAX_CALL_BYTES:,} can be sent. "
+            f"Let the function read large data from files."
+        )
+    return _FunctionCall(call, num_proc, executable or sys.executable).results(options, start_timeout)
 
 
 def _deprecated(old: str, new: str) -> None:
@@ -147,114 +136,81 @@ def _is_importable(main: dict[str, str]) -> bool:
     return "init_main_from_name" in main or Path(main.get("init_main_from_path", "")).is_file()
 
 
-class _FunctionServer:
-    """The server that hands out the function, and the launcher of the ranks that ask for it.
+class _FunctionCall:
+    """One call on all ranks: starts `megaclass run` with two pipes, sends the function and receives the results.
 
-    `_serve` and one `_answer` per connection run in threads; they write `_answers` (result by rank) and `_order` (ranks in
-    the order of their answers). `results` reads both after the launcher has ended.
+    `_results` holds what each rank has sent so far, in the order in which the ranks began to answer.
     """
 
-    def __init__(self, call: bytes, size: int, others: list[str], wanted: list[str], executable: str) -> None:
+    def __init__(self, call: bytes, size: int, executable: str) -> None:
         self._call = call
         self._size = size
         self._executable = executable
-        self._key = secrets.token_bytes(32)
-        self._addresses = _own_addresses(others, wanted)
-        # Listen on all interfaces only if the host names do not show which one leads to the hosts.
-        bound = self._addresses[0] if len(self._addresses) == 1 else "0.0.0.0"
-        self._listener = Listener((bound, 0), backlog=_BACKLOG)
-        self._answers: dict[int, tuple[bool, Any]] = {}
-        self._order: list[int] = []
-        self._is_over = False
-        self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
+        self._results: dict[int, bytearray] = {}
 
     def results(self, options: list[str], start_timeout: int | None) -> list[Any]:
-        env = {**os.environ, FUNCTION_SERVER: self._where()}
-        if start_timeout:
-            env["HOROVOD_START_TIMEOUT"] = str(start_timeout)
+        env = {**os.environ, **({"HOROVOD_START_TIMEOUT": str(start_timeout)} if start_timeout else {})}
+        call_reader, call_writer = os.pipe()
+        results_reader, results_writer = os.pipe()
         task = [self._executable, "-m", "megaclass.hvd.run_function_worker"]
         # The mark gives functions Horovod's environment variables, as its own run() does. It does not put the shims on
         # PYTHONPATH: an installed Horovod stays importable.
-        mark = ["-x", f"{HOROVOD_MARK}=1"]
-        command = [sys.executable, "-P", "-m", "megaclass", "run", *mark, *options, *task]
-        threading.Thread(target=self._serve, name="hvd.run", daemon=True).start()
-        launcher = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
-        try:
-            code = launcher.wait()
-        finally:
-            self._is_over = True
-            if launcher.poll() is None:
-                launcher.terminate()
-                try:
-                    launcher.wait(_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    launcher.kill()
-                    launcher.wait()
-            self._listener.close()
+        own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
+        command = [sys.executable, "-P", "-m", "megaclass", "run", *own, *options, *task]
+        # The launcher takes the end of the first pipe for the end of this process: it stays open until the job is over.
+        with os.fdopen(call_writer, "wb", buffering=0) as to_launcher, os.fdopen(results_reader, "rb") as from_launcher:
+            try:
+                launcher = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, pass_fds=[call_reader, results_writer]
+                )
+            finally:
+                os.close(call_reader)
+                os.close(results_writer)
+            try:
+                # A launcher that ends at once has said why on stderr.
+                with contextlib.suppress(BrokenPipeError):
+                    self._send(to_launcher)
+                self._receive(from_launcher)
+                code = launcher.wait()
+            finally:
+                _end(launcher)
+        return self._checked(code)
+
+    def _send(self, to_launcher: IO[bytes]) -> None:
+        for part in (SIZE.pack(len(self._call)), self._call):
+            view = memoryview(part)
+            while view:
+                view = view[to_launcher.write(view) or 0 :]
+
+    def _receive(self, from_launcher: IO[bytes]) -> None:
+        """Collects the pieces of the results until the launcher has ended."""
+        while len(head := from_launcher.read(PIECE.size)) == PIECE.size:
+            rank, size = PIECE.unpack(head)
+            self._results.setdefault(rank, bytearray()).extend(from_launcher.read(size))
+
+    def _checked(self, code: int) -> list[Any]:
+        """Returns the results by rank; raises RuntimeError if a rank failed or sent none."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        for rank, data in self._results.items():
+            # A rank that was ended while it sent leaves a part.
+            if len(data) >= SIZE.size and len(data) - SIZE.size == SIZE.unpack_from(data)[0]:
+                answers[rank] = pickle.loads(memoryview(data)[SIZE.size :])
         # In the order of the answers: the first failure is the likely cause of the others.
-        failures = [(rank, self._answers[rank][1]) for rank in self._order if not self._answers[rank][0]]
-        if failures or code or len(self._answers) < self._size:
+        failures = [(rank, value) for rank, (succeeded, value) in answers.items() if not succeeded]
+        if failures or code or len(answers) < self._size:
             raise RuntimeError(_failed(failures, code))
-        return [self._answers[rank][1] for rank in range(self._size)]
+        return [answers[rank][1] for rank in range(self._size)]
 
-    def _where(self) -> str:
-        return " ".join([*self._addresses, str(self._listener.address[1]), self._key.hex()])
 
-    def _serve(self) -> None:
-        while not self._is_over:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                # The other end has already closed the connection, or results() has closed the listener.
-                continue
-            # At the limit, wait until a connection has proved itself or has run out of time.
-            self._unproven.acquire()
-            # One thread per connection: a foreign connection that sends nothing must not delay the ranks.
-            threading.Thread(target=self._answer, args=(connection,), name="hvd.run", daemon=True).start()
-
-    def _is_rank(self, connection: Connection) -> bool:
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher, and with it the ranks, if an exception has interrupted run()."""
+    if launcher.poll() is None:
+        launcher.terminate()
         try:
-            # Connection has no timeouts; the socket below it does.
-            _set_read_timeout(connection, _PROOF_S)
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            _set_read_timeout(connection, 0.0)
-        except (AuthenticationError, EOFError, OSError):
-            return False
-        finally:
-            self._unproven.release()
-        return True
-
-    def _answer(self, connection: Connection) -> None:
-        with connection:
-            if not self._is_rank(connection):
-                return
-            try:
-                connection.send_bytes(self._call)
-                rank, succeeded, value = pickle.loads(connection.recv_bytes())
-            except (EOFError, OSError):
-                return
-            self._answers[rank] = (succeeded, value)
-            self._order.append(rank)
-            # The rank waits for this before it ends.
-            connection.send_bytes(b"taken")
-
-
-def _set_read_timeout(connection: Connection, timeout_s: float) -> None:
-    """Makes reads raise OSError if nothing arrives for that long; 0 disables it."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
-        shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout_s), 0))
-
-
-def _own_addresses(others: list[str], wanted: list[str]) -> list[str]:
-    """Returns the addresses at which other hosts reach this process: one if the route to them shows it, else all."""
-    if not others:
-        return ["127.0.0.1"]
-    if wanted:
-        return [address for name in wanted for address in interfaces().get(name, [])][:1] or own_addresses()
-    towards = {source_towards(re.sub(r"^.*@|[\[\]]", "", name)) for name in others}
-    known = [address for address in towards if address is not None]
-    return known if len(known) == len(towards) == 1 else own_addresses()
+            launcher.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.wait()
 
 
 def _failed(failures: list[tuple[int, str]], code: int) -> str:

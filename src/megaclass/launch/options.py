@@ -82,6 +82,8 @@ class RunOptions:
     is_verbose: bool
     remarks: tuple[str, ...]
     """One line per option that is accepted but has no effect."""
+    call_fds: tuple[int, int] | None = None
+    """Pipes from and to the process that called hvd.run(); see wire/call.py."""
 
     @property
     def is_elastic(self) -> bool:
@@ -151,6 +153,7 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         is_dry_run=given.dry_run,
         is_verbose=given.verbose,
         remarks=(*given.remarks, *handed_over),
+        call_fds=given.call_fds,
     )
 
 
@@ -289,6 +292,7 @@ def run_parser() -> argparse.ArgumentParser:
     for flag in _NO_EFFECT:
         parser.add_argument(flag, action=_Remark, nargs=_NUM_VALUES.get(flag, 0), help=argparse.SUPPRESS)
     parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--call-fds", type=_two_numbers, help=argparse.SUPPRESS)
     add_flags(parser)
     return parser
 
@@ -374,6 +378,13 @@ def _launcher(text: str) -> str:
     if text not in LAUNCHERS:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LAUNCHERS)}")
     return text
+
+
+def _two_numbers(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of open files")
+    first, second = text.split(",")
+    return int(first), int(second)
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

@@ -38,9 +38,14 @@ def _doubling(vector: Tensor, place: int, paired: int, num_folded: int, group: d
         partner = place ^ distance
         partner_rank = 2 * partner if partner < num_folded else partner + num_folded
         theirs = torch.empty_like(vector)
-        receiving = group.recv([theirs], partner_rank, 0)
-        group.send([vector], partner_rank, 0).wait()
-        receiving.wait()
+        # One sends while the other receives, then the other way round. NCCL runs them in the order in which they are posted:
+        # two ranks that both post recv first wait for each other forever.
+        if place < partner:
+            group.send([vector], partner_rank, 0).wait()
+            group.recv([theirs], partner_rank, 0).wait()
+        else:
+            group.recv([theirs], partner_rank, 0).wait()
+            group.send([vector], partner_rank, 0).wait()
         # Both ranks take the lower place first, so that both get the same bits.
         vector = _combined(vector, theirs) if place < partner else _combined(theirs, vector)
         distance *= 2

@@ -16,6 +16,7 @@ Everything happens in one thread, in `Agent._loop`; no field needs a lock. The p
     Supervisor          starts, signals, reaps and kills workers       the workers, the time of SIGKILL
     WorkerOutput        from the workers' pipes to the driver          the open pipes, and whether they are read
     HangReporter        pages and stacks of ranks that hang            one page per worker
+    AgentCall           the function of hvd.run(), if there is one     its file: the driver's "call" messages
     AgentHeartbeat      heartbeats, progress, stopped ranks            what was reported last
     _is_ending          the workers were told to end                   _end; read by _is_over and _note_exits
     _helpers_until      time for helper processes to leave             _end_leftovers, once the last rank has ended
@@ -42,6 +43,7 @@ from megaclass.launch.agent.worker_output import WorkerOutput
 from megaclass.launch.agent.worker_setup import WorkerSetup
 from megaclass.launch.plan import job_environment
 from megaclass.launch.signals import SignalQueue
+from megaclass.launch.wire.call import AgentCall
 from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
@@ -89,6 +91,7 @@ class Agent:
         self._output = WorkerOutput(self._selector, self._on_output)
         self._hangs = HangReporter(job["host"], job["hang_timeout_s"], self._say)
         self._heartbeat = AgentHeartbeat(supervisor, self._hangs, self._say, beat_interval(job["heartbeat_s"]))
+        self._call = AgentCall()
         self._is_ending = False
         self._helpers_until = 0.0
 
@@ -135,6 +138,8 @@ class Agent:
 
     def _carry_out(self, message: Message) -> None:
         match message.get("do"):
+            case "call":
+                self._call.add(message["data"])
             case "go":
                 self._start_workers(message)
             # Heartbeats need no case: DriverConnection notes the time of any byte.
@@ -204,18 +209,19 @@ class Agent:
         progress_fd = self._heartbeat.progress_fd
         inherited = {FD_NAME: str(progress_fd), **self._hangs.environment(rank)}
         try:
-            worker = self._supervisor.start(
-                rank,
-                self._job["command"],
-                {**self._setup.base, **env, **inherited},
-                self._setup.workdir,
-                pass_fds=[progress_fd, page.fileno(), *pass_fds],
-            )
+            with self._call.pipe() as (call_env, call_fds, result_fd):
+                worker = self._supervisor.start(
+                    rank,
+                    self._job["command"],
+                    {**self._setup.base, **env, **inherited, **call_env},
+                    self._setup.workdir,
+                    pass_fds=[progress_fd, page.fileno(), *call_fds, *pass_fds],
+                )
         except LaunchError as error:
             self._say({"say": "refuse", "why": str(error)})
             self._end(None)
             return None
-        self._output.watch(worker)
+        self._output.watch(worker, result_fd)
         return worker
 
     # ---- output and ends of the workers ----

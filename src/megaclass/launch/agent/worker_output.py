@@ -11,16 +11,16 @@ import os
 import selectors
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import IO
 
 from megaclass.launch.agent.driver_pipe import READ_BYTES
 from megaclass.launch.agent.supervisor import Worker
 
-_STREAMS = ("stdout", "stderr")
 _READS_OF_A_FULL_PIPE = 2
 
 
 class WorkerOutput:
-    """Reads the workers' stdout and stderr. take: called with the worker's rank, the stream and the bytes of one read."""
+    """Reads the workers' stdout, stderr and results. take: called with a rank, the stream and the bytes of one read."""
 
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[int, str, bytes], None]) -> None:
         self._selector = selector
@@ -28,10 +28,15 @@ class WorkerOutput:
         self._is_paused = False
         self._pipes: dict[int, tuple[Worker, str]] = {}
         """Worker and stream by file number, until the stream ends."""
+        self._results: dict[int, IO[bytes]] = {}
+        """Pipe for the result by rank, in jobs of hvd.run()."""
 
-    def watch(self, worker: Worker) -> None:
-        """Reads the output of a worker that was started."""
-        for stream, pipe in zip(_STREAMS, (worker.process.stdout, worker.process.stderr), strict=True):
+    def watch(self, worker: Worker, result_fd: int | None = None) -> None:
+        """Reads the output of a worker that was started. result_fd: the pipe for its result, in jobs of hvd.run()."""
+        pipes = {"stdout": worker.process.stdout, "stderr": worker.process.stderr}
+        if result_fd is not None:
+            pipes["result"] = self._results[worker.rank] = os.fdopen(result_fd, "rb", buffering=0)
+        for stream, pipe in pipes.items():
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             self._pipes[pipe.fileno()] = (worker, stream)
@@ -89,7 +94,7 @@ class WorkerOutput:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(pipe)
             del self._pipes[pipe]
-            closed = worker.process.stdout if stream == "stdout" else worker.process.stderr
+            closed = self._results.get(worker.rank) if stream == "result" else getattr(worker.process, stream)
             assert closed is not None
             # Closed here and not with the worker, which may have ended long before a child that inherited its pipe.
             closed.close()

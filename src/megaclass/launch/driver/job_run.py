@@ -33,6 +33,7 @@ from megaclass.launch.driver.message_handler import MessageHandler
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
+from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement
 from megaclass.launch.wire.protocol import ProtocolError
@@ -55,7 +56,8 @@ class JobRun:
     ) -> None:
         self._options = options
         self._messages, self._signals, self._output = io.messages, io.signals, io.output
-        self._start = JobStart(placements, options, ssh, io.messages, restart=restart)
+        self._call = io.call
+        self._start = JobStart(placements, options, ssh, io, restart=restart)
         # In this order, because each part is given those before it that it uses.
         self._pipes = AgentPipes(self._on_message, io, self._start.token)
         self._heartbeats = Heartbeats(self._pipes, options)
@@ -87,6 +89,8 @@ class JobRun:
     def run(self) -> Outcome:
         """Starts all ranks, waits until nothing of them is left, and returns the outcome."""
         self._pipes.selector.register(self._signals, selectors.EVENT_READ, self._end.on_signals)
+        if self._call is not None:
+            self._pipes.selector.register(self._call.caller_fd, selectors.EVENT_READ, self._on_caller_gone)
         try:
             # All hosts are connected to at the same time: a slow one costs its own time, not the sum.
             self._start.connect(self._pipes)
@@ -110,6 +114,12 @@ class JobRun:
         finally:
             self._close()
         return self._end.decision.final()
+
+    def _on_caller_gone(self) -> None:
+        assert self._call is not None
+        self._pipes.selector.unregister(self._call.caller_fd)
+        self._messages.say("the process that called hvd.run() has ended; ending the ranks.")
+        self._end.end(Outcome(exit_code=EXIT_USER_ERROR, may_restart=False))
 
     def _have_all_hosts_answered(self) -> bool:
         return self._end.is_ending or all(agent.state is not PipeState.STARTING for agent in self._pipes.all)

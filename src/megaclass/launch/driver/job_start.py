@@ -15,11 +15,12 @@ from megaclass.errors import LaunchError
 from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.driver.outcome import Outcome
-from megaclass.launch.driver.output import DriverMessages
+from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import Placement, passed_on
 from megaclass.launch.versions import differences
+from megaclass.launch.wire.agent_messages import AgentMessageChecker
 from megaclass.launch.wire.checks import ip_address
 from megaclass.launch.wire.protocol import Message
 
@@ -32,7 +33,7 @@ class JobStart:
         placements: Sequence[Placement],
         options: RunOptions,
         ssh: SshSettings,
-        messages: DriverMessages,
+        io: DriverIo,
         *,
         restart: int,
     ) -> None:
@@ -44,7 +45,7 @@ class JobStart:
         self._placements = placements
         self._options = options
         self._ssh = ssh
-        self._messages = messages
+        self._messages, self._call = io.messages, io.call
         self._restart = restart
         self._run_id = secrets.token_hex(8)
         self._secret = new_secret()
@@ -62,7 +63,9 @@ class JobStart:
             job = agent_job(
                 placement, self._options, token=self.token, secret=self._secret, run_id=self.run_id_of(number)
             )
-            pipes.open(placement, command).send(
+            ranks = [world.rank for world in placement.worlds]
+            checker = AgentMessageChecker(ranks, has_call=self._call is not None)
+            pipes.open(placement, command, checker).send(
                 {
                     **job,
                     "restart": self._restart,
@@ -133,6 +136,9 @@ class JobStart:
         for agent in pipes.all:
             # Before the message is sent: from here on a lost agent may have left ranks behind.
             agent.state = PipeState.RUNNING
+        if self._call is not None:
+            for message in self._call.messages():
+                pipes.send(message)
         store_port = first.hello.get("store_port", 0)
         pipes.send({"do": "go", "address": address, "port": port, "store_port": store_port})
 

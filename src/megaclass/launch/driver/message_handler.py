@@ -16,6 +16,7 @@ from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.exit_codes import EXIT_RESUME_ME, EXIT_USER_ERROR, exit_status, is_worth_restarting
+from megaclass.launch.wire.agent_messages import RESULT_STREAM
 from megaclass.launch.wire.protocol import Message
 
 
@@ -45,6 +46,8 @@ class MessageHandler:
     def handle(self, agent: AgentPipe, message: Message, payload: bytes) -> None:
         """Handles one message of one agent."""
         match message["say"]:
+            case "output" if message["stream"] == RESULT_STREAM:
+                self._output.put_result(message["rank"], payload)
             case "output":
                 rank = message["rank"]
                 self._table.printed_at = time.monotonic()

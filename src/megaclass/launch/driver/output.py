@@ -12,6 +12,8 @@ from typing import IO
 from megaclass.files import make_private_folder, open_private
 from megaclass.launch.options import RunOptions
 from megaclass.launch.signals import SignalQueue
+from megaclass.launch.wire.agent_messages import RESULT_STREAM
+from megaclass.launch.wire.call import PIECE, CallPipes
 from megaclass.launch.wire.plain_text import for_terminal, plain_lines
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
@@ -203,6 +205,10 @@ class RankOutput:
         self._show(rank, stream, lines)
         return lines
 
+    def put_result(self, rank: int, data: bytes) -> None:
+        """Passes on a piece of the rank's result to the process that called hvd.run()."""
+        self._screen.put(RESULT_STREAM, PIECE.pack(rank, len(data)) + data)
+
     def finish(self, rank: int) -> list[bytes]:
         """Shows what the rank printed without a line end before it ended, and returns it."""
         shown = []
@@ -277,12 +283,15 @@ class DriverIo:
     output: RankOutput
     messages: DriverMessages
     signals: SignalQueue
+    call: CallPipes | None = None
+    """Pipes to the process that called hvd.run(), if the job is one of its calls."""
 
     @classmethod
     def open(cls, options: RunOptions, num_ranks: int, signals: SignalQueue) -> "DriverIo":
         """Opens the screen and, on request, the files of all ranks."""
         # By number: where stdout or stderr was closed at the start, Python has no object for it.
-        screen = Screen({"stdout": 1, "stderr": 2})
+        call = CallPipes(options.call_fds) if options.call_fds else None
+        screen = Screen({"stdout": 1, "stderr": 2, **({RESULT_STREAM: call.results_fd} if call else {})})
         messages = DriverMessages(screen, options.is_verbose)
         wants_colour = "NO_COLOR" not in os.environ
         output = RankOutput(
@@ -293,7 +302,7 @@ class DriverIo:
             messages=messages,
             num_ranks=num_ranks,
         )
-        return cls(screen, output, messages, signals)
+        return cls(screen, output, messages, signals, call)
 
     def close(self, *, is_patient: bool) -> None:
         """Closes the files and waits until the screen is written; see Screen.close."""

@@ -13,6 +13,8 @@ from megaclass.launch.wire.plain_text import plain_text
 from megaclass.launch.wire.protocol import Message, ProtocolError
 
 STREAMS = ("stdout", "stderr")
+RESULT_STREAM = "result"
+"""Third stream of the ranks of hvd.run(): the pickled result, which only the caller reads."""
 MAX_AGENT_LINE_BYTES = 1 << 20
 """The pids of 10,000 ranks take a fifth of it."""
 MAX_OUTPUT_BYTES = 1 << 16
@@ -29,10 +31,14 @@ _STATES = ("answered", "stopped", "kernel", "silent", "ended")
 
 
 class AgentMessageChecker:
-    """Checks the messages of one agent during one start. ranks: those that the agent was given."""
+    """Checks the messages of one agent during one start.
 
-    def __init__(self, ranks: Collection[int]) -> None:
+    ranks: those that the agent was given. has_call: it was given a function, so its ranks send results.
+    """
+
+    def __init__(self, ranks: Collection[int], *, has_call: bool = False) -> None:
         self._ranks = set(ranks)
+        self._streams = (*STREAMS, RESULT_STREAM) if has_call else STREAMS
         self._exited: set[int] = set()
         self._has_introduced_itself = False
         self._num_remarks = 0
@@ -81,7 +87,7 @@ class AgentMessageChecker:
             "refuse": {"why": (text(), True)},
             "note": {"text": (text(), True)},
             "started": {"pids": (self._pids, True)},
-            "output": {"rank": rank, "stream": (one_of(STREAMS), True)},
+            "output": {"rank": rank, "stream": (one_of(self._streams), True)},
             # Signals 1 to 64 are negative; an exit code is one byte.
             "exit": {"rank": rank, "pid": pid, "code": (whole(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},

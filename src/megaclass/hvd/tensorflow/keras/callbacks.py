@@ -106,8 +106,9 @@ class _Momentum(float):
 class LearningRateScheduleCallback(_Callback):
     """Multiplies the initial learning rate by a factor that depends on the epoch.
 
-    multiplier: a function of the epoch, or a number that is raised to the power of the epoch. staircase: the epoch is a whole
-    number; otherwise the rate changes with every batch. momentum_correction: for an optimizer with momentum, scales the
+    multiplier: a function of the epoch, or a number that is raised to the power of epoch - start_epoch. staircase: the
+    epoch is a whole number; otherwise the rate changes with every batch.
+    momentum_correction: for an optimizer with momentum, scales the
     momentum of the first step at a new rate, because the accumulated velocity contains the old one.
     """
 
@@ -125,7 +126,7 @@ class LearningRateScheduleCallback(_Callback):
         if initial_lr is None:
             raise ValueError("Parameter `initial_lr` is required")
         self.initial_lr = initial_lr
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier**epoch
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
