@@ -7,8 +7,8 @@ import pytest
 from megaclass.errors import HeadError
 from megaclass.head.step.open_step import OpenStep
 
-# The class keeps plans and parts without a look into them.
-PLAN, OTHER, FIRST, SECOND = (object() for _ in range(4))
+# The class keeps plans, parts and gradients without a look into them.
+PLAN, OTHER, FIRST, SECOND, UPSTREAM = (object() for _ in range(5))
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def step() -> Any:
 
 def test_a_step_of_one_forward_is_open_from_its_backward_on(step):
     assert not step.is_open
-    step.add(PLAN, FIRST)
+    step.add(PLAN, FIRST, UPSTREAM)
     assert step.is_open
     assert step.for_update() == (PLAN, [FIRST])
 
@@ -26,15 +26,15 @@ def test_a_step_of_one_forward_is_open_from_its_backward_on(step):
 def test_the_parts_of_a_planned_step_are_updated_together_and_in_their_order(step):
     step.planned = PLAN
     assert step.is_open
-    step.add(PLAN, FIRST)
-    step.add(PLAN, SECOND)
+    step.add(PLAN, FIRST, UPSTREAM)
+    step.add(PLAN, SECOND, UPSTREAM)
     assert step.for_update() == (PLAN, [FIRST, SECOND])
 
 
 def test_two_forwards_with_plans_of_their_own_are_not_one_step(step):
-    step.add(PLAN, FIRST)
+    step.add(PLAN, FIRST, UPSTREAM)
     with pytest.raises(HeadError, match="a second time before step"):
-        step.add(OTHER, SECOND)
+        step.add(OTHER, SECOND, UPSTREAM)
     assert step.for_update() == (PLAN, [FIRST])
 
 
@@ -50,6 +50,6 @@ def test_a_step_is_not_opened_inside_another_one(step, opened_by):
     if opened_by == "begin_step":
         step.planned = PLAN
     else:
-        step.add(PLAN, FIRST)
+        step.add(PLAN, FIRST, UPSTREAM)
     with pytest.raises(HeadError, match="inside an open step"):
         step.check_closed()

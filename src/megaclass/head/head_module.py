@@ -24,6 +24,7 @@ from megaclass.head.state.centres import STORAGE_DTYPES, Centres
 from megaclass.head.state.shards import ClassRange
 from megaclass.head.state.state_dict import EXTRA, StateHeader
 from megaclass.head.step.engine import StepEngine
+from megaclass.head.step.followed_scaler import FollowedScaler
 from megaclass.head.step.open_step import OpenStep
 
 
@@ -45,9 +46,15 @@ class HeadModule(nn.Module):
     _follows_embeddings: bool = False
     """The head was built without a device, and moves to that of the first embeddings it is given."""
 
+    _scaler: FollowedScaler | None = None
+    """The GradScaler of the loop; copies of the head follow none."""
+    _is_scale_checked: bool = False
+    """A step without a scaler has shown that the loss is not multiplied by a loss scale."""
+
     def _start_engine(self, engine: type[StepEngine], kernel: Kernel) -> None:
         """Forms what depends on the device and dtype of the centres, and on nothing else."""
         self._engine = engine(self.settings, self.store, self.margin_state, kernel, self.group)
+        self._engine.faults.is_scaled = self._scaler is not None
         # Lets loss.backward() reach the centres when the embeddings themselves are frozen.
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._open_step = OpenStep()
@@ -182,8 +189,8 @@ class HeadModule(nn.Module):
         return choose_engine(self.settings.kernel, weight.device, margin=self.settings.margin, dtype=weight.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for copies and pickles: all but the open step and what _start_engine() forms."""
-        formed = ("_engine", "_anchor", "_open_step")
+        """Returns the state for copies and pickles: all but the scaler, the open step and what _start_engine() forms."""
+        formed = ("_engine", "_anchor", "_open_step", "_scaler")
         return {name: value for name, value in vars(self).items() if name not in formed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

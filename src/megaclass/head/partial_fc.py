@@ -43,6 +43,7 @@ from megaclass.head.state.shards import class_range
 from megaclass.head.state.state_dict import ModuleState
 from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.engine import ForBackward
+from megaclass.head.step.followed_scaler import FollowedScaler, check_unscaled
 from megaclass.head.step.gather_batch import gather_batch
 from megaclass.head.step.open_step import OpenStep
 from megaclass.head.step.plan import StepPlan
@@ -228,23 +229,52 @@ class PartialFC(InspectedHead):
         lr: float | Tensor,
         *,
         skip: bool | Tensor = False,
-        loss_scale: float | Tensor = 1.0,
+        loss_scale: float | Tensor | None = None,
         is_measured: bool = False,
     ) -> HeadStats | None:
         """Forms the centres' gradient, moves the rows that took part, advances the step counter. Sends nothing.
 
         skip: a flag, on the host or on the device, that leaves everything as it was. It must be the same on all ranks.
-        loss_scale: the factor that the loss was multiplied by before backward.
+        loss_scale: the factor that the loss was multiplied by before backward and that is not meant as a weight. By default
+            that of the scaler given to follow_scaler(), whose verdict is then followed, too; without a scaler 1.
         is_measured: returns statistics of the step, for which 16 bytes are all-reduced; None where the host saw skip,
             without meaning where skip masked the update on the device. The same on all ranks.
         """
         plan, parts = self._open_step.for_update()
+        if self._scaler is not None:
+            if loss_scale is not None:
+                raise HeadError(
+                    "head.step() was given loss_scale, but the head follows a GradScaler: leave loss_scale out."
+                )
+            loss_scale, is_skipped = self._scaler.loss_scale(self.device), self._scaler.is_skipped(self.device)
+            skip = is_skipped if skip is False else torch.as_tensor(skip, device=self.device).bool() | is_skipped
+        elif loss_scale is None:
+            loss_scale = 1.0
+            # A GPU is asked once, because the host waits for it: a scaler is there from the first step on.
+            if self.device.type == "cpu" or not self._is_scale_checked:
+                check_unscaled(self._open_step.upstream)
+            self._is_scale_checked = True
         stats = self._engine.update(
             plan, parts, lr, skip=skip, loss_scale=loss_scale, step=self.step_count, is_measured=is_measured
         )
+        if self._scaler is not None:
+            self._engine.faults.forgive_not_finite()
         # Not before: where the update raises, the step stays open, and abandon_step() drops it.
         self._close_step()
         return stats
+
+    def follow_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Makes step() divide by the scale of this GradScaler and skip the steps that it skips; None ends it.
+
+        Once, before the first backward. step() comes after scaler.step(optimizer); scaler.update() before or after it.
+        Embeddings that are not finite are then no error: the loss and the gradients are NaN, so the scaler skips the step.
+        """
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise HeadError(
+                f"follow_scaler() was given {type(scaler).__name__}; expected torch.amp.GradScaler or None."
+            )
+        self._scaler = FollowedScaler(scaler) if scaler is not None and scaler.is_enabled() else None
+        self._engine.faults.is_scaled = self._scaler is not None
 
     def _close_step(self) -> None:
         self.step_count += 1
@@ -300,10 +330,12 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # First: a backward that must not come raises here, on every rank, before any of them enters the reduce-scatter.
-        ctx.head._open_step.add(ctx.plan, ctx.part)
+        ctx.head._open_step.add(ctx.plan, ctx.part, upstream)
+        if ctx.head._scaler is not None:
+            ctx.head._scaler.note_backward()
         with _without_autocast(upstream.device):
             grad_BD = ctx.head._engine.backward(ctx.plan, ctx.part, upstream, ctx.needs_input_grad[0], ctx.dtype)
         if grad_BD is not None:
             # The rows behind are padding up to max_batch.
-            grad_BD = grad_BD[: ctx.num_images]
+            grad_BD = ctx.head._engine.faults.masked(grad_BD[: ctx.num_images])
         return grad_BD, None, None, None, None, None

@@ -1,8 +1,8 @@
 """Bad labels, embeddings that are not finite, ranks out of step: found on the device, raised on every rank.
 
 Every rank sees the whole gathered batch, so all ranks find the same fault without communication. On a CPU it is raised
-at once. On a GPU reading it would make the host wait, so the fault stays on the device, where it masks the update, and
-the host reads a copy a few steps later: all ranks at the same step.
+at once. On a GPU reading it would make the host wait, so the fault stays on the device, where it masks the update and the
+gradient of the embeddings, and the host reads a copy a few steps later: all ranks at the same step.
 """
 
 from collections import deque
@@ -18,6 +18,8 @@ LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5
 # Forwards between a fault and the host's reading of it, on a GPU. The copy has finished by then, so nothing waits.
 _LAG = 8
 _NUM_WORDS = 6
+# On a GPU an optimizer of the backbone has run meanwhile, on gradients of zero: its momentum and decay may have moved weights.
+_KEPT = "No centre was updated, and from that step on the embeddings' gradient was zero."
 
 # A label that no image can have. A rank whose data failed sends batches of it (train/data_errors.py), so that every rank
 # refuses the step through the check of labels below, and no rank is left waiting.
@@ -64,11 +66,18 @@ class FaultWatch:
 
     def __init__(self, device: torch.device) -> None:
         self.first_fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
+        self.is_scaled = False
+        """The head follows a GradScaler, which skips steps whose gradients are not finite."""
         self._copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._spare: tuple[Tensor, torch.cuda.Event] | None = None
 
     def note(self, fault: Tensor) -> None:
         torch.where(self.first_fault[0] == 0, fault, self.first_fault, out=self.first_fault)
+
+    def masked(self, grad_BD: Tensor) -> Tensor:
+        """Returns the embeddings' gradient; after a fault zeros, or NaN if a GradScaler sees it and skips the step."""
+        # Not a product: zero times NaN is NaN.
+        return grad_BD.masked_fill_(self.first_fault[0] != 0, torch.nan if self.is_scaled else 0.0)
 
     def look(self, num_classes: int) -> None:
         """Raises the first fault: at once on a CPU; on a GPU the one of a few steps ago, whose copy has arrived."""
@@ -96,9 +105,13 @@ class FaultWatch:
         # Copies under way may hold the fault that is being cleared: it must not be raised again.
         self._copies.clear()
 
+    def forgive_not_finite(self) -> None:
+        """Drops embeddings that were not finite, and nothing else: the GradScaler has skipped their step."""
+        self.first_fault.mul_(self.first_fault[0] != NOT_FINITE)
+
     def _raise(self, fault: Tensor, num_classes: int) -> None:
         kind, rank, position, value, count, step = fault.tolist()
-        if not kind:
+        if not kind or (self.is_scaled and kind == NOT_FINITE):
             return
         self.clear()
         error = NotFiniteError if kind == NOT_FINITE else HeadError
@@ -128,29 +141,29 @@ def _text(kind: int, rank: int, position: int, value: int, count: int, step: int
     if kind == LABEL:
         return (
             f"Label {value} at position {position} of the batch of rank {rank} is outside [0, {num_classes}) "
-            f"({count} such label(s) in the global batch of step {step}, counted from 0). Nothing was updated. "
+            f"({count} such label(s) in the global batch of step {step}, counted from 0). {_KEPT} "
             f"Check num_classes against the data."
         )
     if kind == NOT_FINITE:
         return (
             f"{count} embedding(s) of the global batch are NaN or infinite, the first at position {position} of rank {rank} "
-            f"(label {value}) in step {step}, counted from 0. Nothing was updated. Lower the learning rate or the loss "
+            f"(label {value}) in step {step}, counted from 0. {_KEPT} Lower the learning rate or the loss "
             f"scale, or look at that image."
         )
     if kind == OUT_OF_STEP:
         return (
             f"Rank {rank} is at step {position} of the head while rank 0 is at step {value}: every rank must call "
-            f"forward, backward and step equally often. Nothing was updated."
+            f"forward, backward and step equally often. {_KEPT}"
         )
     if kind == OVERWRITTEN:
         return (
             f"The centres of {count} rank(s), the first of them rank {rank}, were written to by something other than the "
             f"head before step {step}, counted from 0: a broadcast, an average over ranks, or another rank's state. Every "
-            f"rank holds classes of its own, so this loses them. Nothing was updated. Keep the head's tensors out of "
+            f"rank holds classes of its own, so this loses them. {_KEPT} Keep the head's tensors out of "
             f"such calls, then load a checkpoint. Centres are changed with load_rows() or load_state_dict(); after "
             f"writing to rows() yourself call accept_rows()."
         )
     return (
-        f"More classes were drawn than fit the capacity on {count} rank(s). Nothing was updated. "
+        f"More classes were drawn than fit the capacity on {count} rank(s). {_KEPT} "
         f"Raise max_batch, which the capacity is computed from, to the largest batch in use."
     )

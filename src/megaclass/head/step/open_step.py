@@ -9,6 +9,8 @@
 One thread at a time uses it: backward may run on a thread of autograd, but the caller of backward() waits for that.
 """
 
+from torch import Tensor
+
 from megaclass.errors import HeadError
 from megaclass.head.step.cross_entropy import LossPart
 from megaclass.head.step.plan import StepPlan
@@ -21,6 +23,8 @@ class OpenStep:
         self.planned: StepPlan | None = None
         """The plan for all forwards of a step that begin_step() has opened; else None, and each forward makes its own."""
         self._parts: list[tuple[StepPlan, LossPart]] = []
+        self.upstream: Tensor
+        """Gradient of the loss that reached the last backward: 1, times what the loss was multiplied by."""
 
     @property
     def is_open(self) -> bool:
@@ -31,7 +35,7 @@ class OpenStep:
         if self.is_open:
             raise HeadError("begin_step() was called inside an open step: call step() first.")
 
-    def add(self, plan: StepPlan, part: LossPart) -> None:
+    def add(self, plan: StepPlan, part: LossPart, upstream: Tensor) -> None:
         """Called by backward: the part takes part in the next step()."""
         # Parts of one update share their drawn classes and their mean, and therefore the plan.
         if self._parts and self._parts[0][0] is not plan:
@@ -42,6 +46,7 @@ class OpenStep:
                 '"Use it in your own loop" (docs/own-loop.md) shows.'
             )
         self._parts.append((plan, part))
+        self.upstream = upstream
 
     def for_update(self) -> tuple[StepPlan, list[LossPart]]:
         """Returns the plan of the step and its parts, of which there is at least one."""
