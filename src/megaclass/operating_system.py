@@ -8,6 +8,9 @@ import errno
 import os
 import signal
 import sys
+import threading
+
+_seek_lock = threading.Lock()
 
 
 def is_linux() -> bool:
@@ -53,3 +56,26 @@ def open_flags(*names: str) -> int:
     for name in names:
         flags |= int(getattr(os, name, 0))
     return flags
+
+
+def read_at(handle: int, num_bytes: int, offset: int) -> bytes:
+    """Returns `num_bytes` from `offset` of an open file, or fewer at its end. Safe between threads.
+
+    One read may return less than was asked for: network file systems do, and Linux beyond 2 GiB.
+    """
+    content = _read_once(handle, num_bytes, offset)
+    if len(content) == num_bytes or not content:
+        return content
+    parts, num_read = [content], len(content)
+    while num_read < num_bytes and (content := _read_once(handle, num_bytes - num_read, offset + num_read)):
+        parts.append(content)
+        num_read += len(content)
+    return b"".join(parts)
+
+
+def _read_once(handle: int, num_bytes: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(handle, num_bytes, offset)
+    with _seek_lock:  # Windows has no pread
+        os.lseek(handle, offset, os.SEEK_SET)
+        return os.read(handle, num_bytes)

@@ -158,3 +158,18 @@ def test_any_bytes_give_records_or_a_data_error(tmp_path):
             except DataError:
                 num_refused += 1
     assert num_refused > 100
+
+
+@pytest.mark.parametrize("num_bytes", [2**14 - 33, 2**14 - 32, 2**14 - 31, 2**17 + 1])
+def test_a_payload_is_whole_however_long_it_is(tmp_path, num_bytes):
+    payload = np.random.default_rng(0).bytes(num_bytes)
+    for labels in (b"", struct.pack("<5000f", *range(5000))):
+        content = part(0, header(flag=len(labels) // 4) + labels + payload)
+        assert reader_of(tmp_path, content + part(0, header() + b"next")).read_payload(0) == payload
+
+
+def test_the_search_for_a_mark_passes_over_megabytes_of_damage(tmp_path):
+    damage = b"\0" * (2**20 + 4) + b"x" + MAGIC + b"xxx"
+    reader = reader_of(tmp_path, damage + part(0, header() + b"image"))
+    assert reader.find_mark(4) == len(damage)
+    assert reader.find_mark(len(damage) + 4) == reader.num_bytes

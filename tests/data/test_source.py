@@ -1,16 +1,19 @@
 """Folders as InsightFace and im2rec leave them, whole and damaged."""
 
 import io
+import os
 import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.recordio import Record, RecordWriter, image_record
-from megaclass.errors import DataError
+from megaclass.errors import DataError, is_transient
 
 MAGIC = bytes.fromhex("0a23d7ce")
 
@@ -113,6 +116,35 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_crash(tmp_path):
         source.read(3)
     (tmp_path / "train.rec").write_bytes(whole)
     assert source.read(3) == jpeg(4)
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_image(tmp_path, monkeypatch):
+    """The kernel itself answers EIO: pread of /proc/self/mem does, where no memory is mapped."""
+    source = open_source(write_folder(tmp_path, insightface_records()))
+    expected = BatchLoader(source, global_batch=2).load(0, 0)
+    handle = source.reader._file.fileno()
+    healthy, failing = os.dup(handle), os.open("/proc/self/mem", os.O_RDONLY)
+    num_pauses = 0
+
+    def pause(_seconds):
+        nonlocal num_pauses
+        num_pauses += 1
+        if num_pauses == 2:
+            os.dup2(healthy, handle)
+
+    try:
+        os.dup2(failing, handle)
+        with pytest.raises(DataError, match=r"train\.rec, byte \d+: Input/output error") as caught:
+            source.read(0)
+        assert is_transient(caught.value)
+        monkeypatch.setattr("megaclass.data.loading.reader.time.sleep", pause)
+        loader = BatchLoader(source, global_batch=2)
+        batch = loader.load(0, 0)
+    finally:
+        os.close(healthy)
+        os.close(failing)
+    assert num_pauses == 2 and loader.bad_images.num_bad == 0
+    assert np.array_equal(batch.indices, expected.indices) and torch.equal(batch.images, expected.images)
 
 
 def test_any_rec_file_is_opened_with_the_index_beside_it(tmp_path):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from megaclass.errors import DataError, is_transient
 from megaclass.even_parts import even_part
 from megaclass.keyed_random import combine64
 
+T = TypeVar("T")
 _REPLACE_SALT = 0x7265706C616365
 _MAX_REPLACEMENTS = 100
 # A network file system that fails over is away for seconds; a longer wait would keep all ranks waiting.
@@ -116,7 +118,7 @@ class BatchReader:
             return 0
         if isinstance(self.source, PixelFileSource) and self._has_pixels(self.source, wanted_R):
             indices_B[rows.start : rows.stop] = wanted_R
-            self.source.copy_pixels(wanted_R, images_BHW3[rows.start : rows.stop])
+            _retried(partial(self.source.copy_pixels, wanted_R, images_BHW3[rows.start : rows.stop]))
             return 0
         num_resized = 0
         for row, index in zip(rows, wanted_R.tolist(), strict=True):
@@ -158,20 +160,21 @@ class BatchReader:
             raise DataError(f"Cannot decode {self.source.name_of(index)}: {self.crashes[index]}.")
         # Before the read, which may block for long: the table names the image if the process is killed meanwhile.
         self._on_image(index)
-        encoded = self._read(index)
+        encoded = _retried(partial(self.source.read, index))
         # A JPEG that is larger than its pixels is rare, and decoded here.
         if may_leave and len(encoded) <= out_HW3.nbytes and is_plain_jpeg(encoded, self.plan.image_size):
             out_HW3.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
             return False, len(encoded)
         return decode_into(out_HW3, encoded, self.source.name_of(index), self.plan.fit), 0
 
-    def _read(self, index: int) -> bytes:
-        """Reads the image, and retries after errors that may pass (an I/O error, too many open files)."""
-        for pause_s in _READ_AGAIN_S:
-            try:
-                return self.source.read(index)
-            except (DataError, OSError) as error:
-                if not is_transient(error):
-                    raise
-                time.sleep(pause_s)
-        return self.source.read(index)
+
+def _retried(read: Callable[[], T]) -> T:
+    """Calls `read`, and again after errors that may pass (an I/O error, too many open files)."""
+    for pause_s in _READ_AGAIN_S:
+        try:
+            return read()
+        except (DataError, OSError) as error:
+            if not is_transient(error):
+                raise
+            time.sleep(pause_s)
+    return read()

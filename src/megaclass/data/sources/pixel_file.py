@@ -1,4 +1,4 @@
-"""Uncompressed images, mapped into memory: nothing is decoded. Written by `megaclass data pack --format pixels`.
+"""Uncompressed images: nothing is decoded. Written by `megaclass data pack --format pixels`.
 
 A folder with pixels.bin, the images one after another (uint8, H x W x RGB), labels.bin (int64, little-endian) and
 pixels.json, which tells the numbers, the size, and the rows whose image could not be read when it was packed.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megaclass.data.decode import MAX_PIXELS
 from megaclass.data.sources.source import CLASSES_FILE, SourceFormat, list_names
 from megaclass.errors import DataError
+from megaclass.operating_system import read_at
 
 PIXELS_FILE, LABELS_FILE, FACTS_FILE = "pixels.bin", "labels.bin", "pixels.json"
 _VERSION = 1
@@ -38,7 +39,6 @@ class PixelFileSource:
     unreadable: NDArray[np.int64]
     """Rows without an image, rising."""
     _file: BinaryIO
-    _rows: NDArray[np.uint8]
 
     @property
     def num_images(self) -> int:
@@ -47,15 +47,13 @@ class PixelFileSource:
     def read(self, index: int) -> bytes:
         if index in self._unreadable:
             raise DataError(f"Cannot read {self.name_of(index)}: the image could not be decoded when it was packed.")
-        self._require_unchanged()
         height, width = self.image_size
-        return b"P6 %d %d 255\n" % (width, height) + bytes(self._rows[index].data)
+        return b"P6 %d %d 255\n" % (width, height) + self._pixels(index)
 
     def copy_pixels(self, indices: NDArray[np.int64], out_BHW3: NDArray[np.uint8]) -> None:
         """Copies images that have this size and are readable; any other index must not be asked for."""
-        self._require_unchanged()
-        # "clip" writes straight into `out`; the indices are valid.
-        np.take(self._rows, indices, axis=0, out=out_BHW3, mode="clip")
+        for row, index in enumerate(indices.tolist()):
+            out_BHW3[row].reshape(-1)[:] = np.frombuffer(self._pixels(index), dtype=np.uint8)
 
     def has_all(self, indices: NDArray[np.int64]) -> bool:
         """Tells whether all of these images could be read when they were packed."""
@@ -76,12 +74,18 @@ class PixelFileSource:
     def _unreadable(self) -> frozenset[int]:
         return frozenset(self.unreadable.tolist())
 
-    def _require_unchanged(self) -> None:
-        # Touching a page beyond the end of the file would kill the process.
-        if os.fstat(self._file.fileno()).st_size < self._rows.nbytes:
+    def _pixels(self, index: int) -> bytes:
+        # Not mapped: there a disk error, or a file that became shorter, would end the process.
+        num_bytes = self.image_size[0] * self.image_size[1] * 3
+        try:
+            pixels = read_at(self._file.fileno(), num_bytes, index * num_bytes)
+        except OSError as error:
+            raise DataError(f"Cannot read {self.name_of(index)}: {error.strerror}.") from error
+        if len(pixels) != num_bytes:
             raise DataError(
                 f"{self.folder / PIXELS_FILE} has become shorter since it was opened. Write a new one instead."
             )
+        return pixels
 
 
 class PixelFormat(SourceFormat):
@@ -114,8 +118,10 @@ def open_pixels(folder: Path) -> PixelFileSource:
     facts = _read_facts(folder / FACTS_FILE)
     height, width, num_images, num_classes = (facts[name] for name in ("height", "width", "num_images", "num_classes"))
     try:
-        labels = _mapped(folder / LABELS_FILE, 8 * num_images)[1].view("<i8")
-        file, pixels = _mapped(folder / PIXELS_FILE, num_images * height * width * 3)
+        with _opened(folder / LABELS_FILE, 8 * num_images) as file:
+            # All processes of a host share one copy.
+            labels = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype="<i8")
+        pixels = _opened(folder / PIXELS_FILE, num_images * height * width * 3)
     except OSError as error:
         raise DataError(f"Cannot read the pixels at {folder}: {error.strerror}.") from error
     lowest, highest = int(labels.min()), int(labels.max())
@@ -125,8 +131,7 @@ def open_pixels(folder: Path) -> PixelFileSource:
             f"but {FACTS_FILE} tells of {num_classes} classes."
         )
     unreadable = np.array(sorted(facts["unreadable"]), dtype=np.int64)
-    rows = pixels.reshape(num_images, height, width, 3)
-    return PixelFileSource(folder, labels, num_classes, (height, width), unreadable, file, rows)
+    return PixelFileSource(folder, labels, num_classes, (height, width), unreadable, pixels)
 
 
 def write_facts(
@@ -144,12 +149,12 @@ def write_facts(
     path.write_text(json.dumps(facts) + "\n", encoding="ascii")
 
 
-def _mapped(path: Path, num_bytes: int) -> tuple[BinaryIO, NDArray[np.uint8]]:
-    file = path.open("rb")
+def _opened(path: Path, num_bytes: int) -> BinaryIO:
+    file = path.open("rb", buffering=0)
     found = os.fstat(file.fileno()).st_size
     if found != num_bytes:
         raise DataError(f"Cannot read {path}: it has {found} bytes; {FACTS_FILE} beside it tells of {num_bytes}.")
-    return file, np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+    return file
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """RecordIO: many encoded images in one `.rec` file with a text index `.idx`. docs/formats.md describes the bytes.
 
-The reader maps the file, so that all processes of a host share one copy and opening costs nothing.
+Records are read with pread: a disk error is an OSError then, which the loader retries. In mapped memory it would be a SIGBUS,
+which ends the process. Only `words`, which gathers the headers of millions of records once, maps the file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from megaclass.data.sources.record_index import RecordIndex, write_index
 from megaclass.errors import DataError
+from megaclass.operating_system import read_at
 
 MAGIC = 0xCED7230A
 MAX_PART_BYTES = 2**29 - 1
@@ -29,6 +31,9 @@ _PART_HEADER = struct.Struct("<II")
 _RECORD_HEADER = struct.Struct("<IfQQ")
 _WHOLE_HEADER = struct.Struct("<III")
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+# Most faces of 112 x 112 pixels are shorter, so one call reads header and image.
+_FIRST_READ_BYTES = 2**14
+_SEARCH_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -86,37 +91,30 @@ def unpack_record(packed: bytes, where: str) -> Record:
 
 
 class RecordReader:
-    """Random access to the records of one `.rec` file. Pickles as its path, so that another process maps the file itself."""
+    """Random access to the records of one `.rec` file. Pickles as its path, so that another process opens the file itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Kept open to check the size before each record: touching a page beyond the end of the file kills the process.
-            self._file = path.open("rb")
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise DataError(f"The record file {path} is empty.") from error
+            self._file = path.open("rb", buffering=0)
+            self.num_bytes = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise DataError(f"Cannot read the record file {path}: {error.strerror}.") from error
+        if not self.num_bytes:
+            raise DataError(f"The record file {path} is empty.")
 
     def __reduce__(self) -> tuple[type[RecordReader], tuple[Path]]:
         return RecordReader, (self.path,)
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self._map)
-
     def words(self) -> NDArray[np.uint32]:
         """Returns the file as 32-bit words without a copy, to gather the headers of many records at once."""
-        return np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
+        mapped = mmap.mmap(self._file.fileno(), self.num_bytes, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, dtype="<u4", count=self.num_bytes // 4)
 
     def require_unchanged(self) -> None:
         """Raises a DataError if the file has become shorter since it was opened."""
-        if os.fstat(self._file.fileno()).st_size < len(self._map):
-            raise DataError(
-                f"{self.path} became shorter than the {len(self._map)} bytes that it had when it was opened. "
-                f"Write a new file and rename it instead of rewriting one that is in use."
-            )
+        if os.fstat(self._file.fileno()).st_size < self.num_bytes:
+            raise self._shorter()
 
     def read(self, offset: int) -> Record:
         packed, _ = self._read_packed(offset)
@@ -124,14 +122,17 @@ class RecordReader:
 
     def read_payload(self, offset: int) -> bytes:
         """Returns the encoded image alone, by a fast path for records of one part, which nearly all are."""
-        if 0 <= offset <= len(self._map) - _WHOLE_HEADER.size:
-            self.require_unchanged()
-            magic, kind_and_length, num_labels = _WHOLE_HEADER.unpack_from(self._map, offset)
-            end = offset + _PART_HEADER.size + kind_and_length
-            start = offset + _PART_HEADER.size + _RECORD_HEADER.size + 4 * num_labels
+        if 0 <= offset <= self.num_bytes - _WHOLE_HEADER.size:
+            first = self._bytes(offset, min(offset + _FIRST_READ_BYTES, self.num_bytes))
+            magic, kind_and_length, num_labels = _WHOLE_HEADER.unpack_from(first)
+            length = _PART_HEADER.size + kind_and_length
+            start = _PART_HEADER.size + _RECORD_HEADER.size + 4 * num_labels
             # A record of one part has kind 0, so the word is its length.
-            if magic == MAGIC and kind_and_length <= MAX_PART_BYTES and start <= end <= len(self._map):
-                return self._map[start:end]
+            is_whole = magic == MAGIC and kind_and_length <= MAX_PART_BYTES
+            if is_whole and start <= length <= self.num_bytes - offset:
+                if length <= len(first):
+                    return first[start:length]
+                return first[start:] + self._bytes(offset + max(start, len(first)), offset + length)
         return self.read(offset).payload
 
     def next_record(self, offset: int) -> int:
@@ -145,23 +146,29 @@ class RecordReader:
 
     def find_mark(self, offset: int) -> int:
         """Returns the first byte from `offset` on at which a record may start, to continue after damage."""
-        found = self._map.find(_MAGIC_BYTES, _padded(offset))
-        while found >= 0 and found % 4:
-            found = self._map.find(_MAGIC_BYTES, found + 1)
-        return found if found >= 0 else len(self._map)
+        at = _padded(offset)
+        while at < self.num_bytes:
+            # Whole words: a mark starts at a multiple of 4, so none lies across two blocks.
+            block = self._bytes(at, min(at + _SEARCH_BYTES, self.num_bytes))
+            found = block.find(_MAGIC_BYTES)
+            while found >= 0 and found % 4:
+                found = block.find(_MAGIC_BYTES, found + 1)
+            if found >= 0:
+                return at + found
+            at += _SEARCH_BYTES
+        return self.num_bytes
 
     def _read_packed(self, offset: int) -> tuple[bytes, int]:
         """Returns the bytes of a record and where the next one starts."""
-        self.require_unchanged()
         kind, start, end = self._part(offset)
         if kind == _WHOLE:
-            return self._map[start:end], _padded(end)
+            return self._bytes(start, end), _padded(end)
         if kind != _FIRST:
             raise self._later_part(offset)
-        parts = [self._map[start:end]]
+        parts = [self._bytes(start, end)]
         while kind != _LAST:
             kind, start, end = self._further_part(_padded(end), offset)
-            parts.append(self._map[start:end])
+            parts.append(self._bytes(start, end))
         return _MAGIC_BYTES.join(parts), _padded(end)
 
     def _further_part(self, at: int, offset: int) -> tuple[int, int, int]:
@@ -180,12 +187,12 @@ class RecordReader:
 
     def _part(self, offset: int) -> tuple[int, int, int]:
         """Returns (kind, first byte, byte after the last) of the part whose header is at `offset`."""
-        if not 0 <= offset <= len(self._map) - _PART_HEADER.size:
+        if not 0 <= offset <= self.num_bytes - _PART_HEADER.size:
             raise DataError(
-                f"Cannot read {self.path}, byte {offset}: expected a record, but the file has {len(self._map)} bytes. "
+                f"Cannot read {self.path}, byte {offset}: expected a record, but the file has {self.num_bytes} bytes. "
                 f"Is it truncated, or does the index belong to another file?"
             )
-        magic, kind_and_length = _PART_HEADER.unpack_from(self._map, offset)
+        magic, kind_and_length = _PART_HEADER.unpack(self._bytes(offset, offset + _PART_HEADER.size))
         if magic != MAGIC:
             raise DataError(
                 f"Cannot read {self.path}, byte {offset}: expected the record mark 0x{MAGIC:08X}, found 0x{magic:08X}. "
@@ -193,15 +200,31 @@ class RecordReader:
             )
         start = offset + _PART_HEADER.size
         end = start + (kind_and_length & MAX_PART_BYTES)
-        if end > len(self._map):
+        if end > self.num_bytes:
             raise DataError(
                 f"Cannot read {self.path}, byte {offset}: the record needs {end - start} bytes, "
-                f"but the file ends after {len(self._map) - start}."
+                f"but the file ends after {self.num_bytes - start}."
             )
         kind = kind_and_length >> 29
         if kind > _LAST:
             raise DataError(f"Cannot read {self.path}, byte {offset}: unknown kind of part {kind}, expected 0 to 3.")
         return kind, start, end
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        """Returns these bytes of the file, all of them."""
+        try:
+            content = read_at(self._file.fileno(), end - start, start)
+        except OSError as error:
+            raise DataError(f"Cannot read {self.path}, byte {start}: {error.strerror}.") from error
+        if len(content) < end - start:
+            raise self._shorter()
+        return content
+
+    def _shorter(self) -> DataError:
+        return DataError(
+            f"{self.path} became shorter than the {self.num_bytes} bytes that it had when it was opened. "
+            f"Write a new file and rename it instead of rewriting one that is in use."
+        )
 
 
 class RecordWriter:

@@ -6,7 +6,6 @@ Nothing is unpacked: an index of all images is made once and cached, and images 
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from megaclass.data.sources.column_cache import ColumnWriter, cached_columns, de
 from megaclass.data.sources.files import require_plausible_labels
 from megaclass.data.sources.source import CLASSES_FILE, SourceFormat
 from megaclass.errors import DataError
+from megaclass.operating_system import read_at
 
 # Names of members are in headers of any length; no sound one is longer than this.
 _MAX_READ_BYTES = 2**20
@@ -54,7 +54,7 @@ class TarSource:
         shard, length = self.shards[self.shard_of[index]], int(self.lengths[index])
         try:
             with shard.open("rb", buffering=0) as file:
-                content = os.pread(file.fileno(), length, int(self.offsets[index]))
+                content = read_at(file.fileno(), length, int(self.offsets[index]))
         except (OSError, OverflowError) as error:
             raise DataError(
                 f"Cannot read {self.name_of(index)}: {getattr(error, 'strerror', None) or error}."
