@@ -1,4 +1,4 @@
-"""`run_ranks`: a function in N real gloo processes.
+"""`run_ranks`: a function in N real processes, over gloo on CPUs; tests/many_gpus/ has the same over NCCL.
 
 Ranks are forked by a server that has torch loaded and stay for the next test, each test in a process group of its own.
 The store where they meet stays, too: torch asks the name server about every new connection to a store, and waits.
@@ -6,6 +6,7 @@ A rank that raises fails the test with its traceback; ranks that do not finish i
 either, all ranks are killed and the next test starts fresh ones.
 """
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -58,7 +59,22 @@ def free_port() -> int:
     return int(_reserved[-1].getsockname()[1])
 
 
-def _rank_main(calls: Connection, stacks: str, store_port: int) -> None:
+def be_host(number: int) -> None:
+    """Make this process look like a host of its own with one GPU.
+
+    NCCL refuses two ranks of one host on one GPU, and tells hosts apart by NCCL_HOSTID. Root also gets a host name of its own,
+    for what looks at host names.
+    """
+    names = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+    os.environ.update(names, NCCL_HOSTID=f"h{number}")
+    clone_newuts = 0x04000000
+    if ctypes.CDLL(None).unshare(clone_newuts) == 0:
+        socket.sethostname(f"h{number}")
+
+
+def _rank_main(calls: Connection, stacks: str, store_port: int, device: str, host: int | None) -> None:
+    if host is not None:
+        be_host(host)
     import torch
     import torch.distributed as dist
 
@@ -72,14 +88,22 @@ def _rank_main(calls: Connection, stacks: str, store_port: int) -> None:
             number, world, pickled_call = calls.recv()
             groups._store = lambda world, timeout_s, number=number: dist.PrefixStore(str(number), store)
             try:
-                with groups.process_group(world, device="cpu", timeout_s=60):
+                with groups.process_group(world, device=device, timeout_s=60):
                     # gloo fails on a rank that is still connecting when another has done its part and left.
                     dist.barrier()
-                    function, args = pickle.loads(pickled_call)
                     # Plain pickle: multiprocessing's own would send tensors as shared memory that dies with the rank.
-                    calls.send_bytes(pickle.dumps((True, function(*args))))
+                    # An error is sent before the group ends: with NCCL that end may wait for the other ranks.
+                    calls.send_bytes(pickle.dumps(_outcome_of(pickled_call)))
             except BaseException:
                 calls.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def _outcome_of(pickled_call: bytes) -> tuple[bool, Any]:
+    try:
+        function, args = pickle.loads(pickled_call)
+        return True, function(*args)
+    except BaseException:
+        return False, traceback.format_exc()
 
 
 @dataclass
@@ -90,8 +114,10 @@ class _Rank:
 
 
 class RankPool:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    """Ranks that stay. device: as for `process_group`. are_hosts: each rank is the only one of a host, see `be_host`."""
+
+    def __init__(self, folder: Path, *, device: str = "cpu", are_hosts: bool = False) -> None:
+        self._folder, self._device, self._are_hosts = folder, device, are_hosts
         self._ranks: list[_Rank] = []
         self._num_calls = 0
         self._store: Any = None
@@ -105,7 +131,10 @@ class RankPool:
         call = pickle.dumps((function, args))
         self._num_calls += 1
         for rank in range(size):
-            world = World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=1)
+            place: dict[str, int] = {"local_rank": rank, "local_size": size}
+            if self._are_hosts:
+                place = {"local_rank": 0, "local_size": 1, "cross_rank": rank, "cross_size": size}
+            world = World(rank=rank, size=size, **place, starter="tests", port=1)
             self._ranks[rank].calls.send((self._num_calls, world, call))
         try:
             return self._outcomes(size, time.monotonic() + timeout_s)
@@ -126,7 +155,9 @@ class RankPool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ours, theirs = fork_server.Pipe()
         stacks = self._folder / f"stacks.{time.monotonic_ns()}.txt"
-        process = fork_server.Process(target=_rank_main, args=(theirs, str(stacks), self._store.port), daemon=True)
+        host = len(self._ranks) if self._are_hosts else None
+        arguments = (theirs, str(stacks), self._store.port, self._device, host)
+        process = fork_server.Process(target=_rank_main, args=arguments, daemon=True)
         process.start()
         theirs.close()
         self._ranks.append(_Rank(process, ours, stacks))
