@@ -19,7 +19,7 @@ from megaclass.data.tools.stage import stage, unstage
 from megaclass.evaluate.gallery import read_embeddings, read_megaface_features
 from megaclass.evaluate.pairs_list import read_pairs_list
 from megaclass.evaluate.protocols.templates import read_ijb
-from megaclass.insightface.config.import_config import import_config, recipe_text
+from megaclass.insightface.import_config import import_config, recipe_text
 from megaclass.launch.hosts import hosts_from_file, hosts_from_option
 from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, AgentMessageChecker
 from megaclass.launch.wire.protocol import MessageReader, ProtocolError
@@ -50,8 +50,9 @@ config.num_image = 5179510
 config.num_epoch = 20
 config.warmup_epoch = config.num_epoch // 10
 config.val_targets = ["lfw", "cfp_fp", "agedb_30"]
-if config.dali:
-    config.lr = [x ** 2 for x in range(3)][-1]
+def lr_step_func(epoch):
+    return [x ** 2 for x in range(3)][-1]
+config.lr_func = lr_step_func
 """
 IJB = {
     "ijbc_face_tid_mid.txt": "a.png 1 10\nb.png 1 11\nc.png 2 20\n",

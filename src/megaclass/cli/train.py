@@ -117,7 +117,7 @@ def _top(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _import_config(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.insightface.config.import_config import import_config, recipe_text
+    from megaclass.insightface.import_config import import_config, recipe_text
 
     config, remarks = import_config(options.file, options.gpus, options.lr_power)
     text = recipe_text(config, remarks, options.file)
