@@ -27,7 +27,7 @@ def _numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lengths(rank: int, size: int) -> None:
-    store = SignedStore(dist.distributed_c10d._get_default_store(), b"key")
+    store = SignedStore(dist.distributed_c10d._get_default_store(), b"key", "ring")
     ring = connect_ring(store, b"key", rank, [f"rank {place}" for place in range(size)], "127.0.0.1", Settings())
     if size == 1:
         assert ring is None
@@ -171,7 +171,7 @@ from megaclass.hvd.settings import Settings
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 names = [f"rank {{place}}" for place in range(size)]
-store = SignedStore(dist.distributed_c10d._get_default_store(), b"key")
+store = SignedStore(dist.distributed_c10d._get_default_store(), b"key", "ring")
 ring = connect_ring(store, b"key", rank, names, "127.0.0.1", Settings(gloo_timeout_s={timeout_s}))
 
 def combine(one, two, *, out):

@@ -164,16 +164,20 @@ def _a_store() -> "dist.Store":
 
 def test_an_entry_of_the_store_that_no_rank_wrote_is_refused_and_never_unpickled(tmp_path):
     store = _a_store()
-    signed = SignedStore(store, _SECRET)
+    signed = SignedStore(store, _SECRET, "group")
     signed.set("who", "a rank")
     assert signed.get("who") == b"a rank"
     stranger = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    stranger, another = dist.PrefixStore("group", stranger), dist.PrefixStore("another group", stranger)
     genuine = stranger.get("who")
     for forged in (pickle.dumps(Bomb(tmp_path / "ran")), b"", genuine[:-1], genuine + b"x", bytes(32) + b"a rank"):
         stranger.set("who", forged)
         with pytest.raises(LaunchError, match="'who' in the job's store was not written by a rank of this job"):
             signed.get("who")
-    # What a rank wrote elsewhere is not valid here.
+    # What a rank wrote elsewhere is not valid here, and neither is what it wrote under this key for another group.
+    another.set("who", genuine)
+    with pytest.raises(LaunchError):
+        SignedStore(store, _SECRET, "another group").get("who")
     signed.set("elsewhere", "a rank")
     stranger.set("who", stranger.get("elsewhere"))
     with pytest.raises(LaunchError):

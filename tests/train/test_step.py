@@ -18,7 +18,7 @@ from megaclass.backbones.vit import VisionTransformer
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
-from megaclass.errors import ConfigError, NotFiniteError
+from megaclass.errors import ConfigError, NotFiniteError, TrainError
 from megaclass.head.step.stats import HeadStats
 from megaclass.train.metrics import Meter, check_finite
 from megaclass.train.model.build import Model, build_model
@@ -234,6 +234,30 @@ def test_skipped_steps_end_the_run_unless_they_are_expected():
         check_finite(row, 40, "stop", is_scaled=False)
     check_finite(row, 40, "skip", is_scaled=False)
     check_finite(row, 40, "stop", is_scaled=True)
+
+
+def test_a_run_whose_steps_are_all_skipped_ends_although_a_loss_scale_is_in_use():
+    meter = Meter(4, [], CPU)
+    for was_skipped in (True, False, *[True] * 60):
+        meter.add(StepResult(torch.ones(()), torch.tensor(was_skipped)))
+    row = meter.read()
+    assert meter.skipped_in_row == 60
+    check_finite(row, 62, "skip", is_scaled=True, skipped_in_row=meter.skipped_in_row)
+    for _ in range(40):
+        meter.add(StepResult(torch.ones(()), torch.tensor(True)))
+    row = meter.read()
+    with pytest.raises(TrainError, match=r"The last 100 steps before step 102 were skipped.*train\.precision=bf16"):
+        check_finite(row, 102, "skip", is_scaled=True, skipped_in_row=meter.skipped_in_row)
+    meter.add(StepResult(torch.ones(()), torch.tensor(False)))
+    meter.read()
+    assert meter.skipped_in_row == 0
+
+
+def test_the_loss_scale_never_falls_to_zero():
+    scale = LossScale(Precision(torch.float16), CPU)
+    for _ in range(200):
+        scale.follow(torch.tensor(True))
+    assert scale.scale == 1
 
 
 def test_the_loss_scale_halves_after_a_bad_step_and_doubles_after_two_thousand_good_ones():

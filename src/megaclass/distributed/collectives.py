@@ -40,12 +40,13 @@ def _exchanging() -> Iterator[None]:
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks in the group; 1 without a process group."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    # A group of Horovod's API exists without a default group.
+    return group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
     """Rank of this process in the group; 0 without a process group."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return group.rank() if group is not None else dist.get_rank() if dist.is_initialized() else 0
 
 
 def gather_blocks(block: Tensor, group: dist.ProcessGroup | None) -> Tensor:

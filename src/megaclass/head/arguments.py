@@ -1,8 +1,10 @@
 """Turns the margin, row optimizer and device that a user gives to PartialFC into objects, or says what to give instead."""
 
+import contextlib
 import difflib
+import os
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,16 @@ from megaclass.distributed.devices import usable_device
 from megaclass.errors import HeadError
 from megaclass.head.margins import MARGINS, ArcFace, Margin
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
+from megaclass.world import world_from_environment
 
 _T = TypeVar("_T")
+
+
+class HasGroup(Protocol):
+    """An object that stands for a process group, such as a process set of Horovod's API."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
 
 
 def chosen_margin(given: Margin | str | None) -> Margin:
@@ -57,8 +67,48 @@ def chosen_device(given: torch.device | str | None, group: dist.ProcessGroup | N
         return usable_device(given, "PartialFC")
     default = torch.get_default_device()
     # A group of NCCL alone cannot exchange anything between CPUs.
-    is_for_gpus = dist.is_initialized() and "cpu" not in dist.get_backend_config(group) and torch.cuda.is_available()
+    is_for_gpus = torch.cuda.is_available() and _is_for_gpus_only(group)
     return torch.device("cuda", torch.cuda.current_device()) if default.type == "cpu" and is_for_gpus else default
+
+
+def _is_for_gpus_only(group: dist.ProcessGroup | None) -> bool:
+    if group is not None:
+        return torch.device("cpu") not in group._device_types
+    return dist.is_initialized() and "cpu" not in dist.get_backend_config()
+
+
+def chosen_group(given: object) -> dist.ProcessGroup | None:
+    """Returns the process group that `group=` names, or None for the default group or a process on its own.
+
+    given: a process group, or an object that has one as its attribute `group`, such as a process set of Horovod's API.
+    """
+    if given is None:
+        _check_alone()
+        return None
+    group = given if isinstance(given, dist.ProcessGroup) else getattr(given, "group", None)
+    if not isinstance(group, dist.ProcessGroup):
+        raise HeadError(
+            f"PartialFC group is {_described(given)}; it must be a process group of torch.distributed, or a process set of "
+            f"Horovod's API, such as hvd.global_process_set."
+        )
+    return group
+
+
+def _check_alone() -> None:
+    """Raises if this process is one of several and no group connects them: each would train a head of its own."""
+    if dist.is_initialized():
+        return
+    num_ranks = world_from_environment().size
+    # A script that was started by horovodrun, or by hand with Horovod's names.
+    with contextlib.suppress(ValueError):
+        num_ranks = max(num_ranks, int(os.environ.get("HOROVOD_SIZE", "1")))
+    if num_ranks > 1:
+        raise HeadError(
+            f"PartialFC was built in one of {num_ranks} processes, but torch.distributed is not initialised, so each of them "
+            f"would train a separate head. Call torch.distributed.init_process_group() before, or give group=: with Horovod's "
+            f"API, PartialFC(…, group=hvd.global_process_set) after hvd.init(). To train separate heads on purpose, unset "
+            f"WORLD_SIZE and HOROVOD_SIZE."
+        )
 
 
 def check_tensors(**given: object) -> None:

@@ -31,7 +31,14 @@ from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
 from megaclass.gpu.cuda_graphs import CudaGraph
-from megaclass.head.arguments import check_tensors, chosen_device, chosen_margin, chosen_optimizer
+from megaclass.head.arguments import (
+    HasGroup,
+    check_tensors,
+    chosen_device,
+    chosen_group,
+    chosen_margin,
+    chosen_optimizer,
+)
 from megaclass.head.choose_engine import choose_engine
 from megaclass.head.inspected_head import InspectedHead
 from megaclass.head.margins import Margin
@@ -71,7 +78,7 @@ class PartialFC(InspectedHead):
         sample_rate: SampleRate = 1.0,
         optimizer: RowOptimizer | str | None = None,
         seed: int = 0,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | HasGroup | None = None,
         max_batch: int | None = None,
         gradient_scale: Literal["mean", "sum"] = "mean",
         kernel: str = "auto",
@@ -91,6 +98,7 @@ class PartialFC(InspectedHead):
         optimizer: RowSGD() by default, or a name: "sgd", "adamw", "adagrad".
         sample_rate: share of the negatives that take part, or [(first step, rate), …].
         seed: determines initial centres, drawn classes and rounding, independently of the number of ranks.
+        group: the ranks that share the head; by default all of torch.distributed's. A process set of Horovod's API will do.
         max_batch: largest number of images per rank and forward; with it no step waits for the batch sizes.
         gradient_scale: "mean" where the backbone's gradients are averaged over ranks afterwards (DDP), "sum" where
             they are summed.
@@ -112,6 +120,7 @@ class PartialFC(InspectedHead):
         super().__init__()
         # A script of Lightning or Accelerate may end without destroying its group, which sometimes aborts the process.
         end_gloo_at_exit()
+        group = chosen_group(group)
         self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
         self.settings = HeadSettings(
             embedding_dim=embedding_dim,

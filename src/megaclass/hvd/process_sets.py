@@ -52,13 +52,12 @@ class ProcessSet:
     def group(self) -> dist.ProcessGroup:
         """Returns the torch process group of the set, for torch.distributed's collectives and PartialFC(group=...).
 
-        It uses NCCL for tensors on GPUs if every rank has one of its own, else gloo. Raises ValueError if this process is not
-        a member.
+        The first use is collective: all members of the set ask for it. It uses NCCL if every rank has a GPU of its own, else
+        gloo. Raises ValueError if this process is not a member.
         """
         if self.process_set_id is None or self.process_set_id not in current.known().sets.connections:
             raise ValueError(f"{self} has no group on this process: only members of a registered set have one.")
-        connections = current.known().sets.connections[self.process_set_id]
-        return connections.gpu or connections.cpu
+        return current.known().sets.scripts_group(self.process_set_id)
 
     def included(self) -> bool | None:
         """Returns whether this process is a member; None if the set is not initialized."""

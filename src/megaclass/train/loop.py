@@ -130,7 +130,7 @@ def train(
                 numbers |= {"loss": row["loss"]}
                 # An error on any rank (bad data, gradients that are not finite, a full disk on rank 0) ends all of them here.
                 with observer.reporting():
-                    on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row), device)
+                    on_every_rank(partial(report, row | numbers, config, model, data_errors, send_row, meter), device)
                 detail = describe_row(row, observer.describe_slow())
                 if row["skipped_steps"]:
                     run.events.note("skip", done, num_steps=row["skipped_steps"])
@@ -162,10 +162,12 @@ def train(
     )
 
 
-def report(row: dict[str, Any], config: Config, model: Model, data_errors: DataErrors, send_row: Sink) -> None:
+def report(
+    row: dict[str, Any], config: Config, model: Model, data_errors: DataErrors, send_row: Sink, meter: Meter
+) -> None:
     """Raises errors of this rank's data and gradients; otherwise rank 0 writes the row of metrics."""
     data_errors.check()
-    check_finite(row, int(row["step"]), config.train.on_nan, model.loss_scale.is_dynamic)
+    check_finite(row, int(row["step"]), config.train.on_nan, model.loss_scale.is_dynamic, meter.skipped_in_row)
     send_row(row)
 
 

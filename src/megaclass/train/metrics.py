@@ -12,6 +12,9 @@ from megaclass.errors import TrainError
 from megaclass.train.step import StepResult
 from megaclass.train.step_clock import StepClock
 
+_MAX_SKIPPED_IN_ROW = 100
+"""A loss scale falls from 65,536 to its smallest value within 16 steps; more skipped steps in a row train nothing."""
+
 
 class Meter:
     """Collects results of steps without waiting for the device; `read` waits for it."""
@@ -27,6 +30,8 @@ class Meter:
         self._paused_s = self._all_paused_s = 0.0
         self.last_pause_s = self.last_wait_s = self.last_step_s = 0.0
         self._num_steps = 0
+        self.skipped_in_row = 0
+        """Steps that were skipped since the last one that counted, up to the last row."""
         self.last_loss = earlier[-1].get("loss", float("nan")) if earlier else float("nan")
         self._last_speed = earlier[-1].get("images_per_second", 0.0) if earlier else 0.0
 
@@ -74,6 +79,9 @@ class Meter:
         is_counted = ~torch.stack([result.was_skipped for result in self._results]).cpu()
         if is_counted.any():
             self.last_loss = float(losses[is_counted].mean())
+        counted = is_counted.nonzero()
+        last_counted = int(counted[-1]) + 1 if len(counted) else -self.skipped_in_row
+        self.skipped_in_row = len(is_counted) - last_counted
         now = time.monotonic()
         trained_s = now - self._last - self._paused_s
         row = {
@@ -108,8 +116,14 @@ class Meter:
         return self._num_steps * self._global_batch / (time.monotonic() - self._begun - self._all_paused_s)
 
 
-def check_finite(row: Mapping[str, float], step: int, on_nan: str, is_scaled: bool) -> None:
+def check_finite(row: Mapping[str, float], step: int, on_nan: str, is_scaled: bool, skipped_in_row: int = 0) -> None:
     """Raises on every rank if gradients were not finite, unless a loss scale is in use, which expects that and adapts."""
+    if is_scaled and skipped_in_row >= _MAX_SKIPPED_IN_ROW:
+        raise TrainError(
+            f"The last {skipped_in_row} steps before step {step} were skipped, because their gradients were not finite in "
+            f"float16 at any loss scale: nothing is being trained. Lower optimizer.lr, raise optimizer.warmup_epochs, or use "
+            f"train.precision=bf16 or float32."
+        )
     if row["skipped_steps"] and on_nan == "stop" and not is_scaled:
         raise TrainError(
             f"{int(row['skipped_steps'])} of the steps before step {step} had gradients that are not finite; they were not "

@@ -134,19 +134,22 @@ def _handed_over(address: str, port: int) -> int | None:
 
 
 class SignedStore(dist.Store):  # type: ignore[name-defined,misc]
-    """A store whose values carry an HMAC over key and value.
+    """A part of a store whose values carry an HMAC over prefix, key and value.
 
-    Reading a value that was not written with the job's secret raises LaunchError. Without a secret the store only detects
-    accidents. gloo finds its peers through this store, so that a stranger cannot direct a rank to another address.
+    Reading a value that was not written with this secret, under this prefix and this key raises LaunchError. Without a secret
+    the store only detects accidents. gloo finds its peers through this store: a stranger cannot direct a rank to another
+    address, and cannot copy an entry from one group to another.
     """
 
-    def __init__(self, store: "dist.Store", secret: bytes) -> None:  # type: ignore[name-defined]
+    def __init__(self, store: "dist.Store", secret: bytes, prefix: str) -> None:  # type: ignore[name-defined]
+        """prefix: separates the keys of this part from all others; it is signed with each of them."""
         super().__init__()
-        self._store, self._secret = store, secret
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._secret, self._prefix = secret, prefix
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, self._mac(key, content) + content)
+        self._store.set(key, self._mac(key, content) + content)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         signed = bytes(self._store.get(key))
@@ -168,5 +171,5 @@ class SignedStore(dist.Store):  # type: ignore[name-defined,misc]
         return bool(self._store.check(keys))
 
     def _mac(self, key: str, content: bytes) -> bytes:
-        # With the key in the text: a value cannot be replayed under another key. Keys hold no null byte.
-        return hmac.digest(self._secret, key.encode() + b"\0" + content, "sha256")
+        # With the whole key in the text: a value cannot be replayed under another one. Keys hold no null byte.
+        return hmac.digest(self._secret, f"{self._prefix}\0{key}\0".encode() + content, "sha256")

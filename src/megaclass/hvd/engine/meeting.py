@@ -10,8 +10,10 @@ secret (distributed/network/job_secret.py); connections are made by mutual proof
 """
 
 import contextlib
+import hmac
 import json
 import os
+import secrets
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,7 +46,7 @@ class Meeting:
     store: "dist.Store"  # type: ignore[name-defined]
     """Holds the entries of this init() only."""
     secret: bytes
-    """Known to the ranks of the job only; empty where the starter gave none."""
+    """Known to the ranks of the job only, and another one at each init(); empty if the starter gave none."""
     is_one_machine: bool
     connections: dict[int, ControlConnection]
     """By rank: on rank 0 to all other ranks, elsewhere to rank 0 only."""
@@ -59,7 +61,7 @@ class Meeting:
 
     def signed_store(self, name: str) -> SignedStore:
         """Returns the part of the store for one purpose; `name` is the same on all ranks that take part."""
-        return SignedStore(dist.PrefixStore(name, self.store), self.secret)  # type: ignore[attr-defined]
+        return SignedStore(self.store, self.secret, name)
 
 
 class Rendezvous:
@@ -171,7 +173,7 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
     network = machine_and_network()
     secret = job_secret() or _shared_secret(store, rank, size, network, settings)
-    signed = SignedStore(store, secret)
+    signed = SignedStore(store, secret, "meeting")
     mine: dict[str, object] = {
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
         "local_rank": world.local_rank if world.starter != "none" else -1,
@@ -180,9 +182,13 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
         "cpu_operations": settings.cpu_operations,
+        "nonce": secrets.token_hex(16),
     }
     # Checked although signed: without a secret the signature proves nothing.
     entries = [_checked_entry(entry) for entry in _exchange(signed, "who", mine, rank, size)]
+    secret = _secret_of_this_init(secret, [str(entry["nonce"]) for entry in entries], rank, str(mine["nonce"]))
+    # From here on with the secret of this init().
+    signed = SignedStore(store, secret, "meeting")
     hosts = [str(entry["host"]) for entry in entries]
     for other, entry in enumerate(entries):
         if entry["cpu_operations"] != entries[0]["cpu_operations"]:
@@ -243,10 +249,26 @@ def _parsed(content: bytes, name: str) -> Any:
 
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
-    expected = {"host": str, "local_rank": int, "gpus": int, "machine": str, "network": str, "cpu_operations": str}
+    texts = ("host", "machine", "network", "cpu_operations", "nonce")
+    expected = {"local_rank": int, "gpus": int} | dict.fromkeys(texts, str)
     if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
         raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
     return entry
+
+
+def _secret_of_this_init(secret: bytes, nonces: list[str], rank: int, own: str) -> bytes:
+    """Returns a secret that no other init() has, made of the job's secret and a random number of each rank.
+
+    A recorded entry or object of an earlier init() was signed with another secret. A recorded list of all ranks is
+    recognised, because this rank's number is new.
+    """
+    if nonces[rank] != own:
+        raise LaunchError(
+            f"The list of ranks in the job's store does not hold what rank {rank} wrote for this init(): it is a copy of an "
+            f"earlier one. Another process writes to this store."
+        )
+    # Without a secret of the job everybody could compute this one, so it stays empty: nothing is trusted then.
+    return hmac.digest(secret, "\0".join(nonces).encode(), "sha256") if secret else b""
 
 
 def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Settings) -> bytes:

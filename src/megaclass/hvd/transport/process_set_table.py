@@ -31,11 +31,13 @@ class SetConnections:
     """For reductions in main memory; None with HOROVOD_CPU_OPERATIONS=gloo, or where this rank is the only member."""
     ring_max_bytes: float
     """Larger tensors are reduced by gloo."""
+    scripts: dist.ProcessGroup | None = None
+    """The group that the script uses itself; made when it first asks for it."""
 
     def close(self) -> None:
         if self.ring is not None:
             self.ring.close()
-        for group in (self.cpu, self.gpu):
+        for group in (self.cpu, self.gpu, self.scripts):
             if group is not None:
                 group.shutdown()
 
@@ -72,6 +74,19 @@ class ProcessSetTable:
         if (connections := self.connections.pop(number, None)) is not None:
             connections.close()
         return number
+
+    def scripts_group(self, number: int) -> dist.ProcessGroup:
+        """Returns a group for collectives that the script calls itself. The first call is collective over the set.
+
+        The engine runs its operations on groups of its own, in its own thread: on a shared group, the operations of both
+        could meet in a different order on each rank.
+        """
+        connections, meeting = self.connections[number], self._meeting
+        if connections.scripts is None:
+            backend = "nccl" if meeting.uses_nccl else "gloo"
+            name = f"set {number} of the script"
+            connections.scripts = new_group(meeting, name, connections.ranks, self._settings, backend=backend)
+        return connections.scripts
 
     def change(self, request: Request) -> int:
         """Executes an agreed request to add or remove a set."""

@@ -10,6 +10,8 @@ from megaclass.errors import ConfigError
 
 _FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000
+_SMALLEST_SCALE = 1.0
+"""float16 gradients that overflow without any scaling come from a run that diverges; a scale of 0 would skip all steps."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ def choose_precision(config: TrainConfig, device: torch.device) -> Precision:
 
 
 class LossScale:
-    """Doubles after 2,000 good steps, halves after a bad one; kept on the device, so that the host never waits for it.
+    """Doubles after 2,000 good steps, halves after a bad one, down to 1.
+
+    It is kept on the device, so the host never waits for it.
 
     All ranks hold the same value: it depends only on `found_inf`, which all ranks derive from the same gradients.
     """
@@ -55,7 +59,8 @@ class LossScale:
         self._good_steps = torch.where(found_inf, 0.0, self._good_steps + 1)
         # Branches become torch.where: the host never reads the flag.
         is_grown = self._good_steps >= _GROWTH_STEPS
-        self.scale = torch.where(found_inf, self.scale * 0.5, torch.where(is_grown, self.scale * 2, self.scale))
+        halved = (self.scale * 0.5).clamp(min=_SMALLEST_SCALE)
+        self.scale = torch.where(found_inf, halved, torch.where(is_grown, self.scale * 2, self.scale))
         self._good_steps = torch.where(is_grown, 0.0, self._good_steps)
 
     def state(self) -> dict[str, Tensor]:
