@@ -1,6 +1,9 @@
 """Joining the others: which device, how loudly idle GPUs are told, and what is said when nobody is there."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -26,8 +29,18 @@ def test_a_world_of_one_joins_a_group_of_one_and_leaves_it():
     assert not dist.is_initialized()
 
 
-def test_the_group_is_left_when_the_block_raises():
+def test_after_an_error_the_group_stays_until_the_process_joins_another():
+    """Destroying it may wait for the other ranks, and the error is not printed yet."""
     with pytest.raises(ZeroDivisionError), process_group(World(), device="cpu"):
+        raise ZeroDivisionError
+    assert dist.is_initialized()
+    with process_group(World(), device="cpu"):
+        dist.barrier()
+    assert not dist.is_initialized()
+
+
+def test_a_process_of_an_elastic_job_goes_on_after_an_error_without_its_group():
+    with pytest.raises(ZeroDivisionError), process_group(World(), device="cpu", ends_process=False):
         raise ZeroDivisionError
     assert not dist.is_initialized()
 
@@ -106,3 +119,54 @@ def test_a_port_that_another_program_holds_is_named():
             process_group(World(size=2, port=port), device="cpu", timeout_s=5),
         ):
             pass
+
+
+FAILS = """
+import sys
+import torch
+import torch.distributed as dist
+from megaclass.cli import main as module
+from megaclass.distributed.process_group import process_group
+from megaclass.world import world_from_environment
+
+destroy = dist.destroy_process_group
+def recorded(group=None):
+    print("destroyed", file=sys.stderr, flush=True)
+    destroy(group)
+dist.destroy_process_group = recorded
+
+def main():
+    world = world_from_environment()
+    with process_group(world, device="cpu"):
+        for step in range(3):
+            # The others have work under way that this rank will never join.
+            if step == 2 and world.rank == world.size - 1:
+                raise RuntimeError("out of memory in forward")
+            dist.all_reduce(torch.ones(1000))
+    return 0
+
+module.main = main
+module.command()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_fails_says_so_before_its_group_ends_and_all_ranks_end(tmp_path, size):
+    program = tmp_path / "fails.py"
+    program.write_text(FAILS)
+    port = str(free_port())
+    ranks = []
+    for rank in range(size):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        env = os.environ | {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        ranks.append(subprocess.Popen([sys.executable, program], env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        errs = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1] * size
+    message, _, after = errs[-1].partition("RuntimeError: out of memory in forward\n")
+    assert "destroyed" not in message and after in ("", "destroyed\n")
+    assert not any("terminate called" in err for err in errs)

@@ -32,12 +32,13 @@ def command() -> NoReturn:
 
     A process that has loaded torch would take up to 1.5 s to free its objects one by one. It ends without that, but only
     after its threads have ended and the functions that it has registered with atexit were called. Those registered before
-    this one, by a profiler for example, are not called.
+    this one, by a profiler for example, are not called. After an unforeseen error it ends the same way, because to free a
+    process group may mean to wait for the other ranks; the error is printed first.
     """
     code: int | None = None
 
     def leave() -> None:
-        # Without a code there is an exception to print, or argparse has ended the process.
+        # Without a code argparse has ended the process, or a signal.
         if code is None:
             return
         # The logging module registers this when it is imported, which was before.
@@ -52,7 +53,11 @@ def command() -> NoReturn:
 
     # Functions are called in reverse order: this one after those that are registered from here on.
     atexit.register(leave)
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
     sys.exit(code)
 
 

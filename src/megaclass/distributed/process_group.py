@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.devices import no_gpu
-from megaclass.distributed.gloo_exit import end_gloo
+from megaclass.distributed.gloo_exit import end_gloo, end_gloo_at_exit
 from megaclass.distributed.network.addresses import source_towards
 from megaclass.distributed.network.connection_watch import Address, ConnectionWatch, network_timeout
 from megaclass.distributed.network.rank0_address import interface_names, meeting_point
@@ -30,6 +30,8 @@ _log = logging.getLogger("megaclass.distributed")
 
 _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
+_is_left_by_error = False
+"""Whether the default group is one that an error has ended."""
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -47,6 +49,9 @@ def process_group(
 
     The backend is nccl on a GPU and gloo otherwise. A world of one joins a group of one: the same code path everywhere.
     Every rank logs its device, and warns about GPUs that are present but unused.
+
+    After an error the group stays until the process ends or joins another group: destroying it may wait for the other ranks,
+    and nobody has printed the error yet. In an elastic job it is destroyed, because the process goes on.
 
     Args:
         timeout_s: limit of each collective.
@@ -66,6 +71,7 @@ def process_group(
         _log.warning(warning, extra=sender)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    _drop_group_left_by_error()
     with watched_connections(world, ends_process=ends_process) as watch:
         try:
             dist.init_process_group(
@@ -90,12 +96,40 @@ def process_group(
             if not is_own and is_echo(error) and ends_process:
                 # Another rank has ended, and its error should be reported first: this one is only the consequence.
                 time.sleep(_FAILED_RANK_FIRST_S)
+            _leave_after_error(ends_process)
             raise
-        finally:
-            if backend == "gloo":
-                end_gloo()
-            else:
-                dist.destroy_process_group()
+        except BaseException:
+            _leave_after_error(ends_process)
+            raise
+        else:
+            _end_group()
+
+
+def _leave_after_error(ends_process: bool) -> None:
+    global _is_left_by_error
+    if not ends_process:
+        _end_group()
+        return
+    _is_left_by_error = True
+    # By then the error is printed. gloo's threads have to end before Python does; a group of NCCL is not touched.
+    end_gloo_at_exit()
+
+
+def _drop_group_left_by_error() -> None:
+    global _is_left_by_error
+    if _is_left_by_error:
+        end_gloo()
+        if dist.is_initialized():
+            # NCCL's: unlike destroying it, this waits for no rank.
+            dist.distributed_c10d._abort_process_group()
+    _is_left_by_error = False
+
+
+def _end_group() -> None:
+    end_gloo()
+    # An elastic job aborts a group of NCCL as soon as a rank is lost.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_echo(error: Exception) -> bool:
