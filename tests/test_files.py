@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -9,7 +10,15 @@ import pytest
 from tests.forked import run_forked
 
 from megaclass.cli.main import main
-from megaclass.files import make_private_folder, open_private, write_private, write_text
+from megaclass.files import (
+    make_private_folder,
+    open_private,
+    published_file,
+    published_folder,
+    unique_name,
+    write_private,
+    write_text,
+)
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
 TINY = (
@@ -54,12 +63,41 @@ def test_a_link_that_somebody_put_there_is_not_written_through(tmp_path):
 
 
 @pytest.mark.parametrize("is_private", [False, True], ids=["shared", "private"])
-def test_a_link_under_the_name_of_an_unfinished_file_is_not_written_through(tmp_path, is_private):
+def test_a_link_under_the_name_of_an_unfinished_file_is_not_written_through(tmp_path, monkeypatch, is_private):
     (tmp_path / "victim").write_text("as it was")
-    (tmp_path / f".model.{os.getpid()}.tmp.txt").symlink_to(tmp_path / "victim")
-    write_text(tmp_path / "model.txt", "owned", is_private=is_private)
+    monkeypatch.setattr(os, "urandom", bytes)  # as if somebody had guessed it
+    link = tmp_path / f".{unique_name('model')}.tmp.txt"
+    link.symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "model.txt", "owned", is_private=is_private)
     assert (tmp_path / "victim").read_text() == "as it was"
-    assert (tmp_path / "model.txt").read_text() == "owned" and not (tmp_path / "model.txt").is_symlink()
+    assert link.is_symlink() and not (tmp_path / "model.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["model.txt", "é" * 120 + ".txt"], ids=["short", "long"])
+def test_two_writers_with_the_same_process_number_do_not_meet(tmp_path, name):
+    # As in two containers that share a folder: the later one wins, and neither sees the bytes of the other.
+    path = tmp_path / name
+    with published_file(path) as first:
+        first.write_text("first")
+        with published_file(path) as second:
+            assert first.read_text() == "first" and second.read_text() == ""
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert socket.gethostname()[:32] in first.name and str(os.getpid()) in first.name
+    assert [*tmp_path.iterdir()] == [path], "nothing unfinished is left"
+
+
+def test_two_writers_of_a_folder_with_the_same_process_number_do_not_meet(tmp_path):
+    path = tmp_path / "out"
+    with published_folder(path) as first:
+        (first / "first").touch()
+        with published_folder(path) as second:
+            assert [*second.iterdir()] == []
+        assert (first / "first").exists() and [*path.iterdir()] == []
+    assert [*path.iterdir()] == [path / "first"]
+    assert [*tmp_path.iterdir()] == [path], "nothing unfinished is left"
 
 
 def megaclass(*arguments: str, mask: int) -> None:

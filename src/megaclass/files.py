@@ -11,6 +11,7 @@ further restricted by the umask. SECURITY.md lists which kinds of files are priv
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,13 +35,12 @@ def published_file(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     if not path.parent.is_dir():
         raise UserError(f"Cannot write {path}: the folder {path.parent} does not exist.")
     # The suffix stays last, because some writers (onnx) choose the format by it.
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    unfinished = path.with_name(f".{unique_name(path.stem)}.tmp{path.suffix}")
     mode = (_PRIVATE_FILE_MODE if is_private else 0o666) & ~_umask()
+    # Created here, because most writers create files that everyone may read, and follow a symbolic link that another user
+    # of the folder has put under this name. O_EXCL follows none. Before the `try`: another's file is not removed.
+    os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     try:
-        # Created here, because most writers create files that everyone may read, and follow a symbolic link that another user
-        # of the folder has put under this name. O_EXCL follows none.
-        unfinished.unlink(missing_ok=True)
-        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield unfinished
         # Some writers (safetensors) create files for their owner only; the result follows the user's umask.
         unfinished.chmod(mode)
@@ -59,10 +59,10 @@ def published_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"Cannot write the folder {path}: a file with that name exists.")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
+    unique = unique_name(path.name)
+    unfinished, replaced = path.with_name(f".{unique}.tmp"), path.with_name(f".{unique}.old")
+    unfinished.mkdir(parents=True)
     try:
-        unfinished.mkdir(parents=True)
         yield unfinished
         for file in unfinished.iterdir():
             flush(file)
@@ -83,6 +83,15 @@ def write_text(path: Path, text: str, *, is_private: bool = False) -> None:
     """Writes a text file that appears whole or not at all."""
     with published_file(path, is_private=is_private) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+def unique_name(name: str) -> str:
+    """Returns a file name that no other writer uses: with the host, the process and a random part.
+
+    The process number alone is not enough: hosts share folders, and two containers of one host often have the same number.
+    """
+    # Cut: names of files have at most 255 bytes.
+    return f"{name[:32]}.{socket.gethostname()[:32]}.{os.getpid()}.{os.urandom(4).hex()}"
 
 
 def flush(path: Path) -> None:
