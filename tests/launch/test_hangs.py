@@ -158,3 +158,16 @@ def test_train_on_one_machine_names_the_rank_keeps_its_stacks_and_ends(tmp_path,
     assert event["step"] == 3
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(rows[-1]["rank_seconds"][phase]) for phase in ("data", "forward", "exchange")] == [2, 2, 2]
+
+
+SHORT = [*TRAIN, "data.path=synthetic:10x100", "train.epochs=2"]
+
+
+def test_a_single_process_with_a_slow_step_is_reported_once_and_trains_to_its_end(tmp_path, recipe):
+    done = run_forked(megaclass_command, "train", str(recipe), *SHORT, env=environment(tmp_path, "slow"))
+    assert done.returncode == 0, done.stderr
+    reports = re.findall(r"megaclass: no step has finished for \d+ s; the job goes on, .*", done.stderr)
+    assert len(reports) == 1, done.stderr
+    assert re.search(r"rank 0 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep\. Stacks: ", reports[0])
+    assert "in hang" in (tmp_path / "run" / "hang" / "step-3" / "rank-0.txt").read_text()
+    assert "hang" not in {event["event"] for event in read_events(tmp_path / "run")[0]}
