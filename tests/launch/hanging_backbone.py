@@ -38,7 +38,9 @@ def hang(cause: str) -> None:
         time.sleep(8)
     elif cause == "pause":
         Path(os.environ["HANG_PIPE"] + ".pause-now").touch()
-        time.sleep(2.5)
+        # In parts: the rank needs time after the pause, too.
+        for _ in range(20):
+            time.sleep(0.1)
     elif cause == "read":
         pipe = Path(os.environ["HANG_PIPE"])
         # Opened for writing, too, so that opening does not wait and reading does.

@@ -9,6 +9,7 @@ import pytest
 
 from megaclass.distributed.rank_status import OwnStatus, RankStatus, StatusPage
 from megaclass.launch.hang import own_watch, record
+from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.stacks import RankReport
 from megaclass.launch.hang.verdict import find_verdict
 from megaclass.world import World
@@ -182,6 +183,27 @@ def test_a_rank_shows_its_reader_how_late_it_is_and_long_work_is_never_late():
     after = page.read()
     assert (after.phase, after.allowed_s, after.step) == ("training", 5.0, 7)
     page.close()
+
+
+def test_after_a_pause_of_the_watcher_lateness_counts_anew():
+    own = OwnStatus(None)
+    own.progress(step=7, allowed_s=30.0)
+    status = own.read()
+    begun = status.progress_at
+    clock = LookClock(begun)
+
+    def late_after(seconds: float) -> bool:
+        now = begun + seconds
+        return status.late_s(now, since=clock.since(now)) > 0
+
+    assert not any(late_after(second) for second in range(20))
+    # 100 s pass without a look: the rank has 30 s from the first look on.
+    assert not any(late_after(second) for second in range(120, 150))
+    assert late_after(151)
+    # A look that an overloaded host delays is no pause.
+    assert late_after(155)
+    clock.restart(begun + 170)
+    assert not late_after(171) and not any(late_after(second) for second in range(172, 200)) and late_after(201)
 
 
 @pytest.mark.parametrize(

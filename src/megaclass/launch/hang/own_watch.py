@@ -25,6 +25,7 @@ from megaclass.distributed.rank_status import PACKAGE, OwnStatus, RankStatus
 from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang.loaders import ask_loaders, have_answered, loader_stacks
+from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for
 from megaclass.launch.hang.record import HANG_FOLDER, done_in_time, keep_stacks, keep_verdict
 from megaclass.launch.hang.sentence import hang_sentence, slow_sentence, steps_done
@@ -60,13 +61,14 @@ def watched_from_inside(status: OwnStatus, world: World) -> Iterator[None]:
 
 
 def _watch(status: OwnStatus, world: World, is_over: threading.Event) -> None:
-    said, reported_at = "", 0.0
+    said, clock = "", LookClock(time.monotonic())
     while not is_over.wait(_LOOK_S):
         seen = status.read()
-        if seen.late_s(time.monotonic(), since=reported_at) > 0:
+        now = time.monotonic()
+        if seen.late_s(now, since=clock.since(now)) > 0:
             said = _report_late_rank(seen, world, said)
-            # It may take as long again until the next report.
-            reported_at = time.monotonic()
+            # The next report comes when the rank has been late as long again.
+            clock.restart(time.monotonic())
 
 
 def _report_late_rank(seen: RankStatus, world: World, said: str) -> str:
