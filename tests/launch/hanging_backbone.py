@@ -21,9 +21,11 @@ class HangingNet(SlimNet):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
-        if self.training and self.num_forwards == HANGS_IN_FORWARD and dist.get_rank() == dist.get_world_size() - 1:
-            causes = os.environ["HANG_CAUSES"].split(",")
-            hang(causes[int(os.environ.get("MEGACLASS_RESTART", "0")) % len(causes)])
+        is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        causes = os.environ["HANG_CAUSES"]
+        if self.training and self.num_forwards == HANGS_IN_FORWARD and (is_last or causes == "all-slow"):
+            each = causes.split(",")
+            hang(each[int(os.environ.get("MEGACLASS_RESTART", "0")) % len(each)])
         return super().forward(x)
 
 
@@ -31,6 +33,14 @@ def hang(cause: str) -> None:
     if cause == "native":
         # PyDLL keeps the interpreter lock: no other Python thread of this process runs any more.
         ctypes.PyDLL(None).sleep(600)
+    elif cause in ("slow", "all-slow"):
+        # Longer than the limit of 3 s, then it goes on.
+        time.sleep(8)
+    elif cause == "pause":
+        Path(os.environ["HANG_PIPE"] + ".pause-now").touch()
+        # In parts: the rank needs time after the pause, too.
+        for _ in range(20):
+            time.sleep(0.1)
     elif cause == "read":
         pipe = Path(os.environ["HANG_PIPE"])
         # Opened for writing, too, so that opening does not wait and reading does.

@@ -3,12 +3,13 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from tests.forked import megaclass_command, run_forked
+from tests.forked import Forked, megaclass_command, run_forked
 
 from megaclass.events_file import read_events
 
@@ -158,3 +159,52 @@ def test_train_on_one_machine_names_the_rank_keeps_its_stacks_and_ends(tmp_path,
     assert event["step"] == 3
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(rows[-1]["rank_seconds"][phase]) for phase in ("data", "forward", "exchange")] == [2, 2, 2]
+
+
+SHORT = [*TRAIN, "data.path=synthetic:10x100", "train.epochs=2"]
+
+
+def test_a_single_process_with_a_slow_step_is_reported_once_and_trains_to_its_end(tmp_path, recipe):
+    done = run_forked(megaclass_command, "train", str(recipe), *SHORT, env=environment(tmp_path, "slow"))
+    assert done.returncode == 0, done.stderr
+    reports = re.findall(r"megaclass: no step has finished for \d+ s; the job goes on, .*", done.stderr)
+    assert len(reports) == 1, done.stderr
+    assert re.search(r"rank 0 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep\. Stacks: ", reports[0])
+    assert "in hang" in (tmp_path / "run" / "hang" / "step-3" / "rank-0.txt").read_text()
+    assert "hang" not in {event["event"] for event in read_events(tmp_path / "run")[0]}
+
+
+@pytest.mark.ranks
+def test_ranks_that_are_all_slow_and_wait_for_nobody_are_reported_and_train_to_the_end(tmp_path, recipe):
+    command = ("train", str(recipe), *SHORT, "train.nproc=2")
+    done = run_forked(megaclass_command, *command, env=environment(tmp_path, "all-slow"))
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"no step has finished for \d+ s; the job goes on, .*: all 2 are in launch/hanging_backbone\.py", done.stderr
+    )
+    assert "the job hangs" not in done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_job_that_was_paused_for_longer_than_the_limit_goes_on_without_a_report(tmp_path, recipe, num_processes):
+    command = ("train", str(recipe), *SHORT, "train.hang_after_s=6", f"train.nproc={num_processes}")
+    with Forked(megaclass_command, *command, env=environment(tmp_path, "pause")) as job:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "pipe.pause-now").exists() and job.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # The parent first: it would name ranks that are stopped while it runs.
+        stopped = [job.pid, *children_of(job.pid)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+        done = job.end(120)
+    assert done.returncode == 0, done.stderr
+    assert "no step has finished" not in done.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [below for child in found for below in children_of(child)]

@@ -103,7 +103,13 @@ def test_the_limit_is_ten_median_steps_and_at_least_30_s_unless_given(monkeypatc
     limit = HangLimit(settings, status, first_step=5)
     assert (status.read().step, status.read().allowed_s) == (5, 300.0)
     limit.step_done(6)
-    assert (status.read().step, status.read().allowed_s) == (6, 30.0)
+    assert (status.read().step, status.read().allowed_s) == (6, 300.0)
+    # Before the first report ten times the longest step, if that is more.
+    now += 40.0
+    limit.step_done(7)
+    assert status.read().allowed_s == 400.0
+    limit = HangLimit(settings, status, first_step=5)
+    limit.step_done(6)
     for seconds in (7.0, 9.0, 100.0):
         now += seconds
         limit.all_read()

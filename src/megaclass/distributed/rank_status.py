@@ -72,9 +72,12 @@ class RankStatus:
     package: str
     """The folder of megaclass in the rank's process."""
 
-    def late_s(self, now: float) -> float:
-        """Returns for how long the rank has been without progress beyond what it may; 0 or less if it is on time."""
-        return now - self.progress_at - self.allowed_s if self.allowed_s else 0.0
+    def late_s(self, now: float, *, since: float = 0.0) -> float:
+        """Returns for how long the rank has been without progress beyond what it may; 0 or less if it is on time.
+
+        since: time before which nothing counts.
+        """
+        return now - max(self.progress_at, since) - self.allowed_s if self.allowed_s else 0.0
 
 
 class StatusPage:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megaclass.distributed.rank_status import FD_NAME, HANG_TIMEOUT, StatusPage
 from megaclass.launch.agent.supervisor import Worker
+from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.record import keep_stacks, keep_verdict
 from megaclass.launch.hang.stacks import ANSWER_S, MAX_STACK_BYTES, RankReport, WatchedRank, abort_group, collect
 from megaclass.launch.hang.verdict import HangVerdict
@@ -35,6 +36,7 @@ class HangReporter:
         """Text that ranks have printed on stderr since SIGABRT made them print their stacks."""
         self._is_late = False
         self._look_at = 0.0
+        self._clock = LookClock(time.monotonic())
 
     def new_page(self, rank: int) -> StatusPage:
         """Returns the page that a rank inherits."""
@@ -57,14 +59,15 @@ class HangReporter:
         if not is_beat and now < self._look_at:
             return
         self._look_at = now + LOOK_S
+        since = self._clock.since(now)
         found = [self._pages[worker.rank].read() for worker in running]
         # A program that does not use the page, or has not finished a step yet, cannot be called late.
         active = [status for status in found if status.num_done]
         if not active:
             return
         # One is enough: the driver asks all agents for their stacks, and compares all ranks.
-        late = max(active, key=lambda status: status.late_s(now))
-        is_late = late.late_s(now) > 0
+        late = max(active, key=lambda status: status.late_s(now, since=since))
+        is_late = late.late_s(now, since=since) > 0
         if is_beat or (is_late and not self._is_late):
             message: Message = {"say": "status", "idle_s": now - max(status.progress_at for status in active)}
             if is_late:

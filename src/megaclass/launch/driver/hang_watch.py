@@ -21,6 +21,7 @@ from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.exit_codes import EXIT_HUNG
+from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.record import new_name
 from megaclass.launch.hang.sentence import hang_sentence, steps_done
 from megaclass.launch.hang.stacks import RankReport
@@ -48,6 +49,7 @@ class HangWatch:
         self._messages, self._output = io.messages, io.output
         self._limit_s = hang_timeout_s
         self._progress_at = 0.0
+        self._clock = LookClock(time.monotonic())
         self._late: tuple[float, str] | None = None
         self._is_asking, self._asked_at = False, 0.0
         self._silent_s, self._what = 0.0, ""
@@ -78,6 +80,7 @@ class HangWatch:
 
     def check(self, now: float) -> None:
         """To be called about once per second."""
+        since = self._clock.since(now)
         if self._is_asking and now - self._asked_at > _ASK_S:
             self._judge()
         # While the screen is full, the ranks wait in their writes: they do not hang.
@@ -85,7 +88,9 @@ class HangWatch:
             return
         if self._late is not None:
             self._ask(now, *self._late)
-        elif self._limit_s and (silent_s := now - max(self._table.printed_at, self._progress_at)) > self._limit_s:
+        elif (
+            self._limit_s and (silent_s := now - max(self._table.printed_at, self._progress_at, since)) > self._limit_s
+        ):
             self._ask(now, silent_s, "no rank has printed anything or made progress (--hang-timeout)")
 
     def finish(self) -> None:

@@ -1,9 +1,10 @@
 """Looks for hangs from inside a rank, for starters without an agent of ours: torchrun, srun, mpirun, Ray, one process.
 
 A thread per rank reads the rank's own page once per second. A rank that is late writes its stacks into the run folder, which
-all hosts share, waits for the others to do the same, and the lowest rank that has written prints the verdict; then all end with
-exit code 134, upon which the launcher ends the rest. Ranks that write nothing are the suspects: they are stopped, their host
-is lost, or native code holds the interpreter lock, without which this thread cannot run.
+all hosts share, waits for the others to do the same, and the lowest rank that has written prints the verdict. If a rank waits
+for another, all end with exit code 134, upon which the launcher ends the rest; otherwise, as always with a single process, they
+go on. Ranks that write nothing are the suspects: they are stopped, their host is lost, or native code holds the interpreter
+lock, without which this thread cannot run.
 """
 
 import contextlib
@@ -24,9 +25,10 @@ from megaclass.distributed.rank_status import PACKAGE, OwnStatus, RankStatus
 from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang.loaders import ask_loaders, have_answered, loader_stacks
+from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for
 from megaclass.launch.hang.record import HANG_FOLDER, done_in_time, keep_stacks, keep_verdict
-from megaclass.launch.hang.sentence import hang_sentence, steps_done
+from megaclass.launch.hang.sentence import hang_sentence, slow_sentence, steps_done
 from megaclass.launch.hang.stacks import MAX_STACK_BYTES, RankReport
 from megaclass.launch.hang.verdict import find_verdict
 from megaclass.world import World
@@ -59,14 +61,21 @@ def watched_from_inside(status: OwnStatus, world: World) -> Iterator[None]:
 
 
 def _watch(status: OwnStatus, world: World, is_over: threading.Event) -> None:
+    said, clock = "", LookClock(time.monotonic())
     while not is_over.wait(_LOOK_S):
         seen = status.read()
-        if seen.late_s(time.monotonic()) > 0:
-            _end_hung_rank(seen, world)
+        now = time.monotonic()
+        if seen.late_s(now, since=clock.since(now)) > 0:
+            said = _report_late_rank(seen, world, said)
+            # The next report comes when the rank has been late as long again.
+            clock.restart(time.monotonic())
 
 
-def _end_hung_rank(seen: RankStatus, world: World) -> None:
-    """Reports this rank, and as the lowest one that can, prints the verdict; ends the process."""
+def _report_late_rank(seen: RankStatus, world: World, said: str) -> str:
+    """Reports this rank, and as the lowest one that can, prints the verdict, if it differs from `said`, the last one.
+
+    Ends the process if a rank waits for another; otherwise returns the verdict.
+    """
     silent_s = time.monotonic() - seen.progress_at
     own = _report(seen, world)
     reports = [own]
@@ -82,19 +91,23 @@ def _end_hung_rank(seen: RankStatus, world: World) -> None:
         while len(reports) < world.size and time.monotonic() < deadline:
             time.sleep(0.2)
             reports = _reports_of(folder / HANG_FOLDER / name, begun - _OTHERS_S, own)
-    if own.rank == min(report.rank for report in reports):
-        if is_shared:
-            found = {report.rank for report in reports}
-            missing = [rank for rank in range(world.size) if rank not in found]
-            reports += [RankReport(rank=rank, host="?", pid=0, state="lost", detail=_NO_SIGN) for rank in missing]
-        verdict = find_verdict(reports)
-        sentence = hang_sentence(silent_s, verdict)
+    is_speaker = own.rank == min(report.rank for report in reports)
+    if is_shared:
+        found = {report.rank for report in reports}
+        missing = [rank for rank in range(world.size) if rank not in found]
+        reports += [RankReport(rank=rank, host="?", pid=0, state="lost", detail=_NO_SIGN) for rank in missing]
+    # Without a run folder that answers, only this rank's report is here, which ends nothing: storage may have stalled.
+    verdict = find_verdict(reports)
+    if is_speaker and (verdict.may_end or verdict.text != said):
+        sentence = (hang_sentence if verdict.may_end else slow_sentence)(silent_s, verdict)
         where = f" Stacks: {folder / HANG_FOLDER / name}." if folder is not None and is_kept else ""
         # Not logged: the thread that hangs may hold the lock of a logging handler.
         print(f"megaclass: {sentence}{where}", file=sys.stderr, flush=True)
-        if folder is not None and is_kept:
+        if folder is not None and is_kept and verdict.may_end:
             keep_verdict(folder, name, sentence, verdict, steps_done(reports))
-    else:
+    if not verdict.may_end:
+        return verdict.text
+    if not is_speaker:
         time.sleep(_PRINT_FIRST_S)
     # Not sys.exit(): the main thread is inside a call that does not return, and finalising would wait for it.
     os._exit(EXIT_HUNG)

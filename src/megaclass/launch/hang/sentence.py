@@ -7,8 +7,14 @@ from megaclass.launch.hang.verdict import HangVerdict
 
 
 def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:
-    """Returns the message for the terminal. silent_s: time since the last progress; what: the progress that is missing."""
+    """Returns the message about a job that is ended. silent_s: since the last progress; what: the progress that is missing."""
     return f"the job hangs: {what} for {silent_s:.0f} s. {verdict.text}."
+
+
+def slow_sentence(silent_s: float, verdict: HangVerdict) -> str:
+    """Returns the message about a job that goes on, because its ranks may only be slow."""
+    why = "the job goes on, because no rank is seen to wait for another"
+    return f"no step has finished for {silent_s:.0f} s; {why}. {verdict.text}."
 
 
 def steps_done(reports: Sequence[RankReport]) -> int | None:

@@ -148,8 +148,8 @@ def abort_group(watched: WatchedRank) -> None:
         os.killpg(watched.pid, signal.SIGABRT)
 
 
-def latest_late_s(pages: Mapping[int, StatusPage], now: float) -> tuple[int, float]:
-    """Returns the rank that is late the most, and by how many seconds; (-1, 0) if none is late."""
-    late = [(page.read().late_s(now), rank) for rank, page in pages.items()]
+def latest_late_s(pages: Mapping[int, StatusPage], now: float, *, since: float) -> tuple[int, float]:
+    """Returns the rank that is late the most, and by how many seconds; (-1, 0) if none is late. since: see RankStatus."""
+    late = [(page.read().late_s(now, since=since), rank) for rank, page in pages.items()]
     late_s, rank = max(late, default=(0.0, -1))
     return (rank, late_s) if late_s > 0 else (-1, 0.0)

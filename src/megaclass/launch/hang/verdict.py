@@ -33,6 +33,7 @@ from megaclass.launch.hang.stacks import RankReport
 
 _SHOWN = 4
 _UNANSWERED = ("lost", "stopped", "kernel", "silent", "ended")
+_GONE = ("lost", "stopped", "ended")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,8 @@ class HangVerdict:
     """Ranks; empty if none is odd."""
     groups: tuple[tuple[tuple[int, ...], str], ...]
     """Ranks with the same stacks of their main threads, and that stack, for a reader who wants to see it."""
+    may_end: bool = False
+    """True if some rank waits for another one. Otherwise ranks may only be slow, and ending them would lose healthy work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,23 @@ def find_verdict(reports: Sequence[RankReport]) -> HangVerdict:
         text=text,
         suspects=tuple(place.report.rank for place in suspects) if others else (),
         groups=_groups(places, {place.report.rank for place in suspects}),
+        may_end=_may_end(places),
     )
+
+
+def _may_end(places: list[_Place]) -> bool:
+    if len(places) < 2:
+        return False
+    if any(place.is_waiting for place in places):
+        return True
+    # A rank that waits outside a collective, for example in a socket, waits in vain if another one is gone.
+    has_lost_one = any(place.report.state in _GONE for place in places)
+    return has_lost_one and any(place.report.state == "answered" and _waits_in_kernel(place) for place in places)
+
+
+def _waits_in_kernel(place: _Place) -> bool:
+    """Tells whether the rank waits for something other than a file or the clock."""
+    return place.call not in ("", "running on the CPU") and _kind_of_call(place) == "other"
 
 
 def _place(report: RankReport) -> _Place:

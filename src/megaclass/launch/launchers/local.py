@@ -55,7 +55,7 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
     three times SIGKILL. SIGTERM and SIGUSR1 (preemption) are passed on, and the ranks take the time they need to save; only
     a second SIGTERM ends them within 3 s. SIGHUP (the terminal was closed) becomes SIGTERM, unless it is ignored as under
     nohup. If this process dies, the ranks are killed. If no step finishes in the time that the ranks allow for it, the
-    culprit is named, and the ranks are ended with exit code 134.
+    culprit is named, and if a rank waits for another one, the ranks are ended with exit code 134.
     """
     num_cores = operating_system.num_cores()
     if num_processes > (most := max(16, 4 * num_cores)):
@@ -117,13 +117,20 @@ class _LocalJob:
                 self._note_exit(worker)
             if self._is_ending:
                 self._supervisor.continue_ending()
-            elif not self._has_been_signalled and (verdict := self._hang_watch.verdict(time.monotonic())) is not None:
-                _logger.error(verdict)
-                self._status = EXIT_HUNG
-                self._end()
+            elif not self._has_been_signalled:
+                self._look_for_hangs()
         self._supervisor.end()
         # A rank that failed counts more than others that asked to be resumed.
         return self._status or (EXIT_RESUME_ME if self._wants_resume else 0)
+
+    def _look_for_hangs(self) -> None:
+        message, is_hung = self._hang_watch.look(time.monotonic())
+        if is_hung:
+            _logger.error(message)
+            self._status = EXIT_HUNG
+            self._end()
+        elif message:
+            _logger.warning(message)
 
     def _on_signal(self, number: int) -> None:
         # A user who ends the job does not want to hear that it hangs while it saves.

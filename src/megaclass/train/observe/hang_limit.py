@@ -27,18 +27,24 @@ class HangLimit:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._num_unread = 0
         self._median_s = 0.0
+        self._longest_s = 0.0
         first_s = 0.0 if self._given_s == 0 else max(self._given_s or 0.0, _FIRST_STEP_S * (1 + is_compiled))
         self._status.progress(step=first_step, phase="first step", allowed_s=first_s)
-        self._read_at = time.monotonic()
+        self._read_at = self._marked_at = time.monotonic()
 
     def limit_s(self) -> float:
         """Returns the seconds that a step may take; 0 for any time."""
         if self._given_s is not None:
             return self._given_s
+        if not self._seconds:
+            # Before the first report only the host's view of the steps is known, which may be far ahead of its GPU.
+            return max(_FIRST_STEP_S, _MEDIANS * self._longest_s)
         return max(_LEAST_S, _MEDIANS * self._median_s)
 
     def step_done(self, step: int) -> None:
         """Marks a step whose work is done, or on a GPU queued."""
+        now = time.monotonic()
+        self._longest_s, self._marked_at = max(self._longest_s, now - self._marked_at), now
         self._num_unread += 1
         # The host may be several steps ahead of its GPU and then has to wait for all of them.
         ahead_s = self._num_unread * self._median_s
