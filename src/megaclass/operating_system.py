@@ -6,9 +6,12 @@ processes (`train.nproc`, `megaclass run`), loader processes and staging are for
 
 import errno
 import os
+import select
 import signal
 import sys
 import threading
+from collections.abc import Iterable
+from typing import Protocol
 
 _seek_lock = threading.Lock()
 
@@ -56,6 +59,21 @@ def open_flags(*names: str) -> int:
     for name in names:
         flags |= int(getattr(os, name, 0))
     return flags
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(files: Iterable[int | HasFileno], timeout_s: float) -> list[int]:
+    """Returns the descriptors of the files that have something to read or have ended; waits `timeout_s` for the first.
+
+    With poll(), because select() refuses descriptors above 1,023, which a job with many files has. Not for Windows.
+    """
+    events = select.poll()
+    for file in files:
+        events.register(file, select.POLLIN)
+    return [handle for handle, _ in events.poll(1000 * timeout_s)]
 
 
 def read_at(handle: int, num_bytes: int, offset: int) -> bytes:

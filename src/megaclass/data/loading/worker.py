@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.rank_status import give_loader_stacks
 from megaclass.errors import DataError
+from megaclass.operating_system import readable
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # How often a process whose socket is still open (another process may hold its other end) asks whether its rank lives.
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
     ).start()
     # A killed rank has another parent adopt this process. Its socket may stay open in a process that the rank had forked.
     while os.getppid() == parent:
-        if not select.select([connection], [], [], _PARENT_CHECK_S)[0]:
+        if not readable([connection], _PARENT_CHECK_S):
             continue
         message = receive(connection)
         if message is None:

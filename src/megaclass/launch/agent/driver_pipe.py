@@ -1,12 +1,12 @@
 """The agent's two pipes: the job comes in on stdin, messages to the driver go out on stdout. Standard library only."""
 
 import os
-import select
 import sys
 from collections import deque
 from collections.abc import Callable
 
 from megaclass.launch.wire.protocol import MAX_LINE_BYTES, Message, MessageReader
+from megaclass.operating_system import readable
 
 READ_BYTES = 1 << 16
 _QUEUE_BYTES = 4 << 20
@@ -20,7 +20,7 @@ def read_job() -> tuple[Message | None, bytes]:
     data = bytearray()
     while (end := data.find(b"\n")) < 0:
         # Limited: an agent whose driver died during the login would otherwise wait for its job forever.
-        is_there = select.select([sys.stdin], [], [], _JOB_S)[0]
+        is_there = readable([sys.stdin], _JOB_S)
         more = os.read(sys.stdin.fileno(), READ_BYTES) if is_there else b""
         if not more or len(data) > MAX_LINE_BYTES:
             return None, b""

@@ -107,8 +107,11 @@ def main(run_id: str, lifeline: int, supervisor: int, silence_s: float) -> None:
     # A batch system sends them to every process of the job, and the ranks may outlive the supervisor.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    # poll(), not select(): the number of the pipe may lie above 1,023.
+    events = select.poll()
+    events.register(lifeline, select.POLLIN)
     while True:
-        if not select.select([lifeline], [], [], silence_s or None)[0]:
+        if not events.poll(1000 * silence_s if silence_s else None):
             # Still our parent, so that the pid cannot belong to another process by now.
             if os.getppid() == supervisor:
                 send(supervisor, signal.SIGKILL)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import select
 import shutil
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from megaclass.distributed.network.addresses import interfaces
 from megaclass.launch.network import bound_socket, interface_towards
 from megaclass.launch.versions import installed_versions, keras_version, megaclass_version, tensorflow_version
 from megaclass.launch.wire.protocol import encode, greeting
+from megaclass.operating_system import readable
 
 Facts = dict[str, Any]
 
@@ -191,7 +191,7 @@ def _communicate(process: "subprocess.Popen[str]", ends_with_stdin: bool) -> tup
             return process.communicate(timeout=0.2)
         except subprocess.TimeoutExpired:
             # There is one question at a time: stdin can only become readable before the answer because it has ended.
-            has_ended = ends_with_stdin and select.select([sys.stdin], [], [], 0)[0]
+            has_ended = ends_with_stdin and readable([sys.stdin], 0)
             if has_ended or time.monotonic() > deadline:
                 process.kill()
                 return process.communicate()

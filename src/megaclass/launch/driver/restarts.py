@@ -5,7 +5,6 @@ start -> exit 0, or an outcome that must not be repeated -------------> return
   +-- pause (longer after each short start) <--+
 """
 
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.exit_codes import exit_status
 from megaclass.launch.options import RunOptions
 from megaclass.launch.signals import DRIVER_SIGNALS, ENDING_SIGNALS, SignalQueue
+from megaclass.operating_system import readable
 
 MAX_STARTS_WITHOUT_PROGRESS = 3
 SHORT_START_S = 60.0
@@ -152,7 +152,7 @@ def _pause(limit: RestartLimit, io: DriverIo) -> int | None:
         io.messages.say(f"{limit.num_short} starts ended within {SHORT_START_S:g} s: the next one in {pause_s:.0f} s.")
     while (left_s := ends_at - time.monotonic()) > 0:
         # Not a plain sleep: Ctrl-C must end the pause, and with it the job.
-        select.select([io.signals], [], [], left_s)
+        readable([io.signals], left_s)
         # Other signals are for ranks, and none runs now.
         for number in io.signals.taken():
             if number in ENDING_SIGNALS:

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import signal
 import socket
 import time
@@ -30,6 +29,7 @@ from megaclass.launch.network import hold_store_port, offer_store_socket, reserv
 from megaclass.launch.options import RunOptions
 from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
+from megaclass.operating_system import readable
 
 _logger = logging.getLogger("megaclass.launch")
 GRACE_S = 3.0
@@ -109,7 +109,7 @@ class _LocalJob:
         """Returns the exit code of the job when all ranks have ended."""
         while self._supervisor.running():
             # SIGCHLD wakes it when a rank ends or is stopped; the clock is for hangs, and for the SIGKILL after the grace.
-            select.select([self._signals], [], [], _TICK_S if self._is_ending else _HANG_TICK_S)
+            readable([self._signals], _TICK_S if self._is_ending else _HANG_TICK_S)
             for number in self._signals.taken():
                 self._on_signal(number)
             self._name_stopped()

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import os
-import select
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from megaclass.distributed.network.socket_offer import OFFER_NAME
 from megaclass.launch.agent.supervisor import Supervisor, find_command
 from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, reserve_port
 from megaclass.launch.plan import without_other_starters
+from megaclass.operating_system import readable
 
 _READ_BYTES = 1 << 18
 
@@ -80,7 +80,7 @@ class RankActor:
         """Returns what the rank printed, waiting for it a little, and its exit code; None while it runs or prints."""
         assert self._supervisor is not None
         output = []
-        for pipe in select.select([*self._pipes], [], [], timeout_s)[0] if self._pipes else ():
+        for pipe in readable(self._pipes, timeout_s) if self._pipes else ():
             data = os.read(pipe, _READ_BYTES)
             if data:
                 output.append((self._pipes[pipe], data))
