@@ -56,7 +56,7 @@ def command() -> NoReturn:
     try:
         code = main()
     except Exception:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     sys.exit(code)
 
