@@ -343,7 +343,7 @@ def _sets_that_cannot_be(rank: int, size: int) -> None:
     for ranks, text in (([0, size], "ranks must lie in"), ([0, 0], "each rank may appear only once")):
         name, said = error_of(lambda ranks=ranks: hvd.add_process_set(ranks))
         assert (name, text in said) == ("ValueError", True), said
-        # The job goes on.
+        # The job continues.
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
         hvd.shutdown()
         name, said = error_of(lambda ranks=ranks: hvd.init(process_sets=[hvd.ProcessSet(ranks)]))

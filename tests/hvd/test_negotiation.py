@@ -102,7 +102,7 @@ def _mismatches(rank: int, size: int) -> list[tuple[str, str, float]]:
     for call in calls:
         begun = time.monotonic()
         found.append((*error_of(call), time.monotonic() - begun))
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size  # the job goes on
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size  # the job continues
     return found
 
 

@@ -250,5 +250,5 @@ def test_a_rank_whose_run_folder_hangs_goes_on_and_blames_no_other_rank(monkeypa
     own_watch._report_late_rank(seen, World(rank=1, size=4), "")
     never.set()
     printed = capsys.readouterr().err
-    assert "the job goes on" in printed
+    assert "the job continues" in printed
     assert "rank 1 " in printed and "wrote no stacks" not in printed and "Stacks:" not in printed

@@ -167,7 +167,7 @@ SHORT = [*TRAIN, "data.path=synthetic:10x100", "train.epochs=2"]
 def test_a_single_process_with_a_slow_step_is_reported_once_and_trains_to_its_end(tmp_path, recipe):
     done = run_forked(megaclass_command, "train", str(recipe), *SHORT, env=environment(tmp_path, "slow"))
     assert done.returncode == 0, done.stderr
-    reports = re.findall(r"megaclass: no step has finished for \d+ s; the job goes on, .*", done.stderr)
+    reports = re.findall(r"megaclass: no step has finished for \d+ s; the job continues, .*", done.stderr)
     assert len(reports) == 1, done.stderr
     assert re.search(r"rank 0 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep\. Stacks: ", reports[0])
     assert "in hang" in (tmp_path / "run" / "hang" / "step-3" / "rank-0.txt").read_text()
@@ -180,7 +180,7 @@ def test_ranks_that_are_all_slow_and_wait_for_nobody_are_reported_and_train_to_t
     done = run_forked(megaclass_command, *command, env=environment(tmp_path, "all-slow"))
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"no step has finished for \d+ s; the job goes on, .*: all 2 are in launch/hanging_backbone\.py", done.stderr
+        r"no step has finished for \d+ s; the job continues, .*: all 2 are in launch/hanging_backbone\.py", done.stderr
     )
     assert "the job hangs" not in done.stderr
 

@@ -31,7 +31,7 @@ _log = logging.getLogger("megaclass.distributed")
 _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
 _is_left_by_error = False
-"""Whether the default group is one that an error has ended."""
+"""True if the default group is one that an error has ended."""
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -51,7 +51,7 @@ def process_group(
     Every rank logs its device, and warns about GPUs that are present but unused.
 
     After an error the group stays until the process ends or joins another group: destroying it may wait for the other ranks,
-    and nobody has printed the error yet. In an elastic job it is destroyed, because the process goes on.
+    and the error is not printed yet. In an elastic job it is destroyed, because the process goes on.
 
     Args:
         timeout_s: limit of each collective.

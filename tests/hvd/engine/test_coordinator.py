@@ -96,7 +96,7 @@ def test_a_difference_between_ranks_is_an_error_that_names_both_sides(one, two, 
     answer = _announce(coordinator, 1, two)
     [error] = _errors(answer)
     assert re.match(f"Mismatched .*{text}", error), error
-    assert coordinator.next_check() is None, "the job goes on"
+    assert coordinator.next_check() is None, "the job continues"
 
 
 def test_operations_that_no_rank_can_run_are_errors():

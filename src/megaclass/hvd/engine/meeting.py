@@ -267,7 +267,7 @@ def _secret_of_this_init(secret: bytes, nonces: list[str], rank: int, own: str) 
             f"The list of ranks in the job's store does not hold what rank {rank} wrote for this init(): it is a copy of an "
             f"earlier one. Another process writes to this store."
         )
-    # Without a secret of the job everybody could compute this one, so it stays empty: nothing is trusted then.
+    # Without a secret of the job any process could compute this one, so it stays empty: nothing is trusted then.
     return hmac.digest(secret, "\0".join(nonces).encode(), "sha256") if secret else b""
 
 

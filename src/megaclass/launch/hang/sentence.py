@@ -13,7 +13,7 @@ def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step
 
 def slow_sentence(silent_s: float, verdict: HangVerdict) -> str:
     """Returns the message about a job that goes on, because its ranks may only be slow."""
-    why = "the job goes on, because no rank is seen to wait for another"
+    why = "the job continues, because no rank is seen to wait for another"
     return f"no step has finished for {silent_s:.0f} s; {why}. {verdict.text}."
 
 

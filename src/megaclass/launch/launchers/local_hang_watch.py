@@ -35,7 +35,7 @@ class LocalHangWatch:
         reports = collect(running, self._host)
         verdict = find_verdict(reports)
         is_new, self._said = verdict.text != self._said, verdict.text
-        # If the job goes on, the next report comes when the rank has been late as long again.
+        # If the job continues, the next report comes when the rank has been late as long again.
         self._clock.restart(time.monotonic())
         if not verdict.may_end and not is_new:
             return "", False

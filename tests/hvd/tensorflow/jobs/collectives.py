@@ -283,7 +283,7 @@ for _ in range(3 if rank == 0 else 1):
     hvd.allreduce(tf.ones([2]), name="until joined")
 assert int(hvd.join()) == 0
 
-# ---- errors, on both ranks at once; the job goes on ----
+# ---- errors, on both ranks at once; the job continues ----
 
 for number, run in enumerate(both_ways(lambda x: hvd.allreduce(x, name="mismatch"))):
     error = error_of(lambda run=run: run(tf.ones([2 + rank])))
