@@ -9,7 +9,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ def compile_for(
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     # As at a real launch: tensors begin at multiples of 16 bytes, and so do their rows.
     aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name == "plane"]
-    source = (GluonASTSource if program.is_gluon() else ASTSource)(
+    source = ASTSource(
         program,
         signature,
         {(names.index(name),): value for name, value in constants.items()},

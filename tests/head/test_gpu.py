@@ -21,8 +21,6 @@ from megaclass import (
     RowSGD,
     UserError,
 )
-from megaclass.head.kernels import cut
-from megaclass.head.kernels.problem import Problem
 
 fused = pytest.importorskip("megaclass.head.kernels.fused", reason="Triton is not installed")
 
@@ -207,107 +205,6 @@ def test_one_rank_may_write_to_its_own_rows(kernel: str) -> None:
     head.rows()["weight"].normal_()
     assert head(x.cuda(), y.cuda()).isfinite()
     head.check()
-
-
-@pytest.fixture
-def several_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small chunks and gradients on a GPU that has the programs for Hopper."""
-    if not (9, 0) <= torch.cuda.get_device_capability() < (10, 0):
-        pytest.skip("needs a Hopper GPU")
-    if fused._TRITON_VERSION not in fused._VERSIONS_WITH_HOPPER_PROGRAM:
-        pytest.skip(f"the programs for Hopper are not used with Triton {fused._TRITON_VERSION}")
-    monkeypatch.setattr(cut, "_CHUNK_BYTES", 1 << 25)
-    monkeypatch.setattr(fused, "GRADIENT_BYTES", 3 << 20)
-    cut.cut_classes.cache_clear()
-    yield
-    cut.cut_classes.cache_clear()
-
-
-def hopper_problem(num_images: int, num_classes: int, width: int, dtype: torch.dtype) -> Problem:
-    generator = torch.Generator("cuda").manual_seed(7)
-    # Close to the centres, so that the exponentials differ by orders of magnitude.
-    images_GD = torch.randn(num_images, width, device="cuda", generator=generator) + 0.3
-    return Problem(
-        unit_GD=torch.nn.functional.normalize(images_GD).to(dtype),
-        weight_RD=torch.randn(num_classes, width, device="cuda", generator=generator) + 0.3,
-        classes_S=torch.arange(num_classes, device="cuda"),
-        target_slot_G=torch.randint(-1, num_classes, (num_images,), device="cuda", generator=generator),
-        class_weight_S=None,
-        num_drawn=torch.tensor(num_classes - 7, dtype=torch.int32, device="cuda"),
-        num_subcentres=1,
-        scale=64.0,
-        logit_bound=70.0,
-        filter_above=None,
-        wants_grad_images=True,
-        stored_bytes=1 << 32,
-    )
-
-
-@pytest.mark.usefixtures("several_chunks")
-@pytest.mark.parametrize(
-    ("num_images", "num_classes", "width", "dtype"),
-    [
-        pytest.param(192, 70_001, 512, torch.bfloat16, id="odd numbers of tiles"),
-        pytest.param(5, 40, 64, torch.float16, id="less than a tile"),
-        pytest.param(1024, 20_000, 320, torch.bfloat16, id="fewer columns"),
-        pytest.param(4100, 33_000, 512, torch.float16, id="more tiles of images than pairs of multiprocessors"),
-    ],
-)
-def test_the_exponentials_for_hopper_agree_with_the_general_ones(
-    num_images: int, num_classes: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = hopper_problem(num_images, num_classes, width, dtype)
-    outcomes = []
-    for versions in (fused._VERSIONS_WITH_HOPPER_PROGRAM, set()):
-        monkeypatch.setattr(fused, "_VERSIONS_WITH_HOPPER_PROGRAM", versions)
-        mass_G = fused.mass(problem)
-        stored = fused.stored_products(problem)
-        exps_GS = torch.cat(
-            [chunk.exps_GR[:, : stop - start] for (start, stop), chunk in sorted(stored.chunks.items())], 1
-        )
-        outcomes.append((mass_G, exps_GS, stored.sums_GD))
-    for ours, general in zip(*outcomes, strict=True):
-        assert float((ours.double() - general.double()).norm() / general.double().norm()) < 2e-3
-    exps_GS = outcomes[0][1]
-    torch.testing.assert_close(exps_GS, outcomes[1][1], rtol=1e-2, atol=0)  # one unit of the last place is 0.8 %
-    has_target = problem.target_slot_G >= 0
-    assert not exps_GS[has_target, problem.target_slot_G[has_target]].any() and not exps_GS[:, -7:].any()
-
-
-@pytest.mark.usefixtures("several_chunks")
-@pytest.mark.parametrize(
-    ("num_images", "num_classes", "width"),
-    [
-        pytest.param(192, 70_001, 512, id="odd numbers of tiles"),
-        pytest.param(5, 40, 256, id="less than a tile"),
-        pytest.param(4100, 33_000, 512, id="many images"),
-    ],
-)
-def test_gradients_formed_beside_the_update_agree_with_those_formed_in_turn(
-    num_images: int, num_classes: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = hopper_problem(num_images, num_classes, width, torch.bfloat16)
-    coefficients_G = 1 / fused.mass(problem)
-    assert fused._Run(problem).has_product_beside_updates
-
-    def gradients() -> Tensor:
-        parts = []
-        for part in fused.grad_centres([problem], [coefficients_G]):
-            torch.cuda._sleep(1_000_000)  # an update that takes longer than the product
-            parts.append(part.grad_RD.clone())
-            part.grad_RD.fill_(torch.nan)  # the caller may overwrite it
-        return torch.cat(parts).double()
-
-    beside = gradients()
-    # A caller that stops early leaves nothing that writes to memory which is free again.
-    stopped = fused.grad_centres([problem], [coefficients_G])
-    next(stopped)
-    stopped.close()
-    torch.cuda.synchronize()
-    monkeypatch.setattr(fused._Run, "has_product_beside_updates", False)
-    in_turn = gradients()
-    assert beside.shape == (num_classes, width)
-    assert float((beside - in_turn).norm() / in_turn.norm()) < 1e-3
 
 
 @pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW(), RowAdagrad()], ids=["sgd", "adamw", "adagrad"])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _compiled: dict[tuple[Any, ...], tuple[Any, int]] = {}
 """Program by what it depends on, and its number of constants."""
@@ -23,7 +24,7 @@ _MIN_INT32, _MAX_INT32 = -(2**31), 2**31 - 1
 def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) -> None:
     """Launches a program on the current stream; all tensors are on the same device.
 
-    arguments: tensors, descriptors of tensors (Triton's; Gluon's in the default layout of their block), numbers, None.
+    arguments: tensors, descriptors of tensors, numbers, None.
     settings: the constants of the program, in the order of its signature, then options of Triton such as num_warps.
     """
     device = -1
@@ -42,7 +43,7 @@ def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) ->
             add(argument.dtype if argument.data_ptr() & 15 == 0 else (argument.dtype, "unaligned"))
             device = argument.get_device()
         else:
-            # A descriptor of Triton or of Gluon.
+            # A descriptor of a tensor.
             kinds += (argument.base.dtype, *argument.block_shape)
     key = (device, *kinds, *settings.values())
     if _ahead is not None:
@@ -110,8 +111,7 @@ class _TensorType:
 def _type_of(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return _TensorType(argument.dtype, argument.data_ptr())
-    # A descriptor of Triton or of Gluon; importing their classes would import Gluon, which few programs need.
-    if hasattr(argument, "block_shape"):
+    if isinstance(argument, TensorDescriptor):
         return replace(argument, base=_type_of(argument.base))
     return argument
 

@@ -8,7 +8,6 @@ from megaclass.head.kernels.cut import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
     GRAPH_BYTES,
-    NUM_GRADIENTS,
     SUBCENTRE_TILES,
     cut_classes,
     round_up,
@@ -66,8 +65,7 @@ def head_costs(job: PlannedJob) -> HeadCosts:
     again = 1 - kept / max(1, all_exponentials)
     largest = max(sum(chunk) for chunk in chunks)
     parts = job.config.train.accumulate
-    # One for every product that runs ahead. Not all GPUs and settings have two.
-    gradient = min(NUM_GRADIENTS * GRADIENT_BYTES, drawn * num_sub * width * operand)
+    gradient = min(GRADIENT_BYTES, drawn * num_sub * width * operand)
     sampled_rows = drawn * num_sub
     wide_rows, narrow_rows = sampled_rows * dim * size, sampled_rows * width * operand
     is_sampled = job.sample_rate < 1
@@ -114,7 +112,7 @@ def _chunk_bytes(job: PlannedJob, operand: int, width: int) -> list[tuple[int, i
     settings = job.config.head
     num_sub = settings.subcentres
     is_plain = settings.filter_above is None and settings.margin != "curricularface"
-    tiles = tiles_for(max(job.gpu.capability, (8, 0)), job.dtype, num_sub, width=width, is_plain=is_plain)
+    tiles = tiles_for(max(job.gpu.capability, (8, 0)), job.dtype, num_sub, is_plain=is_plain)
     per_class = max(1, job.gathered) * num_sub * operand
     cut = cut_classes(
         tiles,

@@ -12,8 +12,7 @@ from tests.compiled_programs import Usage, compile_for
 from megaclass.head.fused import image_programs as triton_images
 from megaclass.head.fused import row_programs as triton_rows
 from megaclass.head.kernels import fused_programs as triton_programs
-from megaclass.head.kernels import hopper_programs
-from megaclass.head.kernels.cut import GRADIENT_COLUMNS, HOPPER_TILES, Tiles, tiles_for
+from megaclass.head.kernels.cut import Tiles, tiles_for
 from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED
 
 # Compilation starts ptxas.
@@ -40,68 +39,11 @@ def test_exponentials_fit_every_supported_gpu(capability: int, options: dict[str
     options = {"has_weights": False, "dtype": "bf16", **options}
     major_minor = divmod(capability, 10)
     is_plain = not any(options.get(name) for name in ("has_weights", "has_filter", "is_curricular"))
-    tiles = tiles_for(
-        major_minor,
-        DTYPES[options["dtype"]],
-        options.get("num_subcentres", 1),
-        width=512,
-        is_plain=is_plain,
-        has_hopper_program=False,
-    )
+    tiles = tiles_for(major_minor, DTYPES[options["dtype"]], options.get("num_subcentres", 1), is_plain=is_plain)
     usage = exponentials_usage(capability, tiles, **options)
     assert usage.spilled_bytes == 0
     assert usage.shared_bytes * tiles.programs_per_sm <= SHARED_BYTES[capability]
     assert usage.registers * tiles.warps * 32 * tiles.programs_per_sm <= REGISTERS
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("width", [64, 512])
-def test_the_program_for_hopper_fits(width: int, dtype: str):
-    tiles = tiles_for((9, 0), DTYPES[dtype], 1, width=width, is_plain=True)
-    assert tiles == HOPPER_TILES
-    types = {
-        "images": hopper_descriptor(dtype, tiles.images, tiles.width),
-        "centres": hopper_descriptor(dtype, tiles.classes, tiles.width),
-        "exps": hopper_descriptor("bf16", tiles.images // 2, tiles.classes),
-        "masses": "*fp32", "target_slots": "*i64", "num_drawn": "*i32", "first_slot": "i32", "num_slots": "i32",
-        "num_images": "i32", "plane": "i32", "scale_log2": "fp32", "shift_log2": "fp32",
-    }  # fmt: skip
-    constants = {"WIDTH": width, "SPLITS": 16, "STAGES": tiles.stages}
-    usage = compile_for(
-        90,
-        hopper_programs.exponentials,
-        types,
-        constants,
-        num_warps=tiles.warps,
-        maxnreg=hopper_programs.REGISTERS_AT_START,
-    )
-    assert usage.shared_bytes <= SHARED_BYTES[90]
-    assert usage.registers == hopper_programs.REGISTERS_AT_START
-    # A few numbers that wait in memory during the products cost nothing. The images and the products would: 768 bytes.
-    assert usage.spilled_bytes <= 160
-
-
-@pytest.mark.parametrize("width", [256, 512])
-def test_the_product_for_hopper_leaves_room_for_programs_of_the_update(width: int):
-    types = {
-        "exps": hopper_descriptor("bf16", 64, 64),
-        "images": hopper_descriptor("bf16", 64, GRADIENT_COLUMNS),
-        "grad": hopper_descriptor("bf16", 64, 64),
-        "num_classes": "i32", "num_images": "i32",
-    }  # fmt: skip
-    constants = {"WIDTH": width, "STAGES": hopper_programs.GRADIENT_STAGES}
-    registers = hopper_programs.GRADIENT_REGISTERS_AT_START
-    usage = compile_for(90, hopper_programs.centre_gradient, types, constants, num_warps=4, maxnreg=registers)
-    assert usage.spilled_bytes == 0 and usage.registers == registers
-    update = update_usage(90)
-    # Three groups of four warps beside at least four programs of two warps. Every program has 1 KiB more for the driver.
-    assert 3 * 128 * registers + 4 * 64 * update.registers <= REGISTERS
-    assert usage.shared_bytes + 4 * update.shared_bytes + 5 * 1024 <= SHARED_BYTES[90] + 1024
-
-
-def hopper_descriptor(dtype: str, height: int, width: int) -> str:
-    layout = hopper_programs.descriptor_layout(height, width, DTYPES[dtype])
-    return f"tensordesc<{dtype}[{height}, {width}],{layout!r}>"
 
 
 # Each optimizer on each GPU, and both of them with and without measures.

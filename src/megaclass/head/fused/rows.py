@@ -81,7 +81,7 @@ def update_(
     beta1 = float(getattr(optimizer, "momentum", getattr(optimizer, "beta1", 0.0)))
     beta2 = float(getattr(optimizer, "beta2", 0.0))
     block_d = next_power_of_2(width)
-    # Small programs, because those of the next product beside them leave little room (kernels/fused.py).
+    # Small programs; larger ones are equally fast (docs/decisions/head-gpu.md).
     block_r = max(1, 512 // block_d)
     assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
     num_programs = -(-num_rows // block_r)

@@ -12,10 +12,6 @@ _START_TILES = 8
 """Time in which a program starts, as a number of tiles: it loads its images and waits for its first centres."""
 GRADIENT_BYTES = 128 << 20
 """Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
-NUM_GRADIENTS = 2
-"""So many wait where the next product runs beside an update (hopper_programs.py)."""
-
-
 GRAPH_BYTES = 1 << 30
 """Most bytes (step_bytes) of a step that becomes a CUDA graph by default: about 3 ms of an H200, as long as the host takes to
 start the step's launches."""
@@ -33,8 +29,6 @@ class Tiles:
     programs_per_sm: int = 1
     flatten: bool = False
     parts: int = 1
-    by_hopper_program: bool = False
-    """By hopper_programs.py, not by fused_programs.py."""
 
 
 # By compute capability: the first row that the device reaches. Shared memory a block may use: 227, 99, 163 KiB.
@@ -46,11 +40,6 @@ TILES: list[tuple[tuple[int, int], Tiles]] = [
     ((8, 6), Tiles(128, 128, 64, warps=8, stages=2)),
     ((8, 0), Tiles(128, 128, 64, warps=8, stages=3)),
 ]
-# One producer warp and two groups of four, whose images of up to 512 columns stay in registers.
-HOPPER_TILES = Tiles(128, 128, 64, warps=4, stages=12, by_hopper_program=True)
-_MAX_HOPPER_WIDTH = 512
-GRADIENT_COLUMNS = 256
-"""Columns of a tile in hopper_programs.centre_gradient."""
 # Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far beside the new
 # one; float32 operands take twice the room.
 LADEN_TILES = Tiles(128, 128, 64, warps=4, stages=3, programs_per_sm=2, flatten=True, parts=2)
@@ -59,24 +48,14 @@ SMALL_TILES = Tiles(64, 64, 64, warps=8, stages=2)
 FLOAT32_TILES = Tiles(64, 64, 32, warps=8, stages=2)
 
 
-def tiles_for(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    num_subcentres: int,
-    *,
-    width: int,
-    is_plain: bool,
-    has_hopper_program: bool = True,
-) -> Tiles:
-    """has_hopper_program: false where the installed Triton is not known to compile it."""
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype, num_subcentres: int, *, is_plain: bool) -> Tiles:
+    """is_plain: without class weights, filter and curriculum."""
     if dtype == torch.float32:
         return FLOAT32_TILES
     if num_subcentres > 1:
         return SUBCENTRE_TILES if (9, 0) <= capability < (12, 0) else SMALL_TILES
     if not is_plain:
         return LADEN_TILES if (9, 0) <= capability < (10, 0) else SMALL_TILES
-    if (9, 0) <= capability < (10, 0) and width <= _MAX_HOPPER_WIDTH and has_hopper_program:
-        return HOPPER_TILES
     return next(tiles for least, tiles in TILES if capability >= least)
 
 

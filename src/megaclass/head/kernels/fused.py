@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -22,8 +21,6 @@ from megaclass.head.kernels import fused_programs as programs
 from megaclass.head.kernels.cut import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
-    GRADIENT_COLUMNS,
-    NUM_GRADIENTS,
     SUBCENTRE_TILES,
     cut_classes,
     next_power_of_2,
@@ -36,11 +33,6 @@ from megaclass.head.kernels.problem import CentreGradient, Problem, Stored
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.
 _UNSHIFTED_LOGIT = 64.0
 MAX_LOGIT = 128.0
-
-_TRITON_VERSION = ".".join(triton.__version__.split(".")[:2])
-_VERSIONS_WITH_HOPPER_PROGRAM = {"3.6"}
-"""Versions of Triton with which hopper_programs.py has run on a GPU. Gluon is an experimental part of Triton, and version 3.9
-keeps some of the registers in memory; other versions take the program of fused_programs.py."""
 
 _ALIGNED = 32
 """Rows of a product are a multiple of this; tiles of classes are too."""
@@ -77,9 +69,6 @@ def grad_images(problem: Problem, coefficients_G: Tensor) -> Tensor:
 def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterator[CentreGradient]:
     runs = [_Run(problem) for problem in problems]
     weighted = [_weighted_images(run, c) for run, c in zip(runs, coefficients, strict=True)]
-    if len(runs) == 1 and runs[0].has_product_beside_updates:
-        yield from _grad_centres_beside_updates(runs[0], weighted[0])
-        return
     first = problems[0]
     width, num_subcentres = first.weight_RD.shape[1], first.num_subcentres
     # A part of several must be added up in float32; one alone comes in the precision of its factors, at half the bytes.
@@ -101,58 +90,6 @@ def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterato
             grad_RD = _by_class(grad_RD, num_subcentres)[: (last - here) * num_subcentres, :width]
             yield CentreGradient(here, last, grad_RD, _won(chunks, here - start, last - start))
         del chunks, chunk
-
-
-def _grad_centres_beside_updates(run: "_Run", images_GD: Tensor) -> Iterator[CentreGradient]:
-    """grad_centres on a stream of its own, ahead of the caller: the next gradient is formed while the caller uses this one.
-
-    The product waits for the tensor cores and the update for memory, and hopper_programs.py leaves room for both.
-    """
-    from megaclass.head.kernels import hopper_programs
-
-    step = max(256, GRADIENT_BYTES // (run.exp_dtype.itemsize * run.width) // 256 * 256)
-    pieces = [
-        (start, here, min(here + step, stop)) for start, stop in run.chunks() for here in range(start, stop, step)
-    ]
-    rows = min(step, run.plane)
-    buffers_NPD = torch.empty((NUM_GRADIENTS, rows, run.width), dtype=run.exp_dtype, device=run.device)
-    stream, own_stream = torch.cuda.current_stream(run.device), _product_stream(run.device)
-    used: list[torch.cuda.Event] = []
-
-    def form(number: int) -> torch.cuda.Event:
-        start, here, last = pieces[number]
-        height = round_up(last - here, _ALIGNED)
-        chunk = run.recall(start, min(start + run.plane, run.problem.num_classes))
-        if number >= NUM_GRADIENTS:
-            own_stream.wait_event(used[number - NUM_GRADIENTS])
-        with torch.cuda.stream(own_stream):
-            hopper_programs.launch_centre_gradient(
-                chunk.exps_GR[:, here - start : here - start + height],
-                images_GD,
-                buffers_NPD[number % NUM_GRADIENTS, :height],
-                num_sms=run.num_sms,
-            )
-        formed: torch.cuda.Event = own_stream.record_event()
-        return formed
-
-    own_stream.wait_stream(stream)
-    try:
-        formed = [form(0)]
-        for number, (_, here, last) in enumerate(pieces):
-            if number + 1 < len(pieces):
-                formed.append(form(number + 1))
-            stream.wait_event(formed[number])
-            yield CentreGradient(here, last, buffers_NPD[number % NUM_GRADIENTS, : last - here], None)
-            used.append(stream.record_event())
-    finally:
-        # Also where the caller stops early: the buffers are free for others when this function ends.
-        stream.wait_stream(own_stream)
-
-
-@cache
-def _product_stream(device: torch.device) -> torch.cuda.Stream:
-    """Its programs come first: they need most of a multiprocessor, which those of the update would fill."""
-    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(slots=True)
@@ -196,14 +133,7 @@ class _Run:
         is_plain = problem.class_weight_S is None and problem.filter_above is None and problem.curriculum is None
         self.exp_dtype = problem.exp_dtype
         self.width = operand_width(self.dim, dtype)
-        self.tiles = tiles_for(
-            capability,
-            dtype,
-            problem.num_subcentres,
-            width=self.width,
-            is_plain=is_plain,
-            has_hopper_program=_TRITON_VERSION in _VERSIONS_WITH_HOPPER_PROGRAM,
-        )
+        self.tiles = tiles_for(capability, dtype, problem.num_subcentres, is_plain=is_plain)
         # Hopper and later copy tiles by hardware; before, descriptors are emulated and eat registers.
         self.by_descriptor = capability >= (9, 0)
         self.images_GD = problem.unit_GD
@@ -218,18 +148,6 @@ class _Run:
             num_sms=num_sms,
         )
         self.splits, self.plane, self.num_chunks = cut.splits, cut.plane, cut.num_chunks
-        self.num_sms = num_sms
-
-    @property
-    def has_product_beside_updates(self) -> bool:
-        """True where the program of hopper_programs.py can multiply, and everything it reads is stored."""
-        stored = stored_products(self.problem)
-        return (
-            self.tiles.by_hopper_program
-            and self.num_images > 0
-            and self.dim % GRADIENT_COLUMNS == 0
-            and len(stored.chunks) == self.num_chunks > 0
-        )
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.problem.num_classes, self.plane):
@@ -249,23 +167,7 @@ class _Run:
         won_R = None
         if num_subcentres > 1:
             won_R = torch.zeros(num_subcentres * plane, dtype=torch.int32, device=self.device)
-        if self.num_images and tiles.by_hopper_program:
-            from megaclass.head.kernels import hopper_programs
-
-            hopper_programs.launch_exponentials(
-                self.images_GD,
-                centres_RD,
-                exps_GR,
-                masses_NG,
-                problem.target_slot_G,
-                problem.num_drawn,
-                first_slot=start,
-                num_slots=stop - start,
-                scale_log2=problem.scale / math.log(2),
-                shift_log2=_shift(problem) / math.log(2),
-                splits=self.splits,
-            )
-        elif self.num_images:
+        if self.num_images:
             curriculum = problem.curriculum
             borders_G, hardness = (None, None) if curriculum is None else (part.float() for part in curriculum)
             launch(
