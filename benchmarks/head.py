@@ -5,6 +5,7 @@
     python benchmarks/head.py --huge        # 100 million classes on one GPU
     python benchmarks/head.py --simulate    # one rank of 64 at 100 million classes
     python benchmarks/head.py --graphs      # sampled steps with and without CUDA graphs
+    python benchmarks/head.py --pulls       # lists of the images of each class, up to a global batch of 262,144
     python benchmarks/head.py --output benchmarks/head-h200.md
 
 A step is forward, backward and the update of the centres by SGD with momentum, with ArcFace unless said otherwise. On a
@@ -350,6 +351,33 @@ def graphs_table() -> list[str]:
     return lines
 
 
+def pulls_table() -> list[str]:
+    """Time of listing the images of each row, for which the update needs them, by the size of the global batch."""
+    from megaclass.head.fused.rows import link_pulls
+
+    num_rows, repeats = 1 << 20, 20
+    lines = ["| G | ms | ns per image |", "|---|---|---|"]
+    for size in (1024, 4096, 8192, 65_536, 262_144):
+        slots = torch.randint(num_rows, (size,), device="cuda")
+        images, weights = torch.zeros(size, 1, device="cuda"), torch.zeros(size, device="cuda")
+
+        def run(slots: Tensor = slots, images: Tensor = images, weights: Tensor = weights) -> None:
+            link_pulls(slots, slots, images, weights, num_rows, 1)
+
+        for _ in range(3):
+            run()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            run()
+        stop.record()
+        stop.synchronize()
+        ms = start.elapsed_time(stop) / repeats
+        lines.append(f"| {size:,} | {ms:.3f} | {ms * 1e6 / size:.1f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
 def simulation_table() -> list[str]:
     """Rank 0 of 64 with a process group that sends nothing; what the other ranks would send is a copy of its own."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -429,13 +457,14 @@ def main() -> None:
     parser.add_argument("--huge", action="store_true", help="100 million classes on one GPU")
     parser.add_argument("--simulate", action="store_true", help="one rank of 64 at 100 million classes")
     parser.add_argument("--graphs", action="store_true", help="sampled steps with and without CUDA graphs")
+    parser.add_argument("--pulls", action="store_true", help="lists of the images of each class")
     parser.add_argument("--all", action="store_true", help="the shapes, --huge and --simulate")
     parser.add_argument("--output", type=Path, help="file for the tables (Markdown)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    is_special = args.huge or args.simulate or args.graphs
+    is_special = args.huge or args.simulate or args.graphs or args.pulls
     if (is_special or args.all) and device == "cpu":
-        parser.error("--huge, --simulate, --graphs and --all need a GPU, and torch sees none.")
+        parser.error("--huge, --simulate, --graphs, --pulls and --all need a GPU, and torch sees none.")
     lines = [f"# The head: {heading(device)}", "", *(__doc__ or "").split("\n\n")[-1].strip().splitlines(), ""]
     if device == "cpu":
         lines += cpu_table()
@@ -446,6 +475,8 @@ def main() -> None:
             lines += ["## One rank of 64, simulated", "", *simulation_table(), ""]
         if args.graphs or args.all:
             lines += ["## With and without CUDA graphs", "", *graphs_table(), ""]
+        if args.pulls:
+            lines += ["## Lists of the images of each class", "", *pulls_table(), ""]
         if args.huge or args.all:
             lines += ["## 100 million classes on one GPU", "", *huge_table(), ""]
     text = "\n".join(lines).rstrip() + "\n"

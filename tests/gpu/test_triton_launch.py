@@ -1,5 +1,6 @@
 """Which launches of a program go to one that was compiled before. The program itself is a stand-in: GPUs are not here."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,3 +95,26 @@ def test_tensors_that_are_not_aligned_have_a_program_of_their_own(program):
 def test_constants_in_another_order_than_in_the_signature_are_refused(program):
     with pytest.raises(AssertionError, match="constants of stand_in in their order"):
         triton_launch.launch(program, 4, torch.zeros(8), None, 7, 0.1, KIND="sgd", C=16)
+
+
+class OnSecondGpu(torch.Tensor):
+    """Says that it is on cuda:1, which is not here."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, [1, 1]), (1, [])], ids=["another GPU", "the same GPU"])
+def test_a_program_is_compiled_and_launched_on_the_device_of_its_tensors(program, monkeypatch, current, entered):
+    devices = []
+
+    @contextmanager
+    def device(index: int) -> Any:
+        devices.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(triton_launch, "_current_device", lambda: current)
+    for _ in range(2):
+        launch(program, torch.zeros(8).as_subclass(OnSecondGpu), None)
+    assert devices == entered and len(program.compiled) == len(program.launched) == 1

@@ -593,5 +593,7 @@ def test_batches_of_the_wrong_shape_are_refused():
         head(torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(UserError, match="one integer per embedding"):
         head(torch.zeros(3, WIDTH), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(UserError, match=r"labels on meta and embeddings on cpu.*labels\.to\(embeddings\.device\)"):
+        head(torch.zeros(3, WIDTH), torch.zeros(3, dtype=torch.int64, device="meta"))
     with pytest.raises(UserError, match="5 images, more than max_batch=4"):
         head(torch.zeros(5, WIDTH), torch.zeros(5, dtype=torch.int64))

@@ -5,7 +5,7 @@ samples few classes, this takes longer than the GPU's work. After the first call
 what the compiled program depends on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,8 +22,9 @@ _MIN_INT32, _MAX_INT32 = -(2**31), 2**31 - 1
 
 
 def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) -> None:
-    """Launches a program on the current stream; all tensors are on the same device.
+    """Launches a program on the current stream of the tensors' device, which all tensors share.
 
+    Triton takes the device that is current in this thread, so another one is made current for the launch.
     arguments: tensors, descriptors of tensors, numbers, None.
     settings: the constants of the program, in the order of its signature, then options of Triton such as num_warps.
     """
@@ -49,6 +50,20 @@ def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) ->
     if _ahead is not None:
         _ahead.compile(key, device, program, arguments, settings)
         return
+    if device < 0 or device == _current_device():
+        _launch(key, program, num_programs, arguments, settings)
+    else:
+        with torch.cuda.device(device):
+            _launch(key, program, num_programs, arguments, settings)
+
+
+# The part of torch.cuda.current_device() that remains once CUDA is initialised, as it is if there is a tensor on a GPU.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+
+def _launch(
+    key: tuple[Any, ...], program: Any, num_programs: int, arguments: tuple[Any, ...], settings: dict[str, Any]
+) -> None:
     known = _compiled.get(key)
     if known is not None:
         compiled, num_constants = known

@@ -123,6 +123,11 @@ def check_batch(
             f"Rank {rank} brought labels of shape {tuple(labels_B.shape)} and {labels_B.dtype} for {len(embeddings_BD)} "
             f"embeddings; expected one integer per embedding."
         )
+    if labels_B.device != embeddings_BD.device:
+        raise HeadError(
+            f"Rank {rank} brought labels on {labels_B.device} and embeddings on {embeddings_BD.device}; they must be on the "
+            f"same device: labels.to(embeddings.device)."
+        )
     if settings.max_batch is not None and len(labels_B) > settings.max_batch:
         raise HeadError(
             f"Rank {rank} brought {len(labels_B)} images, more than max_batch={settings.max_batch}: raise max_batch."

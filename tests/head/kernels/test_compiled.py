@@ -90,6 +90,18 @@ def test_classes_are_drawn_on_every_supported_gpu(capability: int):
     assert compile_for(capability, triton_rows.draw_classes, types, constants, num_warps=8).spilled_bytes == 0
 
 
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_images_are_listed_by_row_on_every_supported_gpu(capability: int):
+    types = {
+        "slots": "*i64", "target_rows": "*i64", "keys": "*i64", "heads": "*i32", "links": "*i32", "num_pulls": "i32",
+    }  # fmt: skip
+    for program, constants in (
+        (triton_images.key_pulls, {"M": 3, "BLOCK": 256}),
+        (triton_images.link_pulls, {"BLOCK": 256}),
+    ):
+        assert compile_for(capability, program, types, constants).spilled_bytes == 0
+
+
 @pytest.mark.parametrize("kind", ["cosine", "angle", "straight-through"])
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: str):

@@ -211,6 +211,29 @@ def test_drawn_classes_are_those_of_plain_pytorch():
 
 
 @interpreted
+@pytest.mark.parametrize("num_images", [1, 300, 40_000])
+def test_the_images_of_a_row_are_listed_in_the_order_of_the_batch(num_images):
+    """The largest batch takes a second; comparing all pairs of its images took minutes."""
+    from megaclass.head.fused import rows as fused_rows
+
+    generator = torch.Generator().manual_seed(num_images)
+    slots = torch.randint(-1, 200, (num_images,), generator=generator)
+    rows = torch.randint(0, 1000, (num_images,), generator=generator)
+    pulls = fused_rows.link_pulls(slots, rows, torch.zeros(num_images, 1), torch.zeros(num_images), 600, 3)
+    truth: dict[int, list[int]] = {}
+    for image, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
+        if slot >= 0:
+            truth.setdefault(slot * 3 + row % 3, []).append(image)
+    heads, links = pulls.heads_R.tolist(), pulls.links_P.tolist()
+    for row, head in enumerate(heads):
+        listed = []
+        while head:
+            listed.append(head - 1)
+            head = links[head - 1]
+        assert listed == truth.get(row, [])
+
+
+@interpreted
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_accumulated_parts_give_what_one_big_batch_gives(rate):
     outcomes = []

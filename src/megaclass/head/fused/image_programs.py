@@ -329,35 +329,43 @@ def embedding_gradients(
     tl.store(out + cells, (grad * factor).to(out.dtype.element_ty), mask=inside)
 
 
+# Key of an image whose class is on another rank. It is larger than all others, so that it comes last.
+NO_PULL = tl.constexpr(2**63 - 1)
+
+
 @triton.jit
-def link_pulls(
+def key_pulls(
     slots,  # (P,) int64: place of the image's class among those that take part, -1 where on another rank
     target_rows,  # (P,) int64: its row; the sub-centre is the remainder
-    heads,  # (S * M,) int32 zeros, out: 1 + the first image of each row
-    links,  # (P,) int32, out: 1 + the next image of the same row, 0 at the last
+    keys,  # (P,) int64, out: row among those that take part, then image
     num_pulls,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_OTHERS: tl.constexpr,
 ):
-    """Lists of the images of each row, in the order of the batch, without a sort: every pair is compared."""
+    """Keys by which the images of a row lie beside each other once they are sorted, in the order of the batch."""
     images = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rows = _pull_rows(slots, target_rows, images, num_pulls, M)
-    following = tl.full((BLOCK,), 2**30, tl.int32)
-    is_first = rows >= 0
-    for start in range(0, num_pulls, BLOCK_OTHERS):
-        others = start + tl.arange(0, BLOCK_OTHERS)
-        is_same = _pull_rows(slots, target_rows, others, num_pulls, M)[None, :] == rows[:, None]
-        is_later = is_same & (others[None, :] > images[:, None])
-        following = tl.minimum(following, tl.min(tl.where(is_later, others[None, :], 2**30), 1))
-        is_earlier = is_same & (others[None, :] < images[:, None])
-        is_first = is_first & (tl.max(is_earlier.to(tl.int32), 1) == 0)
-    tl.store(links + images, tl.where(following < num_pulls, following + 1, 0), mask=images < num_pulls)
-    tl.store(heads + rows, images + 1, mask=is_first & (images < num_pulls))
+    is_image = images < num_pulls
+    slot = tl.load(slots + images, mask=is_image, other=-1)
+    row = slot * M + tl.load(target_rows + images, mask=is_image, other=0) % M
+    key = tl.where(slot >= 0, (row << 32) | images.to(tl.int64), NO_PULL)
+    tl.store(keys + images, key, mask=is_image)
 
 
 @triton.jit
-def _pull_rows(slots, target_rows, images, num_pulls, M: tl.constexpr):
-    slot = tl.load(slots + images, mask=images < num_pulls, other=-1)
-    row = tl.load(target_rows + images, mask=images < num_pulls, other=0)
-    return tl.where(slot >= 0, slot * M + row % M, -1)
+def link_pulls(
+    keys,  # (P,) int64, ascending
+    heads,  # (S * M,) int32 zeros, out: 1 + the first image of each row
+    links,  # (P,) int32, out: 1 + the next image of the same row, 0 at the last
+    num_pulls,
+    BLOCK: tl.constexpr,
+):
+    """Lists of the images of each row, in the order of the batch, from the sorted keys of key_pulls."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + places, mask=places < num_pulls, other=NO_PULL)
+    before = tl.load(keys + places - 1, mask=(places > 0) & (places < num_pulls), other=-1)
+    after = tl.load(keys + places + 1, mask=places + 1 < num_pulls, other=NO_PULL)
+    is_pull = key != NO_PULL
+    row, image = key >> 32, key & 0xFFFFFFFF
+    link = tl.where(after >> 32 == row, (after & 0xFFFFFFFF) + 1, 0)
+    tl.store(links + image, link.to(tl.int32), mask=is_pull)
+    tl.store(heads + row, (image + 1).to(tl.int32), mask=is_pull & (before >> 32 != row))

@@ -20,8 +20,7 @@ from megaclass.head.step.plan import DrawnClasses
 from megaclass.keyed_random import Stream
 
 _DRAW_BLOCK = 4096
-# Small, so that every multiprocessor has a program; and each compares many at once, because it waits for each load.
-_LINK_BLOCK, _LINK_OTHERS = 32, 256
+_LINK_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +37,29 @@ class Pulls:
 def link_pulls(
     slots_P: Tensor, rows_P: Tensor, images_PD: Tensor, weights_P: Tensor, num_rows: int, num_subcentres: int
 ) -> Pulls:
-    """slots_P: place of each image's class among those that take part, -1 for none here. rows_P: its row."""
-    heads_R = torch.zeros(num_rows, dtype=torch.int32, device=slots_P.device)
-    links_P = torch.empty(slots_P.shape[0], dtype=torch.int32, device=slots_P.device)
-    if slots_P.shape[0]:
+    """Lists the images of each row by one sort of their keys; G * log(G) operations for G images.
+
+    slots_P: place of each image's class among those that take part, -1 for none here. rows_P: its row.
+    """
+    num_pulls, device = slots_P.shape[0], slots_P.device
+    heads_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    links_P = torch.empty(num_pulls, dtype=torch.int32, device=device)
+    if num_pulls:
+        num_programs = -(-num_pulls // _LINK_BLOCK)
+        keys_P = torch.empty(num_pulls, dtype=torch.int64, device=device)
         launch(
-            image_programs.link_pulls,
-            -(-slots_P.shape[0] // _LINK_BLOCK),
+            image_programs.key_pulls,
+            num_programs,
             slots_P,
             rows_P,
-            heads_R,
-            links_P,
-            slots_P.shape[0],
+            keys_P,
+            num_pulls,
             M=num_subcentres,
             BLOCK=_LINK_BLOCK,
-            BLOCK_OTHERS=_LINK_OTHERS,
         )
+        # Each key contains its image's number, so no two are equal and the order is the same in every run.
+        keys_P = keys_P.sort().values
+        launch(image_programs.link_pulls, num_programs, keys_P, heads_R, links_P, num_pulls, BLOCK=_LINK_BLOCK)
     return Pulls(heads_R, links_P, images_PD, weights_P)
 
 

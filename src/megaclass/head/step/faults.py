@@ -87,7 +87,8 @@ class FaultWatch:
         # Pinned, because a copy to pageable memory would make the host wait. Not those that are still under way.
         copy, event = self._spare or (torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
         copy.copy_(self.first_fault, non_blocking=True)
-        event.record()
+        # On the stream of the copy, also where another GPU is the current one.
+        event.record(torch.cuda.current_stream(self.first_fault.device))
         self._copies.append((copy, event))
         self._spare = None
         # Counted in forwards, not in time, so that all ranks read the copy of the same step and raise together.
