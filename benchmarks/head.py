@@ -353,7 +353,7 @@ def graphs_table() -> list[str]:
 
 def pulls_table() -> list[str]:
     """Time of listing the images of each row, for which the update needs them, by the size of the global batch."""
-    from megaclass.head.fused.rows import link_pulls
+    from megaclass.head.gpu.rows import link_pulls
 
     num_rows, repeats = 1 << 20, 20
     lines = ["| G | ms | ns per image |", "|---|---|---|"]
@@ -383,9 +383,9 @@ def simulation_table() -> list[str]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import megaclass.distributed.collectives as collectives
-    from megaclass.head import settings
-    from megaclass.head.fused import images as fused_images
-    from megaclass.head.step import cross_entropy, gather_batch
+    from megaclass.head import gather_batch, settings
+    from megaclass.head import step as head_step_module
+    from megaclass.head.gpu import images as gpu_images
 
     world, num_classes, per_rank, rate, num_steps = 64, 100_000_000, 128, 0.1, 24
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
@@ -405,10 +405,10 @@ def simulation_table() -> list[str]:
         collectives.scatter_sum(blocks_W, group)
         return blocks_W[0]
 
-    for module in (settings, gather_batch, fused_images):
+    for module in (settings, gather_batch, gpu_images):
         module.gather_blocks = gather_blocks  # type: ignore[attr-defined]
-    cross_entropy.sum_over_ranks_ = sum_over_ranks_  # type: ignore[attr-defined]
-    fused_images.scatter_sum = scatter_sum  # type: ignore[attr-defined]
+    head_step_module.sum_over_ranks_ = sum_over_ranks_  # type: ignore[attr-defined]
+    gpu_images.scatter_sum = scatter_sum  # type: ignore[attr-defined]
     options = {"sample_rate": rate, "max_batch": per_rank}
     # Labels are drawn over all classes: most belong to other ranks.
     ms, peak = gpu_time(

@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md from the definitions of the settings. Run by `make docs`; a test keeps the page fresh."""
+"""Writes docs/configuration.md from the definitions of the settings, and the list of margins in docs/reference/head.md.
+
+Run by `make docs`; tests keep both fresh.
+"""
 
 import ast
 import dataclasses
@@ -8,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaclass.config.schema import MAY_CHANGE, Config
+from megaclass.head.margins import MARGINS
 
 
 def describe_settings() -> Iterator[tuple[str, str, str, str, str]]:
@@ -53,5 +57,15 @@ def configuration_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_margins(page: str) -> str:
+    """Returns the reference page of the head with the margins of the table in head/margins.py."""
+    before, rest = page.split(".. autoclass:: megaclass.Targets\n   :members:\n")
+    after = rest.partition("```\n")[2]
+    margins = "".join(f".. autoclass:: megaclass.{margin.__name__}\n" for margin, _ in MARGINS.values())
+    return f"{before}.. autoclass:: megaclass.Targets\n   :members:\n{margins}```\n{after}"
+
+
 if __name__ == "__main__":
+    reference = Path(__file__).with_name("reference") / "head.md"
+    reference.write_text(with_margins(reference.read_text(encoding="utf-8")), encoding="utf-8")
     Path(__file__).with_name("configuration.md").write_text(configuration_page(), encoding="utf-8")

@@ -113,13 +113,12 @@ class EmulatedRecorder:
 
 def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
     """Lets heads on a CPU capture their steps; returns the list that receives their graphs, forward and update in turn."""
-    from megaclass.head.fused import images, rows, step
-    from megaclass.head.kernels import fused
+    from megaclass.head.gpu import images, kernel, rows, step
 
     EmulatedRecorder.graphs = []
     monkeypatch.setattr(step, "Recorder", EmulatedRecorder)
     monkeypatch.setattr(step, "can_capture", lambda device, num_ranks, **programs: all(programs.values()))
-    for module in (images, rows, fused):
+    for module in (images, rows, kernel):
         monkeypatch.setattr(module, "launch", _recorded(module.launch))
     return EmulatedRecorder.graphs
 

@@ -273,6 +273,12 @@ def test_the_page_about_settings_is_the_one_that_make_docs_writes():
     assert page == _generate().configuration_page(), "run `make docs`"
 
 
+def test_the_reference_lists_the_margins_of_the_table():
+    page = (ROOT / "docs" / "reference" / "head.md").read_text()
+    assert page == _generate().with_margins(page), "run `make docs`"
+    assert {margin.__name__ for margin, _ in MARGINS.values()} < set(megaclass.__all__)
+
+
 def test_a_resumed_run_may_change_where_and_how_fast_it_runs_but_not_what_it_computes(recipe):
     """Whatever is not marked counts: a new setting is refused on resume until somebody decides otherwise."""
     old = load_config(recipe())

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).parent
-HEAD = "head/kernels/test_interpreted.py"
-GRAPHS = "head/kernels/test_captured_step.py"
+HEAD = "head/gpu/test_interpreted.py"
+GRAPHS = "head/gpu/test_captured_step.py"
 NORM = "backbones/test_fused_norm.py"
 SHARES = {
     "on one rank": ([HEAD, GRAPHS, NORM, "data/test_device_prepare.py"], "not ranks"),

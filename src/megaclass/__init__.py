@@ -7,16 +7,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from megaclass.errors import UserError as UserError
-    from megaclass.head.margins import AdaFace as AdaFace
-    from megaclass.head.margins import ArcFace as ArcFace
-    from megaclass.head.margins import CombinedMargin as CombinedMargin
-    from megaclass.head.margins import CosFace as CosFace
-    from megaclass.head.margins import CurricularFace as CurricularFace
-    from megaclass.head.margins import ElasticFace as ElasticFace
-    from megaclass.head.margins import MagFace as MagFace
-    from megaclass.head.margins import Margin as Margin
-    from megaclass.head.margins import NormalisedSoftmax as NormalisedSoftmax
-    from megaclass.head.margins import Targets as Targets
+    from megaclass.head.margins import *  # noqa: F403
     from megaclass.head.partial_fc import PartialFC as PartialFC
     from megaclass.head.row_optimizers import RowAdagrad as RowAdagrad
     from megaclass.head.row_optimizers import RowAdamW as RowAdamW
@@ -29,29 +20,24 @@ _PUBLIC = {
     "load": "megaclass.model",
     "PartialFC": "megaclass.head.partial_fc",
     **dict.fromkeys(("RowSGD", "RowAdamW", "RowAdagrad"), "megaclass.head.row_optimizers"),
-    **dict.fromkeys(
-        (
-            "AdaFace",
-            "ArcFace",
-            "CombinedMargin",
-            "CosFace",
-            "CurricularFace",
-            "ElasticFace",
-            "MagFace",
-            "Margin",
-            "NormalisedSoftmax",
-            "Targets",
-        ),
-        "megaclass.head.margins",
-    ),
+    **dict.fromkeys(("Margin", "Targets"), "megaclass.head.margins"),
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+
+def _margins() -> list[str]:
+    """Returns the names of the built-in margins."""
+    table = importlib.import_module("megaclass.head.margins").MARGINS
+    return [margin.__name__ for margin, _ in table.values()]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name == "__all__":
+        return [*_PUBLIC, *_margins(), "__version__"]
+    if name not in _PUBLIC and not name[:1].isupper():
         raise AttributeError(f"module 'megaclass' has no attribute {name!r}")
     if name != "UserError":
         importlib.import_module("megaclass.torch_version").check_torch()
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    module = _PUBLIC.get(name, "megaclass.head.margins")
+    if name not in _PUBLIC and name not in _margins():
+        raise AttributeError(f"module 'megaclass' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

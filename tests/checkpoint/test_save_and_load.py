@@ -20,7 +20,7 @@ from megaclass.checkpoint.retention import checkpoint_folder
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.errors import CheckpointError, UserError
 from megaclass.head.partial_fc import PartialFC
-from megaclass.head.state.shards import class_range
+from megaclass.head.shards import class_range
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 13

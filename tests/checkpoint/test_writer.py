@@ -29,7 +29,7 @@ from megaclass.cli.logs import messages_on_stderr
 from megaclass.distributed import agreement
 from megaclass.distributed.restart_progress import FD_NAME, ProgressFile, report_progress
 from megaclass.errors import CheckpointError, UserError, is_transient
-from megaclass.head.state.shards import class_range
+from megaclass.head.shards import class_range
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 11

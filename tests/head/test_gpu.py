@@ -22,7 +22,7 @@ from megaclass import (
     UserError,
 )
 
-fused = pytest.importorskip("megaclass.head.kernels.fused", reason="Triton is not installed")
+fused = pytest.importorskip("megaclass.head.gpu.kernel", reason="Triton is not installed")
 
 pytestmark = [
     pytest.mark.gpu,

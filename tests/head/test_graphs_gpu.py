@@ -1,6 +1,6 @@
 """Steps replayed as CUDA graphs against ordinary ones on a GPU, bit for bit. Run with `make test-gpu`.
 
-tests/head/kernels/test_captured_step.py does the same on a CPU, with emulated graphs.
+tests/head/gpu/test_captured_step.py does the same on a CPU, with emulated graphs.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts captures, and replays of forward and update."""
-    from megaclass.head.fused.captured_step import CapturedStep
+    from megaclass.head.gpu.captured_step import CapturedStep
 
     return count_calls(monkeypatch, CapturedStep, "__init__", "forward", "update")
 

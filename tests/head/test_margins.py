@@ -35,7 +35,7 @@ from megaclass.config.read import load_config
 from megaclass.config.schema import HeadConfig
 from megaclass.errors import ConfigError, HeadError
 from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
-from megaclass.head.kernels import chunked
+from megaclass.head.cpu import chunked
 from megaclass.head.margins import MARGINS
 from megaclass.head.sampling import sample_classes
 from megaclass.keyed_random import Stream

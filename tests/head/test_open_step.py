@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megaclass.errors import HeadError
-from megaclass.head.step.open_step import OpenStep
+from megaclass.head.open_step import OpenStep
 
 # The class keeps plans, parts and gradients without a look into them.
 PLAN, OTHER, FIRST, SECOND, UPSTREAM = (object() for _ in range(5))

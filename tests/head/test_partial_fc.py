@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaclass import ArcFace, CosFace, CurricularFace, PartialFC, RowAdagrad, RowAdamW, RowSGD, UserError
 from megaclass.head.sampling import is_drawn
-from megaclass.head.stored_memory import default_stored_bytes
+from megaclass.head.settings import default_stored_bytes
 
 WIDTH = 12
 
@@ -388,7 +388,7 @@ def test_by_default_an_eighth_of_the_gpu_is_for_what_is_stored(monkeypatch):
 
 @pytest.mark.parametrize("stored_bytes", [0, 40_000, 1 << 30], ids=["recompute", "some", "stored"])
 def test_what_is_stored_changes_memory_not_results(monkeypatch, stored_bytes):
-    from megaclass.head.kernels import chunked
+    from megaclass.head.cpu import chunked
 
     monkeypatch.setattr(chunked, "_CHUNK_BYTES", {"cpu": 1 << 12})
     monkeypatch.setattr(chunked, "_MIN_CHUNK", 16)

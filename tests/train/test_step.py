@@ -19,7 +19,7 @@ from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError, TrainError
-from megaclass.head.step.stats import HeadStats
+from megaclass.head.step import HeadStats
 from megaclass.train.metrics import Meter, check_finite
 from megaclass.train.model.build import Model, build_model
 from megaclass.train.model.keyed_dropout import KeyedDropout, key_dropout

@@ -1,6 +1,6 @@
 """CUDA graphs: the launches of a function are captured once and started with one call from then on.
 
-The head (head/fused/) and the backbone (train/model/graphed_backbone.py) capture their steps. `Recorder` captures;
+The head (head/gpu/captured_step.py) and the backbone (train/model/graphed_backbone.py) capture their steps. `Recorder` captures;
 `ShapeGraphs` decides when, and keeps what was captured.
 """
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from megaclass.distributed.collectives import gather_blocks, group_rank, sum_over_ranks_
 from megaclass.errors import HeadError
 from megaclass.even_parts import even_part
-from megaclass.head.kernels.problem import rows_of_classes, unit_rows
-from megaclass.head.state.centres import Centres
-from megaclass.head.step.gather_batch import GlobalBatch, gather_batch
+from megaclass.head.centres import Centres
+from megaclass.head.gather_batch import GlobalBatch, gather_batch
+from megaclass.head.problem import rows_of_classes, unit_rows
 
 # Classes that are compared with embeddings at a time.
 _BLOCK_CLASSES = 1 << 16

@@ -22,6 +22,8 @@ from torch import Tensor
 from megaclass.errors import HeadError
 
 Gradient = Literal["exact", "straight-through"]
+GpuRule = Literal["cosine", "angle"]
+"""cosine: scale * (cos(theta) - margin). angle: ArcFace, exact or straight-through. See gpu/image_programs.py:finish_losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ class Margin:
     scale: float
     touches_only_target: ClassVar[bool] = True
     """True: negatives are scale * cosine, and the margin runs in every kernel."""
+    gpu_rule: ClassVar[GpuRule | None] = None
+    """The rule of target_logits that the GPU's program contains with its derivative, if any, for the size `margin`. Without
+    one autograd forms the derivative, in some sixty launches more. A subclass does not inherit it."""
     initial_state: ClassVar[Mapping[str, float]] = {}
 
     def __repr__(self) -> str:
@@ -114,6 +119,7 @@ class NormalisedSoftmax(Margin):
     """No margin: logits are scale * cosine."""
 
     scale: float = 64.0
+    gpu_rule: ClassVar[GpuRule | None] = "cosine"
 
     def __post_init__(self) -> None:
         _check_scale(self)
@@ -128,6 +134,7 @@ class ArcFace(Margin):
     """An angle in radians."""
     gradient: Gradient = "exact"
     """`straight-through` takes the derivative of the logit as `scale`, as InsightFace's training code does."""
+    gpu_rule: ClassVar[GpuRule | None] = "angle"
 
     def __post_init__(self) -> None:
         _check_scale(self)
@@ -146,6 +153,7 @@ class CosFace(Margin):
 
     scale: float = 64.0
     margin: float = 0.4
+    gpu_rule: ClassVar[GpuRule | None] = "cosine"
 
     def __post_init__(self) -> None:
         _check_scale(self)
@@ -331,7 +339,7 @@ class ElasticFace(Margin):
 
 
 # The margins of recipes: name, class, and the field that `head.margin_size` sets (None: the margin has no single size).
-# A new margin is a class above and a line here.
+# A new margin is a class above and a line here. `megaclass` exports all classes of this table, and `make docs` lists them.
 MARGINS: dict[str, tuple[type[Margin], str | None]] = {
     "softmax": (NormalisedSoftmax, None),
     "arcface": (ArcFace, "margin"),

@@ -12,21 +12,6 @@ from torch import Tensor
 from megaclass.errors import HeadError
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Factors and flags of an update; tensors stay on the device, where the host does not read them."""
-
-    lr: float | Tensor
-    loss_scale: float | Tensor
-    first_fault: Tensor
-    """A fault, where its first number is not 0: nothing moves."""
-    skip: Tensor | None
-    """A flag on the device: nothing moves."""
-    step: int
-    squares: list[Tensor] | None
-    """For a measured step: receives the sum of squares of each chunk's gradient, 0-d float64."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
     """Base class of the row optimizers. Frozen: the head keeps the state, row for row with the centres."""

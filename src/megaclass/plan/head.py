@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megaclass.head.kernels.cut import (
+from megaclass.head.gpu.tiling import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
     GRAPH_BYTES,
@@ -96,7 +96,7 @@ def head_costs(job: PlannedJob) -> HeadCosts:
 
 
 def _is_captured(job: PlannedJob, num_bytes: int) -> bool:
-    """Returns True where the head replays its steps as CUDA graphs (head/fused/step_graphs.py)."""
+    """Returns True where the head replays its steps as CUDA graphs (head/gpu/captured_step.py)."""
     settings = job.config.head
     is_possible = (
         job.num_ranks == 1

@@ -9,7 +9,7 @@ from megaclass.backbones.configured import backbone_on_paper
 from megaclass.config.schema import BackboneConfig, Config
 from megaclass.gpu.cuda_graphs import largest_backbone_bytes
 from megaclass.head.sampling import rate_schedule, sample_capacity
-from megaclass.head.stored_memory import SHARE_OF_DEVICE
+from megaclass.head.settings import SHARE_OF_DEVICE
 from megaclass.image_size import compact_size
 from megaclass.plan.gpus import Gpu
 from megaclass.plan.trace import BackboneTrace, trace_backbone

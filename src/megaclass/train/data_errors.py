@@ -2,7 +2,7 @@
 
 A rank whose data fails cannot raise at once: the other ranks would wait for it in the next all-gather. It keeps the error
 and sends batches whose labels are all NO_CLASS. Every rank finds such a label in the head's all-gather and refuses the
-step (head/step/faults.py); then the ranks exchange the reason, and all of them raise.
+step (head/faults.py); then the ranks exchange the reason, and all of them raise.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ import torch
 from megaclass.data.loader import Batch
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import HeadError, UserError
-from megaclass.head.step.faults import NO_CLASS
+from megaclass.head.faults import NO_CLASS
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
-from megaclass.head.step.stats import HeadStats
+from megaclass.head.step import HeadStats
 from megaclass.train.model.build import Model, generator_states, restore_generators
 from megaclass.train.step_phases import NO_CLOCK, PhaseClock
 

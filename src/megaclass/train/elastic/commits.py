@@ -29,7 +29,7 @@ from torch import Tensor
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.head.state.shards import class_range
+from megaclass.head.shards import class_range
 from megaclass.launch.elastic.worker import Assignment, ElasticWorker
 from megaclass.train.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
 from megaclass.train.elastic.plan import (

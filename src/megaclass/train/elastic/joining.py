@@ -16,7 +16,7 @@ from megaclass.config.schema import Config
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import ConfigError, DataError, HeadError, LaunchError
-from megaclass.head.state.shards import class_range
+from megaclass.head.shards import class_range
 from megaclass.train.run.data import make_loader, staged_path
 from megaclass.train.run.same_start import OF_EACH_HOST
 from megaclass.world import World

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from megaclass.checkpoint.class_ranges import Classes, overlapping, whole_up_to
-from megaclass.head.state.shards import class_range
+from megaclass.head.shards import class_range
 
 
 @dataclass(frozen=True, slots=True)

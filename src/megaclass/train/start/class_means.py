@@ -24,7 +24,7 @@ from megaclass.distributed.collectives import gather_blocks
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import evaluating
 from megaclass.even_parts import even_part
-from megaclass.head.step.gather_batch import gather_batch
+from megaclass.head.gather_batch import gather_batch
 from megaclass.progress import progress_bar
 from megaclass.train.data_errors import DataErrors
 from megaclass.train.model.build import Model

@@ -13,10 +13,10 @@ from megaclass.head.counter_random import (
     round_stochastically,
     stream_keys,
 )
-from megaclass.head.kernels.problem import take_rows, unit_rows
+from megaclass.head.overwrite_check import OverwriteCheck
+from megaclass.head.problem import take_rows, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
-from megaclass.head.state.seal import Seal
-from megaclass.head.state.shards import ClassRange
+from megaclass.head.shards import ClassRange
 from megaclass.keyed_random import Stream
 
 STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
@@ -52,7 +52,7 @@ class Centres:
         self.weight_RD = torch.empty((len(classes) * num_subcentres, embedding_dim), dtype=dtype, device=device)
         self._draw_initial()
         self.state = optimizer.new_state(self.weight_RD)
-        self.seal = Seal(self.weight_RD, self._fewest_rows)
+        self.overwrite_check = OverwriteCheck(self.weight_RD, self._fewest_rows)
 
     @property
     def work_dtype(self) -> torch.dtype:
@@ -63,8 +63,8 @@ class Centres:
         return {"weight": self.weight_RD, **self.state}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without the seal, a view of the centres that apply_() forms again."""
-        return {name: value for name, value in vars(self).items() if name != "seal"}
+        """Returns the state without the overwrite check, a view of the centres that apply_() forms again."""
+        return {name: value for name, value in vars(self).items() if name != "overwrite_check"}
 
     def apply_(self, function: Callable[[Tensor], Tensor]) -> None:
         """Moves and converts as nn.Module._apply does buffers. State keeps the dtype that suits the centres."""
@@ -74,7 +74,7 @@ class Centres:
             moved = function(tensor)
             # Converted from the original: a detour over a narrower dtype would round it.
             self.state[name] = moved if moved.dtype == wanted[name].dtype else tensor.to(wanted[name])
-        self.seal = Seal(self.weight_RD, self._fewest_rows)
+        self.overwrite_check = OverwriteCheck(self.weight_RD, self._fewest_rows)
 
     def load_rows(self, first_class: int, tensors: Mapping[str, Tensor]) -> None:
         """Copies the part of `tensors` (whole classes from first_class on) that belongs to this rank."""
@@ -100,7 +100,7 @@ class Centres:
                 here = slice(*((c - self.classes.start) * self.num_subcentres for c in (start, stop)))
                 there = slice(*((c - first_class) * self.num_subcentres for c in (start, stop)))
                 own[name][here].copy_(source[there])
-        self.seal.renew()
+        self.overwrite_check.renew()
 
     def start_at_(self, directions_KD: Tensor) -> Tensor:
         """Points the first centre of each class in its direction, with the length of a random one, unless it is zero.
@@ -113,7 +113,7 @@ class Centres:
         first_KD = self.weight_RD.unflatten(0, (-1, self.num_subcentres))[:, 0]
         directions_KD.mul_((length / lengths_K.where(is_given_K, torch.inf))[:, None])
         first_KD.copy_(directions_KD.where(is_given_K[:, None], first_KD.to(directions_KD.dtype)))
-        self.seal.renew()
+        self.overwrite_check.renew()
         num_given: Tensor = is_given_K.sum()
         return num_given
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError, NotFiniteError
-from megaclass.head.state.seal import overwritten
-from megaclass.head.step.gather_batch import GlobalBatch
+from megaclass.head.gather_batch import GlobalBatch
+from megaclass.head.overwrite_check import overwritten
 
 LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5
 # Forwards between a fault and the host's reading of it, on a GPU. The copy has finished by then, so nothing waits.

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaclass.gpu.triton_launch import launch
-from megaclass.head.kernels import fused_programs as programs
-from megaclass.head.kernels.cut import (
+from megaclass.head.gpu import kernel_programs as programs
+from megaclass.head.gpu.tiling import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
     SUBCENTRE_TILES,
@@ -27,7 +27,7 @@ from megaclass.head.kernels.cut import (
     round_up,
     tiles_for,
 )
-from megaclass.head.kernels.problem import CentreGradient, Problem, Stored
+from megaclass.head.problem import CentreGradient, Problem, Stored
 
 # Logits up to 64 give exponentials whose sum over 1e9 classes fits float32; larger ones are shifted down to that.
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.
@@ -113,7 +113,7 @@ class StoredProducts(Stored):
     sums_GD: Tensor | None = None
     """Exponentials times unit centres, written by mass(): the embeddings' gradient but for each image's factor."""
     weighted_GD: Tensor | None = None
-    """Images times d loss / d mass, where fused/images.py has formed it for the centres' gradient."""
+    """Images times d loss / d mass, if images.py has formed it for the centres' gradient."""
 
 
 def stored_products(problem: Problem) -> StoredProducts:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaclass.head.kernels.cut import TILES, Cut, Tiles, cut_classes
+from megaclass.head.gpu.tiling import TILES, Cut, Tiles, cut_classes
 
 HOPPER_TILES = TILES[1][1]
 NUM_SMS = 132

@@ -25,14 +25,14 @@ NUM_IMAGES = 5
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiles and chunks so small that tiny problems have several of each; every other test with descriptors."""
     if IS_INTERPRETED:
-        from megaclass.head.kernels import cut
-        from megaclass.head.kernels import fused as triton_fused
+        from megaclass.head.gpu import kernel as triton_fused
+        from megaclass.head.gpu import tiling
 
-        tiles = cut.Tiles(16, 32, 16, warps=4, stages=2, parts=2)
+        tiles = tiling.Tiles(16, 32, 16, warps=4, stages=2, parts=2)
         monkeypatch.setattr(triton_fused, "FLOAT32_TILES", tiles)
-        monkeypatch.setattr(triton_fused, "SUBCENTRE_TILES", cut.Tiles(16, 32, 16, warps=4, stages=2))
+        monkeypatch.setattr(triton_fused, "SUBCENTRE_TILES", tiling.Tiles(16, 32, 16, warps=4, stages=2))
         monkeypatch.setattr(triton_fused, "tiles_for", _tiny(triton_fused, tiles))
-        monkeypatch.setattr(cut, "_CHUNK_BYTES", 1 << 11)
+        monkeypatch.setattr(tiling, "_CHUNK_BYTES", 1 << 11)
         monkeypatch.setattr(triton_fused, "GRADIENT_BYTES", 1 << 14)
         capability = (9, 0) if len(request.node.name) % 2 else (8, 0)
         monkeypatch.setattr(triton_fused, "_device_facts", lambda device: (capability, 3))
@@ -194,9 +194,9 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
 
 @interpreted
 def test_drawn_classes_are_those_of_plain_pytorch():
-    from megaclass.head.fused import rows as fused_rows
+    from megaclass.head.gpu import rows as fused_rows
     from megaclass.head.sampling import sample_classes
-    from megaclass.head.state.shards import ClassRange
+    from megaclass.head.shards import ClassRange
 
     labels = torch.tensor([5, 9_999, 30_000, -1, 12_345, 12_345])
     for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500)):
@@ -214,7 +214,7 @@ def test_drawn_classes_are_those_of_plain_pytorch():
 @pytest.mark.parametrize("num_images", [1, 300, 40_000])
 def test_the_images_of_a_row_are_listed_in_the_order_of_the_batch(num_images):
     """The largest batch takes a second; comparing all pairs of its images took minutes."""
-    from megaclass.head.fused import rows as fused_rows
+    from megaclass.head.gpu import rows as fused_rows
 
     generator = torch.Generator().manual_seed(num_images)
     slots = torch.randint(-1, 200, (num_images,), generator=generator)
@@ -422,7 +422,7 @@ def test_the_fused_kernel_says_why_it_cannot_run():
 @outside
 def test_without_a_gpu_the_fused_kernel_is_refused_by_name_and_left_out_by_auto():
     from megaclass import UserError
-    from megaclass.head.kernels import chunked
+    from megaclass.head.cpu import chunked
 
     with pytest.raises(UserError, match="needs a CUDA GPU, and the head is on cpu"):
         new_head("triton_fused")

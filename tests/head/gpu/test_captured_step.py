@@ -22,12 +22,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.emulated_graphs import EmulatedGraph, emulate_graphs
-from tests.head.kernels.test_interpreted import WIDTH, tiny_tiles  # noqa: F401
-from tests.head.kernels.test_interpreted import new_head as new_head_of
+from tests.head.gpu.test_interpreted import WIDTH, tiny_tiles  # noqa: F401
+from tests.head.gpu.test_interpreted import new_head as new_head_of
 
 from megaclass.gpu.cuda_graphs import NUM_ORDINARY_STEPS
-from megaclass.head.fused.step_graphs import StepGraphs, can_capture
-from megaclass.head.kernels.cut import GRAPH_BYTES
+from megaclass.head.gpu.captured_step import StepGraphs, can_capture
+from megaclass.head.gpu.tiling import GRAPH_BYTES
 
 # Two tiles of classes. The interpreter takes a third of a second per step.
 NUM_CLASSES, NUM_IMAGES = 40, 4
@@ -145,7 +145,7 @@ def test_two_open_forwards_have_memory_of_their_own(graphs):
 @pytest.mark.parametrize("name", ["off", "another margin", "own optimizer", "large"])
 def test_nothing_is_captured_where_it_is_switched_off_impossible_or_not_worth_it(graphs, monkeypatch, name):
     from megaclass import MagFace, RowSGD
-    from megaclass.head.fused import step_graphs
+    from megaclass.head.gpu import step_graphs
 
     class Own(RowSGD):
         pass
@@ -166,7 +166,7 @@ def test_nothing_is_captured_where_it_is_switched_off_impossible_or_not_worth_it
 
 @interpreted
 def test_a_capture_that_fails_leaves_the_ordinary_way(graphs, monkeypatch):
-    from megaclass.head.fused import step
+    from megaclass.head.gpu import step
 
     class OutOfMemory:
         def __init__(self, device: torch.device) -> None:
@@ -302,7 +302,7 @@ def test_a_step_whose_memory_is_in_use_takes_the_ordinary_way():
 
 @outside
 def test_numbers_that_stay_the_same_are_written_once(monkeypatch):
-    from megaclass.head.fused.step_numbers import StepNumbers
+    from megaclass.head.gpu.rows import StepNumbers
 
     numbers = StepNumbers(torch.device("cpu"))
     written: list[Any] = []

@@ -11,7 +11,7 @@ def pack_block(
     rows,
     embeddings,
     labels,
-    watched,  # numbers of the centres as integers (seal.py), every watched_stride-th
+    watched,  # numbers of the centres as integers (overwrite_check.py), every watched_stride-th
     kept,  # (num_watched,) what they were when the head last wrote them; renewed
     step,  # (1,) int64
     count,
@@ -28,7 +28,7 @@ def pack_block(
     image = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     if image == 0:
-        # Seal.control_word, then Seal.renew: a change is judged once, by all ranks.
+        # OverwriteCheck.control_word, then OverwriteCheck.renew: a change is judged once, by all ranks.
         lanes = tl.arange(0, LANES)
         now = tl.load(watched + lanes.to(tl.int64) * watched_stride, mask=lanes < num_watched, other=0)
         before = tl.load(kept + lanes, mask=lanes < num_watched, other=0)
@@ -218,7 +218,7 @@ def finish_losses(
     KIND: tl.constexpr,  # "cosine": scale * (cos - margin); "angle": ArcFace; "straight-through"
     BLOCK: tl.constexpr,
 ):
-    """cross_entropy.finish_losses with the derivative written out. One program: the losses add up in the same order always."""
+    """step.finish_losses with the derivative written out. One program: the losses add up in the same order always."""
     lanes = tl.arange(0, BLOCK)
     scale = tl.load(numbers)
     margin = tl.load(numbers + 1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaclass.head.kernels.problem import CentreGradient, Problem, take_rows, unit_rows
+from megaclass.head.problem import CentreGradient, Problem, take_rows, unit_rows
 
 
 def mass(problem: Problem) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, scatter_sum
 from megaclass.gpu.triton_launch import launch
-from megaclass.head.fused import image_programs
-from megaclass.head.kernels.cut import next_power_of_2
-from megaclass.head.kernels.fused import operand_width, stored_products, weight_factor
-from megaclass.head.margins import ArcFace, CosFace, Margin, NormalisedSoftmax
-from megaclass.head.state.centres import Centres
-from megaclass.head.state.seal import MULTIPLIER, NUM_WATCHED, Seal
-from megaclass.head.step.cross_entropy import GatheredImages, LossesAndSlopes, LossPart, TargetRows
-from megaclass.head.step.gather_batch import BlockLayout
+from megaclass.head.centres import Centres
+from megaclass.head.gather_batch import BlockLayout
+from megaclass.head.gpu import image_programs
+from megaclass.head.gpu.kernel import operand_width, stored_products, weight_factor
+from megaclass.head.gpu.tiling import next_power_of_2
+from megaclass.head.margins import Margin
+from megaclass.head.overwrite_check import MULTIPLIER, NUM_WATCHED, OverwriteCheck
+from megaclass.head.step import GatheredImages, LossesAndSlopes, LossPart, TargetRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def new_block(max_batch: int, width: int, dtype: torch.dtype, device: torch.devi
     return Block(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device), layout, dtype)
 
 
-def pack_(block: Block, embeddings_BD: Tensor, labels_B: Tensor, *, seal: Seal, step: Tensor) -> None:
-    """Fills the block: Seal.control_word, Seal.renew and the first half of gather_batch in one launch."""
+def pack_(block: Block, embeddings_BD: Tensor, labels_B: Tensor, *, check: OverwriteCheck, step: Tensor) -> None:
+    """Fills the block: OverwriteCheck.control_word, OverwriteCheck.renew and the first half of gather_batch in one launch."""
     layout, (count, width) = block.layout, embeddings_BD.shape
     if embeddings_BD.stride(1) != 1:
         embeddings_BD = embeddings_BD.contiguous()
@@ -71,13 +71,13 @@ def pack_(block: Block, embeddings_BD: Tensor, labels_B: Tensor, *, seal: Seal, 
         block.data[layout.rows_at :].view(block.dtype),
         embeddings_BD,
         labels_B.contiguous(),
-        seal.watched,
-        seal.kept,
+        check.watched,
+        check.kept,
         step,
         count,
         embeddings_BD.stride(0),
-        seal.stride,
-        seal.kept.shape[0],
+        check.stride,
+        check.kept.shape[0],
         layout.max_batch,
         D=width,
         BLOCK_D=next_power_of_2(width),
@@ -187,7 +187,8 @@ def note_faults(
 
 def margin_numbers(margin: Margin, device: torch.device) -> Tensor | None:
     """Returns the constants of a margin whose derivative the program `finish_losses` contains; None for other margins."""
-    if type(margin) not in (ArcFace, CosFace, NormalisedSoftmax):
+    # Not what a subclass inherits: it may have other logits.
+    if vars(type(margin)).get("gpu_rule") is None:
         return None
     angle = getattr(margin, "margin", 0.0)
     return torch.tensor([margin.scale, angle, math.cos(angle), math.sin(angle)], dtype=torch.float64, device=device)
@@ -202,11 +203,11 @@ def finish_losses(
     num_images: Tensor,
     first_fault: Tensor,
 ) -> LossesAndSlopes:
-    """cross_entropy.finish_losses for the margins with constants, and the mean loss, in one launch."""
+    """step.finish_losses for the margins with constants, and the mean loss, in one launch."""
     num_rows, device = mass_G.shape[0], mass_G.device
     log_total_G, slope_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
     loss = torch.empty((), device=device)
-    kind = getattr(margin, "gradient", "exact")
+    is_exact = getattr(margin, "gradient", "exact") == "exact"
     launch(
         image_programs.finish_losses,
         1,
@@ -220,7 +221,7 @@ def finish_losses(
         slope_G,
         loss,
         num_rows,
-        KIND=("angle" if kind == "exact" else kind) if isinstance(margin, ArcFace) else "cosine",
+        KIND=margin.gpu_rule if is_exact else "straight-through",
         BLOCK=512,
         num_warps=8,
     )
@@ -247,7 +248,7 @@ def grad_embeddings(
     factor: float,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """cross_entropy.LossPart.weigh, grad_embeddings and grad_norms: a launch before the reduce-scatter, one after.
+    """PlainStep.backward: a launch before the reduce-scatter, one after.
 
     make_room_for_weights() comes before it.
     """

@@ -3,15 +3,15 @@
     forward     pack_block        an ordinary launch: copies the batch into the block that the graph reads
                 forward graph     all-gather's copy, draw, exponentials, products, faults, loss
     backward    two ordinary launches that read what the graph has left, and return fresh memory
-    update      update graph      centres' gradient chunk by chunk, rows moved, seal renewed
+    update      update graph      centres' gradient chunk by chunk, rows moved, watched numbers renewed
 
-The programs read what changes from step to step on the device (step_numbers.py). Everything between is in memory of the
+The programs read what changes from step to step on the device (rows.py:StepNumbers). Everything between is in memory of the
 graphs' own pool, at the same addresses in every step. Therefore only one step at a time can use a CapturedStep: from its
 forward to its update, or until nothing refers to its GraphedPart any more, which then no backward can ask for.
 
 Memory: the pool keeps until the CapturedStep is dropped what an ordinary step allocates and frees: the stored
 exponentials, the unit centres of one chunk, one or two gradients of 128 MiB, some megabytes for the images, and cuBLAS's
-workspace (32 MiB on Hopper). step_graphs.py bounds it by default.
+workspace (32 MiB on Hopper). StepGraphs bounds it by default.
 """
 
 import weakref
@@ -19,14 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from megaclass.gpu.cuda_graphs import Recorder
-from megaclass.head.fused.images import Block
-from megaclass.head.state.seal import Seal
-from megaclass.head.step.cross_entropy import LossPart
-from megaclass.head.step.engine import ForBackward
-from megaclass.head.step.plan import StepPlan
+from megaclass.gpu.cuda_graphs import CudaGraph, Recorder, ShapeGraphs
+from megaclass.head.gpu.images import Block
+from megaclass.head.gpu.tiling import GRAPH_BYTES
+from megaclass.head.overwrite_check import OverwriteCheck
+from megaclass.head.step import ForBackward, LossPart, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class StepShape:
     product_dtype: torch.dtype
     rate: float
     for_backward: ForBackward
-    seal: Seal
+    overwrite_check: OverwriteCheck
     """Compared by identity: Centres.apply_() forms a new one, and may have replaced the tensors that the graphs refer to."""
 
 
@@ -64,12 +62,12 @@ class CapturedStep:
         shape: StepShape,
         recorder: Recorder,
         block: Block,
-        forward: Callable[[], tuple[StepPlan, LossPart, Tensor]],
+        forward: Callable[[], tuple[StepPlan, LossPart]],
         update: Callable[[LossPart], None],
     ) -> None:
         """Captures both functions. forward: reads the batch from `block`. update: moves the rows by this part."""
         self.shape, self.block = shape, block
-        self._forward_graph, (self._plan, self._part, self._loss) = recorder.record(forward)
+        self._forward_graph, (self._plan, self._part) = recorder.record(forward)
         # What forward has left is still referred to here, so the second capture takes other memory.
         self._update_graph, _ = recorder.record(lambda: update(self._part))
         self._last_part: weakref.ref[GraphedPart] | None = None
@@ -80,7 +78,7 @@ class CapturedStep:
         last = None if self._last_part is None else self._last_part()
         return last is None or last.is_closed
 
-    def forward(self) -> tuple[StepPlan, GraphedPart, Tensor]:
+    def forward(self) -> tuple[StepPlan, LossPart]:
         """Runs forward on the batch in the block. The loss is overwritten by the next forward: the caller copies it."""
         assert self.is_free
         self._forward_graph.replay()
@@ -93,10 +91,32 @@ class CapturedStep:
         part.target_coefficients_G = template.target_coefficients_G
         part.captured = self
         self._last_part = weakref.ref(part)
-        return replace(self._plan, counts_before=[]), part, self._loss
+        return replace(self._plan, counts_before=[]), part
 
     def update(self, part: GraphedPart) -> None:
         """Moves the rows by the part, whose backward has run."""
         assert part.captured is self and not part.is_closed
         self._update_graph.replay()
         part.problem.stored = None
+
+
+def can_capture(device: torch.device, num_ranks: int, *, has_margin_program: bool, has_update_program: bool) -> bool:
+    """Returns True where forward and update are launches on one GPU and nothing else.
+
+    Several ranks exchange something in forward. A margin whose derivative is not written out needs autograd, and a user's own
+    optimizer may do anything.
+    """
+    return device.type == "cuda" and num_ranks == 1 and has_margin_program and has_update_program
+
+
+class StepGraphs(ShapeGraphs[StepShape, CapturedStep]):
+    """The captured step of one head, if there is one. The size of a step is its step_bytes()."""
+
+    def __init__(self, setting: CudaGraph, *, is_possible: bool) -> None:
+        """is_possible: result of can_capture()."""
+        super().__init__(
+            is_on=is_possible and setting != "off",
+            largest_bytes=None if setting == "on" else GRAPH_BYTES,
+            subject="The head's step",
+            setting="cuda_graph='off'",
+        )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megaclass.head.kernels.problem import SAFE_LOGIT, CentreGradient, Problem, Stored, take_rows, unit_rows
+from megaclass.head.problem import SAFE_LOGIT, CentreGradient, Problem, Stored, take_rows, unit_rows
 
 # Exponentials of one chunk: on a CPU a matrix that stays near its cores, on a GPU one large enough to fill it.
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}

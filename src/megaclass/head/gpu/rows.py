@@ -8,19 +8,55 @@ import torch
 from torch import Tensor
 
 from megaclass.gpu.triton_launch import launch
+from megaclass.head.centres import Centres
 from megaclass.head.counter_random import stream_state
-from megaclass.head.fused import image_programs, row_programs
-from megaclass.head.fused.step_numbers import StepNumbers
-from megaclass.head.kernels.cut import next_power_of_2
-from megaclass.head.kernels.problem import CentreGradient
+from megaclass.head.gpu import image_programs, row_programs
+from megaclass.head.gpu.tiling import next_power_of_2
+from megaclass.head.problem import CentreGradient
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
-from megaclass.head.state.centres import Centres
-from megaclass.head.state.shards import ClassRange
-from megaclass.head.step.plan import DrawnClasses
+from megaclass.head.shards import ClassRange
+from megaclass.head.step import DrawnClasses
 from megaclass.keyed_random import Stream
 
 _DRAW_BLOCK = 4096
 _LINK_BLOCK = 256
+
+
+class StepNumbers:
+    """The step's number and the factors of its update, on the device, from where the programs read them.
+
+    A number that is an argument of a program is fixed once the launch is part of a CUDA graph (captured_step.py). The keys of
+    random numbers are not among them: the programs derive those from the step's number and a prefix that the seed determines.
+
+    The host remembers what it has written, so that a number that stays the same costs no launch. Only the thread that trains
+    calls these methods, and never while a graph is captured, with one exception: set_step() with the number already there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.factors = torch.zeros(3, device=device)
+        """Learning rate, loss scale, and a flag that leaves all rows as they are; float32."""
+        self._places = self.factors.split(1)
+        self._known_step = 0
+        # None where a tensor was given, whose value the host does not know.
+        self._known_factors: list[float | None] = [0.0, 0.0, 0.0]
+
+    def set_step(self, step: int) -> None:
+        """Writes the number of the step that is computed next. A launch if it differs from the last one."""
+        if step != self._known_step:
+            self.step.fill_(step)
+            self._known_step = step
+
+    def set_factors(self, lr: float | Tensor, loss_scale: float | Tensor, skip: Tensor | None) -> None:
+        """Writes the factors of the next update. A launch for each tensor and for each number that differs from the last."""
+        given = (lr, loss_scale, 0.0 if skip is None else skip)
+        for index, (place, value) in enumerate(zip(self._places, given, strict=True)):
+            if isinstance(value, Tensor):
+                place.copy_(value)
+                self._known_factors[index] = None
+            elif float(value) != self._known_factors[index]:
+                place.fill_(float(value))
+                self._known_factors[index] = float(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megaclass.distributed.collectives import gather_blocks, group_size
 from megaclass.errors import HeadError
-from megaclass.head.state.centres import Centres
-from megaclass.head.state.shards import ClassRange, class_range
+from megaclass.head.centres import Centres
+from megaclass.head.shards import ClassRange, class_range
 
 EXTRA = "_extra_state"
 _STORE = "store."

@@ -12,8 +12,7 @@ One thread at a time uses it: backward may run on a thread of autograd, but the 
 from torch import Tensor
 
 from megaclass.errors import HeadError
-from megaclass.head.step.cross_entropy import LossPart
-from megaclass.head.step.plan import StepPlan
+from megaclass.head.step import LossPart, StepPlan
 
 
 class OpenStep:

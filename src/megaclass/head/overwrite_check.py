@@ -24,7 +24,7 @@ _HASH_BITS = 62
 MULTIPLIER = 0x9E3779B97F4A7C1
 
 
-class Seal:
+class OverwriteCheck:
     """64 numbers of a rank's centres as they were when the head last wrote them."""
 
     def __init__(self, weight_RD: Tensor, smallest_shard: int) -> None:
