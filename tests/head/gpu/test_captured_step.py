@@ -145,7 +145,7 @@ def test_two_open_forwards_have_memory_of_their_own(graphs):
 @pytest.mark.parametrize("name", ["off", "another margin", "own optimizer", "large"])
 def test_nothing_is_captured_where_it_is_switched_off_impossible_or_not_worth_it(graphs, monkeypatch, name):
     from megaclass import MagFace, RowSGD
-    from megaclass.head.gpu import step_graphs
+    from megaclass.head.gpu import captured_step as step_graphs
 
     class Own(RowSGD):
         pass
