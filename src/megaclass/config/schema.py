@@ -267,7 +267,7 @@ class TrainConfig:
     compile: bool | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
     """Compile the backbone with torch.compile; if that fails, training continues without it. auto: a ViT on a GPU only."""
     cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
-    """Replay the backbone's steps as CUDA graphs: auto on one rank with enough memory, on wherever possible, off never."""
+    """Replay the backbone's steps as CUDA graphs: auto with enough memory and, on several ranks, if it measures a gain."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
     """Number format in which ranks exchange the backbone's gradients; rounding errors are carried over to the next step."""
     tensorboard: bool = field(default=False, metadata=MAY_CHANGE)
@@ -366,18 +366,18 @@ class Config:
             return on_gpu and self.backbone.name.startswith("vit")
         return self.train.compile
 
-    def may_replay_backbone(self, *, num_ranks: int) -> bool:
-        """Returns True where the settings allow CUDA graphs of the backbone on a GPU; auto also limits their memory.
+    def may_replay_backbone(self) -> bool:
+        """Returns True where the settings allow CUDA graphs of the backbone on a GPU.
 
-        Several parts of a batch would share the memory of one. Random layers learn from the host which images come. Two cases
-        must be switched on: several ranks, because all gradients arrive at the end of backward and no exchange runs beside
-        it; and a backbone of the user's own, which may do anything in its forward.
+        `auto` also limits their memory, and measures on several ranks whether they are faster. Several parts of a batch would
+        share the memory of one. Random layers learn from the host which images come. A backbone of the user's own, which may
+        do anything in its forward, must be switched on.
         """
         setting, layers = self.train.cuda_graph, self.backbone
         is_own = ":" in layers.name
         return (
             setting != "off"
-            and (setting == "on" or (num_ranks == 1 and not is_own))
+            and (setting == "on" or not is_own)
             and self.train.accumulate == 1
             and layers.batch_norm == "local"
             and layers.dropout == layers.drop_path == layers.mask_patches == 0

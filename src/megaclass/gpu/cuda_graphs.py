@@ -1,7 +1,7 @@
 """CUDA graphs: the launches of a function are captured once and started with one call from then on.
 
-The head (head/gpu/captured_step.py) and the backbone (train/model/graphed_backbone.py) capture their steps. `Recorder` captures;
-`ShapeGraphs` decides when, and keeps what was captured.
+The head (head/gpu/captured_step.py) and the backbone (train/model/graphed_backbone.py) capture their
+steps. `Recorder` captures; `ShapeGraphs` decides when, and keeps what was captured.
 """
 
 import warnings
@@ -102,8 +102,20 @@ class ShapeGraphs(Generic[_ShapeT, _CapturedT]):
     last batch of an epoch; if its shape stays, it replaces what was captured.
     """
 
-    def __init__(self, *, is_on: bool, largest_bytes: int | None, subject: str, setting: str) -> None:
-        """largest_bytes: no larger step is captured. subject, setting: named in the warning if a capture fails."""
+    def __init__(
+        self,
+        *,
+        is_on: bool,
+        largest_bytes: int | None,
+        subject: str,
+        setting: str,
+        num_ordinary: int = NUM_ORDINARY_STEPS,
+    ) -> None:
+        """largest_bytes: no larger step is captured. subject, setting: named in the warning if a capture fails.
+
+        num_ordinary: steps of one shape before it is captured.
+        """
+        self._num_ordinary = num_ordinary
         self._is_on = is_on
         self._largest_bytes = largest_bytes
         self._subject, self._setting = subject, setting
@@ -115,6 +127,14 @@ class ShapeGraphs(Generic[_ShapeT, _CapturedT]):
         """Returns True if a step of this size may be captured."""
         return self._is_on and (self._largest_bytes is None or num_bytes <= self._largest_bytes)
 
+    def counts(self, shape: _ShapeT) -> bool:
+        """Returns True if steps of this shape are on their way to a capture, or captured."""
+        return self._is_on and (shape == self._shape if self._captured is None else shape == self._captured.shape)
+
+    def switch_off(self) -> None:
+        """Drops what was captured; all further steps take the ordinary way."""
+        self._is_on, self._captured = False, None
+
     def find(self, shape: _ShapeT, num_bytes: int, capture: Callable[[_ShapeT], _CapturedT]) -> _CapturedT | None:
         """Returns the graphs for the next forward; None: it takes the ordinary way. capture: raises if it cannot."""
         if not self.allows(num_bytes):
@@ -124,7 +144,7 @@ class ShapeGraphs(Generic[_ShapeT, _CapturedT]):
             return self._captured if self._captured.is_free else None
         self._num_equal = self._num_equal + 1 if shape == self._shape else 1
         self._shape = shape
-        if self._num_equal <= NUM_ORDINARY_STEPS:
+        if self._num_equal <= self._num_ordinary:
             return None
         # Before the new one is captured, so that both are not held at once.
         self._captured = None

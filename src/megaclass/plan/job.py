@@ -80,11 +80,15 @@ class PlannedJob:
 
     @property
     def replays_backbone(self) -> bool:
-        """True where the backbone's steps are replayed as CUDA graphs (train/model/graphed_backbone.py)."""
-        if not self.config.may_replay_backbone(num_ranks=self.num_ranks):
+        """True where the backbone's steps are replayed as CUDA graphs (train/model/graphed_backbone.py).
+
+        On several ranks `auto` decides by measurement; the plan then counts ordinary steps.
+        """
+        setting = self.config.train.cuda_graph
+        if not self.config.may_replay_backbone() or (setting == "auto" and self.num_ranks > 1):
             return False
         kept = self.backbone().at(self.part_batch).kept_for_backward()
-        return self.config.train.cuda_graph == "on" or kept <= largest_backbone_bytes(self.gpu.memory)
+        return setting == "on" or kept <= largest_backbone_bytes(self.gpu.memory)
 
     def with_settings(self, **sections: dict[str, object]) -> "PlannedJob":
         """Returns the job with other settings: with_settings(head={"sample_rate": 0.1})."""

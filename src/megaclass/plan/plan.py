@@ -190,7 +190,9 @@ def _advice(job: PlannedJob) -> list[Advice]:
         )
     replayed = job.with_settings(train={"cuda_graph": "on"})
     if replayed.replays_backbone and not job.replays_backbone:
-        tries.append(("train.cuda_graph=on", replayed, "the host starts a step with fewer calls"))
+        tries.append(
+            ("train.cuda_graph=on", replayed, "the host starts a step with fewer calls; auto finds out by itself")
+        )
     if batch // 2 >= 2 * job.num_ranks:
         tries.append((f"train.global_batch={batch // 2}", _with_batch(job, batch // 2), "adapt optimizer.lr"))
     now = _numbers(job)

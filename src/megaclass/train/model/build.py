@@ -115,8 +115,8 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     called = backbone
     if config.is_compiled(on_gpu=device.type == "cuda"):
         called = _compiled(backbone, image_size)
-    elif config.may_replay_backbone(num_ranks=world.size) and can_capture(device, backbone):
-        called = GraphedBackbone(backbone, config.train.cuda_graph)
+    elif config.may_replay_backbone() and can_capture(device, backbone):
+        called = GraphedBackbone(backbone, config.train.cuda_graph, world.size)
     parallel = data_parallel(called)
     # A hook replaces the all-reduce of DDP: by a compressed one, or on CPUs by one with an exact average.
     if config.train.compression != "none":

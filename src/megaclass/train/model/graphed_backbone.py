@@ -14,13 +14,21 @@ that have moved (`.to()`) have other addresses, which are part of the shape and 
 Activations belong to one step at a time: from its forward to its backward, or until nothing refers to its embeddings any
 more. Another forward in between takes the ordinary way.
 
+On several ranks both ways have a price. Launch by launch the host may be the limit. Replayed, all
+gradients arrive at the end of backward, and their exchange does not run beside it. `auto` measures
+both at the start (StepTrial) and keeps the faster one.
+
 Memory: the pool keeps the activations until the graphs are dropped, where an ordinary step frees them in backward; beside it
 are a copy of the images and the gradients. `auto` bounds it (gpu/cuda_graphs.py).
 """
 
+import logging
+import statistics
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,10 +37,23 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from megaclass.backbones.layers.norm import prepare_stream
-from megaclass.gpu.cuda_graphs import CudaGraph, Recorder, ShapeGraphs, capture_stream, largest_backbone_bytes
+from megaclass.gpu.cuda_graphs import (
+    NUM_ORDINARY_STEPS,
+    CudaGraph,
+    Recorder,
+    ShapeGraphs,
+    capture_stream,
+    largest_backbone_bytes,
+)
 from megaclass.train.model.keyed_dropout import KeyedDropout
 
 _HAS_TRITON = find_spec("triton") is not None
+_logger = logging.getLogger(__name__)
+
+NUM_TRIAL_STEPS = 10
+"""Steps of each kind that a trial compares."""
+_LEAST_GAIN = 0.02
+"""Graphs keep memory allocated, which a smaller gain is not worth."""
 
 
 def can_capture(device: torch.device, backbone: nn.Module) -> bool:
@@ -64,11 +85,59 @@ class ReplayShape:
     """Of all parameters, which move together with the buffers."""
 
 
+def is_replay_faster(ordinary_ms: Sequence[float], replayed_ms: Sequence[float]) -> bool:
+    """Compares medians: a step with an evaluation or a checkpoint behind it takes longer and does not count."""
+    return statistics.median(replayed_ms) < (1 - _LEAST_GAIN) * statistics.median(ordinary_ms)
+
+
+class StepTrial:
+    """Times ordinary steps, then replayed ones, and says whether the graphs stay.
+
+    Each rank decides alone: a trial that sends something would hang if ranks met different shapes.
+    The ranks' steps take equally long, because each waits for the others' gradients. If both ways
+    are so close that ranks decide differently, it makes no difference.
+
+    State, used by the thread that trains: the moments at which steps began, by kind; None is a step
+    of another shape. A moment is an event on the GPU, and the host waits once, for the last ones.
+    """
+
+    def __init__(self) -> None:
+        self._ordinary: list[Any] = []
+        self._replayed: list[Any] = []
+
+    def note(self, device: torch.device, *, is_replayed: bool) -> None:
+        """Called when a step begins."""
+        (self._replayed if is_replayed else self._ordinary).append(_moment(device))
+
+    def note_other(self) -> None:
+        """Called when a forward begins that is not part of the trial: the time until the next step means nothing."""
+        (self._replayed or self._ordinary).append(None)
+
+    def verdict(self) -> bool | None:
+        """Returns whether the graphs stay; None before enough steps of both kinds."""
+        if sum(moment is not None for moment in self._replayed) < NUM_TRIAL_STEPS + 2:
+            return None
+        # The first steps of each kind are left out: they compile programs, or run a graph for the first time.
+        ordinary_ms = _intervals_ms(self._ordinary)[-NUM_TRIAL_STEPS:]
+        replayed_ms = _intervals_ms(self._replayed)[-NUM_TRIAL_STEPS:]
+        if not ordinary_ms or not replayed_ms:
+            return None
+        stays = is_replay_faster(ordinary_ms, replayed_ms)
+        ordinary, replayed = statistics.median(ordinary_ms), statistics.median(replayed_ms)
+        _logger.info(
+            f"A step took {ordinary:.1f} ms launch by launch and {replayed:.1f} ms with the backbone as CUDA graphs: "
+            f"it runs {'with' if stays else 'without'} them (train.cuda_graph=auto)."
+        )
+        return stays
+
+
 class GraphedBackbone(nn.Module):
     """Stands for the backbone in DDP. Ordinary calls and replayed ones give the same bits."""
 
-    def __init__(self, backbone: nn.Module, setting: CudaGraph) -> None:
+    def __init__(self, backbone: nn.Module, setting: CudaGraph, num_ranks: int) -> None:
         super().__init__()
+        # None after its verdict.
+        self._trial = StepTrial() if setting == "auto" and num_ranks > 1 else None
         self.backbone = backbone
         self._all_parameters = list(backbone.parameters())
         device = next(backbone.parameters()).device
@@ -77,6 +146,7 @@ class GraphedBackbone(nn.Module):
             largest_bytes=largest_backbone_bytes(_device_bytes(device)) if setting == "auto" else None,
             subject="The backbone's step",
             setting="train.cuda_graph=off",
+            num_ordinary=NUM_ORDINARY_STEPS + (NUM_TRIAL_STEPS if self._trial is not None else 0),
         )
         self._is_measured = setting == "auto"
         self._num_bytes: dict[torch.Size, int] = {}
@@ -86,10 +156,14 @@ class GraphedBackbone(nn.Module):
         """(B, 3, H, W) in [-1, 1] -> (B, D)."""
         embeddings: Tensor
         if not self._is_trained_on(images):
+            if self._trial is not None:
+                self._trial.note_other()
             embeddings = self.backbone(images)
             return embeddings
-        num_bytes = self._num_bytes.get(images.shape, 0)
-        captured = self._graphs.find(self._shape(images), num_bytes, lambda shape: self._capture(shape, images))
+        num_bytes, shape = self._num_bytes.get(images.shape, 0), self._shape(images)
+        captured = self._graphs.find(shape, num_bytes, lambda shape: self._capture(shape, images))
+        if self._trial is not None:
+            captured = self._tried(captured, shape, images.device)
         if captured is not None:
             embeddings = _Replay.apply(captured, images, *captured.trained)  # type: ignore[no-untyped-call]
         elif self._is_measured and self._graphs.allows(num_bytes):
@@ -99,6 +173,24 @@ class GraphedBackbone(nn.Module):
         else:
             embeddings = self.backbone(images)
         return embeddings
+
+    def _tried(
+        self, captured: "CapturedBackbone | None", shape: ReplayShape, device: torch.device
+    ) -> "CapturedBackbone | None":
+        """Notes that a step begins, and ends the trial after enough of them. Returns the graphs that this step uses."""
+        assert self._trial is not None
+        if captured is None and not self._graphs.counts(shape):
+            self._trial.note_other()
+            return None
+        self._trial.note(device, is_replayed=captured is not None)
+        stays = self._trial.verdict()
+        if stays is None:
+            return captured
+        self._trial = None
+        if not stays:
+            self._graphs.switch_off()
+            return None
+        return captured
 
     def _is_trained_on(self, images: Tensor) -> bool:
         # Programs that are only compiled and not run would not be part of a graph either.
@@ -229,6 +321,19 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad_embeddings: Tensor) -> tuple[Tensor | None, ...]:
         assert len(ctx.saved_tensors) == len(ctx.opened.captured.trained)
         return None, None, *ctx.opened.backward(grad_embeddings)
+
+
+def _moment(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _intervals_ms(moments: Sequence[torch.cuda.Event | None]) -> list[float]:
+    """Returns the times between successive moments. The host waits for the last one."""
+    if moments and moments[-1] is not None:
+        moments[-1].synchronize()
+    return [begun.elapsed_time(ended) for begun, ended in pairwise(moments) if begun is not None and ended is not None]
 
 
 def _device_bytes(device: torch.device) -> int:
