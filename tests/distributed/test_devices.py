@@ -22,7 +22,8 @@ def see(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "num_visible", "expected"), [(0, 1, 0), (3, 8, 3), (3, 1, 0), (3, 2, None), (2, 2, None), (0, 0, None)]
+    ("local_rank", "num_visible", "expected"),
+    [(0, 1, 0), (3, 8, 3), (3, 1, 0), (3, 2, None), (2, 2, None), (0, 0, None)],
 )
 def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_that_it_sees(local_rank, num_visible, expected):
     assert gpu_of_rank(local_rank, num_visible) == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.conftest import be_host
+from tests.be_host import be_host
 
 print(f"as_host: pid {os.getpid()}", flush=True)
 if os.environ.get("MEGACLASS_TEST_ONE_GPU") == "1":

@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from tests.conftest import be_host
+from tests.be_host import be_host
 from tests.forked import ended_ranks, megaclass_command
 from tests.launch.conftest import Here, Run, run, wait_until  # noqa: F401 (fixture)
 from tests.many_gpus.conftest import DEVICE, GpuRanks
@@ -32,7 +31,7 @@ margin_size = 0.1
 scale = 16.0
 sample_rate = 0.5
 [optimizer]
-lr = 0.02
+lr = 0.003
 [train]
 run_dir = "runs"
 device = "{device}"
