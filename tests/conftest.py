@@ -6,7 +6,6 @@ A rank that raises fails the test with its traceback; ranks that do not finish i
 either, all ranks are killed and the next test starts fresh ones.
 """
 
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -27,6 +26,7 @@ from typing import Any
 
 import pytest
 from tests import guard
+from tests.be_host import be_host
 
 from megaclass.cli.logs import messages_on_stderr
 from megaclass.launch.network import reserve_port
@@ -57,19 +57,6 @@ def free_port() -> int:
     """A port on which nobody listens and which the kernel gives to nobody else until the tests end."""
     _reserved.append(reserve_port(0))
     return int(_reserved[-1].getsockname()[1])
-
-
-def be_host(number: int) -> None:
-    """Make this process look like a host of its own with one GPU.
-
-    NCCL refuses two ranks of one host on one GPU, and tells hosts apart by NCCL_HOSTID. Root also gets a host name of its own,
-    for what looks at host names.
-    """
-    names = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
-    os.environ.update(names, NCCL_HOSTID=f"h{number}")
-    clone_newuts = 0x04000000
-    if ctypes.CDLL(None).unshare(clone_newuts) == 0:
-        socket.sethostname(f"h{number}")
 
 
 def _rank_main(calls: Connection, stacks: str, store_port: int, device: str, host: int | None) -> None:

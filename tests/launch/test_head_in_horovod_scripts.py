@@ -12,6 +12,10 @@ from megaclass import PartialFC
 from megaclass.errors import HeadError
 
 hvd.init()
+device = torch.device("cpu")
+if sys.argv[1:] == ["cuda"]:
+    device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
 assert not dist.is_initialized()
 if hvd.size() > 1:
     try:
@@ -20,8 +24,9 @@ if hvd.size() > 1:
     except HeadError as error:
         assert f"one of {hvd.size()} processes" in str(error) and "group=hvd.global_process_set" in str(error), error
 torch.manual_seed(0)
-net = torch.nn.Linear(6, 8).double()
-head = PartialFC(8, 30, group=hvd.global_process_set, storage="float64", sample_rate=0.5, max_batch=8)
+net = torch.nn.Linear(6, 8).double().to(device)
+head = PartialFC(8, 30, group=hvd.global_process_set, storage="float64", sample_rate=0.5, max_batch=8,
+                  device=device)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
 losses = []
 share = slice(hvd.rank() * 8 // hvd.size(), (hvd.rank() + 1) * 8 // hvd.size())
@@ -29,9 +34,9 @@ for step in range(6):
     generator = torch.Generator().manual_seed(step)
     images, labels = torch.randn(8, 6, generator=generator).double(), torch.randint(30, (8,), generator=generator)
     optimizer.zero_grad()
-    loss = head(net(images[share]), labels[share])
+    loss = head(net(images[share].to(device)), labels[share].to(device))
     # Beside the head, whose collectives must not meet those of the engine.
-    pending = hvd.allreduce_async(torch.ones(1000) * step, name=f"beside.{step}")
+    pending = hvd.allreduce_async(torch.ones(1000, device=device) * step, name=f"beside.{step}")
     loss.backward()
     optimizer.step()
     head.step(lr=0.1)

@@ -31,10 +31,18 @@ class GpuRanks:
         self._refusal: str | None = None
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-        are_hosts = DEVICE == "cpu" or torch.cuda.device_count() < size
-        if are_hosts and self._why_not_on_one_gpu():
+        self.skip_if_impossible(size)
+        return self._pools[self.are_hosts(size)].run(size, function, *args, timeout_s=timeout_s)
+
+    def are_hosts(self, size: int) -> bool:
+        """Whether so many ranks share a GPU, each as a host of its own."""
+        return DEVICE == "cpu" or torch.cuda.device_count() < size
+
+    def skip_if_impossible(self, size: int) -> None:
+        if DEVICE == "cuda" and not torch.cuda.is_available():
+            pytest.skip("torch sees no GPU; MEGACLASS_TEST_DEVICE=cpu rehearses these tests over gloo")
+        if self.are_hosts(size) and self._why_not_on_one_gpu():
             pytest.skip(f"needs {size} GPUs, or an NCCL that runs several ranks on one: {self._refusal}")
-        return self._pools[are_hosts].run(size, function, *args, timeout_s=timeout_s)
 
     def kill(self) -> None:
         for pool in self._pools.values():
@@ -62,6 +70,4 @@ def gpu_ranks() -> Iterator[GpuRanks]:
 @pytest.fixture
 def run_gpu_ranks(gpu_ranks: GpuRanks) -> Callable[..., list[Any]]:
     """run_gpu_ranks(size, function, *args): results by rank."""
-    if DEVICE == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU; MEGACLASS_TEST_DEVICE=cpu rehearses these tests over gloo")
     return gpu_ranks.run

@@ -97,8 +97,9 @@ def parse_bytes(text: str) -> int:
 def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
     """Measures and prints on rank 0; returns the exit code: 0, or 1 if a result was wrong."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # NCCL refuses two ranks on one GPU.
-    has_gpu = world.local_size <= num_gpus and settings.backend != "gloo"
+    # NCCL refuses two ranks on one GPU. A rank that sees one GPU of its host may have it for itself.
+    may_have_gpu = world.local_size <= num_gpus or (num_gpus == 1 and settings.backend == "nccl")
+    has_gpu = may_have_gpu and settings.backend != "gloo"
     if settings.backend == "nccl" and not has_gpu:
         seen = f"sees {num_gpus} GPU(s) for {world.local_size} ranks" if num_gpus else "sees no GPU"
         raise LaunchError(

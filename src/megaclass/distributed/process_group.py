@@ -1,6 +1,7 @@
 """Joins the default process group and chooses the device. The only caller of init_process_group (hvd/ has its own groups)."""
 
 import ipaddress
+import json
 import logging
 import os
 import re
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megaclass.distributed.collectives import gather_blocks
-from megaclass.distributed.devices import no_gpu
+from megaclass.distributed.devices import gpu_of_rank, no_gpu, ranks_sharing_a_gpu, visible_gpus
 from megaclass.distributed.gloo_exit import end_gloo, end_gloo_at_exit
 from megaclass.distributed.network.addresses import source_towards
 from megaclass.distributed.network.connection_watch import Address, ConnectionWatch, network_timeout
@@ -32,6 +33,8 @@ _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
 _is_left_by_error = False
 """True if the default group is one that an error has ended."""
+_ABORT_ONLY = "2"
+"""torch's CleanUpOnly."""
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -56,7 +59,7 @@ def process_group(
     Args:
         timeout_s: limit of each collective.
         join_s: how long to wait for rank 0 and, on rank 0, for all other ranks; by default as long as for a collective.
-        gpu: number of this rank's GPU; by default the local rank.
+        gpu: number of this rank's GPU; by default the local rank. A rank that sees one GPU uses that one.
         ends_process: whether a rank whose connections are dead ends. In an elastic job it joins another group instead, and
             its errors are raised at once.
     """
@@ -71,12 +74,18 @@ def process_group(
         _log.warning(warning, extra=sender)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        if not ends_process:
+            # After the loss of a rank, torch's watchdog only aborts the communicators. By default it ends the process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _ABORT_ONLY)
     _drop_group_left_by_error()
     with watched_connections(world, ends_process=ends_process) as watch:
         try:
+            store = _store(world, join_s)
+            if chosen.type == "cuda":
+                _check_no_shared_gpu(store, chosen, world)
             dist.init_process_group(
                 backend,
-                store=_store(world, join_s),
+                store=store,
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timedelta(seconds=timeout_s),
@@ -193,12 +202,37 @@ def choose_device(device: str, world: World) -> torch.device:
         raise LaunchError(
             f"{world.name()} was asked for device 'cuda', but {no_gpu()}; or train on the CPU with train.device=cpu."
         )
-    if world.local_rank >= torch.cuda.device_count():
+    index = gpu_of_rank(world.local_rank, torch.cuda.device_count())
+    if index is None:
         raise LaunchError(
             f"{world.name()} is local rank {world.local_rank}, but torch sees {torch.cuda.device_count()} GPU(s) here, and "
             f"NCCL refuses two ranks on one GPU: start at most one process per GPU, or set train.device=cpu."
         )
-    return torch.device("cuda", world.local_rank)
+    return torch.device("cuda", index)
+
+
+def _check_no_shared_gpu(
+    store: "dist.Store",  # type: ignore[name-defined]
+    device: torch.device,
+    world: World,
+) -> None:
+    """Collective. Raises LaunchError on every rank if two ranks use one GPU, about which NCCL's own error says little.
+
+    Through rank 0: about two reads of the store per rank.
+    """
+    gpu = visible_gpus()[device.index]
+    if not world.is_main:
+        store.set(f"gpu/{world.rank}", gpu)
+        gpus_W = json.loads(store.get("gpus"))
+    else:
+        gpus_W = [gpu, *(store.get(f"gpu/{rank}").decode() for rank in range(1, world.size))]
+        store.set("gpus", json.dumps(gpus_W))
+    if pair := ranks_sharing_a_gpu(gpus_W):
+        raise LaunchError(
+            f"{world.name()} does not start, because ranks {pair[0]} and {pair[1]} would share GPU {gpus_W[pair[0]]}, and "
+            f"NCCL refuses two ranks on one GPU: start at most one process per GPU, or set train.device=cpu. For tests, "
+            f"NCCL_HOSTID with another value per rank allows it."
+        )
 
 
 def describe_device(device: torch.device) -> str:
