@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from megaclass.hvd.collectives.ops import Average, Sum
 from megaclass.hvd.compat import util
 from megaclass.hvd.compat.data import AsyncDataLoaderMixin, BaseDataLoader
+from megaclass.hvd.engine.kinds import Average, Sum
 from megaclass.hvd.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
 
 # ---- horovod.common.util ----

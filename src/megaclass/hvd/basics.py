@@ -16,12 +16,13 @@ from megaclass.errors import ConnectionLostError, UserError
 from megaclass.hvd.engine.control_connection import close_listeners
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.job import Job, current
-from megaclass.hvd.engine.meeting import Rendezvous, watch_connections
+from megaclass.hvd.engine.rendezvous import Rendezvous, watch_connections
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.settings import Settings, settings_from_environment
 from megaclass.hvd.transport.executor import Executor
 from megaclass.hvd.transport.process_set_table import ProcessSetTable
+from megaclass.hvd.transport.reductions import release_memory
 from megaclass.launch.elastic.worker import Why, elastic_worker
 
 _MOST_ATTEMPTS = 10
@@ -155,6 +156,7 @@ class _Basics:
         job, current.job = current.job, None
         if job is not None:
             job.close()
+            release_memory()
 
     def is_initialized(self) -> bool:
         """Returns whether init() has been called, and shutdown() has not."""

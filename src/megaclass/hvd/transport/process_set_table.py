@@ -1,6 +1,6 @@
 """The process sets of a job, and this rank's connections to the other members of each.
 
-The driver changes the table, at the same place in the order of operations on every rank, so that all ranks number the sets
+The engine thread changes the table, at the same place in the order of operations on every rank, so that all ranks number the sets
 alike. Other threads only read it.
 """
 
@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megaclass.hvd.engine.meeting import Meeting, new_group
 from megaclass.hvd.engine.messages import Request
+from megaclass.hvd.engine.rendezvous import Meeting, new_group
 from megaclass.hvd.settings import Settings
-from megaclass.hvd.transport import result_memory
-from megaclass.hvd.transport.ring import Ring, connect_ring
-
-# With HOROVOD_CPU_OPERATIONS=auto. Measured: at 1 MB the ring takes a third to half of gloo's time, at 4 MB as long.
-_RING_MAX_BYTES = 2 << 20
 
 
 @dataclass
@@ -27,16 +22,10 @@ class SetConnections:
     cpu: dist.ProcessGroup
     gpu: dist.ProcessGroup | None
     """NCCL's group, where every rank has a GPU of its own."""
-    ring: Ring | None
-    """For reductions in main memory; None with HOROVOD_CPU_OPERATIONS=gloo, or where this rank is the only member."""
-    ring_max_bytes: float
-    """Larger tensors are reduced by gloo."""
     scripts: dist.ProcessGroup | None = None
     """The group that the script uses itself; made when it first asks for it."""
 
     def close(self) -> None:
-        if self.ring is not None:
-            self.ring.close()
         for group in (self.cpu, self.gpu, self.scripts):
             if group is not None:
                 group.shutdown()
@@ -93,8 +82,7 @@ class ProcessSetTable:
         return self.add(request.splits) if request.kind == "add_process_set" else self.remove(request.splits[0])
 
     def close(self) -> None:
-        """Closes all connections, and gives the memory back that was kept for further results."""
-        result_memory.release()
+        """Closes all connections."""
         for connections in self.connections.values():
             connections.close()
         self.connections.clear()
@@ -115,10 +103,4 @@ class ProcessSetTable:
         # All members come here at the same place in the order of operations, which makes these collective constructions safe.
         cpu = new_group(meeting, name, ranks, settings)
         gpu = new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None
-        ring = None
-        if settings.cpu_operations != "gloo":
-            names = [f"rank {rank} ({meeting.hosts[rank]})" for rank in ranks]
-            place = ranks.index(meeting.rank)
-            ring = connect_ring(meeting.signed_store(name), meeting.secret, place, names, meeting.address, settings)
-        ring_max_bytes = _RING_MAX_BYTES if settings.cpu_operations == "auto" else float("inf")
-        return SetConnections(ranks, cpu, gpu, ring, ring_max_bytes)
+        return SetConnections(ranks, cpu, gpu)

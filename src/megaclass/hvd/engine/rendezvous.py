@@ -50,8 +50,6 @@ class Meeting:
     is_one_machine: bool
     connections: dict[int, ControlConnection]
     """By rank: on rank 0 to all other ranks, elsewhere to rank 0 only."""
-    address: str
-    """The address at which the other ranks reach this one."""
     uses_nccl: bool
     """True if every rank has a GPU of its own."""
 
@@ -181,7 +179,6 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
         # One machine may have several host names, and containers on one machine have different ones.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
-        "cpu_operations": settings.cpu_operations,
         "nonce": secrets.token_hex(16),
     }
     # Checked although signed: without a secret the signature proves nothing.
@@ -190,12 +187,6 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     # From here on with the secret of this init().
     signed = SignedStore(store, secret, "meeting")
     hosts = [str(entry["host"]) for entry in entries]
-    for other, entry in enumerate(entries):
-        if entry["cpu_operations"] != entries[0]["cpu_operations"]:
-            raise LaunchError(
-                f"HOROVOD_CPU_OPERATIONS is {entries[0]['cpu_operations']} on rank 0 ({hosts[0]}), but "
-                f"{entry['cpu_operations']} on rank {other} ({hosts[other]}): it must be the same on all ranks."
-            )
     local_ranks = [int(entry["local_rank"]) for entry in entries]
     # Local ranks are counted here if the starter does not set them, if two ranks have the same one, or if only some ranks of
     # a host take part.
@@ -205,24 +196,21 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     is_one_machine = len({entry["network"] for entry in entries}) == 1
     # A job of one rank opens no port.
     if size == 1:
-        address, connections = "127.0.0.1", {}
+        connections = {}
     elif rank == 0:
         # On one machine at loopback, which no other host reaches.
         listener = AuthenticatedListener("127.0.0.1" if is_one_machine else _own_address(world), secret)
-        address = listener.endpoint.address
         signed.set("endpoint", listener.endpoint.to_json())
         arrived = listener.accept_ranks(range(1, size), settings.start_timeout_s)
         connections = {peer: ControlConnection(connection) for peer, connection in arrived.items()}
     else:
         endpoint = Endpoint.from_json(signed.get("endpoint"))
         connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
-        # Of the interface that leads to rank 0: the other ranks reach this one there.
-        address = connection.getsockname()[0]
         connections = {0: ControlConnection(connection)}
     machines = [entry["machine"] for entry in entries]
     # NCCL refuses two ranks on one GPU. All ranks have the same list, so that all of them decide alike.
     uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in entries)
-    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, address, uses_nccl)
+    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, uses_nccl)
 
 
 def _exchange(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
@@ -249,7 +237,7 @@ def _parsed(content: bytes, name: str) -> Any:
 
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
-    texts = ("host", "machine", "network", "cpu_operations", "nonce")
+    texts = ("host", "machine", "network", "nonce")
     expected = {"local_rank": int, "gpus": int} | dict.fromkeys(texts, str)
     if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
         raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
