@@ -1,8 +1,45 @@
-"""Devices that a user names, checked before torch fails on them with an error that names no way out."""
+"""Which GPU a rank uses, and devices that a user names, checked before torch fails on them with an obscure error.
+
+A rank uses cuda:LOCAL_RANK if that is visible. A starter may also show each rank only its own GPU (`srun
+--gpus-per-task=1`, MIG, CUDA_VISIBLE_DEVICES per rank): every rank then uses cuda:0, and only the UUIDs of the GPUs tell
+whether two ranks share one.
+"""
+
+import os
+from collections.abc import Sequence
 
 import torch
 
 from megaclass.errors import LaunchError
+
+
+def gpu_of_rank(local_rank: int, num_visible: int) -> int | None:
+    """Returns the number of the rank's GPU among those that torch sees; None if there is none for it."""
+    if local_rank < num_visible:
+        return local_rank
+    return 0 if num_visible == 1 else None
+
+
+def visible_gpus() -> list[str]:
+    """Returns a text per GPU that torch sees; two ranks cannot talk over NCCL if their GPUs have the same text.
+
+    The text is the UUID of the GPU, and NCCL_HOSTID if it is set: NCCL refuses two ranks of one host on one GPU, and takes
+    ranks with different values for different hosts.
+    """
+    if not torch.cuda.is_available():
+        return []
+    host = os.environ.get("NCCL_HOSTID", "")
+    uuids = [torch.cuda.get_device_properties(index).uuid for index in range(torch.cuda.device_count())]
+    return [f"{uuid} on NCCL host {host}" if host else str(uuid) for uuid in uuids]
+
+
+def ranks_sharing_a_gpu(gpus_W: Sequence[str]) -> tuple[int, int] | None:
+    """Returns the first two ranks with the same GPU, given the GPU of every rank as one of its visible_gpus()."""
+    first_ranks: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus_W):
+        if first_ranks.setdefault(gpu, rank) != rank:
+            return first_ranks[gpu], rank
+    return None
 
 
 def usable_device(given: str | torch.device, asker: str) -> torch.device:

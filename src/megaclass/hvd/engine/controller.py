@@ -137,6 +137,8 @@ class Controller:
         with self._lock:
             self._in_flight.add_join(operation)
             self._queue.wants_join = True
+            self._queue.hurry()
+            self._wake_up()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -176,6 +178,10 @@ class Controller:
         """Wakes the engine thread; the caller holds _lock."""
         if not self._is_over:
             os.eventfd_write(self._wake, 1)
+
+    def fail(self, reason: str) -> None:
+        """Fails all open and later operations, also if the engine thread is stuck in one of them."""
+        self._close(f"{reason} {SHUT_DOWN}")
 
     def stop(self) -> None:
         """Ends the controllers of all ranks and returns when no rank uses the process groups any more."""

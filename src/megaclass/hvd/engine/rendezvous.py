@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.devices import ranks_sharing_a_gpu, visible_gpus
 from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.connection_watch import ConnectionWatch, network_timeout
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
@@ -168,14 +169,13 @@ def _gloo_devices(meeting: Meeting) -> list[Any]:
 
 
 def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) -> Meeting:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
     network = machine_and_network()
     secret = job_secret() or _shared_secret(store, rank, size, network, settings)
     signed = SignedStore(store, secret, "meeting")
     mine: dict[str, object] = {
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
         "local_rank": world.local_rank if world.starter != "none" else -1,
-        "gpus": num_gpus,
+        "gpus": visible_gpus() if dist.is_nccl_available() else [],
         # One machine may have several host names, and containers on one machine have different ones.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
@@ -207,9 +207,7 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
         endpoint = Endpoint.from_json(signed.get("endpoint"))
         connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         connections = {0: ControlConnection(connection)}
-    machines = [entry["machine"] for entry in entries]
-    # NCCL refuses two ranks on one GPU. All ranks have the same list, so that all of them decide alike.
-    uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in entries)
+    uses_nccl = _has_gpu_per_rank([str(entry["machine"]) for entry in entries], [entry["gpus"] for entry in entries])
     return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, uses_nccl)
 
 
@@ -238,10 +236,28 @@ def _parsed(content: bytes, name: str) -> Any:
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
     texts = ("host", "machine", "network", "nonce")
-    expected = {"local_rank": int, "gpus": int} | dict.fromkeys(texts, str)
+    expected = {"local_rank": int, "gpus": list} | dict.fromkeys(texts, str)
     if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
         raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
     return entry
+
+
+def _has_gpu_per_rank(machines: list[str], gpus: list[list[str]]) -> bool:
+    """Returns whether every rank has a GPU of its own: NCCL refuses two ranks on one GPU.
+
+    All ranks pass the same lists, so all of them decide alike. The script chooses its GPU after init(): by its local rank if
+    it sees the GPUs of the whole machine, or the only one that its starter shows it.
+    """
+    by_machine: dict[str, list[list[str]]] = {}
+    for machine, visible in zip(machines, gpus, strict=True):
+        by_machine.setdefault(machine, []).append(visible)
+    for seen in by_machine.values():
+        sees_enough = all(len(visible) >= len(seen) for visible in seen)
+        together = [gpu for visible in seen for gpu in visible]
+        is_disjoint = all(seen) and ranks_sharing_a_gpu(together) is None
+        if not (sees_enough or is_disjoint):
+            return False
+    return True
 
 
 def _secret_of_this_init(secret: bytes, nonces: list[str], rank: int, own: str) -> bytes:

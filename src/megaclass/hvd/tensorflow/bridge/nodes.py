@@ -1,13 +1,16 @@
 """Collectives in graphs of tf.function and of v1 sessions, by nodes that run Python.
 
     submit                       returns at once
-    loop of wait until done      each turn waits for a few milliseconds at most
+    loop of wait, yield          until done; each wait lasts a few milliseconds at most
     fetch                        does not wait: takes the results
 
 A single node that waited for other ranks would occupy a thread of TensorFlow's pool until they have submitted the same
 collective. Ranks may run independent nodes in different orders: with more independent collectives than threads, every rank
-could wait inside other ones, without end. In the loop, the thread is given back after each turn, so that TensorFlow runs the
+could wait inside other ones, without end. In the loop, the thread is given back after each wait, so that TensorFlow runs the
 other nodes that are ready, and thus submits every collective whose inputs are there.
+
+To yield, the loop takes an element of an endless dataset. TensorFlow does that in a thread outside of the pool, which then puts
+the next turn at the end of the pool's queue. A loop without such a node would stay on its thread, and other nodes would starve.
 
 State: `_started` maps tickets to submitted operations. submit adds entries and fetch removes them, each in one step under the
 interpreter's lock.
@@ -67,14 +70,27 @@ def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[
     def turn(is_done: Any, number: Any) -> tuple[Any, Any]:
         is_done = tf.numpy_function(_wait, [ticket, number], tf.bool)
         is_done.set_shape([])
-        return is_done, number + 1
+        with tf.control_dependencies([is_done]):
+            # Part of the result, so that it takes place in the graphs of v1 sessions as well.
+            return is_done, number + 1 + 0 * tf.cast(elements.get_next(), tf.int32)
 
+    elements = _endless_elements()
     ticket = call_python(submit, inputs, tf.int64)
     ticket.set_shape([])
     independent(ticket)
     is_done, _ = tf.while_loop(lambda is_done, _: tf.logical_not(is_done), turn, [False, 0], parallel_iterations=1)
     with tf.control_dependencies([independent(is_done)]):
         return list(call_python(fetch, [ticket], dtypes))
+
+
+def _endless_elements() -> Any:
+    """Returns an iterator of TensorFlow that never ends."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        # Outside of the condition or loop that is being built.
+        with tf.control_dependencies(None):
+            return tf.compat.v1.data.make_one_shot_iterator(tf.data.Dataset.range(2**62))
+    with tf.init_scope():
+        return iter(tf.data.Dataset.range(2**62))
 
 
 def _wait(ticket: Any, number: Any) -> Any:
