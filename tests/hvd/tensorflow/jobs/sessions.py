@@ -74,8 +74,8 @@ with tf.Graph().as_default():
     threads = v1.ConfigProto(inter_op_parallelism_threads=2, use_per_session_threads=True)
     with v1.Session(config=threads) as session:
         for _ in range(3):
-            found = session.run(results, {feed: np.ones(3000, np.float32)})
-            assert [found[number][0] for number in range(64)] == [2.0 * number for number in range(64)]
+            values = session.run(results, {feed: np.ones(3000, np.float32)})
+            assert [values[number][0] for number in range(64)] == [2.0 * number for number in range(64)]
 for call, text in (
     (lambda: hvd.DistributedOptimizer(v1.train.AdamOptimizer(), op=hvd.Adasum), "op=Adasum needs a Keras optimizer"),
     (lambda: hvd.DistributedOptimizer(v1.train.AdamOptimizer(), backward_passes_per_step=2), "needs a Keras optimizer"),
