@@ -8,8 +8,7 @@ from tests.hvd.jobs import in_job
 
 import megaclass.hvd as hvd
 from megaclass.errors import LaunchError
-from megaclass.hvd.elastic import ElasticSampler, HostUpdateResult, ObjectState, State, TorchState, run_fn
-from megaclass.hvd.elastic import common
+from megaclass.hvd.elastic import ElasticSampler, HostUpdateResult, ObjectState, State, TorchState, common, run_fn
 from megaclass.hvd.elastic import sampler as sampler_module
 from megaclass.hvd.elastic.common import notification_manager
 from megaclass.hvd.elastic.state import StateHandler, get_handler_registry, set_handler_registry

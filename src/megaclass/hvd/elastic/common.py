@@ -122,7 +122,7 @@ class State:
         if not self._bcast_object(holds_state):
             raise LaunchError(
                 "No rank of this elastic job holds the state of the training any more: all ranks that had it were lost before "
-                "a new rank received it. The job does not start again at step 0 by itself. Start it anew from the "
+                "a new rank received it. The job does not start again at step 0 by itself. Start it again from the "
                 "latest checkpoint that the script has saved."
             )
 

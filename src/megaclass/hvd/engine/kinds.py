@@ -20,7 +20,7 @@ REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the negotiation has to know about operations of one kind."""
+    """Properties of a kind of operation that the negotiation needs."""
 
     may_join: bool = False
     """True if a rank that has joined may take part: it contributes zeros, which means something only in a sum."""
@@ -31,9 +31,9 @@ class Kind:
     is_arithmetic: bool = False
     """True if tensors are added up, so that they cannot be bool."""
     sizes: str = ""
-    """What the response tells every member about all others: `rows` (of each tensor) or `splits`; empty: nothing."""
+    """Sizes of all members that the response tells each of them: `rows` (of each tensor), `splits` or none."""
     disagreement: str = ""
-    """What members disagree about if their `splits` differ; empty where each member has its own."""
+    """Subject of the error if the `splits` of members differ; empty where each member has its own."""
     is_collective: bool = True
     """True if tensors are sent: the timeline then shows what carries them."""
 
