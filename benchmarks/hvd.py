@@ -1,8 +1,8 @@
 """megaclass.hvd against plain torch.distributed, in the same processes and the same minutes.
 
-    python benchmarks/hvd.py [--pairs 40] [--out benchmarks/hvd.md] [--only-small | --phases]
+    python benchmarks/hvd.py [--pairs 40] [--out benchmarks/hvd.md] [--ranks 2] [--only-small | --only-step | --phases]
 
-Two ranks, gloo, float32, one thread each. Each figure is the median over alternating pairs (plain, hvd, hvd, plain, …) of
+Two ranks (or --ranks), gloo, float32, one thread each. Each figure is the median over alternating pairs (plain, hvd, hvd, plain, …) of
 the ratio of their times, with the 95 % interval of that median by order statistics: a machine that is busy with other
 things slows both halves of a pair. CPU time is that of all threads of rank 0: what is left to compare where the machine
 has other work. Targets are those of the project's issue on Horovod's API.
@@ -44,12 +44,14 @@ class Time:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only-step", action="store_true", help="only the training step")
     parser.add_argument("--only-small", action="store_true", help="only the rows about 1,000 small tensors")
     parser.add_argument("--phases", action="store_true", help="only the phases of 1,000 small tensors, on rank 0")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        sys.exit(start_ranks(2))
+        sys.exit(start_ranks(options.ranks))
     torch.set_num_threads(1)
     # hvd has private groups, so the plain one is made here. First: without a store of its own, hvd then uses the same one.
     dist.init_process_group("gloo")
@@ -59,7 +61,9 @@ def main() -> None:
     if options.phases:
         print_phases(options.pairs)
         return
-    if options.only_small:
+    if options.only_step:
+        rows = [step(plain, options.pairs)]
+    elif options.only_small:
         rows = many(plain, options.pairs)
     else:
         rows = [*reductions(plain, options.pairs), step(plain, options.pairs), *many(plain, options.pairs), idle()]
@@ -277,8 +281,8 @@ def render(rows: list[list[str]], pairs: int, load: float) -> str:
         "# Horovod's API against plain torch.distributed",
         "",
         f"{datetime.date.today()} · torch {torch.__version__} · {os.cpu_count()} cores ({platform.machine()}), load "
-        f"{load:.1f} before the start · 2 ranks, gloo, float32, one thread each · {pairs} alternating pairs · written by "
-        f"`python benchmarks/hvd.py --pairs {pairs} --out benchmarks/hvd.md`",
+        f"{load:.1f} before the start · {hvd.size()} ranks, gloo, float32, one thread each · {pairs} alternating pairs · written by "
+        f"`python benchmarks/hvd.py --ranks {hvd.size()} --pairs {pairs}`",
         "",
         f"| {' | '.join(titles)} |",
         "|---" * len(titles) + "|",

@@ -1,6 +1,6 @@
 """megaclass.hvd.tensorflow against megaclass.hvd for torch, and a step of model.fit() with and without communication.
 
-    python benchmarks/hvd_tensorflow.py [--pairs 40] [--only-bridge] [--out benchmarks/hvd_tensorflow.md]
+    python benchmarks/hvd_tensorflow.py [--pairs 40] [--ranks 2] [--only-bridge | --only-step] [--out benchmarks/hvd_tensorflow.md]
 
 Two ranks on this machine, float32, one thread each. Both APIs use the same engine in the same processes, so that the ratio of
 their times is the cost of the bridge between TensorFlow and the engine. Figures are medians over alternating pairs, as in
@@ -50,16 +50,18 @@ LIMIT = 1.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only-step", action="store_true", help="only the step of model.fit()")
     parser.add_argument("--only-bridge", action="store_true", help="without the step of model.fit()")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        sys.exit(start_ranks(2))
+        sys.exit(start_ranks(options.ranks))
     torch.set_num_threads(1)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
     load = os.getloadavg()[0]
-    rows = reductions(options.pairs)
+    rows = [] if options.only_step else reductions(options.pairs)
     if not options.only_bridge:
         rows.append(step_of_fit(options.pairs))
     memory = bridge_alone()
@@ -189,9 +191,9 @@ def render(rows: list[list[str]], memory: list[str], pairs: int, load: float) ->
         "# Horovod's API for TensorFlow against the one for torch",
         "",
         f"{datetime.date.today()} · TensorFlow {tf.__version__}, Keras {keras.__version__}, torch {torch.__version__} · "
-        f"{os.cpu_count()} cores ({platform.machine()}), load {load:.1f} before the start · 2 ranks, float32, one thread "
-        f"each · {pairs} alternating pairs · written by `python benchmarks/hvd_tensorflow.py --pairs {pairs} --out "
-        f"benchmarks/hvd_tensorflow.md`",
+        f"{os.cpu_count()} cores ({platform.machine()}), load {load:.1f} before the start · {hvd.size()} ranks, float32, one thread "
+        f"each · {pairs} alternating pairs · written by `python benchmarks/hvd_tensorflow.py --ranks {hvd.size()} "
+        f"--pairs {pairs}`",
         "",
         f"| {' | '.join(titles)} |",
         "|---" * len(titles) + "|",

@@ -1,18 +1,13 @@
-"""Horovod's helper modules: `common.util`, `runner.util.threads`, `data` and the launching of commands."""
+"""Horovod's helper modules `common.util` and `data`."""
 
 import os
-import subprocess
-import sys
-import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megaclass.hvd.collectives.ops import Average, Sum
-from megaclass.hvd.compat import launching, util
+from megaclass.hvd.compat import util
 from megaclass.hvd.compat.data import AsyncDataLoaderMixin, BaseDataLoader
-from megaclass.hvd.compat.threads import execute_function_multithreaded, in_thread, on_event
+from megaclass.hvd.engine.kinds import Average, Sum
 from megaclass.hvd.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
 
 # ---- horovod.common.util ----
@@ -111,77 +106,6 @@ def test_average_is_the_deprecated_form_of_op():
         op_of(Sum, True)
 
 
-# ---- horovod.runner.util.threads ----
-
-
-def test_a_function_is_called_once_per_list_of_arguments():
-    results = execute_function_multithreaded(lambda a, b: a * b, [[1, 2], [3, 4], [5, 6]], max_concurrent_executions=2)
-    assert results == {0: 2, 1: 12, 2: 30}
-    assert execute_function_multithreaded(len, []) == {}
-
-
-def test_a_call_that_fails_fails_them_all():
-    def inverse(number):
-        return 1 / number
-
-    with pytest.raises(RuntimeError, match="Some threads for func inverse did not complete successfully"):
-        execute_function_multithreaded(inverse, [[1], [0]])
-
-
-def test_calls_may_run_without_being_waited_for():
-    release, done = threading.Event(), threading.Barrier(3)
-
-    def waits(_):
-        release.wait()
-        done.wait(10)
-
-    assert execute_function_multithreaded(waits, [[1], [2]], block_until_all_done=False) is None
-    release.set()
-    done.wait(10)
-
-
-def test_a_silent_thread_drops_what_its_target_raises(monkeypatch):
-    raised = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
-    in_thread(int, ("no number",), silent=True).join()
-    assert raised == []
-    in_thread(int, ("no number",), name="loud").join()
-    assert raised == [ValueError]
-    with pytest.raises(ValueError, match=r"args must be a tuple.*use \(arg,\)"):
-        in_thread(int, "3")
-
-
-def test_a_function_follows_an_event_unless_it_is_stopped():
-    event, stop, calls = threading.Event(), threading.Event(), []
-    waiting = [
-        on_event(event, calls.append, ("plain",)),
-        on_event(event, calls.append, ("stoppable",), stop=threading.Event(), check_stop_interval_s=0.01),
-    ]
-    stopped = on_event(
-        threading.Event(), calls.append, ("stopped",), stop=stop, check_stop_interval_s=0.01, daemon=False
-    )
-    stop.set()
-    stopped.join(10)
-    event.set()
-    for thread in waiting:
-        thread.join(10)
-    assert sorted(calls) == ["plain", "stoppable"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"event": None}, "Event must not be None"),
-        ({"args": [1]}, "args must be a tuple"),
-        ({"daemon": False}, "Stop event must be given for non-daemon event thread"),
-    ],
-    ids=["event", "args", "daemon"],
-)
-def test_wrong_arguments_of_on_event_are_refused(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        on_event(**{"event": threading.Event(), "func": print, **arguments})
-
-
 # ---- horovod.data ----
 
 
@@ -232,35 +156,3 @@ def test_a_loader_without_iterate_or_length_says_so():
         len(BaseDataLoader())
     with pytest.raises(NotImplementedError):
         list(BaseDataLoader())
-
-
-# ---- commands ----
-
-
-def test_a_command_becomes_one_of_megaclass_run(monkeypatch):
-    seen = []
-    monkeypatch.setenv("KEPT", "1")
-    monkeypatch.setattr(subprocess, "run", lambda line, env: seen.append((line, env)) or SimpleNamespace(returncode=0))
-    launching.run_command(
-        ["train", "--fast"],
-        num_proc=3,
-        hosts="a:1,b:2",
-        ssh_port=2222,
-        nics=["eth0", "eth1"],
-        with_timestamp=True,
-        verbose=0,
-        env={"WORD": "hi"},
-    )
-    [(line, env)] = seen
-    assert line[:6] == [sys.executable, "-P", "-m", "megaclass", "run", "--horovod"]
-    assert line[6:] == [
-        *("--num-proc", "3", "--hosts", "a:1,b:2", "--ssh-port", "2222", "--network-interfaces", "eth0,eth1"),
-        *("--prefix-output-with-timestamp", "train", "--fast"),
-    ]
-    assert (env["WORD"], env["KEPT"]) == ("hi", "1")
-
-
-def test_a_command_that_fails_raises_horovods_error(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda line, env: SimpleNamespace(returncode=7))
-    with pytest.raises(RuntimeError, match=r"one or more processes exited with non-zero status(.|\n)*Exit code: 7"):
-        launching.run_command(["false"], num_proc=1)

@@ -152,7 +152,7 @@ def test_the_timeline_is_a_chrome_trace_of_negotiation_and_execution(run_ranks, 
     text = (tmp_path / "trace.json").read_text()
     events = json.loads(text)
     names = {event.get("name") for event in events}
-    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START", "MEMCPY_IN_FUSION_BUFFER", "RING_ALLREDUCE"} <= names
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START", "MEMCPY_IN_FUSION_BUFFER", "GLOO_ALLREDUCE"} <= names
     assert "start_time_since_epoch_in_micros" in text and "allreduce.test_allreduce" in text
     assert sum(event["ph"] == "B" for event in events) == sum(event["ph"] == "E" for event in events)
     assert json.loads((tmp_path / "trace.json.second").read_text())

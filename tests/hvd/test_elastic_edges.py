@@ -7,7 +7,8 @@ import torch
 from tests.hvd.jobs import in_job
 
 import megaclass.hvd as hvd
-from megaclass.hvd.elastic import ElasticSampler, HostUpdateResult, ObjectState, State, TorchState, run_fn
+from megaclass.errors import LaunchError
+from megaclass.hvd.elastic import ElasticSampler, HostUpdateResult, ObjectState, State, TorchState, common, run_fn
 from megaclass.hvd.elastic import sampler as sampler_module
 from megaclass.hvd.elastic.common import notification_manager
 from megaclass.hvd.elastic.state import StateHandler, get_handler_registry, set_handler_registry
@@ -236,3 +237,52 @@ def _synced(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_take_over_every_part_of_the_state_of_rank_0(run_ranks, size):
     run_ranks(size, in_job, _synced)
+
+
+class _Worker:
+    """A worker of an elastic job whose process was started while others had made progress."""
+
+    def __init__(self, *, joins_running_job: bool) -> None:
+        self.joins_running_job = joins_running_job
+
+
+@pytest.mark.parametrize("joins_running_job", [True, False])
+def test_a_job_whose_state_is_lost_ends_with_an_error_instead_of_starting_again_at_step_0(
+    monkeypatch, joins_running_job
+):
+    """Rank 0 joined a running job, and the only rank that held the state was lost before it was sent."""
+    monkeypatch.setattr(common, "elastic_worker", lambda: _Worker(joins_running_job=joins_running_job))
+    trained = []
+    train = run_fn(lambda state: trained.append(state.step), reset=lambda: None)
+    if joins_running_job:
+        with pytest.raises(LaunchError, match=r"No rank of this elastic job holds the state .* latest checkpoint"):
+            train(_state(step=0))
+    else:
+        train(_state(step=0))
+    assert trained == ([] if joins_running_job else [0])
+
+
+def test_a_rank_that_received_the_state_holds_it_in_the_next_generation(monkeypatch):
+    """A newcomer that took the state over from rank 0 may become rank 0 itself."""
+    worker = _Worker(joins_running_job=True)
+    worker.here = None
+    monkeypatch.setattr(common, "elastic_worker", lambda: worker)
+    heard: list[bool] = []
+
+    def from_rank_0(value):
+        # In the first generation rank 0 is another process, which holds the state.
+        if not isinstance(value, bool):
+            return value
+        heard.append(value)
+        return True if len(heard) == 1 else value
+
+    state = ObjectState(bcast_object=from_rank_0, get_rank=lambda: 0, step=0)
+    calls = []
+
+    def train(state):
+        calls.append(state.step)
+        if len(calls) == 1:
+            raise HostsUpdatedInterrupt(False)
+
+    run_fn(train, reset=lambda: None)(state)
+    assert (len(calls), heard) == (2, [False, True])

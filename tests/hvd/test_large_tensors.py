@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megaclass.hvd.transport.result_memory import empty_result, release
+from megaclass.hvd.transport.reductions import empty_result, release_memory
 
 
 @pytest.mark.parametrize("takes_borrowed", [False, True], ids=["as this Python counts", "as Python 3.14 counts"])
@@ -14,7 +14,7 @@ def test_a_result_is_written_into_memory_that_no_tensor_uses(takes_borrowed, mon
         # There a call borrows a local variable and counts one reference less; the lambda itself adds one.
         count = sys.getrefcount
         monkeypatch.setattr(sys, "getrefcount", lambda thing: count(thing) - 2)
-    release()
+    release_memory()
     like = torch.empty(3, 2**20, dtype=torch.float64)
     first, second = empty_result(like), empty_result(like)
     assert first.shape == like.shape and first.dtype == like.dtype
@@ -26,4 +26,4 @@ def test_a_result_is_written_into_memory_that_no_tensor_uses(takes_borrowed, mon
     again = [empty_result(like) for _ in range(2)]
     assert memory in [result.data_ptr() for result in again]
     assert first.data_ptr() not in [result.data_ptr() for result in again]
-    release()
+    release_memory()

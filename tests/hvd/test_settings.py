@@ -12,7 +12,7 @@ from megaclass.hvd.settings import Settings, settings_from_environment
 def test_an_empty_environment_gives_the_documented_defaults():
     assert settings_from_environment({}) == Settings()
     # Launchers may export variables without a value.
-    names = ["FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "TIMELINE", "CPU_OPERATIONS", "STALL_CHECK_DISABLE"]
+    names = ["FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "TIMELINE", "STALL_CHECK_DISABLE"]
     assert settings_from_environment({f"HOROVOD_{name}": "" for name in names}) == Settings()
 
 
@@ -37,7 +37,6 @@ def test_an_empty_environment_gives_the_documented_defaults():
         ("TIMELINE_MARK_CYCLES", "1", "mark_cycles", True),
         ("DISABLE_GROUP_FUSION", "1", "fuse_groups", False),
         ("DISABLE_GROUP_FUSION", "0", "fuse_groups", True),
-        ("CPU_OPERATIONS", " GLOO ", "cpu_operations", "gloo"),
         ("DYNAMIC_PROCESS_SETS", "1", "dynamic_process_sets", True),
     ],
 )

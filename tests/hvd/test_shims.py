@@ -1,10 +1,7 @@
-"""Modules named `horovod` that need no job: hosts, time-outs, options, caches and pipes, at their edges."""
+"""Modules named `horovod` that need no job, at their edges."""
 
 import importlib
-import json
 import sys
-import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -57,23 +54,6 @@ def test_too_few_slots_are_an_error_with_both_numbers(horovod):
         hosts.get_host_assignments(hosts.parse_hosts("a:2,b:1"), 3, 2)
 
 
-def test_a_deadline_says_what_it_was_for_and_how_long(horovod, monkeypatch):
-    timeout = horovod("runner.common.util.timeout")
-    now = [100.0]
-    monkeypatch.setattr(timeout, "time", SimpleNamespace(time=lambda: now[0]))
-    for message in ("Timed out waiting for {activity}. ", "Timed out waiting for {activity}"):
-        deadline = timeout.Timeout(30, message)
-        now[0] += 30
-        assert deadline.remaining() == 0 and not deadline.timed_out()
-        deadline.check_time_out_for("ssh")
-        now[0] += 0.5
-        assert deadline.remaining() == 0
-        with pytest.raises(timeout.TimeoutException) as caught:
-            deadline.check_time_out_for("ssh")
-        assert "waiting for ssh." in caught.value.message and ".." not in caught.value.message
-        assert caught.value.message.endswith("Timeout after 30 seconds.")
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -99,114 +79,6 @@ def test_rank_and_size_come_from_the_first_starter_that_set_them(horovod, monkey
     else:
         with pytest.raises(RuntimeError, match=expected):
             ask()
-
-
-def test_a_host_has_one_hash_per_container_and_salt(horovod, monkeypatch):
-    host_hash = horovod("runner.common.util.host_hash").host_hash
-    monkeypatch.delenv("CONTAINER_ID", raising=False)
-    plain, salted = host_hash(), host_hash("1")
-    monkeypatch.setenv("CONTAINER_ID", "container_7.cluster")
-    inside = host_hash()
-    assert len({plain, salted, inside, host_hash("1")}) == 4 and inside.startswith("container_7-")
-
-
-def test_options_from_a_file_give_way_to_those_of_the_command_line(horovod):
-    parser = horovod("runner.common.util.config_parser")
-    config = {
-        "params": {"fusion_threshold_mb": 32, "cycle_time_ms": 10},
-        "stall_check": {"enabled": False},
-        "timeline": {"filename": "t.json", "mark_cycles": True},
-        "logging": None,
-    }
-    args = SimpleNamespace(use_gloo=False, use_mpi=False, cycle_time_ms=20.0)
-    parser.set_args_from_config(args, config, {"cycle_time_ms"})
-    assert (args.fusion_threshold_mb, args.cycle_time_ms, args.no_stall_check, args.use_gloo) == (32, 20.0, True, False)
-    parser.validate_config_args(args)
-    assert parser.set_env_from_args({"KEPT": "1"}, args) == {
-        "KEPT": "1",
-        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
-        "HOROVOD_CYCLE_TIME": "20.0",
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "HOROVOD_TIMELINE": "t.json",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-    }
-    with pytest.raises(ValueError, match="No such controller supported: slurm"):
-        parser.set_args_from_config(args, {"controller": "slurm"}, ())
-    parser.set_args_from_config(args, {"controller": "MPI"}, ())
-    assert args.use_mpi
-    # A controller of the command line counts.
-    parser.set_args_from_config(args, {"controller": "gloo"}, ())
-    assert not args.use_gloo
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("cycle_time_ms", -1, "cycle_time_ms=-1 must be >= 0"),
-        ("cache_capacity", 1.5, "cache_capacity=1.5 must be a whole number"),
-        ("cycle_time_ms", "fast", "cycle_time_ms='fast' must be a number"),
-        ("autotune_gaussian_process_noise", 1.1, r"autotune_gaussian_process_noise=1.1 must be in \[0, 1\]"),
-    ],
-)
-def test_numbers_out_of_their_range_are_refused(horovod, name, value, text):
-    with pytest.raises(ValueError, match=text):
-        horovod("runner.common.util.config_parser").validate_config_args(SimpleNamespace(**{name: value}))
-
-
-def test_a_cache_forgets_what_is_old_or_damaged(horovod, tmp_path, monkeypatch):
-    module = horovod("runner.util.cache")
-    now = [1000.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0]))
-    folder = tmp_path / "new" / "folder"
-    cache = module.Cache(str(folder), 10, "parameters")
-    assert cache.get("host") is None
-    cache.put("host", [1, 2])
-    cache.put(7, "seven")
-    now[0] += 599
-    assert cache.get("host") == [1, 2] and module.Cache(str(folder), 10, "parameters").get(7) == "seven"
-    assert module.Cache(str(folder), 10, "other parameters").get("host") is None
-    now[0] += 2
-    assert cache.get("host") is None
-    for damaged in ("", "[]", "{", '"text"', json.dumps({"parameters_hash": "parameters"}), "\x00"):
-        (folder / "cache.json").write_text(damaged)
-        assert module.Cache(str(folder), 10, "parameters").get("host") is None
-
-
-def test_a_pipe_hands_over_one_text_at_a_time_and_ends(horovod):
-    pipe = horovod("runner.util.streams").Pipe()
-    pipe.write(b"abc")
-    pipe.flush()
-    assert (pipe.read(2), pipe.read(100)) == (b"ab", b"c")
-    written = []
-
-    def write() -> None:
-        for text in ("one", "two"):
-            pipe.write(text)
-            written.append(text)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert pipe.read(0) == "one" and pipe.read(-1) == "two"
-    writer.join()
-    assert written == ["one", "two"]
-    pipe.write("last")
-    pipe.close()
-    # What was written before the end can be read, and then nothing comes any more.
-    assert (pipe.read(), pipe.read(), pipe.read(5)) == ("last", None, None)
-    with pytest.raises(RuntimeError, match="Pipe is closed"):
-        pipe.write("late")
-
-
-def test_what_needs_mpi_says_what_to_use_instead(horovod):
-    mpi, jsrun = horovod("runner.mpi_run"), horovod("runner.js_run")
-    assert not any([mpi.mpi_available(), mpi.is_open_mpi(), mpi.is_mpich(), mpi.is_intel_mpi()])
-    assert mpi._get_mpi_implementation() == "Missing"
-    with pytest.raises(NotImplementedError, match="megaclass run --launcher mpi"):
-        mpi.mpi_run(None, None, {}, ["true"])
-    for call in (lambda: jsrun.js_run(None, None, {}, ["true"]), lambda: jsrun.generate_jsrun_rankfile(None)):
-        with pytest.raises(NotImplementedError, match="within LSF `megaclass run` starts its hosts by ssh"):
-            call()
-    assert horovod("runner.util.network").resolve_host_address("127.0.0.1") == "127.0.0.1"
 
 
 def test_both_names_of_a_thing_are_one_object(horovod):

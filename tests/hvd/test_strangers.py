@@ -205,7 +205,6 @@ except LaunchError as error:
         pytest.param("who/1", True, marks=pytest.mark.soak),
         ("who", True),
         pytest.param("endpoint", True, marks=pytest.mark.soak),
-        ("set 0/ring/1", True),
         pytest.param("networks/1", False, marks=pytest.mark.soak),
         ("networks", False),
     ],

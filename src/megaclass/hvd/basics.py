@@ -1,10 +1,14 @@
 """Horovod's basic functions: init(), shutdown(), rank(), size() and questions about the build."""
 
 import atexit
+import contextlib
 import os
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -16,14 +20,18 @@ from megaclass.errors import ConnectionLostError, UserError
 from megaclass.hvd.engine.control_connection import close_listeners
 from megaclass.hvd.engine.controller import Controller
 from megaclass.hvd.engine.job import Job, current
-from megaclass.hvd.engine.meeting import Rendezvous, watch_connections
+from megaclass.hvd.engine.rendezvous import Rendezvous, watch_connections
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.settings import Settings, settings_from_environment
 from megaclass.hvd.transport.executor import Executor
 from megaclass.hvd.transport.process_set_table import ProcessSetTable
+from megaclass.hvd.transport.reductions import release_memory
 from megaclass.launch.elastic.worker import Why, elastic_worker
 
+_BROKEN_S = 5.0
+"""How long operations may take to fail after a member of the generation is gone, until they are failed from outside."""
+_TICK_S = 0.05
 _MOST_ATTEMPTS = 10
 """Generations of an elastic job that init() tries to join in a row before it raises the last error."""
 
@@ -74,6 +82,9 @@ class _Basics:
         worker = elastic_worker()
         if worker is None:
             return self._start_once(ranks, wanted)
+        _import_before_ready()
+        # torch's watchdog would otherwise end the survivors of a lost rank. 2: it only aborts the communicators.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         failure: Exception | None = None
         for _ in range(_MOST_ATTEMPTS):
             worker.rendezvous(self.why_joining)
@@ -121,8 +132,9 @@ class _Basics:
         sets = ProcessSetTable(meeting, settings)
         global_process_set.ranks = list(sets.ranks[0])
         wrong = _add_sets(sets, wanted)
-        # No rank returns, and perhaps ends, while another rank still connects to it.
-        dist.all_reduce(torch.zeros(1), group=sets.connections[0].cpu)
+        if not meeting.uses_nccl:
+            # No rank returns, and perhaps ends, while another rank still connects to it.
+            dist.all_reduce(torch.zeros(1), group=sets.connections[0].cpu)
         executor = Executor(meeting.rank, timeline, sets, uses_nccl=meeting.uses_nccl)
         controller = Controller(
             meeting.rank, meeting.hosts, settings, timeline, sets.ranks, executor, meeting.connections, watch
@@ -149,12 +161,14 @@ class _Basics:
         job = current.job
         if why is Why.FAILED and job is not None and job.connections is not None:
             job.connections.end()
+            job.sets.abort()
         self.shutdown()
 
     def _leave(self) -> None:
         job, current.job = current.job, None
         if job is not None:
             job.close()
+            release_memory()
 
     def is_initialized(self) -> bool:
         """Returns whether init() has been called, and shutdown() has not."""
@@ -252,6 +266,24 @@ def _joined(own: OwnConnections) -> None:
     """Makes everything fail that waits for another member of the generation, also while it is being joined."""
     own.end()
     close_listeners()
+    job = current.job
+    if job is None or job.connections is not own:
+        return
+    # Operations on GPUs wait in NCCL's kernels, which no closed connection ends.
+    job.sets.abort()
+    # The engine thread mostly learns at once which rank is gone. Whatever it may hang in, no thread waits longer than this.
+    ends_at = time.monotonic() + _BROKEN_S
+    while not job.controller.closed and time.monotonic() < ends_at:
+        time.sleep(_TICK_S)
+    job.controller.fail("A member of this generation of the elastic job is gone.")
+
+
+def _import_before_ready() -> None:
+    """Imports what a training needs after init(): the other ranks wait for this one from the rendezvous on."""
+    name = "keras" if "tensorflow" in sys.modules else "torch._dynamo"
+    with contextlib.suppress(ImportError):
+        import_module(name)
+    import_module("megaclass.hvd.elastic")
 
 
 def _add_sets(sets: ProcessSetTable, wanted: list[ProcessSet]) -> str:

@@ -16,8 +16,8 @@ from megaclass.hvd.collectives.alltoall import *
 from megaclass.hvd.collectives.broadcast import *
 from megaclass.hvd.collectives.handles import *
 from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility
-from megaclass.hvd.collectives.ops import *
 from megaclass.hvd.collectives.reducescatter import *
+from megaclass.hvd.engine.kinds import *
 from megaclass.hvd.exceptions import *
 from megaclass.hvd.lifecycle import *
 from megaclass.hvd.process_sets import *

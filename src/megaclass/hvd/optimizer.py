@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megaclass.hvd.basics import _basics
-from megaclass.hvd.collectives.ops import Adasum, Average
 from megaclass.hvd.compression import Compression
+from megaclass.hvd.engine.kinds import Adasum, Average
 from megaclass.hvd.optimizers.adasum import _DistributedAdasumOptimizer
 from megaclass.hvd.optimizers.base import DistributedBase
 from megaclass.hvd.optimizers.gradients import _DistributedOptimizer

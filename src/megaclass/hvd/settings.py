@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from megaclass.distributed.rank_status import HANG_TIMEOUT
 from megaclass.errors import LaunchError
 
-CPU_OPERATIONS = ("auto", "ring", "gloo")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -35,11 +33,6 @@ class Settings:
     """HOROVOD_TIMELINE_MARK_CYCLES: whether the trace shows when cycles start."""
     fuse_groups: bool = True
     """HOROVOD_DISABLE_GROUP_FUSION unsets it: whether a group may be fused with tensors that do not belong to it."""
-    cpu_operations: str = "auto"
-    """HOROVOD_CPU_OPERATIONS: transport of allreduces in main memory, one of `CPU_OPERATIONS`; the same on all ranks.
-
-    auto: the ring up to the size where it is clearly faster than gloo (benchmarks/hvd_ring.md), gloo above.
-    """
     hang_timeout_s: float = 0.0
     """MEGACLASS_HANG_TIMEOUT, from `megaclass run --hang-timeout`: how long a rank may wait for an operation; 0: any time."""
     dynamic_process_sets: bool = False
@@ -62,7 +55,6 @@ def settings_from_environment(env: Mapping[str, str] = os.environ) -> Settings:
         timeline=env.get("HOROVOD_TIMELINE", ""),
         mark_cycles=_flag(env, "TIMELINE_MARK_CYCLES"),
         fuse_groups=not _flag(env, "DISABLE_GROUP_FUSION"),
-        cpu_operations=_choice(env, "CPU_OPERATIONS", CPU_OPERATIONS),
         hang_timeout_s=_seconds(env, HANG_TIMEOUT),
         dynamic_process_sets=_flag(env, "DYNAMIC_PROCESS_SETS"),
     )
@@ -70,15 +62,6 @@ def settings_from_environment(env: Mapping[str, str] = os.environ) -> Settings:
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
     return env.get(f"HOROVOD_{name}", "").strip().lower() not in ("", "0", "false", "no", "off")
-
-
-def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """Reads one of the allowed words in any case; the first one is the default."""
-    text = env.get(f"HOROVOD_{name}", "")
-    choice = text.strip().lower() or allowed[0]
-    if choice not in allowed:
-        raise LaunchError(f"HOROVOD_{name}={text!r} in the environment: expected {' or '.join(allowed)}.")
-    return choice
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megaclass.distributed import sync_batch_norm
 from megaclass.hvd.collectives.allreduce import allreduce_
-from megaclass.hvd.collectives.ops import Sum
+from megaclass.hvd.engine.kinds import Sum
 
 __all__ = ["SyncBatchNorm"]
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megaclass.hvd.engine.messages import REDUCTIONS, Request, Response
+from megaclass.hvd.engine.kinds import REDUCTIONS
+from megaclass.hvd.engine.messages import Request, Response
 from megaclass.hvd.engine.rank0.fusion import FUSED_TENSOR_BYTES, fuse
 from megaclass.hvd.settings import Settings
 

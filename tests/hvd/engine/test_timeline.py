@@ -40,7 +40,7 @@ def test_before_start_nothing_is_written_and_blocks_run(timeline, tmp_path):
     timeline.mark_cycle()
     timeline.rank_ready("allreduce.a", "allreduce", 0)
     timeline.negotiated(["allreduce.a"])
-    with timeline.phase(["allreduce.a"], "RING_ALLREDUCE"):
+    with timeline.phase(["allreduce.a"], "GLOO_ALLREDUCE"):
         pass
     timeline.stop()
     assert not timeline.is_active and list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@
 
 import torch
 
-from megaclass.hvd.transport.fusion_buffers import FusionBuffers
+from megaclass.hvd.transport.reductions import FusionBuffers
 
 
 def test_each_tensor_has_a_place_of_its_shape_also_after_the_buffer_has_grown():

@@ -3,12 +3,18 @@
 import pytest
 import torch
 
-from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
+from megaclass.hvd.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.operation import Operation
-from megaclass.hvd.transport.arithmetic import DTYPES, finish_, scale_
-from megaclass.hvd.transport.fusion_buffers import FusionBuffers
-from megaclass.hvd.transport.small import add_payloads, deliver_payload, small_payload
+from megaclass.hvd.transport.reductions import (
+    DTYPES,
+    FusionBuffers,
+    add_payloads,
+    deliver_payload,
+    finish_,
+    scale_,
+    small_payload,
+)
 
 TRUTH = {
     Average: lambda stacked: stacked.sum(0) / len(stacked),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megaclass.hvd.collectives.allreduce import grouped_allreduce
 from megaclass.hvd.collectives.handles import enqueue, fetch, group_of, synchronize
-from megaclass.hvd.collectives.ops import Average, Sum
+from megaclass.hvd.engine.kinds import Average, Sum
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [

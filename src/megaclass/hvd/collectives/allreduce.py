@@ -16,10 +16,10 @@ from megaclass.hvd.collectives.handles import (
     handle_average_backwards_compatibility,
     synchronize,
 )
-from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.compression import Compression, is_scaled, wire_of
+from megaclass.hvd.engine.kinds import Adasum, Average, Sum
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.transport.result_memory import empty_result
+from megaclass.hvd.transport.reductions import empty_result
 
 __all__ = [
     "allreduce",

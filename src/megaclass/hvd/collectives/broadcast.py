@@ -8,9 +8,9 @@ from torch import Tensor
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.allreduce import allreduce
 from megaclass.hvd.collectives.handles import enqueue, synchronize
-from megaclass.hvd.collectives.ops import Average
+from megaclass.hvd.engine.kinds import Average
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.transport.result_memory import empty_result
+from megaclass.hvd.transport.reductions import empty_result
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 

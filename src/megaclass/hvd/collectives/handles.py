@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from megaclass.distributed.rank_status import own_status
-from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.engine.job import Job, current
+from megaclass.hvd.engine.kinds import KINDS, REDUCTIONS, Average, Sum
 from megaclass.hvd.engine.messages import Request, terms_of
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.transport.arithmetic import DTYPES
+from megaclass.hvd.transport.reductions import DTYPES
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
-
-_REDUCTIONS = {Average, Sum, Adasum, Min, Max, Product}
 
 _STRIDED = torch.strided
 
@@ -46,7 +44,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
 def checked_op(op: int) -> int:
     """Returns the op, or raises ValueError if there is none of that number."""
-    if op not in _REDUCTIONS:
+    if op not in range(len(REDUCTIONS)):
         raise ValueError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product.")
     return op
 
@@ -145,7 +143,7 @@ def check_tensor(kind: str, tensor: Tensor) -> None:
     """Raises ValueError, in Horovod's words, for a tensor that this kind of operation cannot take."""
     dtype = tensor.dtype
     is_known = tensor.layout is _STRIDED and dtype in DTYPES
-    if not is_known or (dtype is torch.bool and kind in ("allreduce", "reducescatter")):
+    if not is_known or (dtype is torch.bool and KINDS[kind].is_arithmetic):
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
@@ -190,7 +188,7 @@ def fetch(handle: int, pick: Any) -> Any:
     if not operation.is_done or operation.error:
         try:
             _wait(job, operation)
-        except BaseException:
+        except HorovodInternalError:
             job.handles.pop(handle, None)
             raise
     job.handles.pop(handle, None)

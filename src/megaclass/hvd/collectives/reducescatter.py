@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megaclass.hvd.collectives.allgather import grouped_allgather
 from megaclass.hvd.collectives.handles import checked_op, enqueue, fetch, group_of
-from megaclass.hvd.collectives.ops import Average, Sum
 from megaclass.hvd.compression import Compression, is_scaled
+from megaclass.hvd.engine.kinds import Average, Sum
 from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 

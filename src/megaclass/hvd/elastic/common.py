@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any
 
+from megaclass.errors import LaunchError
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from megaclass.launch.elastic.worker import Why, elastic_worker
@@ -112,6 +113,19 @@ class State:
         if self._last_updated_timestamp > previous:
             raise HostsUpdatedInterrupt(result == HostUpdateResult.removed)
 
+    def check_holder(self, holds_state: bool) -> None:
+        """Raises LaunchError on all ranks unless rank 0, from which all take the state, holds it.
+
+        The survivor with the lowest rank is rank 0. It holds no state if it joined a running job, and the last rank that had
+        the state was lost before it was sent.
+        """
+        if not self._bcast_object(holds_state):
+            raise LaunchError(
+                "No rank of this elastic job holds the state of the training any more: all ranks that had it were lost before "
+                "a new rank received it. The job does not start again at step 0 by itself. Start it again from the "
+                "latest checkpoint that the script has saved."
+            )
+
     def save(self) -> None:
         """Copies the state to host memory."""
         raise NotImplementedError
@@ -169,13 +183,19 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         needs_sync = True
+        worker = elastic_worker()
+        # Processes that start with the job hold its state: that of the start. Later ones hold it once it was sent to them.
+        holds_state = worker is None or not worker.joins_running_job
         notification_manager.init()
         notification_manager.register_listener(state)
         try:
             while True:
                 try:
                     if needs_sync:
+                        if worker is not None:
+                            state.check_holder(holds_state)
                         state.sync()
+                    holds_state = True
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
                     _tell_driver(str(error))

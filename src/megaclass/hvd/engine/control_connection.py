@@ -4,7 +4,7 @@
                .accept_ranks(ranks)                      returns one socket per rank
     caller     connect(endpoint, secret, rank=...)       returns a socket
 
-ControlConnection wraps such a socket for the messages of the negotiation; the ring (transport/ring.py) sends tensors over it.
+ControlConnection wraps such a socket for the messages of the negotiation.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ _MAX_UNPROVEN = 128
 # How often a listener looks for close() and for callers whose time is over.
 _TICK_S = 0.5
 _RETRY_S = 0.05
-# A driver that sends does not read meanwhile. Buffers of this size take the usual messages of both sides, so that two drivers
-# that send to each other do not wait for each other.
+# An engine thread that sends does not read meanwhile. Buffers of this size take the usual messages of both sides, so that
+# two engine threads that send to each other do not wait for each other.
 _SOCKET_BYTES = 1024 * 1024
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
@@ -58,7 +58,7 @@ class MessageKind(IntEnum):
 
 
 class ControlConnection:
-    """A connection between a rank and rank 0 that carries whole messages. Only the driver uses it."""
+    """A connection between a rank and rank 0 that carries whole messages. Only the engine thread uses it."""
 
     def __init__(self, connection: socket.socket) -> None:
         # Messages are small and each is awaited: the kernel must not hold one back to join it with the next.
@@ -75,7 +75,7 @@ class ControlConnection:
         return self._socket.fileno()
 
     def send(self, kind: int, content: bytes = b"", payload: bytes = b"") -> None:
-        """Sends one message. An error is ignored: the driver learns of a lost connection by reading from it."""
+        """Sends one message. An error is ignored: the engine thread learns of a lost connection by reading from it."""
         with contextlib.suppress(OSError):
             self._socket.sendall(_HEADER.pack(len(content), len(payload), kind) + content + payload)
 
@@ -85,7 +85,7 @@ class ControlConnection:
         At the end of the connection, `is_open` becomes False.
         """
         try:
-            # One read per call: a rank that sends without pause must not keep the driver from the other ranks.
+            # One read per call: a rank that sends without pause must not keep the engine thread from the other ranks.
             data = self._socket.recv(1 << 18)
         except OSError:
             data = b""

@@ -1,45 +1,46 @@
 """The controller of one process: it agrees with the other ranks on operations, and has them run.
 
-    any thread   submit(operation) appends it to the queue
-    the driver   announces the queue to rank 0 (at once if a thread waits, else after the cycle time), receives responses,
-                 runs them in the order received, and wakes the threads that wait for them
-    on rank 0    the driver also keeps the table of announced operations (rank0/) and sends the responses
+    any thread           submit(operation) appends it to the queue; wait(operation) waits until it is done
+    the engine thread    announces the queue to rank 0 (at once if a thread waits, else after the cycle time), receives
+                         responses, runs them in the order received, and wakes the threads that wait for them
+    on rank 0            it also keeps the table of announced operations (rank0/) and sends the responses
 
 Its parts, each in a file of its own:
 
     submission_queue.py   what was submitted, and when to announce it        any thread, under _lock
     in_flight.py          what is not done yet, and its waiting threads      any thread, under _lock
-    driver_seat.py        which thread is the driver, how it sleeps          any thread, see there
-    negotiation.py        what is sent to and received from other ranks      the driver
-    response_runner.py    what the ranks have agreed on is run               the driver
-    stopping.py           how the controllers of all ranks end together      the driver
+    negotiation.py        what is sent to and received from other ranks      the engine thread
+    response_runner.py    what the ranks have agreed on is run               the engine thread
+    stopping.py           how the controllers of all ranks end together      the engine thread
 
-The driver sleeps until a submission, a message or a deadline wakes it, so that an idle job costs nothing.
+The engine thread sleeps until a submission, a message or a deadline wakes it, so that an idle job costs nothing.
 
-State; "driver" stands for the thread that holds `_seat.driving`:
+State:
 
-    field          written by                              read by           guarded by
-    _queue         submit(), together(), wait(), driver    driver            _lock
-    _in_flight     submit(), wait(), driver                submit(), driver  _lock; the driver also reads without it
-    closed         _close()                                all threads       set once, under _lock; it is in _in_flight
-    _is_stopping   stop()                                  driver            set once, under _lock
-    _stopping      driver                                  driver            _seat.driving; is_over: see _run
-    _negotiation   driver                                  driver            _seat.driving
-    _responses     (constant)                              driver            _seat.driving
-    process_sets   driver (by the executor)                all threads       entries are added and removed whole
+    field          written by                                     read by                   guarded by
+    _queue         submit(), together(), wait(), engine thread    engine thread             _lock
+    _in_flight     submit(), wait(), engine thread                submit(), engine thread   _lock; the engine thread also
+                                                                                            reads without it
+    closed         _close()                                       all threads               set once, under _lock
+    _is_stopping   stop()                                         engine thread             set once, under _lock
+    _wake          (constant)                                     any thread writes to it   _lock; _is_over: it is closed
+    _stopping, _negotiation, _responses, _events                  engine thread             (only that thread)
+    process_sets   engine thread (by the executor)                all threads               entries are added and removed
+                                                                                            whole
 """
 
 import logging
+import os
+import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from megaclass.distributed.network.connection_watch import ConnectionWatch
 from megaclass.hvd.engine.control_connection import ControlConnection
-from megaclass.hvd.engine.driver_seat import DriverSeat
 from megaclass.hvd.engine.in_flight import InFlight
 from megaclass.hvd.engine.negotiation import Negotiation, OtherRankNegotiation, Rank0Negotiation
 from megaclass.hvd.engine.operation import Operation, OperationRunner
@@ -99,7 +100,12 @@ class Controller:
         self._responses = ResponseRunner(
             f"rank {rank} ({hosts[rank]})", self._in_flight, runner, timeline, on_failure=self._end_after_failure
         )
-        self._seat = DriverSeat(self._lock, self._by_file)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_over = False
+        self._readable: list[int] = []
+        self._events = select.epoll()
+        for file in (self._wake, *self._by_file):
+            self._events.register(file, select.EPOLLIN)
         # Last: the thread uses all of the above at once.
         self._thread = threading.Thread(target=self._run, name="megaclass.hvd", daemon=True)
         self._thread.start()
@@ -118,26 +124,25 @@ class Controller:
             self._in_flight.add(operation)
             queue.operations.append(operation)
             queue.num_bytes += operation.request.terms.num_bytes
-            # The caller of an urgent operation drives next, or wakes the driver, inside wait(). Any other operation wakes the
-            # driver only if it is the first one: the driver then looks at the queue until it is announced.
+            # An operation that is not urgent wakes the engine thread only if it is the first one: that thread then looks at
+            # the queue until it is announced.
             if is_urgent:
                 queue.is_urgent = True
+                self._wake_up()
             elif len(queue.operations) == 1 and not queue.num_together:
-                self._seat.wake_driver()
+                self._wake_up()
 
     def submit_join(self, operation: Operation) -> None:
         """Announces, after everything in the queue, that this rank has no more data. The caller waits for it next."""
         with self._lock:
-            # No wake: the caller waits for it next, and drives.
             self._in_flight.add_join(operation)
             self._queue.wants_join = True
+            self._queue.hurry()
+            self._wake_up()
 
     @contextmanager
-    def together(self, *, is_awaited: bool) -> Iterator[None]:
-        """Announces the operations that are submitted inside the block when it ends, without waiting for more.
-
-        `is_awaited`: the caller waits for them next and drives, so that no other thread is woken.
-        """
+    def together(self) -> Iterator[None]:
+        """Announces the operations that are submitted inside the block when it ends, without waiting for more."""
         with self._lock:
             self._queue.num_together += 1
         try:
@@ -146,94 +151,81 @@ class Controller:
             with self._lock:
                 self._queue.num_together -= 1
                 self._queue.hurry()
-                if self._queue.operations and not is_awaited:
-                    self._seat.wake_driver()
+                if self._queue.operations:
+                    self._wake_up()
 
-    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Calls `call` once the operation is done, or now if it is. The driver calls it, so that it must not wait."""
-        self._in_flight.call_when_done(operation, call)
+    def wait(self, operation: Operation, timeout_s: float = -1.0) -> bool:
+        """Returns True when the operation is done, False after the timeout (negative: none).
 
-    def wait(self, operation: Operation) -> None:
-        """Returns when the operation is done; raises HorovodInternalError if it failed."""
-        while not operation.is_done:
+        Raises HorovodInternalError if the operation failed. A wait that is interrupted leaves the operation in flight.
+        """
+        if not operation.is_done:
             with self._lock:
-                if operation.is_done:
-                    break
                 # Everything before this operation goes with it: the other ranks may wait for any of that.
-                self._queue.hurry()
-                is_driver = self._seat.take()
-                if not is_driver:
-                    self._in_flight.add_waiter(operation)
-            if is_driver:
-                self._drive_until_done(operation)
-            else:
-                assert operation.waiter is not None
-                operation.waiter.acquire()
+                if self._queue.hurry():
+                    self._wake_up()
+                waiter = self._in_flight.waiter(operation)
+            if waiter is not None:
+                if not waiter.acquire(timeout=timeout_s):
+                    return False
                 # Several threads may wait for one operation: each lets the next one through.
-                operation.waiter.release()
+                waiter.release()
         if operation.error:
             raise HorovodInternalError(operation.error)
+        return True
 
-    def _drive_until_done(self, operation: Operation) -> None:
-        """Drives on the waiting thread; the controller's own thread sleeps meanwhile."""
-        try:
-            # The caller's thread may be in inference mode, in which tensors of the script could not be written in place.
-            with self._seat.driving, torch.inference_mode(False), torch.no_grad():
-                # is_over without is_done does not last: _run() fails every operation that is left when it ends.
-                while not operation.is_done and not self._stopping.is_over:
-                    self._step()
-                    if operation.is_done or self._stopping.is_over:
-                        break
-                    self._seat.sleep_as_waiting_thread(self._sleep_s())
-        except BaseException as error:
-            # KeyboardInterrupt may have hit in the middle of a step: the state of the negotiation cannot be trusted any more.
-            self._close(f"{SHUT_DOWN} A wait on rank {self._rank} was interrupted: {error!r}.")
-            raise
-        finally:
-            with self._lock:
-                # A lease leaves messages unread for a moment, which is allowed only while no rank can wait for this one.
-                is_idle = not (self._in_flight or self._queue.wants_join or self._is_stopping or self._stopping.is_over)
-                # Rank 0 must keep answering process sets that it is not a member of: it leaves no message unread.
-                is_needed = self._rank == 0 and len(self.process_sets) > 1
-                self._seat.release(may_lease=is_idle and not is_needed)
+    def _wake_up(self) -> None:
+        """Wakes the engine thread; the caller holds _lock."""
+        if not self._is_over:
+            os.eventfd_write(self._wake, 1)
+
+    def fail(self, reason: str) -> None:
+        """Fails all open and later operations, also if the engine thread is stuck in one of them."""
+        self._close(f"{reason} {SHUT_DOWN}")
 
     def stop(self) -> None:
         """Ends the controllers of all ranks and returns when no rank uses the process groups any more."""
         with self._lock:
             self._is_stopping = True
-            self._seat.wake_all()
+            self._wake_up()
         # Not without limit: an operation may wait for a rank that is gone until the transport's own timeout.
         self._thread.join(_DRAIN_S)
-        # A thread that is stuck in an operation whose other ranks are gone still uses the files: they stay open.
-        if not self._thread.is_alive():
-            with self._lock:
-                self._seat.close()
 
-    # -- the driver -----------------------------------------------------------------------------------------------
+    # -- the engine thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Main function of the controller's own thread."""
+        """Main function of the engine thread."""
         try:
-            while not self._stopping.is_over:
-                if not self._seat.own_turn(self._sleep_s, lambda: bool(self._queue.operations)):
-                    continue
-                with self._seat.driving, torch.no_grad():
-                    if not self._stopping.is_over:
-                        self._step()
+            with torch.no_grad():
+                while not self._stopping.is_over:
+                    self._sleep()
+                    self._step()
         except BaseException as error:
             _log.exception("the controller of rank %d ended", self._rank)
             self._close(f"{SHUT_DOWN} The controller of rank {self._rank} ended: {error!r}.")
         finally:
-            with self._seat.driving:
-                self._stopping.is_over = True
-                self._close(self._stopping.reason or SHUT_DOWN)
-                for connection in self._connections.values():
-                    connection.close()
+            self._stopping.is_over = True
+            self._close(self._stopping.reason or SHUT_DOWN)
+            with self._lock:
+                self._is_over = True
+                os.close(self._wake)
+            self._events.close()
+            for connection in self._connections.values():
+                connection.close()
+
+    def _sleep(self) -> None:
+        """Sleeps until something is due, a message arrives or another thread wakes this one."""
+        for file, _ in self._events.poll(self._sleep_s()):
+            if file == self._wake:
+                os.eventfd_read(file)
+            else:
+                self._readable.append(file)
 
     def _step(self) -> None:
         """Does everything that is due now."""
         # Receive before sending: an answer that has arrived may finish what the caller waits for.
-        for file in self._seat.readable():
+        readable, self._readable = self._readable, []
+        for file in readable:
             self._receive_from(self._by_file[file])
         self._send_queue_if_due()
         self._check_stalls()
@@ -241,7 +233,7 @@ class Controller:
             self._stopping.announce(SHUT_DOWN)
 
     def _sleep_s(self) -> float | None:
-        """Returns the time until something is due; None: nothing is, so the driver sleeps until it is woken."""
+        """Returns the time until something is due; None: nothing is."""
         now = time.monotonic()
         with self._lock:
             look = self._queue.next_look(now)
@@ -270,8 +262,8 @@ class Controller:
                 # At once, not after the last message: what follows may depend on what this one runs, as on a new process set.
                 self._responses.run(self._negotiation.receive(peer, kind, content, payload))
         if not connection.is_open and not self._stopping.is_over:
-            # Its file would stay readable and keep the driver awake.
-            self._seat.forget(connection.fileno())
+            # Its file would stay readable and keep this thread awake.
+            self._events.unregister(connection.fileno())
             self._stopping.on_lost(peer, self._explained(f"Rank {peer} ({self._hosts[peer]}) is gone."))
 
     def _check_stalls(self) -> None:
@@ -301,7 +293,7 @@ class Controller:
     def _close(self, reason: str) -> None:
         """Fails all open operations, and all later ones, with the reason of the first call."""
         with self._lock:
-            # Together: an operation that came between the two would stay in the queue, and the driver would never sleep.
+            # Together: an operation that came between the two would stay in the queue, and the engine thread would never sleep.
             self._in_flight.close(reason)
             self._queue.clear()
         self._in_flight.fail_all()

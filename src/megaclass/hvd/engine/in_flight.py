@@ -1,11 +1,12 @@
 """The operations that were submitted and are not done yet, and the threads that wait for them.
 
-`lock` is the controller's lock. Any thread adds operations; the driver finishes them, and so does a thread that closes the
-controller, possibly while the driver still runs one of them: the first to finish an operation decides its result.
+`lock` is the controller's lock. Any thread adds operations; the engine thread finishes them, and so does a thread that
+closes the controller, possibly while the engine thread still runs one of them: the first to finish an operation decides its
+result.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megaclass.hvd.engine.messages import Key
 from megaclass.hvd.engine.operation import Operation
@@ -47,11 +48,12 @@ class InFlight:
         # The first reason is the cause; later ones follow from it.
         self.closed = self.closed or reason
 
-    def add_waiter(self, operation: Operation) -> None:
-        """Makes sure that the operation has a lock on which threads can wait for it."""
-        if operation.waiter is None:
+    def waiter(self, operation: Operation) -> "threading.Lock | None":
+        """Returns the lock on which threads wait for the operation; None if it is done."""
+        if operation.waiter is None and not operation.is_done:
             operation.waiter = threading.Lock()
             operation.waiter.acquire()
+        return operation.waiter
 
     # -- any thread, without `lock` -------------------------------------------------------------------------------
 
@@ -59,17 +61,8 @@ class InFlight:
         """Returns the operation; None if this rank has joined, and takes part in it with zeros."""
         return self._operations.get(key)
 
-    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Calls `call` once the operation is done, or now if it is. The driver calls it, so that it must not wait."""
-        with self._lock:
-            if not operation.is_done:
-                operation.on_done = call
-                return
-        call()
-
     def finish(self, operations: Sequence[Operation | None], error: str) -> None:
         """Marks the operations as done, and lets the threads that wait for them through."""
-        finished: list[Operation] = []
         with self._lock:
             for operation in operations:
                 # An interrupted wait may have closed the controller, and failed this operation, while it was running.
@@ -81,11 +74,6 @@ class InFlight:
                 operation.is_done = True
                 if operation.waiter is not None:
                     operation.waiter.release()
-                finished.append(operation)
-        # Without the lock: what is called may submit the next operation.
-        for operation in finished:
-            if operation.on_done is not None:
-                operation.on_done()
 
     def finish_join(self, last_joined: int) -> None:
         """Finishes this rank's join: all ranks have joined."""

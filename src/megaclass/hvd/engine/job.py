@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from megaclass.distributed.network.connection_watch import ConnectionWatch, OwnConnections
 from megaclass.hvd.engine.controller import Controller
-from megaclass.hvd.engine.meeting import Meeting
 from megaclass.hvd.engine.operation import Operation
+from megaclass.hvd.engine.rendezvous import Meeting
 from megaclass.hvd.engine.timeline import Timeline
 from megaclass.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from megaclass.hvd.settings import Settings

@@ -8,7 +8,8 @@ A request consists of a name and terms. Many requests share their terms, which t
 then on. A list that is new, which is always so for unnamed operations, therefore costs little more than its names. If all ranks
 announce the same new list, the answer is an Agreement, which does not repeat it.
 
-Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and the answer carries the sum (transport/small.py).
+Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and the answer carries the sum
+(transport/reductions.py).
 """
 
 import functools
@@ -28,10 +29,6 @@ Key = tuple[int, str, str]
 
 # In a job with a million different lists, two have the same hash with a probability below 1e-7.
 HASH_BYTES = 8
-
-
-REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
-"""Names of the reductions, by Horovod's number."""
 
 
 def short_hash(data: bytes) -> bytes:
@@ -58,7 +55,7 @@ class Terms:
     """All of a request except its name. Equal terms are shared, so that derived values are computed once."""
 
     kind: str
-    """allreduce, allgather, broadcast, alltoall, reducescatter, barrier, add_process_set or remove_process_set."""
+    """A key of KINDS."""
     process_set: int = 0
     dtypes: tuple[str, ...] = ()
     """One entry per tensor; grouped operations have several."""

@@ -8,7 +8,7 @@
     announce_join()  JOIN ------------------------->   receive(): coordinator.join()
 
 Each method sends what is due and returns what this rank has to run because of it, mostly nothing. No method waits, and none
-knows how operations are run. Only the driver (see driver_seat.py) calls them, so that no field here needs a lock:
+knows how operations are run. Only the engine thread calls them, so that no field here needs a lock:
 
     field                  of            written by             read by
     _sender(s)             both sides    whatever sends a list  (the same)

@@ -1,7 +1,6 @@
 """An operation that a caller submitted, from its submission until the caller fetches the result."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from megaclass.hvd.engine.messages import Request, Response
 class Operation:
     """One rank's part of a collective operation.
 
-    The submitting thread fills `request`, `inputs` and `outputs`; the driver (see driver_seat.py) writes all other fields,
+    The submitting thread fills `request`, `inputs` and `outputs`; the engine thread writes all other fields,
     `is_done` last; waiting threads read them once `is_done` is True.
     """
 
@@ -33,9 +32,7 @@ class Operation:
     is_done: bool = False
     # In quotes: threading.Lock is a function, not a class, before Python 3.13.
     waiter: "threading.Lock | None" = None
-    """A lock that is held until the operation is done; created by the first thread that waits without driving."""
-    on_done: Callable[[], None] | None = None
-    """Called once when the operation is done, by the driver: it must not wait."""
+    """A lock that is held until the operation is done; created by the first thread that waits."""
     ready: torch.cuda.Event | None = None
     """CUDA event after which the inputs may be read; once the operation is done, after which the outputs may be read."""
 

@@ -1,7 +1,7 @@
 """Runs the responses that the ranks have agreed on, and tells the threads that wait for their operations.
 
 All ranks receive the same responses in the same order, so that each rank meets the others in each operation. A rank whose
-operation fails is no longer in step with them: `on_failure` then ends the job. Only the driver (see driver_seat.py) calls this.
+operation fails is no longer in step with them: `on_failure` then ends the job. Only the engine thread calls this.
 """
 
 from collections.abc import Callable

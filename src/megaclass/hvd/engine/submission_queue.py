@@ -4,15 +4,15 @@ An operation that a thread waits for is announced at once, with everything befor
 submissions pause: ranks that announce the same list of operations in one message agree by comparing two hashes, while ranks
 that cut the stream of operations at different places have to match every single operation.
 
-The driver looks at the queue now and then. Submissions have paused if the queue was the same at two looks, one cycle time
-apart, and the driver came to the second look on time. A late driver proves nothing: it had to wait for the interpreter, which
-the submitting thread holds, or for a core, which that thread may lack as well. Submitting needs no clock for this.
+The engine thread looks at the queue now and then. Submissions have paused if the queue was the same at two looks, one cycle
+time apart, and the second look was on time. A late look proves nothing: the engine thread had to wait for the interpreter,
+which the submitting thread holds, or for a core, which that thread may lack as well. Submitting needs no clock for this.
 
             first look           the queue has grown            a punctual look, no growth
     idle  ------------->  open  --------------------->  open  ------------------------------>  announced (idle)
                                                               is_urgent, or held for too long
 
-The controller's lock guards everything here: any thread appends, the driver takes.
+The controller's lock guards everything here: any thread appends, the engine thread takes.
 """
 
 from megaclass.hvd.engine.operation import Operation
@@ -37,21 +37,25 @@ class SubmissionQueue:
         self.is_urgent = False
         """True if a thread waits, so that the queue is announced without delay."""
         self.num_together = 0
-        """Number of open Controller.together() blocks: the driver is woken when the operations of a block are complete."""
+        """Number of open Controller.together() blocks: their end wakes the engine thread."""
         self.wants_join = False
         """True while this rank has a join that was not announced yet."""
-        # What the driver saw at its looks: the length of the queue, since when it has that length, and the first look.
+        # What the engine thread saw at its looks: the length of the queue, since when it has that length, and the first look.
         self._num_seen = 0
         self._seen_at = 0.0
         self._opened_at = 0.0
 
-    def hurry(self) -> None:
-        """Announces what is in the queue without delay; has no effect on operations that are submitted later."""
-        if self.operations:
-            self.is_urgent = True
+    def hurry(self) -> bool:
+        """Announces what is in the queue without delay; has no effect on operations that are submitted later.
+
+        Returns whether that changes anything, so that the engine thread must be woken.
+        """
+        changes = bool(self.operations) and not self.is_urgent
+        self.is_urgent = self.is_urgent or changes
+        return changes
 
     def next_look(self, now: float) -> float | None:
-        """Returns the time at which the driver must call take_if_due(); None: the queue is empty."""
+        """Returns the time at which the engine thread must call take_if_due(); None: the queue is empty."""
         if not self.operations:
             return None
         if self.is_urgent or not self._num_seen:

@@ -18,7 +18,7 @@ _NO_PHASE = contextlib.nullcontext()
 
 
 class Timeline:
-    """Writes the trace. It is inactive until start(); any thread may start or stop it, the driver writes events."""
+    """Writes the trace. It is inactive until start(); any thread may start or stop it, the engine thread writes events."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from megaclass.hvd.collectives.ops import Average
+from megaclass.hvd.engine.kinds import Average
 from megaclass.hvd.keras import callbacks, elastic
 from megaclass.hvd.tensorflow.compression import Compression
 from megaclass.hvd.tensorflow.keras import *

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaclass.hvd.collectives.allreduce import allreduce_async_
 from megaclass.hvd.collectives.handles import synchronize
-from megaclass.hvd.collectives.ops import Adasum
+from megaclass.hvd.engine.kinds import Adasum
 from megaclass.hvd.optimizers.base import DistributedBase, Reduction
 
 

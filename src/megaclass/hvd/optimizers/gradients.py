@@ -24,8 +24,8 @@ from megaclass.hvd.collectives.allreduce import (
     grouped_allreduce_async_,
 )
 from megaclass.hvd.collectives.handles import synchronize
-from megaclass.hvd.collectives.ops import Average, Sum
 from megaclass.hvd.compression import wire_of
+from megaclass.hvd.engine.kinds import Average, Sum
 from megaclass.hvd.functions import broadcast_object
 from megaclass.hvd.optimizers.base import DistributedBase, Reduction
 from megaclass.hvd.optimizers.gradient_batches import GradientBatches
@@ -104,7 +104,7 @@ class _DistributedOptimizer(DistributedBase):
             ready = self._batches.arrive(parameter)
             if is_planned:
                 # Empty until the batch is complete.
-                self._submit_together(ready, is_awaited=False)
+                self._submit_together(ready)
             else:
                 # In the first step the order is unknown; the controller waits a cycle for further gradients to fuse.
                 self._handles[parameter] = self._reduce(parameter)
@@ -120,9 +120,9 @@ class _DistributedOptimizer(DistributedBase):
             self._handles.pop(member, None)
         self._handles[group] = self._reduce_group(group)
 
-    def _submit_together(self, parameters: list[Tensor], *, is_awaited: bool) -> None:
+    def _submit_together(self, parameters: list[Tensor]) -> None:
         if parameters:
-            with _basics.job().controller.together(is_awaited=is_awaited):
+            with _basics.job().controller.together():
                 for parameter in parameters:
                     self._handles[parameter] = self._reduce(parameter)
 
@@ -200,7 +200,7 @@ class _DistributedOptimizer(DistributedBase):
         wanted = (self._requires_update | counted) - sent
         # In the order of param_groups, so that all ranks submit them in the same order.
         missing = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
-        self._submit_together(missing, is_awaited=True)
+        self._submit_together(missing)
 
     def _store(self, parameter: Tensor, reduced: Tensor) -> None:
         self._allreduce_delay[parameter] = self.backward_passes_per_step

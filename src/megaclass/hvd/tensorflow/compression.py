@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from megaclass.hvd.collectives.ops import Average, Sum
 from megaclass.hvd.compression import Compressor as Compressor
 from megaclass.hvd.compression import NoneCompressor as NoneCompressor
 from megaclass.hvd.compression import wire_that_saves
+from megaclass.hvd.engine.kinds import Average, Sum
 
 __all__ = ["Compression"]
 

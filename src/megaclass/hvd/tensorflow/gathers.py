@@ -11,11 +11,11 @@ from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives.alltoall import alltoall_async
 from megaclass.hvd.collectives.broadcast import _enqueue_broadcast
 from megaclass.hvd.collectives.handles import enqueue
-from megaclass.hvd.collectives.ops import Average
+from megaclass.hvd.engine.kinds import Average
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run
-from megaclass.hvd.transport.result_memory import empty_result
+from megaclass.hvd.transport.reductions import empty_result
 
 __all__ = ["allgather", "alltoall", "broadcast", "broadcast_", "grouped_allgather"]
 
@@ -42,7 +42,7 @@ def allgather_call(tensors: Sequence[Any], name: str | None, process_set: Proces
     return Call(
         "allgather",
         tensors,
-        lambda given, _: enqueue("allgather", given, None, name, process_set, is_grouped=is_grouped),
+        lambda given: enqueue("allgather", given, None, name, process_set, is_grouped=is_grouped),
         _gathered,
         [*[tensor.dtype for tensor in tensors], tf.int64],
         [*unknown, [len(tensors), None]],
@@ -103,13 +103,10 @@ def broadcast_call(tensor: Any, root_rank: int, name: str | None, process_set: P
     return Call(
         "broadcast",
         [tensor],
-        lambda given, outputs: _enqueue_broadcast(
-            given[0], empty_result(given[0]) if outputs is None else outputs[0], root_rank, name, process_set
-        ),
+        lambda given: _enqueue_broadcast(given[0], empty_result(given[0]), root_rank, name, process_set),
         lambda operation: list(operation.outputs),
         [tensor.dtype],
         [tensor.shape],
-        is_like_inputs=True,
     )
 
 
@@ -187,7 +184,7 @@ def alltoall(
             "alltoall",
             [given, sent],
             # No splits means equal parts.
-            lambda both, _: alltoall_async(both[0], both[1] if both[1].numel() else None, full_name, process_set),
+            lambda both: alltoall_async(both[0], both[1] if both[1].numel() else None, full_name, process_set),
             lambda operation: list(operation.result),
             [given.dtype, tf.int32],
             [shape, [None]],

@@ -8,16 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from megaclass.even_parts import even_part
-from megaclass.hvd.collectives.ops import Average
+from megaclass.hvd.engine.kinds import Average
 from megaclass.hvd.process_sets import ProcessSet
 from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, run
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.reductions import allreduce, allreduce_call
-
-# In graphs, gradients travel in batches of these sizes, the last variables first, as backward computes them in that order: the
-# first batches are sent while the rest is computed. The sizes are those of torch's DistributedDataParallel.
-_FIRST_BYTES = 1024 * 1024
-_BATCH_BYTES = 25 * 1024 * 1024
 
 
 def checked_groups(op: int, gradient_predivide_factor: float, num_groups: int, groups: Any) -> Any:
@@ -112,15 +107,12 @@ class GradientReducer:
 
     def _dense(self, name: str, gradients: dict[int, Any], variables: Sequence[Any]) -> dict[int, Any]:
         """Reduces the gradients, given by their place in the list."""
+        if not gradients:
+            return {}
         units = self._units(list(gradients), variables)
-        # Eagerly all gradients are there, so that they are submitted together.
-        batches = [units] if tf.executing_eagerly() else _batches(units, gradients)
-        results: dict[int, Any] = {}
-        for batch in batches:
-            places = [place for unit in batch for place in unit]
-            reduced = self._reduced(name, batch, [gradients[place] for place in places]) if places else []
-            results.update(zip(places, reduced, strict=True))
-        return results
+        places = [place for unit in units for place in unit]
+        # All of a step as one node of the graph: nodes that run Python cost more than what several batches could hide.
+        return dict(zip(places, self._reduced(name, units, [gradients[place] for place in places]), strict=True))
 
     def _units(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
         """Returns the places of gradients that are reduced under one name: groups, or one gradient each."""
@@ -182,17 +174,3 @@ class GradientReducer:
                 )
             )
         return calls
-
-
-def _batches(units: list[list[int]], gradients: dict[int, Any]) -> list[list[list[int]]]:
-    """Divides the units into batches, the last ones first."""
-    batches: list[list[list[int]]] = []
-    num_bytes, limit = 0, 0
-    for unit in reversed(units):
-        if num_bytes >= limit:
-            num_bytes, limit = 0, _BATCH_BYTES if batches else _FIRST_BYTES
-            batches.append([])
-        batches[-1].append(unit)
-        # A shape that is not known while the graph is built counts as nothing.
-        num_bytes += sum((gradients[i].shape.num_elements() or 0) * gradients[i].dtype.size for i in unit)
-    return batches

@@ -8,8 +8,8 @@ import tensorflow as _tf
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.collectives import handles as _handles
 from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility
-from megaclass.hvd.collectives.ops import *
 from megaclass.hvd.engine.job import current as _current
+from megaclass.hvd.engine.kinds import *
 from megaclass.hvd.exceptions import *
 from megaclass.hvd.lifecycle import *
 from megaclass.hvd.process_sets import *

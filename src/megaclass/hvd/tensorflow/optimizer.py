@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from megaclass.hvd.collectives.ops import Adasum, Average
+from megaclass.hvd.engine.kinds import Adasum, Average
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.tensorflow.compression import Compression
 from megaclass.hvd.tensorflow.gradients import GradientReducer, checked_groups

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from megaclass.hvd.collectives.allreduce import _enqueue_allreduce
 from megaclass.hvd.collectives.handles import handle_average_backwards_compatibility, synchronize
-from megaclass.hvd.collectives.ops import Adasum, Average, Sum
 from megaclass.hvd.collectives.reducescatter import _enqueue_reducescatter
+from megaclass.hvd.engine.kinds import Adasum, Average, Sum
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.tensorflow.bridge import (
     Call,
@@ -25,7 +25,7 @@ from megaclass.hvd.tensorflow.bridge import (
 )
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.gathers import allgather, allgather_call, grouped_allgather
-from megaclass.hvd.transport.result_memory import empty_result
+from megaclass.hvd.transport.reductions import empty_result
 
 __all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
@@ -57,9 +57,9 @@ def allreduce_call(
     return Call(
         "allreduce",
         tensors,
-        lambda given, outputs: _enqueue_allreduce(
+        lambda given: _enqueue_allreduce(
             given,
-            [empty_result(tensor) for tensor in given] if outputs is None else outputs,
+            [empty_result(tensor) for tensor in given],
             name,
             op,
             prescale_factor,
@@ -72,7 +72,6 @@ def allreduce_call(
         lambda operation: list(operation.outputs),
         [tensor.dtype for tensor in tensors],
         [tensor.shape for tensor in tensors],
-        is_like_inputs=True,
     )
 
 
@@ -310,7 +309,7 @@ def _reducescattered(
         call = Call(
             "reducescatter",
             packed,
-            lambda given, _: _enqueue_reducescatter(
+            lambda given: _enqueue_reducescatter(
                 given, full_name, op, process_set, prescale_factor, postscale_factor, is_grouped=is_grouped
             ),
             lambda operation: list(operation.outputs),

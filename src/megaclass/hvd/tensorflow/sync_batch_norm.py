@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from megaclass.hvd.collectives.ops import Sum
+from megaclass.hvd.engine.kinds import Sum
 from megaclass.hvd.tensorflow.reductions import allreduce
 
 __all__ = ["SyncBatchNormalization"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from megaclass.hvd.collectives.ops import Average
+from megaclass.hvd.engine.kinds import Average
 from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.tensorflow.bridge import not_rewritten
 from megaclass.hvd.tensorflow.compression import Compression

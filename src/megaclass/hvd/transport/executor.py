@@ -1,23 +1,20 @@
 """Runs the operations that the ranks have agreed on. Only the thread that drives the controller calls it.
 
-groups.py chooses what carries an operation; reductions.py and moves.py have one method per kind of operation.
+groups.py chooses what carries an operation; reductions.py and exchanges.py have one method per kind of operation.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from megaclass.hvd.engine.kinds import KINDS
 from megaclass.hvd.engine.messages import Request, Response
 from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.engine.timeline import Timeline
-from megaclass.hvd.transport import small
-from megaclass.hvd.transport.fusion_buffers import FusionBuffers
+from megaclass.hvd.transport.exchanges import Exchanges
 from megaclass.hvd.transport.groups import Groups
-from megaclass.hvd.transport.moves import Moves
 from megaclass.hvd.transport.process_set_table import ProcessSetTable
-from megaclass.hvd.transport.reductions import Reductions
-
-_MOVES = ("allgather", "broadcast", "alltoall", "reducescatter")
+from megaclass.hvd.transport.reductions import FusionBuffers, Reductions, add_payloads, deliver_payload, small_payload
 
 
 class Executor:
@@ -28,16 +25,16 @@ class Executor:
         self._sets = sets
         self._buffers = FusionBuffers()
         self._groups = Groups(rank, sets, uses_nccl=uses_nccl)
-        moves = Moves(self._groups)
-        reductions = Reductions(timeline, self._groups, moves, self._buffers)
+        exchanges = Exchanges(self._groups)
+        reductions = Reductions(timeline, self._groups, exchanges, self._buffers)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # The GPU of the latest operation.
         self._gpu: torch.device | None = None
         self._runners: dict[str, Callable[[Response, list[Operation | None]], None]] = {
             "allreduce": reductions.allreduce,
-            "allgather": moves.allgather,
-            "broadcast": moves.broadcast,
-            "alltoall": moves.alltoall,
+            "allgather": exchanges.allgather,
+            "broadcast": exchanges.broadcast,
+            "alltoall": exchanges.alltoall,
             "reducescatter": reductions.reducescatter,
             "barrier": lambda response, operations: None,
             "add_process_set": self._change_sets,
@@ -49,7 +46,7 @@ class Executor:
         first = response.requests[0]
         run = self._runners[first.kind]
         # An allreduce shows its transport itself: copies into and out of the fusion buffer come before and after it.
-        shown = [first.full_name] if first.kind in _MOVES else []
+        shown = [first.full_name] if KINDS[first.kind].is_collective and first.kind != "allreduce" else []
         with self._timeline.phase(shown, f"{self._groups.transport(first)}_{first.kind.upper()}"):
             if first.device == "cpu":
                 run(response, operations)
@@ -86,13 +83,13 @@ class Executor:
     # -- small tensors, which travel with the negotiation -----------------------------------------------------------
 
     def small_payload(self, operations: list[Operation]) -> bytes:
-        return small.small_payload(operations, len(self._sets.ranks[0]))
+        return small_payload(operations, len(self._sets.ranks[0]))
 
     def add_payloads(self, request: Request, payloads: list[bytes]) -> bytes:
-        return small.add_payloads(request, payloads)
+        return add_payloads(request, payloads)
 
     def deliver_payload(self, operations: list[Operation | None], payload: bytes) -> None:
-        small.deliver_payload(operations, payload, self._buffers)
+        deliver_payload(operations, payload, self._buffers)
 
     def _change_sets(self, response: Response, operations: list[Operation | None]) -> None:
         operation = operations[0]

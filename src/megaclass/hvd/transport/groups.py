@@ -1,4 +1,4 @@
-"""The carriers of an operation: the process group, the ring, and copies in main memory. The same choice on all ranks."""
+"""The carriers of an operation: the process group, and copies in main memory. The same choice on all ranks."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.transport.process_set_table import ProcessSetTable
-from megaclass.hvd.transport.ring import Ring
 
 
 class Groups:
@@ -34,21 +33,9 @@ class Groups:
         assert groups.gpu is not None
         return groups.gpu
 
-    def ring(self, request: Request, num_bytes: int) -> Ring | None:
-        """Returns the ring if it reduces a tensor of this size. The answer is the same on all ranks, as the sizes are."""
-        connections = self._sets.connections[request.process_set]
-        # Tensors on GPUs travel through main memory where ranks share a GPU.
-        is_in_main_memory = request.device == "cpu" or not self._uses_nccl
-        return connections.ring if is_in_main_memory and num_bytes <= connections.ring_max_bytes else None
-
-    def transport(self, request: Request, ring_bytes: int = 0) -> str:
-        """Returns the name of what carries the tensors, for the timeline.
-
-        ring_bytes: size of the buffer that the ring could reduce; 0 for operations that never use it.
-        """
-        if request.device != "cpu" and self._uses_nccl:
-            return "NCCL"
-        return "RING" if ring_bytes and self.ring(request, ring_bytes) is not None else "GLOO"
+    def transport(self, request: Request) -> str:
+        """Returns the name of what carries the tensors, for the timeline."""
+        return "NCCL" if request.device != "cpu" and self._uses_nccl else "GLOO"
 
     def is_direct(self, tensor: Tensor) -> bool:
         return self._uses_nccl or tensor.device.type == "cpu"

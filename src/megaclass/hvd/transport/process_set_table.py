@@ -1,22 +1,21 @@
 """The process sets of a job, and this rank's connections to the other members of each.
 
-The driver changes the table, at the same place in the order of operations on every rank, so that all ranks number the sets
-alike. Other threads only read it.
+The engine thread changes the table, at the same place in the order of operations on every rank, so that all ranks number the
+sets alike. Other threads only read it.
 """
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from megaclass.hvd.engine.meeting import Meeting, new_group
 from megaclass.hvd.engine.messages import Request
+from megaclass.hvd.engine.rendezvous import Meeting, new_group
 from megaclass.hvd.settings import Settings
-from megaclass.hvd.transport import result_memory
-from megaclass.hvd.transport.ring import Ring, connect_ring
-
-# With HOROVOD_CPU_OPERATIONS=auto. Measured: at 1 MB the ring takes a third to half of gloo's time, at 4 MB as long.
-_RING_MAX_BYTES = 2 << 20
+from megaclass.launch.elastic.worker import is_elastic
 
 
 @dataclass
@@ -24,20 +23,30 @@ class SetConnections:
     """The connections of one process set."""
 
     ranks: tuple[int, ...]
-    cpu: dist.ProcessGroup
     gpu: dist.ProcessGroup | None
     """NCCL's group, where every rank has a GPU of its own."""
-    ring: Ring | None
-    """For reductions in main memory; None with HOROVOD_CPU_OPERATIONS=gloo, or where this rank is the only member."""
-    ring_max_bytes: float
-    """Larger tensors are reduced by gloo."""
+    make_cpu: Callable[[], dist.ProcessGroup]
+    """Creates gloo's group; collective over the set."""
     scripts: dist.ProcessGroup | None = None
     """The group that the script uses itself; made when it first asks for it."""
 
+    @functools.cached_property
+    def cpu(self) -> dist.ProcessGroup:
+        """gloo's group. The first use is collective: the engine thread asks at the same operation on every member.
+
+        gloo connects every member with every other one, so a job whose operations all run on GPUs never creates it.
+        """
+        return self.make_cpu()
+
+    def abort(self) -> None:
+        """Ends NCCL's operations that wait for a member that is gone; their results are garbage. Any thread may call it."""
+        for group in (self.gpu, self.scripts):
+            if group is not None and self.gpu is not None:
+                with contextlib.suppress(RuntimeError):
+                    group._get_backend(torch.device("cuda")).abort()
+
     def close(self) -> None:
-        if self.ring is not None:
-            self.ring.close()
-        for group in (self.cpu, self.gpu, self.scripts):
+        for group in (self.__dict__.get("cpu"), self.gpu, self.scripts):
             if group is not None:
                 group.shutdown()
 
@@ -92,9 +101,13 @@ class ProcessSetTable:
         """Executes an agreed request to add or remove a set."""
         return self.add(request.splits) if request.kind == "add_process_set" else self.remove(request.splits[0])
 
+    def abort(self) -> None:
+        """Ends operations on GPUs that wait for a rank that is gone. Any thread may call it."""
+        for connections in list(self.connections.values()):
+            connections.abort()
+
     def close(self) -> None:
-        """Closes all connections, and gives the memory back that was kept for further results."""
-        result_memory.release()
+        """Closes all connections."""
         for connections in self.connections.values():
             connections.close()
         self.connections.clear()
@@ -113,12 +126,9 @@ class ProcessSetTable:
         meeting, settings = self._meeting, self._settings
         name = f"set {number}"
         # All members come here at the same place in the order of operations, which makes these collective constructions safe.
-        cpu = new_group(meeting, name, ranks, settings)
         gpu = new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None
-        ring = None
-        if settings.cpu_operations != "gloo":
-            names = [f"rank {rank} ({meeting.hosts[rank]})" for rank in ranks]
-            place = ranks.index(meeting.rank)
-            ring = connect_ring(meeting.signed_store(name), meeting.secret, place, names, meeting.address, settings)
-        ring_max_bytes = _RING_MAX_BYTES if settings.cpu_operations == "auto" else float("inf")
-        return SetConnections(ranks, cpu, gpu, ring, ring_max_bytes)
+        connections = SetConnections(ranks, gpu, functools.partial(new_group, meeting, name, ranks, settings))
+        # In an elastic job all sockets of a generation must exist when init() returns: OwnConnections ends those it has noted.
+        if gpu is None or is_elastic():
+            _ = connections.cpu
+        return connections

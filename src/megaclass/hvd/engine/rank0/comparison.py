@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from megaclass.hvd.engine.messages import REDUCTIONS, Request, Response
-
-# A rank that has joined contributes zeros, which means something only where tensors are added up.
-_NOT_WITH_JOIN = ("allgather", "broadcast", "alltoall", "reducescatter")
+from megaclass.hvd.engine.kinds import KINDS, REDUCTIONS
+from megaclass.hvd.engine.messages import Request, Response
 
 
 def rank_name(rank: int, hosts: Sequence[str]) -> str:
@@ -22,9 +20,9 @@ def respond(by_rank: dict[int, Request], hosts: Sequence[str], *, has_joined: bo
         return Response((first,), error=error)
     # A rank knows its own rows only, and needs those of all others to make room for the result.
     sizes: tuple[tuple[int, ...], ...] = ()
-    if first.kind == "allgather":
+    if KINDS[first.kind].sizes == "rows":
         sizes = tuple(zip(*([shape[0] for shape in request.shapes] for request in requests), strict=True))
-    elif first.kind == "alltoall":
+    elif KINDS[first.kind].sizes == "splits":
         sizes = tuple(request.splits for request in requests)
     return Response((first,), sizes=sizes)
 
@@ -46,13 +44,11 @@ def _disagreement(ranks: list[int], requests: list[Request], hosts: Sequence[str
 
 def _impossible(first: Request, has_joined: bool) -> str:
     """Explains why the operation cannot run although all ranks agree; empty if it can."""
-    # Nearly all operations: none of the obstacles below concerns them.
-    if first.kind == "allreduce":
-        return ""
-    if first.kind in _NOT_WITH_JOIN and has_joined:
+    kind = KINDS[first.kind]
+    if has_joined and not kind.may_join:
         hint = " Specify sparse_as_dense=True if using DistributedOptimizer." if first.kind == "allgather" else ""
         return f"{first.kind.capitalize()} is not supported with Join at this time.{hint}"
-    if first.kind in ("allgather", "alltoall", "reducescatter") and any(not shape for shape in first.shapes):
+    if kind.needs_rows and any(not shape for shape in first.shapes):
         return f"Tried to {first.kind} a tensor of no dimensions under the name {first.full_name!r}."
     return ""
 
@@ -64,10 +60,10 @@ def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
         yield f"{kind} numbers of tensors", str(len(one.shapes)), str(len(two.shapes))
     if one.dtypes != two.dtypes:
         yield "data types", _plain(one.dtypes), _plain(two.dtypes)
-    if kind in ("allreduce", "broadcast", "reducescatter") and one.shapes != two.shapes:
+    if KINDS[kind].shapes_must_match and one.shapes != two.shapes:
         yield f"{kind} tensor shapes", f"shape {_plain(one.shapes)}", f"shape {_plain(two.shapes)}"
     # Members may bring different numbers of rows here: the response tells each of them the numbers of all.
-    if kind in ("allgather", "alltoall"):
+    if not KINDS[kind].shapes_must_match:
         for left, right in zip(one.shapes, two.shapes, strict=True):
             if len(left) != len(right) or left[1:] != right[1:]:
                 yield f"{kind} tensor shapes beyond dimension 0", f"shape {list(left)}", f"shape {list(right)}"
@@ -81,10 +77,10 @@ def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
         )
     if one.root != two.root:
         yield f"{kind} root ranks", f"root rank {one.root}", f"root rank {two.root}"
-    if kind == "alltoall" and len(one.splits) != len(two.splits):
+    if KINDS[kind].sizes == "splits" and len(one.splits) != len(two.splits):
         yield "numbers of splits", f"splits {list(one.splits)}", f"splits {list(two.splits)}"
-    if kind in ("add_process_set", "remove_process_set") and one.splits != two.splits:
-        yield "process sets", f"ranks {list(one.splits)}", f"ranks {list(two.splits)}"
+    if KINDS[kind].disagreement and one.splits != two.splits:
+        yield KINDS[kind].disagreement, f"ranks {list(one.splits)}", f"ranks {list(two.splits)}"
     if one.device != two.device:
         yield f"{kind} CPU/GPU device selection", f"a tensor on {one.device}", f"a tensor on {two.device}"
     if (one.wire, one.keeps_error) != (two.wire, two.keeps_error):

@@ -10,7 +10,7 @@ A cycle (the requests of one message) takes one of two ways:
     opened   otherwise, into the table: each operation waits for its other members
 
 pending_table.py is the table, comparison.py compares, fusion.py joins, stall_check.py looks for operations that wait too long.
-Only rank 0's driver calls the coordinator, so that it needs no lock.
+Only rank 0's engine thread calls the coordinator, so that it needs no lock.
 """
 
 from collections import deque
@@ -121,7 +121,7 @@ class Coordinator:
 
     def next_check(self) -> float | None:
         """Returns the time at which check() must be called next; None while no operation is open."""
-        # The usual case, asked in every step of the driver.
+        # The usual case, asked in every step of the engine thread.
         if not self._table.pending and not any(self._held):
             return None
         times = self._stalls.times()

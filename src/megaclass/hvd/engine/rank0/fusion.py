@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from megaclass.hvd.engine.messages import REDUCTIONS, Response, Terms
+from megaclass.hvd.engine.kinds import Adasum
+from megaclass.hvd.engine.messages import Response, Terms
 from megaclass.hvd.settings import Settings
 
 # A larger tensor gains nothing by fusion: copying it into and out of the buffer takes longer than one latency.
@@ -47,7 +48,7 @@ def _fusion_label(terms: Terms | None, settings: Settings) -> tuple[object, ...]
     """Returns a label; operations with equal labels may be fused. None: this one is not fused."""
     if terms is None or terms.kind != "allreduce" or not settings.fusion_threshold:
         return None
-    if REDUCTIONS[terms.op] == "Adasum" or len(set(terms.dtypes)) != 1:
+    if terms.op == Adasum or len(set(terms.dtypes)) != 1:
         return None
     if terms.is_grouped and not settings.fuse_groups:
         return None

@@ -52,7 +52,7 @@ class StallCheck:
         for key, pending in self._table.pending.items():
             lag = now - pending.since
             if warn_s and lag >= warn_s * (pending.num_warnings + 1):
-                # Not + 1: after a pause of the driver, the intervals that passed meanwhile count as warned.
+                # Not + 1: after a pause of the engine thread, the intervals that passed meanwhile count as warned.
                 pending.num_warnings = int(lag / warn_s)
                 stalled.append(key)
             if warn_s and end_s >= warn_s and lag >= end_s:

@@ -2,9 +2,8 @@
 
 run            one or more calls, eagerly or in a graph; names, gradients and questions of graphs
 call           `Call` describes one collective; how to submit calls and to fetch their results
+nodes          collectives in graphs, as nodes that run Python
 memory         tensors of TensorFlow as torch's and back, sharing memory
-kernel         an asynchronous operation of TensorFlow, through its C API: collectives in graphs
-python_nodes   collectives in graphs where there is a GPU, or no such C API: nodes that run Python
 """
 
 from megaclass.hvd.tensorflow.bridge.call import Call, check_dtype

@@ -31,16 +31,14 @@ class Call:
     kind: str
     inputs: Sequence[Any]
     """TensorFlow's tensors."""
-    submit: Callable[[list[Tensor], list[Tensor] | None], int]
-    """Submits torch's tensors to the engine and returns the handle. The second list is None, or memory for the results."""
+    submit: Callable[[list[Tensor]], int]
+    """Submits torch's tensors to the engine and returns the handle."""
     results: Callable[[Operation], list[Tensor]]
     """Returns the results of the finished operation."""
     dtypes: Sequence[Any]
     """TensorFlow's dtypes of the results."""
     shapes: Sequence[Any]
     """Shapes of the results, as far as they are known before."""
-    is_like_inputs: bool = False
-    """True if there is one result for each input, of its shape and dtype; only then is there memory before the call."""
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:
@@ -51,12 +49,10 @@ class Call:
         return replace(self, inputs=())
 
 
-def submit_calls(
-    calls: Sequence[Call], inputs: Sequence[list[Tensor]], outputs: Sequence[list[Tensor] | None], *, is_awaited: bool
-) -> list[int]:
-    """Submits the calls together and returns their handles. is_awaited: the caller waits for them next."""
-    with _basics.job().controller.together(is_awaited=is_awaited):
-        return [call.submit(given, out) for call, given, out in zip(calls, inputs, outputs, strict=True)]
+def submit_calls(calls: Sequence[Call], inputs: Sequence[list[Tensor]]) -> list[int]:
+    """Submits the calls together and returns their handles."""
+    with _basics.job().controller.together():
+        return [call.submit(given) for call, given in zip(calls, inputs, strict=True)]
 
 
 def fetch_results(calls: Sequence[Call], handles: Sequence[int]) -> list[list[Tensor]]:

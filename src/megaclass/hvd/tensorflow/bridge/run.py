@@ -1,7 +1,7 @@
 """Runs calls eagerly or adds them to a graph; names, gradients and questions of graphs.
 
-    eager   submits all calls, then waits for them; the waiting thread drives the engine, as in the torch API
-    graph   a node that submits when its inputs are there and ends when the results are (kernel.py, python_nodes.py)
+    eager   submits all calls, then waits for them, as in the torch API
+    graph   nodes that submit when their inputs are there, and return the results (nodes.py)
 
 Nodes are exempted from the automatic control dependencies, which would run all of them in the order of tracing, so that only
 data decides when a collective starts.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from megaclass.hvd.tensorflow.bridge import kernel, python_nodes
+from megaclass.hvd.tensorflow.bridge import nodes
 from megaclass.hvd.tensorflow.bridge.call import Call, fetch_results, split, submit_calls
 from megaclass.hvd.tensorflow.bridge.memory import to_tensorflow, to_torch
 
@@ -65,7 +65,7 @@ def run(calls: Sequence[Call]) -> list[list[Any]]:
 
 def _run_eagerly(calls: Sequence[Call]) -> list[list[Any]]:
     inputs = [[to_torch(tensor) for tensor in call.inputs] for call in calls]
-    handles = submit_calls(calls, inputs, [None] * len(calls), is_awaited=True)
+    handles = submit_calls(calls, inputs)
     return [
         [to_tensorflow(result, dtype) for result, dtype in zip(results, call.dtypes, strict=True)]
         for call, results in zip(calls, fetch_results(calls, handles), strict=True)
@@ -78,12 +78,7 @@ def _run_in_graph(calls: Sequence[Call]) -> list[list[Any]]:
             f"XLA cannot compile {calls[0].kind}, which waits for other ranks: pass jit_compile=False to tf.function() or "
             f"model.compile()."
         )
-    in_function = tf.compat.v1.executing_eagerly_outside_functions()
-    # A kernel has no access to the streams of TensorFlow's GPUs.
-    if in_function and not tf.config.list_logical_devices("GPU") and kernel.is_available():
-        outputs = kernel.add_node(calls)
-    else:
-        outputs = python_nodes.add_nodes(calls, _independent)
+    outputs = nodes.add_nodes(calls, _independent)
     _independent(outputs[0])
     for output, shape in zip(outputs, [shape for call in calls for shape in call.shapes], strict=True):
         output.set_shape(shape)
@@ -94,7 +89,11 @@ def _independent(tensor: Any) -> Any:
     """Exempts the tensor's node from the order in which TensorFlow runs nodes that have side effects."""
     manager = getattr(tensor.graph, "experimental_acd_manager", None)
     if manager is not None:
-        manager.run_independently(tensor.op)
+        operation = tensor.op
+        # The results of a loop are copies of what its node returns.
+        while operation.type == "Identity":
+            operation = operation.inputs[0].op
+        manager.run_independently(operation)
     return tensor
 
 

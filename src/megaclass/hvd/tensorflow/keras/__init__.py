@@ -15,8 +15,8 @@ if _keras.backend.backend() != "tensorflow":
         f"With the torch backend, use megaclass.hvd, the API for torch."
     )
 
-from megaclass.hvd.collectives.ops import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.compat.util import is_version_greater_equal_than
+from megaclass.hvd.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from megaclass.hvd.lifecycle import *
 from megaclass.hvd.process_sets import *
 from megaclass.hvd.tensorflow.compression import *

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from megaclass.hvd.collectives.ops import Min
+from megaclass.hvd.engine.kinds import Min
 from megaclass.hvd.lifecycle import rank, size
 from megaclass.hvd.tensorflow.functions import broadcast_variables
 from megaclass.hvd.tensorflow.gradients import variable_key

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from megaclass.hvd.collectives.ops import Average
+from megaclass.hvd.engine.kinds import Average
 from megaclass.hvd.tensorflow import gathers, reductions, sessions
 from megaclass.hvd.tensorflow.compression import Compression
 from megaclass.hvd.tensorflow.keras.optimizer import DistributedOptimizer

@@ -13,7 +13,7 @@ from megaclass.hvd.engine.operation import Operation
 from megaclass.hvd.transport.groups import Groups
 
 
-class Moves:
+class Exchanges:
     """Writes results into new tensors of the operation, except for a broadcast, whose output exists already."""
 
     def __init__(self, groups: Groups) -> None:

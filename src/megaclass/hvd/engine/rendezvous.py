@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaclass.distributed.devices import ranks_sharing_a_gpu, visible_gpus
 from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.connection_watch import ConnectionWatch, network_timeout
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
@@ -50,8 +51,6 @@ class Meeting:
     is_one_machine: bool
     connections: dict[int, ControlConnection]
     """By rank: on rank 0 to all other ranks, elsewhere to rank 0 only."""
-    address: str
-    """The address at which the other ranks reach this one."""
     uses_nccl: bool
     """True if every rank has a GPU of its own."""
 
@@ -170,18 +169,16 @@ def _gloo_devices(meeting: Meeting) -> list[Any]:
 
 
 def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) -> Meeting:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
     network = machine_and_network()
     secret = job_secret() or _shared_secret(store, rank, size, network, settings)
     signed = SignedStore(store, secret, "meeting")
     mine: dict[str, object] = {
         "host": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
         "local_rank": world.local_rank if world.starter != "none" else -1,
-        "gpus": num_gpus,
+        "gpus": visible_gpus() if dist.is_nccl_available() else [],
         # One machine may have several host names, and containers on one machine have different ones.
         "machine": f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}",
         "network": network,
-        "cpu_operations": settings.cpu_operations,
         "nonce": secrets.token_hex(16),
     }
     # Checked although signed: without a secret the signature proves nothing.
@@ -190,12 +187,6 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     # From here on with the secret of this init().
     signed = SignedStore(store, secret, "meeting")
     hosts = [str(entry["host"]) for entry in entries]
-    for other, entry in enumerate(entries):
-        if entry["cpu_operations"] != entries[0]["cpu_operations"]:
-            raise LaunchError(
-                f"HOROVOD_CPU_OPERATIONS is {entries[0]['cpu_operations']} on rank 0 ({hosts[0]}), but "
-                f"{entry['cpu_operations']} on rank {other} ({hosts[other]}): it must be the same on all ranks."
-            )
     local_ranks = [int(entry["local_rank"]) for entry in entries]
     # Local ranks are counted here if the starter does not set them, if two ranks have the same one, or if only some ranks of
     # a host take part.
@@ -205,24 +196,19 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     is_one_machine = len({entry["network"] for entry in entries}) == 1
     # A job of one rank opens no port.
     if size == 1:
-        address, connections = "127.0.0.1", {}
+        connections = {}
     elif rank == 0:
         # On one machine at loopback, which no other host reaches.
         listener = AuthenticatedListener("127.0.0.1" if is_one_machine else _own_address(world), secret)
-        address = listener.endpoint.address
         signed.set("endpoint", listener.endpoint.to_json())
         arrived = listener.accept_ranks(range(1, size), settings.start_timeout_s)
         connections = {peer: ControlConnection(connection) for peer, connection in arrived.items()}
     else:
         endpoint = Endpoint.from_json(signed.get("endpoint"))
         connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
-        # Of the interface that leads to rank 0: the other ranks reach this one there.
-        address = connection.getsockname()[0]
         connections = {0: ControlConnection(connection)}
-    machines = [entry["machine"] for entry in entries]
-    # NCCL refuses two ranks on one GPU. All ranks have the same list, so that all of them decide alike.
-    uses_nccl = all(int(entry["gpus"]) >= machines.count(entry["machine"]) for entry in entries)
-    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, address, uses_nccl)
+    uses_nccl = _has_gpu_per_rank([str(entry["machine"]) for entry in entries], [entry["gpus"] for entry in entries])
+    return Meeting(rank, hosts, local_ranks, store, secret, is_one_machine, connections, uses_nccl)
 
 
 def _exchange(store: Any, name: str, mine: object, rank: int, size: int) -> list[Any]:
@@ -249,11 +235,29 @@ def _parsed(content: bytes, name: str) -> Any:
 
 
 def _checked_entry(entry: Any) -> dict[str, Any]:
-    texts = ("host", "machine", "network", "cpu_operations", "nonce")
-    expected = {"local_rank": int, "gpus": int} | dict.fromkeys(texts, str)
+    texts = ("host", "machine", "network", "nonce")
+    expected = {"local_rank": int, "gpus": list} | dict.fromkeys(texts, str)
     if not isinstance(entry, dict) or {name: type(entry.get(name)) for name in expected} != expected:
         raise LaunchError(f"A rank described itself in the job's store as {str(entry)[:200]!r}, which no rank would.")
     return entry
+
+
+def _has_gpu_per_rank(machines: list[str], gpus: list[list[str]]) -> bool:
+    """Returns whether every rank has a GPU of its own: NCCL refuses two ranks on one GPU.
+
+    All ranks pass the same lists, so all of them decide alike. The script chooses its GPU after init(): by its local rank if
+    it sees the GPUs of the whole machine, or the only one that its starter shows it.
+    """
+    by_machine: dict[str, list[list[str]]] = {}
+    for machine, visible in zip(machines, gpus, strict=True):
+        by_machine.setdefault(machine, []).append(visible)
+    for seen in by_machine.values():
+        sees_enough = all(len(visible) >= len(seen) for visible in seen)
+        together = [gpu for visible in seen for gpu in visible]
+        is_disjoint = all(seen) and ranks_sharing_a_gpu(together) is None
+        if not (sees_enough or is_disjoint):
+            return False
+    return True
 
 
 def _secret_of_this_init(secret: bytes, nonces: list[str], rank: int, own: str) -> bytes:
