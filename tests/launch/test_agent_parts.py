@@ -45,7 +45,7 @@ class DriverEnd:
         self.connection = DriverConnection(selector, 10.0, self.obeyed.append, self._note_loss)
         self.connection.listen()
 
-    def _note_loss(self) -> None:
+    def _note_loss(self, is_silent) -> None:
         self.num_losses += 1
 
 

@@ -146,15 +146,16 @@ class Agent:
             case "signal":
                 self._supervisor.send_signal(int(message["number"]))
             case "stacks":
-                self._hangs.report_stacks(message["name"], self._supervisor.running(), self._output.read_stderr)
+                running, may_abort = self._supervisor.running(), bool(message["may_abort"])
+                self._hangs.report_stacks(message["name"], running, self._output.read_stderr, may_abort=may_abort)
             case "verdict":
                 self._hangs.keep_verdict(message)
             case "end":
                 self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
 
-    def _on_driver_lost(self) -> None:
-        # Shorter than the user's grace where necessary, so that all is over within the heartbeat limit on both sides.
-        self._end(self._silence_grace_s)
+    def _on_driver_lost(self, is_silent: bool) -> None:
+        # After a silence shorter, so that all is over within the heartbeat limit on both sides.
+        self._end(self._silence_grace_s if is_silent else None)
 
     def _on_signals(self) -> None:
         # SIGCHLD only wakes the loop, which looks for exits after every batch of events.

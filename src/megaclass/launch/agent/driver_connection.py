@@ -27,7 +27,8 @@ _logger = logging.getLogger("megaclass.launch")
 class DriverConnection:
     """Reads the driver's messages from stdin and sends the agent's through stdout.
 
-    silence_s: a driver that sends nothing for so long is lost. obey: carries out one message. on_lost: called once.
+    silence_s: a driver that sends nothing for so long is lost. obey: carries out one message. on_lost: called
+    once, with whether the driver fell silent.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class DriverConnection:
         selector: selectors.BaseSelector,
         silence_s: float,
         obey: Callable[[Message], None],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[bool], None],
     ) -> None:
         self._selector = selector
         self._silence_s = silence_s
@@ -81,19 +82,19 @@ class DriverConnection:
         except ProtocolError as error:
             self.lose(f"the driver sent something else than messages: {error}")
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: str, *, is_silent: bool = False) -> None:
         """Counts the driver as lost, and reports the first reason."""
         if self._is_connected:
             self._is_connected = False
             self._pipe.drop()
             # The driver cannot be told any more; stderr may still reach a terminal or a log.
             _logger.warning(f"{why}; ending its ranks")
-            self._on_lost()
+            self._on_lost(is_silent)
 
     def check_silence(self, now: float) -> None:
         """Counts the driver as lost if it has sent nothing for too long, not even heartbeats."""
         if now - self._heard_at > self._silence_s:
-            self.lose(f"the driver has sent nothing for {now - self._heard_at:.1f} s")
+            self.lose(f"the driver has sent nothing for {now - self._heard_at:.1f} s", is_silent=True)
 
     def watch_room(self) -> None:
         """Waits for room in the driver's pipe while something is queued."""

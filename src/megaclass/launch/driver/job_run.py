@@ -62,8 +62,8 @@ class JobRun:
         self._pipes = AgentPipes(self._on_message, io, self._start.token)
         self._heartbeats = Heartbeats(self._pipes, options)
         self._table = RankTable(placements)
-        self._end = JobEnd(self._pipes, self._table, io, options.grace_s)
-        self._lost = LostAgents(self._pipes, self._start, self._end, ssh, io.messages, options.grace_s)
+        self._end = JobEnd(self._pipes, self._table, io, options)
+        self._lost = LostAgents(self._pipes, self._start, self._end, ssh, io.messages, options)
         self._hang_watch = HangWatch(placements, self._pipes, self._table, self._end, io, options.hang_timeout_s)
         self._handler = MessageHandler(
             self._pipes,

@@ -95,6 +95,8 @@ class MessageHandler:
         if code == EXIT_RESUME_ME:
             self._end.resume(f"rank {rank} on {self._table.hosts[rank]}")
             return
+        if self._lost.end_because_of_silence(f"rank {rank} on {self._table.hosts[rank]}", code):
+            return
         # At once, before the other ranks print their own errors about the one that is gone.
         self._messages.say(self._table.headline_of(rank))
         # Exit code 2 is a mistake of the user's, which a restart would repeat.

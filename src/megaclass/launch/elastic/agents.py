@@ -40,7 +40,7 @@ class ElasticAgents:
         self._ports: dict[str, Message] = {}
         """Ports that an agent holds for the next generation with rank 0 on its host."""
         self._versions: dict[str, dict[str, str]] = {}
-        self._orphan_killers = OrphanKillers(ssh, options.grace_s)
+        self._orphan_killers = OrphanKillers(ssh, options.fault_grace_s)
 
     # ---- opening ----
 

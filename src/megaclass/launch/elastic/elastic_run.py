@@ -66,7 +66,7 @@ class ElasticRun:
         self._heartbeats = Heartbeats(self._pipes, options)
         self._agents = ElasticAgents(self._pipes, options, ssh)
         self._table = WorkerTable()
-        self._end = JobEnd(self._pipes, self._table, io, options.grace_s)
+        self._end = JobEnd(self._pipes, self._table, io, options)
         self._hosts = HostTable(options.cooldown_s, random.random)
         job = ElasticJob(
             options=options, hosts=self._hosts, agents=self._agents, table=self._table, end=self._end, io=io

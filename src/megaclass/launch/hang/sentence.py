@@ -11,10 +11,10 @@ def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step
     return f"the job hangs: {what} for {silent_s:.0f} s. {verdict.text}."
 
 
-def slow_sentence(silent_s: float, verdict: HangVerdict) -> str:
+def slow_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:
     """Returns the message about a job that goes on, because its ranks may only be slow."""
     why = "the job continues, because no rank is seen to wait for another"
-    return f"no step has finished for {silent_s:.0f} s; {why}. {verdict.text}."
+    return f"{what} for {silent_s:.0f} s; {why}. {verdict.text}."
 
 
 def steps_done(reports: Sequence[RankReport]) -> int | None:

@@ -47,6 +47,8 @@ class RankReport:
     """Text of Python's faulthandler, of the rank and then of its loader processes."""
     package: str = ""
     """The folder of megaclass in the rank's process; empty if the rank does not use it."""
+    error: str = ""
+    """The error that its main thread is handling; known only if the rank reports itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ def _describe(place: _Place) -> str:
     name = f"rank {report.rank} ({report.host})"
     match report.state:
         case "lost":
-            return f"{name}: {report.detail or 'its host does not answer: its cable, its network or itself is gone'}"
+            return f"{name}: {report.detail or 'its host is unreachable'}"
         case "stopped":
             where = f" in step {report.step + 1:,}" if report.step >= 0 else ""
             return f"{name}: stopped{where} by SIGSTOP (pid {report.pid}), so that it gives no stacks; SIGCONT continues it"

@@ -26,13 +26,12 @@ from megaclass.launch.hosts import Host
 from megaclass.launch.launchers.local_hang_watch import LocalHangWatch
 from megaclass.launch.launchers.ssh import this_machine
 from megaclass.launch.network import hold_store_port, offer_store_socket, reserve_port
-from megaclass.launch.options import RunOptions
+from megaclass.launch.options import FAULT_GRACE_S, RunOptions
 from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 from megaclass.operating_system import readable
 
 _logger = logging.getLogger("megaclass.launch")
-GRACE_S = 3.0
 _HANG_TICK_S = 1.0
 _TICK_S = 0.05
 """Interval at which processes that are being ended are checked."""
@@ -71,7 +70,7 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         reserve_port(0) as held,
         hold_store_port("127.0.0.1") as store,
         contextlib.closing(offer_store_socket(store, "127.0.0.1")) as offer,
-        Supervisor(secrets.token_hex(8), grace_s=GRACE_S, adopts=False) as supervisor,
+        Supervisor(secrets.token_hex(8), grace_s=FAULT_GRACE_S, adopts=False) as supervisor,
     ):
         [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
         shared = job_environment(new_secret(), store.getsockname()[1], offer.name)
@@ -146,7 +145,7 @@ class _LocalJob:
             self._supervisor.send_signal(signal.SIGTERM)
         elif number == signal.SIGTERM and not self._has_passed_sigterm:
             self._has_passed_sigterm = True
-            _logger.info(f"SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.")
+            _logger.info(f"SIGTERM to the ranks; a second one ends them in {FAULT_GRACE_S:g} s.")
             self._supervisor.send_signal(number)
         elif number == signal.SIGTERM:
             self._status = exit_status(-signal.SIGTERM)

@@ -100,8 +100,8 @@ class RankActor:
         if self._supervisor is not None:
             self._supervisor.send_signal(number)
 
-    def end(self) -> None:
-        """Sends SIGTERM now and SIGKILL after the grace."""
+    def end(self, grace_s: float | None = None) -> None:
+        """Sends SIGTERM now and SIGKILL after `grace_s`, or else after the grace that `start` was given."""
         if self._supervisor is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._supervisor.end()
+                self._supervisor.end(grace_s)
