@@ -218,7 +218,7 @@ def _world(starter: Starter, env: Environment) -> World:
     found: dict[str, int] = {}
     for what in _FIELDS:
         names: tuple[str, ...] = getattr(starter, what)
-        # An empty store port stands for none (launch/plan.py).
+        # An empty store port stands for none (launch/placement.py).
         given = next(
             (variable for variable in names if variable in env and (env[variable] or variable != STORE_PORT)), None
         )

@@ -15,11 +15,10 @@ from megaclass.launch.driver.outcome import OutcomeDecision, Reason
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang import own_watch, record
-from megaclass.launch.hang.look_clock import LookClock
-from megaclass.launch.hang.stacks import RankReport
+from megaclass.launch.hang.stacks import LookClock, RankReport
 from megaclass.launch.hang.verdict import find_verdict
 from megaclass.launch.hosts import Host
-from megaclass.launch.plan import place_ranks
+from megaclass.launch.placement import place_ranks
 from megaclass.world import World
 
 LIB = "/usr/lib/python3.12"

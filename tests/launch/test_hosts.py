@@ -8,7 +8,7 @@ import pytest
 
 from megaclass.errors import LaunchError
 from megaclass.launch import network
-from megaclass.launch.driver.agents.ssh import SshSettings, why_not_started
+from megaclass.launch.driver.ssh import SshSettings, why_not_started
 from megaclass.launch.hosts import (
     Host,
     hosts_from_batch_system,

@@ -21,7 +21,7 @@ from megaclass.launch.horovod_options import (
     what_is_wrong,
 )
 from megaclass.launch.launchers import LAUNCHERS
-from megaclass.launch.plan import HOROVOD_MARK
+from megaclass.launch.placement import HOROVOD_MARK
 from megaclass.launch.versions import megaclass_version
 
 _NO_EFFECT = {

@@ -33,19 +33,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megaclass.distributed.restart_progress import FD_NAME
 from megaclass.errors import LaunchError
-from megaclass.launch.agent.driver_connection import DriverConnection
-from megaclass.launch.agent.driver_pipe import read_job
+from megaclass.launch.agent.driver_connection import DriverConnection, read_job
 from megaclass.launch.agent.hang_reporter import HangReporter
 from megaclass.launch.agent.heartbeat import AgentHeartbeat
-from megaclass.launch.agent.rank0_ports import Rank0Ports
 from megaclass.launch.agent.supervisor import Supervisor, Worker
 from megaclass.launch.agent.worker_output import WorkerOutput
-from megaclass.launch.agent.worker_setup import WorkerSetup
-from megaclass.launch.plan import job_environment
+from megaclass.launch.agent.worker_setup import Rank0Ports, WorkerSetup
+from megaclass.launch.placement import job_environment
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.wire.call import AgentCall
-from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
-from megaclass.launch.wire.protocol import Message
+from megaclass.launch.wire.protocol import Message, beat_interval, silence_limits
 from megaclass.world import World
 
 _HELPERS_S = 0.5

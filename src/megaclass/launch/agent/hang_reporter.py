@@ -13,9 +13,16 @@ from pathlib import Path
 
 from megaclass.distributed.rank_status import FD_NAME, HANG_TIMEOUT, StatusPage
 from megaclass.launch.agent.supervisor import Worker
-from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.record import keep_stacks, keep_verdict
-from megaclass.launch.hang.stacks import ANSWER_S, MAX_STACK_BYTES, RankReport, WatchedRank, abort_group, collect
+from megaclass.launch.hang.stacks import (
+    ANSWER_S,
+    MAX_STACK_BYTES,
+    LookClock,
+    RankReport,
+    WatchedRank,
+    abort_group,
+    collect,
+)
 from megaclass.launch.hang.verdict import HangVerdict
 from megaclass.launch.wire.protocol import Message
 

@@ -19,18 +19,23 @@ A rank is late by its own account: `megaclass train` knows how long a step takes
 import time
 from collections.abc import Sequence
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.exit_codes import EXIT_HUNG
-from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.record import new_name
-from megaclass.launch.hang.sentence import hang_sentence, slow_sentence, steps_done
-from megaclass.launch.hang.stacks import RankReport
-from megaclass.launch.hang.verdict import HangVerdict, describe_groups, find_verdict
-from megaclass.launch.plan import Placement
+from megaclass.launch.hang.stacks import LookClock, RankReport
+from megaclass.launch.hang.verdict import (
+    HangVerdict,
+    describe_groups,
+    find_verdict,
+    hang_sentence,
+    slow_sentence,
+    steps_done,
+)
+from megaclass.launch.placement import Placement
 from megaclass.launch.wire.protocol import Message
 
 _ASK_S = 5.0

@@ -15,7 +15,7 @@ Field and who changes it; all of it happens in the driver's one thread:
 import signal
 import time
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipes
+from megaclass.launch.driver.agent_pipe import AgentPipes
 from megaclass.launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.errors import LaunchError
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, why_not_started
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
+from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import Placement, passed_on
+from megaclass.launch.placement import Placement, passed_on
 from megaclass.launch.versions import differences, short_list
 from megaclass.launch.wire.agent_messages import AgentMessageChecker
 from megaclass.launch.wire.checks import ip_address

@@ -10,16 +10,16 @@ import time
 from dataclasses import dataclass
 
 from megaclass.errors import EXIT_TRY_AGAIN
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, why_not_started
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_end import LEAVE_S, JobEnd
 from megaclass.launch.driver.job_start import JobStart
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverMessages
+from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.exit_codes import EXIT_HOST_LOST, how_it_ended
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
-from megaclass.launch.wire.heartbeat import silence_limits
+from megaclass.launch.wire.protocol import silence_limits
 
 _STDERR_READS = 16
 """Reads of an agent's stderr after its end; an ssh that keeps writing there must not keep the driver."""

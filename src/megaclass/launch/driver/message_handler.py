@@ -6,7 +6,7 @@ ranks of the agent that sent it.
 
 import time
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.failure_report import stopped_message
 from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd

@@ -26,13 +26,18 @@ from typing import Any
 from megaclass.distributed.rank_status import PACKAGE, OwnStatus, RankStatus
 from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
-from megaclass.launch.hang.loaders import ask_loaders, have_answered, loader_stacks
-from megaclass.launch.hang.look_clock import LookClock
-from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for
 from megaclass.launch.hang.record import HANG_FOLDER, done_in_time, keep_stacks, keep_verdict
-from megaclass.launch.hang.sentence import hang_sentence, slow_sentence, steps_done
-from megaclass.launch.hang.stacks import MAX_STACK_BYTES, RankReport
-from megaclass.launch.hang.verdict import find_verdict
+from megaclass.launch.hang.stacks import (
+    MAX_STACK_BYTES,
+    LookClock,
+    RankReport,
+    ask_loaders,
+    file_wait,
+    have_answered,
+    loader_stacks,
+    main_thread_waits_for,
+)
+from megaclass.launch.hang.verdict import find_verdict, hang_sentence, slow_sentence, steps_done
 from megaclass.world import World
 
 _LOOK_S = 1.0

@@ -28,7 +28,7 @@ from megaclass.launch.hosts import Host
 from megaclass.launch.launchers.ray_worker import RankActor
 from megaclass.launch.launchers.replace_process import with_network_variables
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import job_environment, passed_on, place_ranks, rank_environment
+from megaclass.launch.placement import job_environment, passed_on, place_ranks, rank_environment
 from megaclass.launch.signals import ENDING_SIGNALS, InterruptLadder
 from megaclass.world import World
 

@@ -12,7 +12,7 @@ from typing import Any
 from megaclass.distributed.network.socket_offer import OFFER_NAME
 from megaclass.launch.agent.supervisor import Supervisor, find_command
 from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, reserve_port
-from megaclass.launch.plan import without_other_starters
+from megaclass.launch.placement import without_other_starters
 from megaclass.operating_system import readable
 
 _READ_BYTES = 1 << 18

@@ -20,10 +20,9 @@ from functools import partial
 from megaclass.errors import LaunchError
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import Placement
+from megaclass.launch.placement import Placement
 from megaclass.launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
-from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
-from megaclass.launch.wire.protocol import Message, MessageReader, encode, greeting
+from megaclass.launch.wire.protocol import Message, MessageReader, beat_interval, encode, greeting, silence_limits
 
 _READ_BYTES = 1 << 18
 _KEPT_STDERR_BYTES = 8192
