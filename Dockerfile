@@ -11,7 +11,9 @@ ARG TORCH_VERSION=2.13.0
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         python3 python3-venv python3-dev gcc libc6-dev openssh-client openssh-server \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* \
+    # The packages make host keys, which all containers of the image would share. deploy/sshd.sh makes one per container.
+    && rm -f /etc/ssh/ssh_host_*
 RUN python3 -m venv /opt/megaclass
 ENV PATH=/opt/megaclass/bin:$PATH
 RUN pip install --no-cache-dir "torch==${TORCH_VERSION}" --index-url "${TORCH_INDEX}"
@@ -19,6 +21,8 @@ RUN pip install --no-cache-dir "torch==${TORCH_VERSION}" --index-url "${TORCH_IN
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 RUN pip install --no-cache-dir "/src[ui,onnx]" && rm -rf /src
+
+COPY --chmod=755 deploy/sshd.sh /usr/local/bin/megaclass-sshd
 
 # Not root: what a run writes belongs to an ordinary user.
 RUN useradd --create-home --uid 1001 trainer

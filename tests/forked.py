@@ -28,7 +28,7 @@ import pytest
 from tests.conftest import fork_server, free_port
 
 from megaclass.cli.main import main
-from megaclass.launch.plan import rank_environment
+from megaclass.launch.placement import rank_environment
 from megaclass.world import World
 
 

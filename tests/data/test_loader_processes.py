@@ -30,8 +30,7 @@ from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.distributed.rank_status import STACKS_SIGNAL, OwnStatus, StatusPage
 from megaclass.errors import ConfigError, DataError
-from megaclass.launch.hang.process_state import file_wait
-from megaclass.launch.hang.stacks import WatchedRank, collect
+from megaclass.launch.hang.stacks import WatchedRank, collect, file_wait
 from megaclass.launch.hang.verdict import find_verdict
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

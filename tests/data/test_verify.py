@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from megaclass.cli.main import main
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.data.tools.synthesize import synthesize
@@ -134,3 +135,10 @@ def test_folders_are_verified_image_by_image(tmp_path):
 def test_what_is_no_data_is_refused(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         verify(tmp_path / "absent")
+
+
+def test_names_with_escape_sequences_do_not_reach_the_terminal(folder, tmp_path, capsys):
+    evil = folder.rename(tmp_path / "set\x1b]0;owned\x07\x1b[2J")
+    main(["data", "verify", str(evil)])
+    shown = capsys.readouterr()
+    assert "owned" in shown.out and "\x1b" not in shown.out and "\x07" not in shown.out

@@ -1,11 +1,12 @@
 """What the kernel says about this process's connections. Dead ones, between hosts: tests/launch/test_blocked_ports.py."""
 
 import socket
+import sys
 import time
 
 import pytest
 
-from megaclass.distributed.network.connection_watch import ConnectionWatch, connections, network_timeout
+from megaclass.distributed.network.connection_watch import Connection, ConnectionWatch, connections, network_timeout
 from megaclass.errors import LaunchError
 
 
@@ -55,3 +56,18 @@ def test_connections_within_this_host_are_left_alone(pair):
     time.sleep(1.5)
     watch.stop()
     assert not watch.reason
+
+
+def test_an_error_that_the_program_does_not_catch_after_a_dead_connection_ends_it_with_74(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    usual = sys.excepthook
+    watch = ConnectionWatch("rank 0", 1.0)
+    watch.joined(ends_process=False)
+    watch._end([Connection(99, "1", ("10.0.0.1", 1), ("10.0.0.2", 2), True, True, 1.0)])
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(RuntimeError, RuntimeError("allreduce failed"), None)
+    assert ended.value.code == 74
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    # An elastic job continues in the next generation: its later errors are errors of their own.
+    watch.stop()
+    assert sys.excepthook is usual

@@ -18,6 +18,7 @@ import megaclass
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
 from megaclass.errors import CheckpointError, DataError
+from megaclass.model.search_page import _place
 from megaclass.model.thresholds import choose_threshold
 
 
@@ -210,3 +211,20 @@ def test_a_model_goes_to_the_hub_and_comes_back(run, tmp_path):
 def test_an_address_that_is_no_repository_is_refused():
     with pytest.raises(CheckpointError, match=r"expected hf://user/name or hf://user/name@revision"):
         megaclass.load("hf://name")
+
+
+def test_a_list_from_a_stranger_does_not_choose_which_files_the_page_of_a_search_shows(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    for place in ("secret.png", "elsewhere/beside.png", "work/here.png"):
+        (tmp_path / place).touch()
+    (tmp_path / "elsewhere" / "link.png").symlink_to(tmp_path / "secret.png")
+    gallery = tmp_path / "elsewhere" / "gallery.npy"
+    assert _place(gallery, "beside.png") == tmp_path / "elsewhere/beside.png"
+    assert _place(gallery, "here.png") == Path("here.png")
+    assert _place(gallery, str(tmp_path / "work/here.png")) == tmp_path / "work/here.png"
+    for name in (str(tmp_path / "secret.png"), "../secret.png", "link.png", "/etc/passwd", "none.png"):
+        assert _place(gallery, name) is None, name
+    # The paths of a folder are those that the index has found there.
+    assert _place(tmp_path, str(tmp_path / "secret.png")) == tmp_path / "secret.png"

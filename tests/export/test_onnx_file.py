@@ -1,3 +1,4 @@
+import random
 import shutil
 import sys
 from functools import partial
@@ -13,7 +14,8 @@ from megaclass.backbones import BACKBONES
 from megaclass.backbones.iresnet import IResNet
 from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.vit import VisionTransformer
-from megaclass.errors import ExportError
+from megaclass.errors import CheckpointError, ExportError
+from megaclass.evaluate.onnx_network import OnnxNetwork
 from megaclass.export.onnx_file import export_onnx
 
 pytest.importorskip("onnxruntime")
@@ -256,3 +258,29 @@ def _assert_runs_in_onnxruntime(tmp_path, build):
         with torch.no_grad():
             want = backbone(images).numpy()
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_damaged_file_is_refused_with_its_name_or_still_gives_embeddings(file_of_tiny, tmp_path):
+    sound = file_of_tiny.read_bytes()
+    images = torch.zeros(2, 3, _SIZE, _SIZE)
+    rng, path, num_refused = random.Random(0), tmp_path / "damaged.onnx", 0
+    for _ in range(250):
+        damaged = bytearray(sound)
+        kind = rng.randrange(4)
+        # Structure and names are at both ends; the weights are between them.
+        at = rng.choice((rng.randrange(2000), len(sound) - 1 - rng.randrange(4000))) % len(sound)
+        if kind == 0:
+            damaged = damaged[:at]
+        elif kind == 1:
+            damaged[at : at + 4] = rng.randbytes(4)
+        elif kind == 2:
+            damaged[at] ^= 1 << rng.randrange(8)
+        else:
+            damaged[at:at] = rng.randbytes(rng.randrange(1, 16))
+        path.write_bytes(damaged)
+        try:
+            OnnxNetwork(path, torch.device("cpu"))(images)
+        except CheckpointError as error:
+            num_refused += 1
+            assert str(path) in str(error)
+    assert num_refused > 50

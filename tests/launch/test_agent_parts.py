@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from megaclass.errors import LaunchError
-from megaclass.launch.agent import driver_connection, driver_pipe
+from megaclass.launch.agent import driver_connection
+from megaclass.launch.agent import driver_connection as driver_pipe
 from megaclass.launch.agent.driver_connection import DriverConnection
 from megaclass.launch.agent.heartbeat import AgentHeartbeat
-from megaclass.launch.agent.rank0_ports import Rank0Ports
 from megaclass.launch.agent.worker_output import WorkerOutput
-from megaclass.launch.agent.worker_setup import WorkerSetup
+from megaclass.launch.agent.worker_setup import Rank0Ports, WorkerSetup
 from megaclass.launch.wire.protocol import encode
 from megaclass.world import World
 
@@ -45,7 +45,7 @@ class DriverEnd:
         self.connection = DriverConnection(selector, 10.0, self.obeyed.append, self._note_loss)
         self.connection.listen()
 
-    def _note_loss(self) -> None:
+    def _note_loss(self, is_silent) -> None:
         self.num_losses += 1
 
 

@@ -4,20 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass.launch.driver.agents.agent_pipe import PipeState
-from megaclass.launch.driver.agents.ssh import SshSettings
+from megaclass.launch.driver.agent_pipe import PipeState
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.outcome import Outcome
+from megaclass.launch.driver.ssh import SshSettings
 from megaclass.launch.elastic.agents import ElasticAgents
-from megaclass.launch.elastic.decisions.generations import Generations
-from megaclass.launch.elastic.decisions.host_updates import HostUpdates
-from megaclass.launch.elastic.decisions.leavers import Leavers
-from megaclass.launch.elastic.decisions.new_workers import NewWorkers
-from megaclass.launch.elastic.decisions.rank_minimum import RankMinimum
+from megaclass.launch.elastic.decisions import Generations, HostUpdates, Leavers, NewWorkers, RankMinimum
 from megaclass.launch.elastic.discovery import DiscoveryAnswer, HostTable
-from megaclass.launch.elastic.job import ElasticJob
+from megaclass.launch.elastic.job import ElasticJob, WorkerTable
 from megaclass.launch.elastic.worker_events import WorkerEvents
-from megaclass.launch.elastic.worker_table import WorkerTable
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import parse_options
 

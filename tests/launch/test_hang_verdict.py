@@ -1,17 +1,24 @@
 """The verdict on a hang: which ranks are named, and in which words, for stacks as faulthandler writes them."""
 
+import contextlib
 import os
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from megaclass.distributed.rank_status import OwnStatus, RankStatus, StatusPage
+from megaclass.launch.driver.hang_watch import HangWatch
+from megaclass.launch.driver.outcome import OutcomeDecision, Reason
+from megaclass.launch.driver.rank_table import RankTable
+from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang import own_watch, record
-from megaclass.launch.hang.look_clock import LookClock
-from megaclass.launch.hang.stacks import RankReport
+from megaclass.launch.hang.stacks import LookClock, RankReport
 from megaclass.launch.hang.verdict import find_verdict
+from megaclass.launch.hosts import Host
+from megaclass.launch.placement import place_ranks
 from megaclass.world import World
 
 LIB = "/usr/lib/python3.12"
@@ -116,7 +123,7 @@ def test_a_rank_that_waits_for_its_loader_processes_is_named_with_what_they_do(l
     [
         ({"state": "stopped"}, "rank 1 (gpu-1): stopped in step 1,234 by SIGSTOP (pid 101)"),
         ({"state": "kernel", "waits_for": "openat"}, "rank 1 (gpu-1): in the kernel, in openat and cannot be interrupted"),
-        ({"state": "lost"}, "rank 1 (gpu-1): its host does not answer: its cable, its network or itself is gone"),
+        ({"state": "lost"}, "rank 1 (gpu-1): its host is unreachable"),
         ({"state": "silent", "waits_for": "clock_nanosleep"}, "rank 1 (gpu-1): gives no Python stacks"),
     ],
 )  # fmt: skip
@@ -252,3 +259,52 @@ def test_a_rank_whose_run_folder_hangs_goes_on_and_blames_no_other_rank(monkeypa
     printed = capsys.readouterr().err
     assert "the job continues" in printed
     assert "rank 1 " in printed and "wrote no stacks" not in printed and "Stacks:" not in printed
+
+
+@pytest.mark.parametrize("error", ["", "[pair.cc:544] Connection closed by peer [10.0.0.2]:4711"])
+def test_a_rank_that_wrote_nothing_is_said_to_have_closed_its_connection_if_it_did(
+    monkeypatch, capsys, tmp_path, error
+):
+    monkeypatch.setattr(own_watch, "_OTHERS_S", 0.3)
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    own = OwnStatus(None)
+    own.progress(step=7, allowed_s=1.0)
+    own.name_folder(tmp_path)
+    with contextlib.suppress(SystemExit):
+        try:
+            raise RuntimeError(error)
+        except RuntimeError:
+            # As in a clean-up: this thread is handling the error while it hangs.
+            own_watch._report_late_rank(own.read(), World(rank=0, size=2), "")
+    printed = capsys.readouterr().err
+    assert ("rank 1 (?): wrote no stacks, and its connection was closed: it has ended, or" in printed) is bool(error), (
+        printed
+    )
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another(waits):
+    said, sent, ends = [], [], []
+    table = RankTable(place_ranks([Host(name="h1", slots=2)], 2))
+    table.pids = {0: 10, 1: 11}
+    decision = OutcomeDecision()
+    end = SimpleNamespace(decision=decision, is_ending=False, end=lambda outcome: ends.append(outcome.exit_code))
+    pipes = SimpleNamespace(all=[], send=sent.append, is_paused=False)
+    output = SimpleNamespace(folder=None, write_stacks=lambda *_: None)
+    io = SimpleNamespace(messages=SimpleNamespace(say=said.append, detail=lambda text: None), output=output)
+    watch = HangWatch([], pipes, table, end, io, hang_timeout_s=0.0)
+    agent = SimpleNamespace(name="h1")
+    for _ in range(2):
+        watch.note(agent, {"say": "status", "idle_s": 60.0, "silent_s": 60.0, "is_training": True}, b"")
+        watch.check(time.monotonic())
+        assert sent[-1]["may_abort"] is False, "a rank that cannot be asked is not ended by the question"
+        for found in (report(0, READS, waits_for="read of /data/0.jpg"), report(1, GATHER if waits else OWN)):
+            fields = {name: getattr(found, name) for name in ("rank", "pid", "state", "waits_for", "package")}
+            watch.note(agent, {"say": "stacks", **fields}, found.stacks.encode())
+        end.is_ending = decision.is_ending
+    if waits:
+        assert ends == [EXIT_HUNG] and decision.reason is Reason.FAULT
+    else:
+        assert not ends and decision.reason is Reason.NONE
+        [told] = said
+        assert "no step has finished for 60 s; the job continues, because no rank is seen to wait" in told

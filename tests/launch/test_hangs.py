@@ -32,7 +32,7 @@ TRAIN = [
 CAUSES = {
     "read": r"rank 1 \(h2\): in launch/hanging_backbone\.py:\d+ \(hang\), waiting in read of \S+/pipe",
     "collective": r"rank 1 \(h2\): waits in recv of step \d+ at launch/hanging_backbone\.py:\d+ \(hang\)",
-    "cable": r"rank 1 \(h2\): its host does not answer: its cable, its network or itself is gone",
+    "cable": r"rank 1 \(h2\): its host is unreachable",
 }
 
 

@@ -1,10 +1,14 @@
 """Which hosts, with how many slots; what cannot be meant is refused, and the refusal says which part of which string."""
 
+import errno
 import socket
+import time
 
 import pytest
 
 from megaclass.errors import LaunchError
+from megaclass.launch import network
+from megaclass.launch.driver.ssh import SshSettings, why_not_started
 from megaclass.launch.hosts import (
     Host,
     hosts_from_batch_system,
@@ -12,7 +16,7 @@ from megaclass.launch.hosts import (
     hosts_from_option,
     is_this_machine,
 )
-from megaclass.world import slurm_hosts
+from megaclass.world import slurm_hosts, tasks_on_slurm_nodes
 
 TEN_KB = "x" * 10_000
 
@@ -144,3 +148,60 @@ def test_lsfs_short_list_is_read():
 
 def test_outside_of_batch_systems_there_are_no_hosts():
     assert hosts_from_batch_system({"PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+def test_a_host_file_of_a_batch_system_that_is_no_text_is_named(tmp_path, variable):
+    file = tmp_path / "nodes"
+    file.write_bytes(b"gpu-1\n\xff\xfe\x00gpu-2\n")
+    message = refusal(hosts_from_batch_system, {variable: str(file)})
+    assert message == f"Cannot read the host file {variable}={file}: it is not UTF-8 text. Give the hosts with -H."
+
+
+def test_names_of_a_batch_system_that_are_too_long_never_reach_ssh(tmp_path):
+    file = tmp_path / "nodes"
+    file.write_text(f"gpu-1\n{'a' * 5000}\n")
+    assert "which is not a host name" in refusal(hosts_from_batch_system, {"PBS_NODEFILE": str(file)})
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "a[0-99999][0-99999]",
+        "a[1-9999]-[1-9999]-[1-99]",
+        ",".join(["a[1-99999]"] * 200),
+        f"a[{','.join(['1-99999'] * 20_000)}]",
+    ],
+)
+def test_a_node_list_of_more_hosts_than_there_can_be_is_refused_at_once(nodes):
+    begun = time.monotonic()
+    message = refusal(hosts_from_batch_system, {"SLURM_JOB_NODELIST": nodes})
+    assert "not believable" in message and "at most 100,000" in message and len(message) < 400
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_count_of_more_nodes_than_there_can_be_is_refused_at_once():
+    assert "more than 100,000 nodes" in refusal(tasks_on_slurm_nodes, ",".join(["1(x99999)"] * 2000))
+
+
+def test_a_port_that_the_kernel_cannot_give_is_not_called_port_0(monkeypatch):
+    def fail(port):
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(network, "bound_socket", fail)
+    message = refusal(network.reserve_port, 0)
+    assert "has no free port for rank 0 (Address already in use)" in message and "Port 0" not in message
+    assert "Port 4711 is in use on" in refusal(network.reserve_port, 4711)
+
+
+@pytest.mark.parametrize(
+    ("host", "code", "stderr", "says"),
+    [
+        (Host(name="h2", slots=1), 255, "", "h2: its agent was ended by a signal before it could report: did an"),
+        (Host(name="h2", slots=1), 255, "kex_exchange_identification: banner", "h2: ssh cannot connect: see why with"),
+        (Host(name="h2", slots=1), -9, "", "h2: ssh ended with signal SIGKILL before the agent could report."),
+        (Host(name="localhost", slots=1, is_local=True), -9, "", "localhost: its agent ended with signal SIGKILL before"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_was_killed_is_not_called_an_ssh_that_cannot_connect(host, code, stderr, says):
+    assert why_not_started(host, SshSettings(), code, stderr).startswith(says)

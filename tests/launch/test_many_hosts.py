@@ -53,3 +53,18 @@ def test_more_hosts_than_files_are_refused(run, tmp_path):
     begun = time.monotonic()
     assert started.wait() == 2 and time.monotonic() - begun < 20
     assert "open files; the limit is 400" in started.err
+
+
+def test_many_hosts_that_fail_for_the_same_reason_are_named_in_two_lines(run, tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor host; do case $host in host-*) break;; esac; done\n'
+                   'echo "ssh: connect to host $host port 22: Connection refused" >&2\nexit 255\n')  # fmt: skip
+    ssh.chmod(0o755)
+    hosts = ",".join(f"host-{i}:1" for i in range(60))
+    done = run("-H", hosts, "true", env={"PATH": f"{tmp_path}:{run.env['PATH']}"})
+    assert done.code == 2
+    first, quoted, others, end = done.err.splitlines()
+    assert re.fullmatch(r"megaclass: host-\d+: it runs no ssh server at that port: start it there .*", first)
+    assert "Connection refused" in quoted
+    assert re.fullmatch(r"megaclass: 59 other hosts likewise: (host-\d+, ){7}host-\d+ and 51 more\.", others)
+    assert end == "megaclass: nothing was started: 60 of 60 host(s) cannot take part."

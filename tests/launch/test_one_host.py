@@ -225,6 +225,29 @@ def test_a_signal_to_the_driver_is_passed_on(run, script, number):
     run.seconds_until_nothing_is_left(SOON_S)
 
 
+def test_ranks_have_time_to_save_after_sigterm_to_the_driver_and_a_second_one_shortens_it(run, script):
+    body = """
+def save(*_):
+    print("saving", flush=True)
+    time.sleep(6 if rank == 0 else 600)
+    print("saved", flush=True)
+    os._exit(75)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(600)
+"""
+    started = run.start("-np", "2", *script(body))
+    started.says("up", times=2)
+    begun = time.monotonic()
+    started.send(signal.SIGTERM)
+    started.says("[0]<stdout>:saved")
+    assert "SIGTERM: ending the ranks. SIGKILL follows in 30 s (--grace)." in started.err
+    started.send(signal.SIGTERM)
+    assert started.wait() == 143
+    assert "SIGKILL follows in 3 s (--grace)." in started.err and 8.5 < time.monotonic() - begun < 20
+    run.seconds_until_nothing_is_left(SOON_S)
+
+
 def test_a_notice_of_preemption_is_passed_on_and_ends_nothing_by_itself(run, script):
     body = """
 notices = []

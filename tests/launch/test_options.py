@@ -1,5 +1,6 @@
 """horovodrun's spellings, and what cannot be meant."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -240,3 +241,39 @@ def test_a_minimum_with_excluded_hosts_is_one_of_restarts_and_not_of_an_elastic_
     assert parse_options(["-np", "4", "--min-np", "2", "true"]).is_elastic
     assert not parse_options(["-np", "4", "--reset-limit", "2", "true"]).is_elastic
     assert parse_options(["-np", "4", "--reset-limit", "2", "true"]).restarts == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 40_000, "is nested too deeply at line 1"),
+        ("params: 3\n", "section 'params' is 3, not a list of `key: value`"),
+        ("timeline: [a, b]\n", "section 'timeline' is ['a', 'b'], not a list"),
+        ("a: &a [1, 1]\nb: &b [*a, *a]\nparams: {cycle_time_ms: *b}\n", "uses the alias *a: write the values out"),
+        (
+            "timeline: {filename: 2026-11-18}\n",
+            "Timeline_filename=datetime.date(2026, 11, 18) must be a text; quote it",
+        ),
+        ("timeline: {filename: 2026-02-30}\n", "day is out of range for month"),
+        ("params: {fusion_threshold_mb: .nan}\n", "Fusion_threshold_mb=nan must be a whole number"),
+        ("params: {fusion_threshold_mb: .inf}\n", "Fusion_threshold_mb=inf must be a whole number"),
+        ("params: {cycle_time_ms: .nan}\n", "Cycle_time_ms=nan must be a number"),
+        ("params: {hierarchical_allreduce: perhaps}\n", "Hierarchical_allreduce='perhaps' must be true or false"),
+        ("\xff: \x00", "Cannot read --config-file"),
+        ("x" * 70_000, "has more than 65,536 characters"),
+    ],
+)
+def test_a_config_file_that_cannot_be_meant_is_refused_with_a_reason(tmp_path, text, says):
+    file = tmp_path / "config.yaml"
+    file.write_text(text, encoding="latin-1")
+    begun = time.monotonic()
+    message = refusal("--config-file", str(file), "true")
+    assert says in message and len(message) < 500
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_failure_has_a_short_grace_and_a_signal_one_in_which_ranks_can_save():
+    options = parse_options(["-np", "1", "true"])
+    assert (options.fault_grace_s, options.signal_grace_s) == (3.0, 30.0)
+    options = parse_options(["-np", "1", "--grace", "9", "true"])
+    assert (options.fault_grace_s, options.signal_grace_s) == (9.0, 9.0)

@@ -3,9 +3,9 @@
 import pytest
 
 from megaclass.errors import LaunchError
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command
+from megaclass.launch.driver.ssh import SshSettings, agent_command
 from megaclass.launch.hosts import Host
-from megaclass.launch.plan import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
+from megaclass.launch.placement import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
 from megaclass.world import world_from_environment
 
 THREE = [Host(name="h1", slots=2, is_local=True), Host(name="h2", slots=1), Host(name="h3", slots=2)]

@@ -525,11 +525,39 @@ def test_four_ranks_on_three_hosts_find_each_other_and_one_that_is_cut_off_while
         gone_in_time(bed, record_property, fault, limit_s=float(heartbeat_s), apart_from="sshd: ")
         assert run.wait() == 255
         assert re.search(
-            r"megaclass: h3 \(rank 3\) has not answered for \d+\.\d s: its cable, its network or itself is gone",
+            r"megaclass: h3 \(rank 3\) has not answered for \d+\.\d s: the host is unreachable",
             run.err,
         )
     finally:
         bed.do("mend" if how == "cut" else "unblackhole", "h3")
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "heartbeat_s"), [(8, 16), pytest.param(None, None, marks=pytest.mark.soak)], ids=["short", "default"]
+)
+def test_a_host_that_is_cut_off_is_in_the_headline_when_ranks_of_hvd_notice_it_first(
+    bed, tmp_path, limit_s, heartbeat_s
+):
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import time, torch, horovod.torch as hvd\nhvd.init()\n"
+        "while True:\n    hvd.allreduce(torch.ones(1000))\n    print('step', flush=True)\n    time.sleep(0.1)\n"
+    )
+    limits = ["--heartbeat", str(heartbeat_s), "-x", f"MEGACLASS_NETWORK_TIMEOUT={limit_s}"] if limit_s else []
+    run = bed.start(*HOSTS, *limits, "--horovod", "python", str(program))
+    run.says("step", times=12, timeout_s=100)
+    bed.do("cut", "h3")
+    begun = time.monotonic()
+    try:
+        code = run.wait()
+        assert time.monotonic() - begun < (heartbeat_s or 30.0), run.story()
+        assert code == 74, run.story()
+        headline = next(line for line in run.err.splitlines() if "has not answered" in line)
+        pattern = r"megaclass: h3 \(rank 3\) has not answered for .* the host is unreachable; rank \d on h[12] then ended with"
+        assert re.match(pattern + " exit code 74", headline), run.story()
+        assert "the first to fail was" not in run.err
+    finally:
+        bed.do("mend", "h3")
 
 
 def test_an_outage_of_two_seconds_is_survived(bed, script):

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -29,21 +30,21 @@ def documents(name):
 def test_the_service_and_the_indexed_job_fit_kubernetes_schemas():
     validate = module("kubernetes_validate", "kubernetes-validate")
     found = documents("indexed-job.yaml")
-    assert [one["kind"] for one in found] == ["Service", "Job"]
+    assert [one["kind"] for one in found] == ["Service", "NetworkPolicy", "Job"]
     for one in found:
         validate.validate(one, validate.latest_version(), strict=True)
 
 
 def test_the_validator_would_notice_a_misspelt_field():
     validate = module("kubernetes_validate", "kubernetes-validate")
-    _, job = documents("indexed-job.yaml")
+    *_, job = documents("indexed-job.yaml")
     job["spec"]["completionmode"] = job["spec"].pop("completionMode")
     with pytest.raises(validate.ValidationError):
         validate.validate(job, validate.latest_version(), strict=True)
 
 
 def test_the_pods_of_the_indexed_job_find_the_first_by_its_name():
-    service, job = documents("indexed-job.yaml")
+    service, _, job = documents("indexed-job.yaml")
     name, pods = job["metadata"]["name"], job["spec"]["template"]["spec"]
     [container] = pods["containers"]
     assert service["spec"]["selector"] == {"job-name": name} and service["spec"]["clusterIP"] == "None"
@@ -66,13 +67,62 @@ def test_the_kubeflow_documents_fit_the_trainers_models(kind):
 
 
 def test_the_trainjob_names_its_runtime():
-    runtime, job = documents("kubeflow-trainjob.yaml")
+    _, runtime, job = documents("kubeflow-trainjob.yaml")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
     assert (
         job["spec"]["trainer"]["numProcPerNode"]
         == job["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     )
+
+
+def pod_of(name):
+    if name == "indexed-job.yaml":
+        return documents(name)[-1]["spec"]["template"]["spec"]
+    [job] = documents(name)[1]["spec"]["template"]["spec"]["replicatedJobs"]
+    return job["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("name", ["indexed-job.yaml", "kubeflow-trainjob.yaml"])
+def test_pods_run_without_privileges_and_are_reached_by_the_pods_of_their_job_only(name):
+    pod = pod_of(name)
+    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+    assert f"--uid {pod['securityContext']['runAsUser']} " in (_ROOT / "Dockerfile").read_text()
+    [container] = pod["containers"]
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    [policy] = [document for document in documents(name) if document["kind"] == "NetworkPolicy"]
+    pods = policy["spec"]["podSelector"]
+    assert pods["matchLabels"] and policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
+
+
+def test_the_image_contains_no_host_key():
+    steps = re.split(r"\n(?=[A-Z])", (_ROOT / "Dockerfile").read_text())
+    [installs] = [step for step in steps if "openssh-server" in step and step.startswith("RUN")]
+    assert "rm -f /etc/ssh/ssh_host_*" in installs, "in the same layer: a later one would only hide them"
+
+
+@pytest.mark.ranks
+def test_each_container_makes_a_host_key_of_its_own(tmp_path):
+    if not Path("/usr/sbin/sshd").exists():
+        pytest.skip("there is no sshd: apt install openssh-server")
+    keys = []
+    for name in ("one", "two", "one"):
+        home = tmp_path / name
+        home.mkdir(exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        server = subprocess.Popen(
+            [_DEPLOY / "sshd.sh", str(port)], env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            keys.append(server.stdout.readline())
+        finally:
+            server.kill()
+            server.communicate()
+        assert (home / ".megaclass-sshd/ssh_host_ed25519_key").stat().st_mode & 0o777 == 0o600
+    assert all(key.startswith("host key: ssh-ed25519 ") for key in keys)
+    assert keys[0] == keys[2] != keys[1]
 
 
 @pytest.mark.parametrize("name", ["indexed-job.yaml", "kubeflow-trainjob.yaml", "skypilot.yaml", "slurm.sbatch"])
@@ -84,7 +134,7 @@ def test_recipes_that_are_named_are_there(name):
 @pytest.mark.ranks
 def test_shell_texts_can_be_parsed(tmp_path):
     [sky] = documents("skypilot.yaml")
-    _, job = documents("indexed-job.yaml")
+    *_, job = documents("indexed-job.yaml")
     scripts = [sky["setup"], sky["run"], job["spec"]["template"]["spec"]["containers"][0]["command"][-1]]
     for script in [*scripts, (_DEPLOY / "slurm.sbatch").read_text()]:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -164,16 +214,23 @@ sys.exit(main([*sys.argv[1:], "--show-config"]))
 """
 
 
+def plain_values(variables):
+    """The variables without the job's secret, which Kubernetes fills in."""
+    found = {one["name"]: one.get("value") or one["valueFrom"] for one in variables}
+    assert found.pop("MEGACLASS_JOB_SECRET") == {"secretKeyRef": {"name": "megaclass", "key": "job-secret"}}
+    return found
+
+
 def indexed_job(node, nodes):
-    [container] = documents("indexed-job.yaml")[1]["spec"]["template"]["spec"]["containers"]
-    env = {one["name"]: one["value"] for one in container["env"]} | {"JOB_COMPLETION_INDEX": str(node)}
+    [container] = documents("indexed-job.yaml")[-1]["spec"]["template"]["spec"]["containers"]
+    env = plain_values(container["env"]) | {"JOB_COMPLETION_INDEX": str(node)}
     return shlex.join(container["command"]), env
 
 
 def kubeflow(node, nodes):
     """The trainer tells torchrun by variables what stands in the job."""
-    trainer = documents("kubeflow-trainjob.yaml")[1]["spec"]["trainer"]
-    env = {one["name"]: one["value"] for one in trainer["env"]}
+    trainer = documents("kubeflow-trainjob.yaml")[-1]["spec"]["trainer"]
+    env = plain_values(trainer["env"])
     env |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": "1"}
     env |= {"PET_MASTER_ADDR": nodes[0], "PET_MASTER_PORT": "29500"}
     return shlex.join([*trainer["command"], *trainer["args"]]), env
@@ -186,7 +243,7 @@ def skypilot(node, nodes):
 
 
 def run_on_two_hosts(bed, tmp_path, recipe, command="-m megaclass"):
-    """Runs the command of a recipe on two hosts, with `command` instead of `-m megaclass`; returns what both have printed."""
+    """Runs the command of a recipe on two hosts, with `command` instead of `-m megaclass`; returns what they printed."""
     (tmp_path / "tiny.toml").write_text(_RECIPE)
     names = tmp_path / "hosts"
     names.write_text((bed.folder / "hosts").read_text() + "10.123.0.1 megaclass-0.megaclass\n")
@@ -213,7 +270,8 @@ def run_on_two_hosts(bed, tmp_path, recipe, command="-m megaclass"):
             )
     deadline = time.monotonic() + 200
     codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
-    story = "\n".join(log.read_text()[-3000:] for log in logs)
+    # Whole: one warning of torchrun's store, with its stack in C++, is longer than all that the ranks print.
+    story = "\n".join(log.read_text() for log in logs)
     assert codes == [0, 0], story
     assert "rank 0 of 2 on h1: " in story and "rank 1 of 2 on h2: " in story, story
     return story

@@ -78,7 +78,7 @@ def add_cluster_commands(commands: Commands) -> None:
 
 def _check(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.launch.check.check import CheckSettings, check
-    from megaclass.launch.driver.agents.ssh import SshSettings
+    from megaclass.launch.driver.ssh import SshSettings
     from megaclass.launch.hosts import given_hosts
 
     hosts = given_hosts(options.hosts, options.hostfile)

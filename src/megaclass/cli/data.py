@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import DataError
+from megaclass.launch.wire.plain_text import plain_lines
 from megaclass.operating_system import num_cores
 
 if TYPE_CHECKING:
@@ -166,7 +167,8 @@ def _command(
 
     def run_and_print(options: argparse.Namespace, given: list[str]) -> int:
         code, result, text = run(options)
-        print(json.dumps(result, indent=1) if options.json else text)
+        # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
+        print(json.dumps(result, indent=1) if options.json else plain_lines(text))
         return code
 
     parser.set_defaults(run=run_and_print)

@@ -18,7 +18,6 @@ class OnnxNetwork(nn.Module):
             import onnxruntime
         except ImportError:
             raise CheckpointError(f"Opening {path} needs onnxruntime: pip install 'megaclass[onnx]'") from None
-        from onnxruntime.capi import onnxruntime_pybind11_state as failures
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors only
@@ -29,30 +28,39 @@ class OnnxNetwork(nn.Module):
         ]
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-        # onnxruntime's exceptions have no common base class; a bad file causes these.
-        except (
-            failures.Fail,
-            failures.InvalidArgument,
-            failures.InvalidGraph,
-            failures.InvalidProtobuf,
-            failures.NoSuchFile,
-            failures.NotImplemented,
-            failures.RuntimeException,
-        ) as error:
+            inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+            shapes = [(one.name, [*one.shape]) for one in inputs]
+            self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        # Damaged files raise exceptions of onnxruntime, which have no common base class, and Python's own, for names that are
+        # not UTF-8 or numbers that are too large.
+        except Exception as error:
             raise CheckpointError(f"Cannot open {path} as an ONNX model: {error}") from error
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].shape[1] != 3:
-            shown = ", ".join(f"{one.name} {one.shape}" for one in inputs)
-            raise CheckpointError(f"{path} takes {shown}: expected one input of shape (batch, 3, height, width).")
-        self._input, self._output = inputs[0].name, outputs[0].name
-        batch, _, height, width = inputs[0].shape
+        if len(shapes) != 1 or len(shapes[0][1]) != 4 or shapes[0][1][1] != 3 or not outputs:
+            shown = ", ".join(f"{name} {shape}" for name, shape in shapes) or "nothing"
+            raise CheckpointError(
+                f"{path} takes {shown} and has {len(outputs)} output(s): expected one input of shape (batch, 3, height, width) "
+                f"and an output of shape (batch, embedding size)."
+            )
+        self._path, self._input, self._output = path, inputs[0].name, outputs[0].name
+        batch, _, height, width = shapes[0][1]
         is_fixed = isinstance(height, int) and isinstance(width, int)
         self.image_size: ImageSize | None = compact_size((height, width)) if is_fixed else None
-        self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         # Some published files have a fixed batch size, mostly 1.
-        self._batch: int | None = batch if isinstance(batch, int) else None
+        self._batch: int | None = batch if isinstance(batch, int) and batch > 0 else None
 
     def forward(self, images_B: Tensor) -> Tensor:
         parts = images_B.split(self._batch) if self._batch else [images_B]
-        rows = [self._session.run([self._output], {self._input: part.cpu().numpy()})[0] for part in parts]
-        return torch.cat([torch.from_numpy(row) for row in rows]).to(images_B.device)
+        try:
+            rows = [self._session.run([self._output], {self._input: part.cpu().numpy()})[0] for part in parts]
+            embeddings_BD = torch.cat([torch.from_numpy(row) for row in rows]).to(images_B.device)
+        # As above; a file that opens may still hold operations, shapes or output types that do not fit.
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._path} cannot embed images of shape {tuple(images_B.shape)}: {error}"
+            ) from error
+        if embeddings_BD.ndim != 2 or len(embeddings_BD) != len(images_B) or not embeddings_BD.is_floating_point():
+            raise CheckpointError(
+                f"{self._path} gives {embeddings_BD.dtype} of shape {tuple(embeddings_BD.shape)} for {len(images_B)} images: "
+                f"expected floating-point numbers of shape (batch, embedding size)."
+            )
+        return embeddings_BD

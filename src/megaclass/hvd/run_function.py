@@ -19,7 +19,7 @@ from megaclass.errors import LaunchError
 from megaclass.hvd.exceptions import SHUT_DOWN
 from megaclass.hvd.pickling import CannotPickleError, has_cloudpickle, pickled
 from megaclass.launch.hosts import Host, given_hosts
-from megaclass.launch.plan import HOROVOD_MARK, place_ranks
+from megaclass.launch.placement import HOROVOD_MARK, place_ranks
 from megaclass.launch.wire.call import MAX_CALL_BYTES, PIECE, SIZE
 
 __all__ = ["run"]

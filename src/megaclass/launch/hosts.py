@@ -80,7 +80,7 @@ def hosts_from_batch_system(env: Mapping[str, str]) -> tuple[list[Host], str] | 
         tasks = tasks_on_slurm_nodes(env.get("SLURM_TASKS_PER_NODE") or f"1(x{len(names)})")
         if len(tasks) != len(names):
             raise LaunchError(
-                f"Slurm's variables disagree: SLURM_JOB_NODELIST={nodes!r} names {len(names)} hosts, "
+                f"Slurm's variables disagree: SLURM_JOB_NODELIST={_clipped(nodes)} names {len(names)} hosts, "
                 f"SLURM_TASKS_PER_NODE={env.get('SLURM_TASKS_PER_NODE')!r} {len(tasks)}. Give the hosts with -H."
             )
         return _named(dict(zip(names, tasks, strict=True)), f"Slurm job {env.get('SLURM_JOB_ID', '?')}")
@@ -145,7 +145,7 @@ def _checked(hosts: Sequence[Host], where: str) -> list[Host]:
 
 def _named(slots_by_name: Mapping[str, int], what: str) -> tuple[list[Host], str]:
     for name in slots_by_name:
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
             raise LaunchError(
                 f"{what} names a host {_clipped(name)}, which is not a host name. Give the hosts with -H."
             )
@@ -157,9 +157,10 @@ def _named(slots_by_name: Mapping[str, int], what: str) -> tuple[list[Host], str
 def _lines_counted(path: Path, variable: str) -> dict[str, int]:
     """Parses a host file of PBS or LSF, with one line per slot."""
     try:
-        names = path.read_text().split()
-    except OSError as error:
-        raise LaunchError(f"Cannot read the host file {variable}={path}: {error.strerror}.") from error
+        names = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise LaunchError(f"Cannot read the host file {variable}={path}: {reason}. Give the hosts with -H.") from error
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1

@@ -36,9 +36,14 @@ def reserve_port(port: int) -> socket.socket:
     try:
         return bound_socket(port)
     except OSError as error:
+        host = socket.gethostname()
+        if not port:
+            raise LaunchError(
+                f"{host} has no free port for rank 0 ({error.strerror}): other programs hold all of them, or all open files. "
+                f"See `ss -s` and `cat /proc/sys/net/ipv4/ip_local_port_range` there, or name one with --master-port."
+            ) from error
         raise LaunchError(
-            f"Port {port} is in use on {socket.gethostname()} ({error.strerror}): "
-            f"leave --master-port out, and a free one is chosen."
+            f"Port {port} is in use on {host} ({error.strerror}): leave --master-port out, and a free one is chosen."
         ) from error
 
 

@@ -21,7 +21,7 @@ from megaclass.launch.horovod_options import (
     what_is_wrong,
 )
 from megaclass.launch.launchers import LAUNCHERS
-from megaclass.launch.plan import HOROVOD_MARK
+from megaclass.launch.placement import HOROVOD_MARK
 from megaclass.launch.versions import megaclass_version
 
 _NO_EFFECT = {
@@ -34,6 +34,8 @@ _NO_EFFECT = {
 }
 _NUM_VALUES = dict.fromkeys(("--mpi-args", "--binding-args"), 1)
 HOROVOD_VERSION = "0.28.1"
+FAULT_GRACE_S = 3.0
+_SIGNAL_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,10 @@ class RunOptions:
     master_port: int
     start_timeout_s: float
     heartbeat_s: float
-    grace_s: float
+    fault_grace_s: float
+    """Time from SIGTERM to SIGKILL after a failure. The other ranks wait for the one that is gone and cannot save."""
+    signal_grace_s: float
+    """The same after a signal to the driver: the ranks have time for a checkpoint."""
     hang_timeout_s: float
     output_dir: Path | None
     with_timestamp: bool
@@ -143,7 +148,8 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         master_port=given.master_port,
         start_timeout_s=given.start_timeout,
         heartbeat_s=given.heartbeat,
-        grace_s=given.grace,
+        fault_grace_s=given.grace or FAULT_GRACE_S,
+        signal_grace_s=given.grace or _SIGNAL_GRACE_S,
         hang_timeout_s=given.hang_timeout,
         output_dir=given.output_filename,
         with_timestamp=given.prefix_output_with_timestamp,
@@ -234,12 +240,14 @@ def run_parser() -> argparse.ArgumentParser:
         "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default: 30)"
     )
     times.add_argument(
-        "--heartbeat", type=seconds, default=40.0, metavar="S",
-        help="a silent host counts as lost within this time (default: 40)",
+        "--heartbeat", type=seconds, default=30.0, metavar="S",
+        help="the job ends within this time after a host is lost (default: 30)",
     )  # fmt: skip
     times.add_argument(
-        "--grace", type=seconds, default=3.0, metavar="S", help="time from SIGTERM to SIGKILL (default: 3)"
-    )
+        "--grace", type=seconds, metavar="S",
+        help=f"time from SIGTERM to SIGKILL (default: {FAULT_GRACE_S:g} after a failure, {_SIGNAL_GRACE_S:g} after SIGTERM "
+        "or SIGHUP to megaclass run, so that ranks can save)",
+    )  # fmt: skip
     times.add_argument(
         "--hang-timeout", type=seconds, default=0.0, metavar="S",
         help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",

@@ -4,7 +4,10 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+_SHOWN_HOSTS = 8
 
 
 def installed_versions() -> dict[str, str]:
@@ -21,9 +24,15 @@ def differences(versions_by_host: dict[str, dict[str, str]]) -> dict[str, str]:
         for host, versions in versions_by_host.items():
             hosts_by_version.setdefault(versions.get(name, "unknown"), []).append(host)
         if len(hosts_by_version) > 1:
-            sides = (f"{version} on {', '.join(hosts)}" for version, hosts in hosts_by_version.items())
+            sides = (f"{version} on {short_list(hosts)}" for version, hosts in hosts_by_version.items())
             found[name] = f"{name} is {'; '.join(sides)}"
     return found
+
+
+def short_list(hosts: Sequence[str]) -> str:
+    """Returns the names of hosts for a message: of many only the first, and their number."""
+    shown = ", ".join(hosts[:_SHOWN_HOSTS])
+    return shown if len(hosts) <= _SHOWN_HOSTS else f"{shown} and {len(hosts) - _SHOWN_HOSTS} more"
 
 
 def megaclass_version() -> str:

@@ -43,12 +43,22 @@ def write_search_page(
     write_text(path, page, is_private=True)
 
 
-def _place(gallery: Path, name: str) -> Path:
-    """Returns where the image lies; `megaclass embed` lists paths relative to the folder that it was given."""
-    return Path(name) if Path(name).is_file() else gallery.parent / name
+def _place(gallery: Path, name: str) -> Path | None:
+    """Returns where the image lies; `megaclass embed` lists paths relative to the folder that it was given.
+
+    A list beside an .npy file may come from somebody else. It may name files below the current folder and below its own folder;
+    others are not opened, because the page would show them.
+    """
+    if gallery.suffix != ".npy":
+        return Path(name)
+    roots = (Path.cwd().resolve(), gallery.parent.resolve())
+    places = (Path(name), gallery.parent / name)
+    return next((p for p in places if p.is_file() and any(p.resolve().is_relative_to(root) for root in roots)), None)
 
 
-def _picture(path: Path) -> Picture:
+def _picture(path: Path | None) -> Picture:
+    if path is None:
+        return Picture(error="no picture")
     try:
         image = Image.fromarray(decode_image(read_image_file(path), str(path)))
     except DataError:

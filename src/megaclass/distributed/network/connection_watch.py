@@ -25,6 +25,7 @@ fields that both use are assigned whole, once, and joined() happens before any r
                                                                 remote address while they are being opened, because libraries
                                                                 open a new socket for each attempt
     _is_over        caller in stop()            thread          ends the thread
+    _excepthook     constructor                 caller          sys.excepthook as it was
 
 A refused connection is over before the thread looks: `store` handles that case.
 """
@@ -41,6 +42,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from megaclass.errors import EXIT_TRY_AGAIN, LaunchError
 
@@ -121,6 +123,7 @@ class ConnectionWatch:
         self._silent_since: dict[str | Address, float] = {}
         self._is_over = threading.Event()
         self._ends_process = ends_process
+        self._excepthook = sys.excepthook
         self._thread = threading.Thread(target=self._run, daemon=True, name="megaclass-connections")
 
     def start(self) -> "ConnectionWatch":
@@ -135,7 +138,8 @@ class ConnectionWatch:
         Args:
             peers: addresses of the other hosts.
             ends_process: whether this process exits if it still runs 2 s after its connections were closed. In a user's own
-                training loop (hvd) the closed connections raise errors, which the user may handle.
+                training loop (hvd) the closed connections raise errors, which the user may handle; uncaught, they end the
+                process with the same code.
         """
         # Once more in the caller's thread, so that connections of the last moment are among those seen.
         self._find_dead(time.monotonic())
@@ -147,6 +151,16 @@ class ConnectionWatch:
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
+        # An elastic job continues: a later error is not one of the network.
+        if sys.excepthook == self._end_uncaught:
+            sys.excepthook = self._excepthook
+
+    def _end_uncaught(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        """Is sys.excepthook once a connection was ended: the program ends as `megaclass train` does, after its traceback."""
+        self._excepthook(kind, error, at)
+        if issubclass(kind, Exception):
+            # Python ends with the code of a SystemExit that leaves the hook; it still calls what is registered with atexit.
+            raise SystemExit(EXIT_TRY_AGAIN)
 
     def _run(self) -> None:
         interval_s = min(1.0, self._limit_s / 20)
@@ -220,6 +234,8 @@ class ConnectionWatch:
             f"cable down? {LIMIT_NAME}={self._limit_s:g} is the limit in seconds."
         )
         _log.error(self.reason)
+        if not self._ends_process:
+            sys.excepthook = self._end_uncaught
         hosts = {connection.remote[0] for connection in dead}
         for connection in [connection for connection in self._watched() if connection.remote[0] in hosts]:
             # Threads that wait for the connection get an error; the other ranks learn of it when this rank ends.

@@ -33,19 +33,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megaclass.distributed.restart_progress import FD_NAME
 from megaclass.errors import LaunchError
-from megaclass.launch.agent.driver_connection import DriverConnection
-from megaclass.launch.agent.driver_pipe import read_job
+from megaclass.launch.agent.driver_connection import DriverConnection, read_job
 from megaclass.launch.agent.hang_reporter import HangReporter
 from megaclass.launch.agent.heartbeat import AgentHeartbeat
-from megaclass.launch.agent.rank0_ports import Rank0Ports
 from megaclass.launch.agent.supervisor import Supervisor, Worker
 from megaclass.launch.agent.worker_output import WorkerOutput
-from megaclass.launch.agent.worker_setup import WorkerSetup
-from megaclass.launch.plan import job_environment
+from megaclass.launch.agent.worker_setup import Rank0Ports, WorkerSetup
+from megaclass.launch.placement import job_environment
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.wire.call import AgentCall
-from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
-from megaclass.launch.wire.protocol import Message
+from megaclass.launch.wire.protocol import Message, beat_interval, silence_limits
 from megaclass.world import World
 
 _HELPERS_S = 0.5
@@ -146,15 +143,16 @@ class Agent:
             case "signal":
                 self._supervisor.send_signal(int(message["number"]))
             case "stacks":
-                self._hangs.report_stacks(message["name"], self._supervisor.running(), self._output.read_stderr)
+                running, may_abort = self._supervisor.running(), bool(message["may_abort"])
+                self._hangs.report_stacks(message["name"], running, self._output.read_stderr, may_abort=may_abort)
             case "verdict":
                 self._hangs.keep_verdict(message)
             case "end":
                 self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
 
-    def _on_driver_lost(self) -> None:
-        # Shorter than the user's grace where necessary, so that all is over within the heartbeat limit on both sides.
-        self._end(self._silence_grace_s)
+    def _on_driver_lost(self, is_silent: bool) -> None:
+        # After a silence shorter, so that all is over within the heartbeat limit on both sides.
+        self._end(self._silence_grace_s if is_silent else None)
 
     def _on_signals(self) -> None:
         # SIGCHLD only wakes the loop, which looks for exits after every batch of events.

@@ -16,10 +16,91 @@ import os
 import selectors
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 
-from megaclass.launch.agent.driver_pipe import READ_BYTES, DriverPipe
-from megaclass.launch.wire.protocol import Message, MessageReader, ProtocolError, encode, greeting
+from megaclass.launch.wire.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
+from megaclass.operating_system import readable
+
+# ---- driver pipe ----
+# The agent's two pipes: the job comes in on stdin, messages to the driver go out on stdout.
+
+READ_BYTES = 1 << 16
+_QUEUE_BYTES = 4 << 20
+"""If more waits for the driver, the workers' pipes are not read: they wait, as for a slow terminal, and no memory grows."""
+_JOB_S = 30.0
+"""How long to wait for the job on stdin. ssh delivers it with the first packets, unless the cable was cut just then."""
+
+
+def read_job() -> tuple[Message | None, bytes]:
+    """Returns the first line of stdin and what came with it; None if the driver left before the line was complete."""
+    data = bytearray()
+    while (end := data.find(b"\n")) < 0:
+        # Limited: an agent whose driver died during the login would otherwise wait for its job forever.
+        is_there = readable([sys.stdin], _JOB_S)
+        more = os.read(sys.stdin.fileno(), READ_BYTES) if is_there else b""
+        if not more or len(data) > MAX_LINE_BYTES:
+            return None, b""
+        data += more
+    reader = MessageReader()
+    [(job, _)] = reader.feed(bytes(data[: end + 1]))
+    # Heartbeats, or the order to end, may have come in the same packet.
+    return job, bytes(data[end + 1 :])
+
+
+class DriverPipe:
+    """Sends to the driver through stdout, which must be non-blocking: a stopped driver must not stop the agent."""
+
+    def __init__(self, on_closed: Callable[[str], None]) -> None:
+        """on_closed: called with the reason when the driver does not read any more."""
+        self._on_closed = on_closed
+        self._is_open = True
+        self._queue: deque[bytes] = deque()
+        self._num_bytes = 0
+
+    def fileno(self) -> int:
+        return sys.stdout.fileno()
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether the driver has been sent everything."""
+        return not self._queue
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether so much waits that nothing more should be read from the workers."""
+        return self._num_bytes >= _QUEUE_BYTES
+
+    def send(self, data: bytes) -> None:
+        """Queues the bytes and writes as much as the pipe takes now."""
+        # The ends of the ranks are reported after the loss of the driver, too, and then go nowhere.
+        if self._is_open:
+            self._queue.append(data)
+            self._num_bytes += len(data)
+            self.write()
+
+    def write(self) -> None:
+        """Writes as much of the queue as the pipe takes."""
+        while self._queue:
+            try:
+                written = os.write(self.fileno(), self._queue[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._on_closed("the driver has closed the pipe")
+                return
+            self._num_bytes -= written
+            first = self._queue.popleft()
+            # The pipe took a part of the message; the rest goes first next time.
+            if written < len(first):
+                self._queue.appendleft(first[written:])
+
+    def drop(self) -> None:
+        """Forgets the queue and what is sent later: no process reads it, and a full queue keeps the workers' pipes unread."""
+        self._is_open = False
+        self._queue.clear()
+        self._num_bytes = 0
+
 
 _logger = logging.getLogger("megaclass.launch")
 
@@ -27,7 +108,8 @@ _logger = logging.getLogger("megaclass.launch")
 class DriverConnection:
     """Reads the driver's messages from stdin and sends the agent's through stdout.
 
-    silence_s: a driver that sends nothing for so long is lost. obey: carries out one message. on_lost: called once.
+    silence_s: a driver that sends nothing for so long is lost. obey: carries out one message. on_lost: called
+    once, with whether the driver fell silent.
     """
 
     def __init__(
@@ -35,7 +117,7 @@ class DriverConnection:
         selector: selectors.BaseSelector,
         silence_s: float,
         obey: Callable[[Message], None],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[bool], None],
     ) -> None:
         self._selector = selector
         self._silence_s = silence_s
@@ -81,19 +163,19 @@ class DriverConnection:
         except ProtocolError as error:
             self.lose(f"the driver sent something else than messages: {error}")
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: str, *, is_silent: bool = False) -> None:
         """Counts the driver as lost, and reports the first reason."""
         if self._is_connected:
             self._is_connected = False
             self._pipe.drop()
             # The driver cannot be told any more; stderr may still reach a terminal or a log.
             _logger.warning(f"{why}; ending its ranks")
-            self._on_lost()
+            self._on_lost(is_silent)
 
     def check_silence(self, now: float) -> None:
         """Counts the driver as lost if it has sent nothing for too long, not even heartbeats."""
         if now - self._heard_at > self._silence_s:
-            self.lose(f"the driver has sent nothing for {now - self._heard_at:.1f} s")
+            self.lose(f"the driver has sent nothing for {now - self._heard_at:.1f} s", is_silent=True)
 
     def watch_room(self) -> None:
         """Waits for room in the driver's pipe while something is queued."""

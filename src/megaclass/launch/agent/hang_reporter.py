@@ -13,9 +13,16 @@ from pathlib import Path
 
 from megaclass.distributed.rank_status import FD_NAME, HANG_TIMEOUT, StatusPage
 from megaclass.launch.agent.supervisor import Worker
-from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.record import keep_stacks, keep_verdict
-from megaclass.launch.hang.stacks import ANSWER_S, MAX_STACK_BYTES, RankReport, WatchedRank, abort_group, collect
+from megaclass.launch.hang.stacks import (
+    ANSWER_S,
+    MAX_STACK_BYTES,
+    LookClock,
+    RankReport,
+    WatchedRank,
+    abort_group,
+    collect,
+)
 from megaclass.launch.hang.verdict import HangVerdict
 from megaclass.launch.wire.protocol import Message
 
@@ -83,8 +90,13 @@ class HangReporter:
         self._aborted[rank] += data[: MAX_STACK_BYTES - len(self._aborted[rank])]
         return True
 
-    def report_stacks(self, name: str, running: Sequence[Worker], read_stderr: Callable[[int], None]) -> None:
-        """Collects and sends the stacks. read_stderr: moves what a rank has printed since into `take_output`."""
+    def report_stacks(
+        self, name: str, running: Sequence[Worker], read_stderr: Callable[[int], None], *, may_abort: bool
+    ) -> None:
+        """Collects and sends the stacks. read_stderr: moves what a rank has printed since into `take_output`.
+
+        may_abort: ranks that cannot be asked get SIGABRT, which ends them, because the job ends in any case.
+        """
         watched = [WatchedRank(worker.rank, worker.pid, self._pages[worker.rank]) for worker in running]
 
         def abort(rank: WatchedRank) -> None:
@@ -97,7 +109,12 @@ class HangReporter:
             read_stderr(rank)
             return bytes(self._aborted.get(rank, b""))
 
-        reports = collect(watched, self._host, abort=abort, aborted_output=printed, answer_s=ANSWER_S)
+        reports = collect(
+            watched, self._host, abort=abort if may_abort else None, aborted_output=printed, answer_s=ANSWER_S
+        )
+        # If the job goes on, a rank is reported again when it has been late as long once more.
+        self._clock.restart(time.monotonic())
+        self._is_late = False
         # On this host, because the machine of the driver may not have the run folder.
         folder = self._run_folder()
         if folder is not None and (kept := keep_stacks(folder, name, reports)) is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import IO
 
-from megaclass.launch.agent.driver_pipe import READ_BYTES
+from megaclass.launch.agent.driver_connection import READ_BYTES
 from megaclass.launch.agent.supervisor import Worker
 
 _READS_OF_A_FULL_PIPE = 2

@@ -25,7 +25,7 @@ from megaclass.launch.check.answers import connection_in, facts_in, listening_in
 from megaclass.launch.check.probe_client import ProbeClient
 from megaclass.launch.check.report import Finding, FindingState, Report, bad, doubtful, good
 from megaclass.launch.check.rules import Facts, clock_finding, default_slots, difference_findings, host_findings
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, cause_and_advice, login_command
+from megaclass.launch.driver.ssh import SshSettings, agent_command, cause_and_advice, login_command
 from megaclass.launch.hosts import Host
 from megaclass.launch.wire.protocol import ProtocolError
 

@@ -9,14 +9,14 @@ import resource
 from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command
 from megaclass.launch.driver.job_run import JobRun
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.restarts import NoRestartError, StartResult, run_job
+from megaclass.launch.driver.ssh import SshSettings, agent_command
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import describe_plan, passed_on, place_ranks
+from megaclass.launch.placement import describe_plan, passed_on, place_ranks
 
 _logger = logging.getLogger("megaclass.launch")
 

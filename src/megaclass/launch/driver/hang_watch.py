@@ -1,6 +1,8 @@
 """Decides that the job hangs, asks all agents for the stacks of their ranks, and prints the verdict. Standard library only.
 
-    watching --a rank is late, or nothing moves for --hang-timeout--> asking --all answered, or ASK_S passed--> verdict, end
+    watching --a rank is late, or nothing moves for --hang-timeout--> asking --all answered, or ASK_S passed--> verdict
+       ^                                                                                                       |
+       +----- late by its own account, and no rank waits for another: a report, and the job goes on <----------+----> end
 
 A rank is late by its own account: `megaclass train` knows how long a step takes, hvd how long a collective may take. With
 --hang-timeout, progress is what any rank prints, a finished step, or a finished collective of hvd.
@@ -10,23 +12,30 @@ A rank is late by its own account: `megaclass train` knows how long a step takes
     _late            "status" with silent_s                  check
     _is_asking       _ask, _judge                            check, note, finish
     _reports, _kept  "stacks" and "kept" while asking        _judge
+    _is_asked_for    check: the user's --hang-timeout        _judge: it ends the job whatever the verdict is
+    _said            _judge                                  _judge: the same report is printed once
 """
 
 import time
 from collections.abc import Sequence
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.exit_codes import EXIT_HUNG
-from megaclass.launch.hang.look_clock import LookClock
 from megaclass.launch.hang.record import new_name
-from megaclass.launch.hang.sentence import hang_sentence, steps_done
-from megaclass.launch.hang.stacks import RankReport
-from megaclass.launch.hang.verdict import HangVerdict, describe_groups, find_verdict
-from megaclass.launch.plan import Placement
+from megaclass.launch.hang.stacks import LookClock, RankReport
+from megaclass.launch.hang.verdict import (
+    HangVerdict,
+    describe_groups,
+    find_verdict,
+    hang_sentence,
+    slow_sentence,
+    steps_done,
+)
+from megaclass.launch.placement import Placement
 from megaclass.launch.wire.protocol import Message
 
 _ASK_S = 5.0
@@ -52,6 +61,7 @@ class HangWatch:
         self._clock = LookClock(time.monotonic())
         self._late: tuple[float, str] | None = None
         self._is_asking, self._asked_at = False, 0.0
+        self._is_asked_for, self._said = False, ""
         self._silent_s, self._what = 0.0, ""
         self._name = ""
         self._reports: dict[int, RankReport] = {}
@@ -86,11 +96,16 @@ class HangWatch:
         # While the screen is full, the ranks wait in their writes: they do not hang.
         if self._end.is_ending or not self._table.has_started or self._pipes.is_paused:
             return
+        if self._is_asking:
+            return
         if self._late is not None:
             self._ask(now, *self._late)
         elif (
             self._limit_s and (silent_s := now - max(self._table.printed_at, self._progress_at, since)) > self._limit_s
         ):
+            self._is_asked_for = True
+            # From here on the exit of a rank, which SIGABRT may cause, is no cause any more.
+            self._end.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
             self._ask(now, silent_s, "no rank has printed anything or made progress (--hang-timeout)")
 
     def finish(self) -> None:
@@ -101,19 +116,28 @@ class HangWatch:
     def _ask(self, now: float, silent_s: float, what: str) -> None:
         self._is_asking, self._asked_at = True, now
         self._silent_s, self._what, self._name = silent_s, what, new_name()
-        # From here on the exit of a rank, which SIGABRT may cause, is no cause any more.
-        self._end.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
+        self._late, self._reports, self._kept = None, {}, ""
         self._messages.detail(f"{what} for {silent_s:.0f} s: asking for the stacks of all ranks")
         # All ranks, not only the late one: which rank is missing shows only in comparison.
-        self._pipes.send({"do": "stacks", "name": self._name})
+        self._pipes.send({"do": "stacks", "name": self._name, "may_abort": self._is_asked_for})
 
     def _judge(self) -> None:
         self._is_asking = False
+        # Something else has ended the job meanwhile.
+        if self._end.is_ending and not self._is_asked_for:
+            return
         # A rank whose agent did not answer counts, too: the missing one is often the culprit.
         reports = [self._reports.get(rank) or self._lost_report(rank) for rank in self._table.running()]
         reports += [report for rank, report in self._reports.items() if rank in self._table.codes]
         verdict = find_verdict(reports)
+        # Ranks that are late by their own account may only be slow, and ending them would lose healthy work.
+        if not self._is_asked_for and not verdict.may_end:
+            if verdict.text != self._said and not self._end.is_ending:
+                self._messages.say(slow_sentence(self._silent_s, verdict, what=self._what) + self._where(verdict))
+            self._said, self._late = verdict.text, None
+            return
         sentence = hang_sentence(self._silent_s, verdict, what=self._what)
+        self._end.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
         self._record(sentence, verdict, steps_done(reports))
         hosts = {self._table.hosts[rank] for rank in verdict.suspects}
         # If every host is suspected, excluding them would leave none for a restart.

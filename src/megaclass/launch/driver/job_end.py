@@ -1,7 +1,8 @@
 """The end of a job: why it ends, what the agents are told, and until when the driver waits. Standard library only.
 
-    a fault          JobEnd.end          SIGTERM to the ranks, SIGKILL after the grace
-    a signal         JobEnd.on_signals   Ctrl-C climbs a ladder (SIGINT, SIGTERM, SIGKILL); other signals end at once
+    a fault          JobEnd.end          SIGTERM to the ranks, SIGKILL after the short grace
+    a signal         JobEnd.on_signals   Ctrl-C climbs a ladder (SIGINT, SIGTERM, SIGKILL); after SIGTERM and SIGHUP the
+                                         ranks have the long grace, in which they can save; a second SIGTERM shortens it
     exit code 75     JobEnd.resume       the other ranks have 60 s to save, then they are ended, too
 
 Field and who changes it; all of it happens in the driver's one thread:
@@ -14,11 +15,12 @@ Field and who changes it; all of it happens in the driver's one thread:
 import signal
 import time
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipes
+from megaclass.launch.driver.agent_pipe import AgentPipes
 from megaclass.launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
 from megaclass.launch.exit_codes import exit_status, signal_name
+from megaclass.launch.options import RunOptions
 from megaclass.launch.signals import ENDING_SIGNALS, InterruptLadder
 
 LEAVE_S = 4.0
@@ -30,14 +32,15 @@ _SAVE_S = 60.0
 class JobEnd:
     """Ends the ranks of one start, once or several times: each order may only shorten the time that is left."""
 
-    def __init__(self, pipes: AgentPipes, table: RankTable, io: DriverIo, grace_s: float) -> None:
+    def __init__(self, pipes: AgentPipes, table: RankTable, io: DriverIo, options: RunOptions) -> None:
         self.decision = OutcomeDecision()
         self.give_up_at = float("inf")
         self._pipes = pipes
         self._table = table
         self._screen, self._signals, self._messages = io.screen, io.signals, io.messages
-        self._grace_s = grace_s
+        self._fault_grace_s, self._signal_grace_s = options.fault_grace_s, options.signal_grace_s
         self._ladder = InterruptLadder()
+        self._has_passed_sigterm = False
         self._resume_deadline = float("inf")
 
     @property
@@ -86,8 +89,15 @@ class JobEnd:
             if number == signal.SIGINT:
                 self._interrupt()
             else:
-                self._messages.say(f"{signal_name(number)}: ending the ranks.")
-                self._order_end()
+                self._terminate(number)
+
+    def _terminate(self, number: int) -> None:
+        # A second SIGTERM is somebody in a hurry. SIGHUP may come twice, from the kernel and from the shell.
+        grace_s = self._fault_grace_s if self._has_passed_sigterm else self._signal_grace_s
+        self._has_passed_sigterm = number == signal.SIGTERM
+        more = f" SIGKILL follows in {grace_s:g} s (--grace)." if self._table.has_started else ""
+        self._messages.say(f"{signal_name(number)}: ending the ranks.{more}")
+        self._order_end(grace_s)
 
     def _interrupt(self) -> None:
         sent = self._ladder.climb()
@@ -102,7 +112,7 @@ class JobEnd:
         self._pipes.send({"do": "signal", "number": int(number)})
 
     def _order_end(self, grace_s: float | None = None, first: int = signal.SIGTERM) -> None:
+        grace_s = self._fault_grace_s if grace_s is None else grace_s
         self._pipes.send({"do": "end", "grace_s": grace_s, "first": int(first)})
         # A second order may come earlier than the first one would end, never later.
-        until_killed_s = self._grace_s if grace_s is None else grace_s
-        self.give_up_at = min(self.give_up_at, time.monotonic() + until_killed_s + LEAVE_S)
+        self.give_up_at = min(self.give_up_at, time.monotonic() + grace_s + LEAVE_S)

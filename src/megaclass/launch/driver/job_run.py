@@ -23,8 +23,7 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, Heartbeats, PipeState
-from megaclass.launch.driver.agents.ssh import SshSettings
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, Heartbeats, PipeState
 from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.job_start import JobStart
@@ -33,9 +32,10 @@ from megaclass.launch.driver.message_handler import MessageHandler
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.driver.rank_table import RankTable
+from megaclass.launch.driver.ssh import SshSettings
 from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import Placement
+from megaclass.launch.placement import Placement
 from megaclass.launch.wire.protocol import ProtocolError
 
 _SETTLE_S = 3.0
@@ -62,8 +62,8 @@ class JobRun:
         self._pipes = AgentPipes(self._on_message, io, self._start.token)
         self._heartbeats = Heartbeats(self._pipes, options)
         self._table = RankTable(placements)
-        self._end = JobEnd(self._pipes, self._table, io, options.grace_s)
-        self._lost = LostAgents(self._pipes, self._start, self._end, ssh, io.messages, options.grace_s)
+        self._end = JobEnd(self._pipes, self._table, io, options)
+        self._lost = LostAgents(self._pipes, self._start, self._end, ssh, io.messages, options)
         self._hang_watch = HangWatch(placements, self._pipes, self._table, self._end, io, options.hang_timeout_s)
         self._handler = MessageHandler(
             self._pipes,

@@ -12,17 +12,20 @@ from dataclasses import asdict
 from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.job_secret import new_secret
 from megaclass.errors import LaunchError
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, why_not_started
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
+from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.exit_codes import EXIT_USER_ERROR
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import Placement, passed_on
-from megaclass.launch.versions import differences
+from megaclass.launch.placement import Placement, passed_on
+from megaclass.launch.versions import differences, short_list
 from megaclass.launch.wire.agent_messages import AgentMessageChecker
 from megaclass.launch.wire.checks import ip_address
 from megaclass.launch.wire.protocol import Message
+
+_SHOWN_ALIKE = 3
+"""If more hosts have the same problem, it is printed once, with their names."""
 
 
 class JobStart:
@@ -119,8 +122,12 @@ class JobStart:
         # One host may have several problems; a difference between hosts belongs to none of them.
         # Each host once, in the order in which the problems were found.
         hosts = tuple(dict.fromkeys(host for host, _ in self.problems if host))
-        for _, problem in self.problems:
-            self._messages.say(problem)
+        for group in _grouped(self.problems):
+            shown = group if len(group) <= _SHOWN_ALIKE else group[:1]
+            for _, problem in shown:
+                self._messages.say(problem)
+            if others := [host for host, _ in group[len(shown) :]]:
+                self._messages.say(f"{len(others)} other hosts likewise: {short_list(others)}.")
         who = f": {len(hosts)} of {num_hosts} host(s) cannot take part" if hosts else ""
         self._messages.say(f"nothing was started{who}.")
         return Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=hosts)
@@ -143,6 +150,15 @@ class JobStart:
         pipes.send({"do": "go", "address": address, "port": port, "store_port": store_port})
 
 
+def _grouped(problems: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Groups problems that differ in the host's name only. What ssh printed, in the lines below the first, may differ, too."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for host, problem in problems:
+        first = problem.partition("\n")[0]
+        groups.setdefault(first.replace(host, "*") if host else first, []).append((host, problem))
+    return list(groups.values())
+
+
 def agent_job(placement: Placement, options: RunOptions, *, token: str, secret: str, run_id: str) -> Message:
     """Returns the job line of one agent, up to the fields that elastic jobs fill in another way."""
     return {
@@ -159,7 +175,7 @@ def agent_job(placement: Placement, options: RunOptions, *, token: str, secret: 
         "given": dict(options.given_env),
         "interfaces": options.interfaces,
         "heartbeat_s": options.heartbeat_s,
-        "grace_s": options.grace_s,
+        "grace_s": options.fault_grace_s,
     }
 
 

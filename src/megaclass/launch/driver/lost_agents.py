@@ -9,19 +9,24 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command, why_not_started
+from megaclass.errors import EXIT_TRY_AGAIN
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_end import LEAVE_S, JobEnd
 from megaclass.launch.driver.job_start import JobStart
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverMessages
+from megaclass.launch.driver.ssh import SshSettings, agent_command, why_not_started
 from megaclass.launch.exit_codes import EXIT_HOST_LOST, how_it_ended
 from megaclass.launch.hosts import Host
+from megaclass.launch.options import RunOptions
+from megaclass.launch.wire.protocol import silence_limits
 
 _STDERR_READS = 16
 """Reads of an agent's stderr after its end; an ssh that keeps writing there must not keep the driver."""
 _EXIT_CODE_S = 0.5
 """Time for ssh or the local agent to end after it has closed stdout."""
+SUSPECT_SHARE = 0.3
+"""If a rank fails while a host has been silent for this share of the limit, the host is the likely cause."""
 _MAX_ORPHAN_KILLERS = 64
 """If more hosts are lost at once, the network is gone; the agents then end their ranks themselves."""
 _CONNECT_AND_KILL_S = 5.0
@@ -38,14 +43,15 @@ class LostAgents:
         end: JobEnd,
         ssh: SshSettings,
         messages: DriverMessages,
-        grace_s: float,
+        options: RunOptions,
     ) -> None:
         self._pipes = pipes
         self._start = start
         self._end = end
         self._ssh = ssh
         self._messages = messages
-        self._orphan_killers = OrphanKillers(ssh, grace_s)
+        self._silence_s, self._silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
+        self._orphan_killers = OrphanKillers(ssh, options.fault_grace_s)
 
     def note_end_of_stream(self, agent: AgentPipe) -> None:
         """Handles the end of ssh or the local agent before it said that all is done."""
@@ -59,7 +65,29 @@ class LostAgents:
     def note_silence(self, agent: AgentPipe, silent_s: float) -> None:
         """Gives up a host that has not answered for too long."""
         # An orphan killer could not reach it, either.
-        self._lose(agent, why_silent(silent_s), is_reachable=False)
+        self._lose(agent, why_silent(silent_s), is_reachable=False, grace_s=self._silence_grace_s)
+
+    def end_because_of_silence(self, rank: str, code: int) -> bool:
+        """Ends the job because of the hosts that do not answer, if there are any; returns whether there are.
+
+        To be called when a rank has failed. Ranks notice a dead connection about when the driver does, and often end first.
+        rank: its name for the message.
+        """
+        now = time.monotonic()
+        silent = [
+            (agent, now - agent.heard_at)
+            for agent in self._pipes.unfinished()
+            if agent.state is PipeState.RUNNING and now - agent.heard_at > SUSPECT_SHARE * self._silence_s
+        ]
+        if not silent or self._pipes.is_paused:
+            return False
+        names = ", ".join(f"{agent.name} ({agent.placement.ranks()})" for agent, _ in silent)
+        text = f"{names} {why_silent(max(silent_s for _, silent_s in silent))}; {rank} then ended with {how_it_ended(code)}."
+        self._messages.say(f"{text} All others are being stopped.")
+        # 74, as the ranks themselves end: a connection was lost, and the job may be started again.
+        outcome = Outcome(exit_code=EXIT_TRY_AGAIN, failed_hosts=tuple(agent.name for agent, _ in silent))
+        self._end.end(outcome, report=f"the run ended because {text}", grace_s=self._silence_grace_s)
+        return True
 
     def distrust(self, agent: AgentPipe, why: str) -> None:
         """Excludes a host that breaks the protocol: it is faulty, or controlled by an attacker."""
@@ -83,7 +111,7 @@ class LostAgents:
         """Waits until every orphan killer is done or its time is up."""
         self._orphan_killers.wait()
 
-    def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True) -> None:
+    def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True, grace_s: float | None = None) -> None:
         # Only an agent that was told to start ranks can have left some behind.
         if agent.state is PipeState.RUNNING and is_reachable:
             self._kill_orphans_of(agent)
@@ -97,7 +125,7 @@ class LostAgents:
         lost = f"{agent.name} ({agent.placement.ranks()}) {why}."
         self._messages.say(f"{lost} Its ranks end by themselves; all others are being stopped.{last}")
         outcome = Outcome(exit_code=EXIT_HOST_LOST, failed_hosts=(agent.name,))
-        self._end.end(outcome, report=f"the run ended because {lost}")
+        self._end.end(outcome, report=f"the run ended because {lost}", grace_s=grace_s)
 
     def _kill_orphans_of(self, agent: AgentPipe) -> None:
         self._orphan_killers.start(agent, self._start.run_id_of(self._pipes.all.index(agent)))
@@ -121,7 +149,7 @@ def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
 
 def why_silent(silent_s: float) -> str:
     """Returns what is said after the name of a host that has not answered for too long."""
-    return f"has not answered for {silent_s:.1f} s: its cable, its network or itself is gone"
+    return f"has not answered for {silent_s:.1f} s: the host is unreachable"
 
 
 class OrphanKillers:

@@ -6,7 +6,7 @@ ranks of the agent that sent it.
 
 import time
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.failure_report import stopped_message
 from megaclass.launch.driver.hang_watch import HangWatch
 from megaclass.launch.driver.job_end import JobEnd
@@ -94,6 +94,8 @@ class MessageHandler:
             return
         if code == EXIT_RESUME_ME:
             self._end.resume(f"rank {rank} on {self._table.hosts[rank]}")
+            return
+        if self._lost.end_because_of_silence(f"rank {rank} on {self._table.hosts[rank]}", code):
             return
         # At once, before the other ranks print their own errors about the one that is gone.
         self._messages.say(self._table.headline_of(rank))

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from megaclass.launch.driver.failure_report import LastLines, failure_report, headline
-from megaclass.launch.plan import Placement
+from megaclass.launch.placement import Placement
 
 _LEFT_EARLY_S = 60.0
 """A rank that left with 0 is named if others still run after this time: they may be waiting for it."""

@@ -28,7 +28,7 @@ from megaclass.launch.agent.supervisor import Supervisor, Worker
 from megaclass.launch.elastic.channel import FD_NAME, KEY_NAME, Channel, ChannelError, worker_key
 from megaclass.launch.elastic.worker import IS_RUNNING_NAME, MAX_RANKS_NAME
 from megaclass.launch.network import hold_store_port, reserve_port
-from megaclass.launch.plan import job_environment
+from megaclass.launch.placement import job_environment
 from megaclass.launch.signals import SignalQueue
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World

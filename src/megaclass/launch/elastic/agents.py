@@ -2,20 +2,23 @@
 
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from megaclass.distributed.network.job_secret import new_secret
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass.launch.driver.agents.ssh import SshSettings, agent_command
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass.launch.driver.job_start import address_of_first_host, agent_job
 from megaclass.launch.driver.lost_agents import OrphanKillers, why_ended
+from megaclass.launch.driver.ssh import SshSettings, agent_command
 from megaclass.launch.elastic.generation import Generation, WorkerRecord, publication, worlds_of, worlds_on
-from megaclass.launch.elastic.messages import ElasticMessageChecker
+from megaclass.launch.elastic.worker import Why
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import Placement
+from megaclass.launch.placement import Placement
 from megaclass.launch.versions import differences
+from megaclass.launch.wire.agent_messages import MAX_STEP, AgentMessageChecker
+from megaclass.launch.wire.checks import Check, one_of, text, whole
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
 
@@ -40,7 +43,7 @@ class ElasticAgents:
         self._ports: dict[str, Message] = {}
         """Ports that an agent holds for the next generation with rank 0 on its host."""
         self._versions: dict[str, dict[str, str]] = {}
-        self._orphan_killers = OrphanKillers(ssh, options.grace_s)
+        self._orphan_killers = OrphanKillers(ssh, options.fault_grace_s)
 
     # ---- opening ----
 
@@ -192,3 +195,46 @@ class ElasticAgents:
 def _first_of(versions: dict[str, dict[str, str]], apart_from: str) -> dict[str, dict[str, str]]:
     name = next((name for name in versions if name != apart_from), None)
     return {name: versions[name]} if name is not None else {}
+
+
+_MAX_TOKEN = 64
+
+
+class ElasticMessageChecker(AgentMessageChecker):
+    """Checks the messages of one agent, whose workers become more over time."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._starting: set[int] = set()
+
+    def expect(self, workers: set[int]) -> None:
+        """Notes that the agent was told to start these workers."""
+        self._ranks |= workers
+        self._starting |= workers
+
+    def _fields(self) -> Mapping[str, Mapping[str, tuple[Check, bool]]]:
+        rank, token = (self._rank, True), (_token, True)
+        port = (whole(1, 65535), True)
+        known = super()._fields()
+        return {
+            **known,
+            "hello": {**known["hello"], "port": port, "store_port": port},
+            # These come from workers by way of their agent, and the driver trusts neither.
+            "ready": {"rank": rank, "token": token, "why": (one_of(tuple(Why)), True)},
+            "committed": {"rank": rank, "token": token, "step": (whole(0, MAX_STEP), True)},
+            "failed": {"rank": rank, "token": token, "text": (text(), True)},
+            "spare": {"port": port, "store_port": port},
+        }
+
+    def _pids(self, value: Any) -> dict[int, int]:
+        # The agent may have been told to start others before it could report about these.
+        named = {number for number in self._starting if isinstance(value, dict) and str(number) in value}
+        pids = self._pids_of(value, named)
+        self._starting -= named
+        return pids
+
+
+def _token(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TOKEN or not value.isascii():
+        raise ValueError("a token")
+    return value

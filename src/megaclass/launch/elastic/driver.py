@@ -10,15 +10,15 @@ import secrets
 from collections.abc import Sequence
 
 from megaclass.errors import LaunchError
-from megaclass.launch.driver.agents.ssh import agent_command
 from megaclass.launch.driver.driver import FILES_PER_HOST, FILES_PER_RANK, raise_file_limit, ssh_settings
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.driver.output import DriverIo
+from megaclass.launch.driver.ssh import agent_command
 from megaclass.launch.elastic.discovery import source_of
 from megaclass.launch.elastic.elastic_run import ElasticRun
 from megaclass.launch.hosts import Host
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import describe_plan, passed_on, place_ranks
+from megaclass.launch.placement import describe_plan, passed_on, place_ranks
 from megaclass.launch.signals import DRIVER_SIGNALS, SignalQueue
 
 _MAX_HOSTS = 1024

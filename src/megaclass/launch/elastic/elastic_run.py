@@ -33,22 +33,17 @@ import random
 import selectors
 import time
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, AgentPipes, Heartbeats
-from megaclass.launch.driver.agents.ssh import SshSettings
+from megaclass.launch.driver.agent_pipe import AgentPipe, AgentPipes, Heartbeats
 from megaclass.launch.driver.job_end import JobEnd
 from megaclass.launch.driver.lost_agents import why_silent
 from megaclass.launch.driver.outcome import Outcome, Reason
 from megaclass.launch.driver.output import DriverIo
+from megaclass.launch.driver.ssh import SshSettings
 from megaclass.launch.elastic.agents import ElasticAgents
-from megaclass.launch.elastic.decisions.generations import Generations
-from megaclass.launch.elastic.decisions.host_updates import HostUpdates
-from megaclass.launch.elastic.decisions.leavers import Leavers
-from megaclass.launch.elastic.decisions.new_workers import NewWorkers
-from megaclass.launch.elastic.decisions.rank_minimum import RankMinimum
+from megaclass.launch.elastic.decisions import Generations, HostUpdates, Leavers, NewWorkers, RankMinimum
 from megaclass.launch.elastic.discovery import Discovery, HostTable, Source
-from megaclass.launch.elastic.job import ElasticJob
+from megaclass.launch.elastic.job import ElasticJob, WorkerTable, named
 from megaclass.launch.elastic.worker_events import WorkerEvents
-from megaclass.launch.elastic.worker_table import WorkerTable, named
 from megaclass.launch.options import RunOptions
 from megaclass.launch.wire.protocol import ProtocolError
 
@@ -66,7 +61,7 @@ class ElasticRun:
         self._heartbeats = Heartbeats(self._pipes, options)
         self._agents = ElasticAgents(self._pipes, options, ssh)
         self._table = WorkerTable()
-        self._end = JobEnd(self._pipes, self._table, io, options.grace_s)
+        self._end = JobEnd(self._pipes, self._table, io, options)
         self._hosts = HostTable(options.cooldown_s, random.random)
         job = ElasticJob(
             options=options, hosts=self._hosts, agents=self._agents, table=self._table, end=self._end, io=io

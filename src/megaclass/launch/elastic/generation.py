@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from megaclass.launch.elastic.worker import Why
-from megaclass.launch.plan import STARTER
+from megaclass.launch.placement import STARTER
 from megaclass.launch.wire.protocol import Message
 from megaclass.world import World
 

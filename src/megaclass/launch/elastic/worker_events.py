@@ -6,7 +6,7 @@ Every message has been checked before it arrives here (messages.py). Standard li
 import time
 from collections.abc import Mapping, Sequence
 
-from megaclass.launch.driver.agents.agent_pipe import AgentPipe, PipeState
+from megaclass.launch.driver.agent_pipe import AgentPipe, PipeState
 from megaclass.launch.driver.failure_report import stopped_message
 from megaclass.launch.driver.outcome import Outcome
 from megaclass.launch.elastic.generation import WorkerRecord, listed

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -20,17 +21,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megaclass.distributed.rank_status import PACKAGE, OwnStatus, RankStatus
 from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
-from megaclass.launch.hang.loaders import ask_loaders, have_answered, loader_stacks
-from megaclass.launch.hang.look_clock import LookClock
-from megaclass.launch.hang.process_state import file_wait, main_thread_waits_for
 from megaclass.launch.hang.record import HANG_FOLDER, done_in_time, keep_stacks, keep_verdict
-from megaclass.launch.hang.sentence import hang_sentence, slow_sentence, steps_done
-from megaclass.launch.hang.stacks import MAX_STACK_BYTES, RankReport
-from megaclass.launch.hang.verdict import find_verdict
+from megaclass.launch.hang.stacks import (
+    MAX_STACK_BYTES,
+    LookClock,
+    RankReport,
+    ask_loaders,
+    file_wait,
+    have_answered,
+    loader_stacks,
+    main_thread_waits_for,
+)
+from megaclass.launch.hang.verdict import find_verdict, hang_sentence, slow_sentence, steps_done
 from megaclass.world import World
 
 _LOOK_S = 1.0
@@ -40,7 +47,13 @@ _LOADERS_S = 1.0
 """How long its loader processes have for their stacks."""
 _PRINT_FIRST_S = 2.0
 """Ranks that do not print the verdict stay so much longer: launchers end all ranks as soon as one is gone."""
+_MAX_ERROR = 500
 _NO_SIGN = "wrote no stacks: it is stopped, in native code that keeps the interpreter lock, or its host is lost"
+
+_CLOSED = re.compile(
+    r"closed by (the )?(remote )?peer|reset by peer|Broken pipe|Connection (reset|aborted)", re.IGNORECASE
+)
+"""Errors of gloo, NCCL and the kernel after the process at the other end of a connection has ended."""
 
 
 @contextmanager
@@ -95,7 +108,10 @@ def _report_late_rank(seen: RankStatus, world: World, said: str) -> str:
     if is_shared:
         found = {report.rank for report in reports}
         missing = [rank for rank in range(world.size) if rank not in found]
-        reports += [RankReport(rank=rank, host="?", pid=0, state="lost", detail=_NO_SIGN) for rank in missing]
+        sign = _NO_SIGN
+        if any(_CLOSED.search(report.error) for report in reports):
+            sign = "wrote no stacks, and its connection was closed: it has ended, or its host is lost"
+        reports += [RankReport(rank=rank, host="?", pid=0, state="lost", detail=sign) for rank in missing]
     # Without a run folder that answers, only this rank's report is here, which ends nothing: storage may have stalled.
     verdict = find_verdict(reports)
     if is_speaker and (verdict.may_end or verdict.text != said):
@@ -140,7 +156,16 @@ def _report(seen: RankStatus, world: World) -> RankReport:
         file_wait=file_wait(os.getpid()),
         package=PACKAGE,
         stacks=stacks + loader_stacks(loaders),
+        error=_error_in_main_thread(),
     )
+
+
+def _error_in_main_thread() -> str:
+    """Returns the error that the main thread is handling while it hangs, in a clean-up for example; empty if there is none."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    # Until Python 3.11 a triple, as sys.exc_info() returns.
+    error = found[1] if isinstance(found, tuple) else found
+    return str(error)[:_MAX_ERROR] if error is not None else ""
 
 
 def _reports_of(folder: Path, not_before: float, own: RankReport) -> list[RankReport]:

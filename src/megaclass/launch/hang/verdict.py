@@ -28,8 +28,7 @@ from megaclass.launch.hang.frames import (
     waits_for_loader,
     waits_for_other_thread,
 )
-from megaclass.launch.hang.process_state import ASLEEP
-from megaclass.launch.hang.stacks import RankReport
+from megaclass.launch.hang.stacks import ASLEEP, RankReport
 
 _SHOWN = 4
 _UNANSWERED = ("lost", "stopped", "kernel", "silent", "ended")
@@ -179,7 +178,7 @@ def _describe(place: _Place) -> str:
     name = f"rank {report.rank} ({report.host})"
     match report.state:
         case "lost":
-            return f"{name}: {report.detail or 'its host does not answer: its cable, its network or itself is gone'}"
+            return f"{name}: {report.detail or 'its host is unreachable'}"
         case "stopped":
             where = f" in step {report.step + 1:,}" if report.step >= 0 else ""
             return f"{name}: stopped{where} by SIGSTOP (pid {report.pid}), so that it gives no stacks; SIGCONT continues it"
@@ -279,3 +278,25 @@ def describe_groups(verdict: HangVerdict) -> str:
     for ranks, text in verdict.groups:
         parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)}, innermost first:\n{text}")
     return "\n".join(parts)
+
+
+# ---- sentence ----
+# The one message about a hang, the same from `megaclass run`, `megaclass train` and a rank without
+# a launcher of ours.
+
+
+def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:
+    """Returns the message about a job that is ended. silent_s: since the last progress; what: the progress that is missing."""
+    return f"the job hangs: {what} for {silent_s:.0f} s. {verdict.text}."
+
+
+def slow_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:
+    """Returns the message about a job that goes on, because its ranks may only be slow."""
+    why = "the job continues, because no rank is seen to wait for another"
+    return f"{what} for {silent_s:.0f} s; {why}. {verdict.text}."
+
+
+def steps_done(reports: Sequence[RankReport]) -> int | None:
+    """Returns the number of steps that all ranks have done, or None if they do not train."""
+    steps = [report.step for report in reports if report.step >= 0]
+    return min(steps) if steps else None

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megaclass import operating_system
 from megaclass.distributed.network.job_secret import new_secret
@@ -22,17 +23,60 @@ from megaclass.launch.driver import driver
 from megaclass.launch.driver.failure_report import headline, stopped_message
 from megaclass.launch.elastic import driver as elastic
 from megaclass.launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
+from megaclass.launch.hang.record import keep_stacks, keep_verdict, new_name
+from megaclass.launch.hang.stacks import LookClock, WatchedRank, collect, latest_late_s
+from megaclass.launch.hang.verdict import find_verdict, hang_sentence, slow_sentence, steps_done
 from megaclass.launch.hosts import Host
-from megaclass.launch.launchers.local_hang_watch import LocalHangWatch
 from megaclass.launch.launchers.ssh import this_machine
 from megaclass.launch.network import hold_store_port, offer_store_socket, reserve_port
-from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import job_environment, place_ranks, rank_environment, without_other_starters
+from megaclass.launch.options import FAULT_GRACE_S, RunOptions
+from megaclass.launch.placement import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass.launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 from megaclass.operating_system import readable
 
+# ---- local hang watch ----
+# Looks for hangs of the ranks that `megaclass train` started on this machine, where no agent and no
+# driver is between.
+
+
+class LocalHangWatch:
+    """Reads the pages of the ranks about once per second; nothing is asked of them until one is late."""
+
+    def __init__(self, supervisor: Supervisor, pages: Mapping[int, StatusPage], host: str) -> None:
+        self._supervisor, self._pages, self._host = supervisor, pages, host
+        self._clock = LookClock(time.monotonic())
+        self._said = ""
+
+    def look(self, now: float) -> tuple[str, bool]:
+        """Returns a message, empty while no rank is late or if it was returned before, and whether to end the job.
+
+        If a rank is late, it collects and keeps the stacks of all.
+        """
+        running = [WatchedRank(w.rank, w.pid, self._pages[w.rank]) for w in self._supervisor.running()]
+        since = self._clock.since(now)
+        rank, _ = latest_late_s({watched.rank: watched.page for watched in running}, now, since=since)
+        if rank < 0:
+            return "", False
+        silent_s = now - self._pages[rank].read().progress_at
+        reports = collect(running, self._host)
+        verdict = find_verdict(reports)
+        is_new, self._said = verdict.text != self._said, verdict.text
+        # If the job continues, the next report comes when the rank has been late as long again.
+        self._clock.restart(time.monotonic())
+        if not verdict.may_end and not is_new:
+            return "", False
+        sentence = (hang_sentence if verdict.may_end else slow_sentence)(silent_s, verdict)
+        name, where = new_name(), ""
+        folder = next((Path(found) for page in self._pages.values() if (found := page.read().folder)), None)
+        if folder is not None:
+            kept = keep_stacks(folder, name, reports)
+            where = f" Stacks: {kept}." if kept else ""
+            if verdict.may_end:
+                keep_verdict(folder, name, sentence, verdict, steps_done(reports))
+        return f"{sentence}{where}", verdict.may_end
+
+
 _logger = logging.getLogger("megaclass.launch")
-GRACE_S = 3.0
 _HANG_TICK_S = 1.0
 _TICK_S = 0.05
 """Interval at which processes that are being ended are checked."""
@@ -71,7 +115,7 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         reserve_port(0) as held,
         hold_store_port("127.0.0.1") as store,
         contextlib.closing(offer_store_socket(store, "127.0.0.1")) as offer,
-        Supervisor(secrets.token_hex(8), grace_s=GRACE_S, adopts=False) as supervisor,
+        Supervisor(secrets.token_hex(8), grace_s=FAULT_GRACE_S, adopts=False) as supervisor,
     ):
         [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
         shared = job_environment(new_secret(), store.getsockname()[1], offer.name)
@@ -146,7 +190,7 @@ class _LocalJob:
             self._supervisor.send_signal(signal.SIGTERM)
         elif number == signal.SIGTERM and not self._has_passed_sigterm:
             self._has_passed_sigterm = True
-            _logger.info(f"SIGTERM to the ranks; a second one ends them in {GRACE_S:g} s.")
+            _logger.info(f"SIGTERM to the ranks; a second one ends them in {FAULT_GRACE_S:g} s.")
             self._supervisor.send_signal(number)
         elif number == signal.SIGTERM:
             self._status = exit_status(-signal.SIGTERM)

@@ -28,7 +28,7 @@ from megaclass.launch.hosts import Host
 from megaclass.launch.launchers.ray_worker import RankActor
 from megaclass.launch.launchers.replace_process import with_network_variables
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import job_environment, passed_on, place_ranks, rank_environment
+from megaclass.launch.placement import job_environment, passed_on, place_ranks, rank_environment
 from megaclass.launch.signals import ENDING_SIGNALS, InterruptLadder
 from megaclass.world import World
 
@@ -182,6 +182,7 @@ class _RayRun:
         self._last_lines: list[LastLines] = []
         self._decision = OutcomeDecision()
         self._ladder = InterruptLadder()
+        self._has_passed_sigterm = False
 
     def run(self) -> Outcome:
         """Starts all ranks, waits until they have ended, and returns the outcome."""
@@ -241,7 +242,7 @@ class _RayRun:
                 # A rank takes the GPU of its local rank among those that Ray gave to this run on its node.
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             one = (f"{run_id}-{world.rank}", world.rank, self._options.command, env)
-            starts.append(actor.start.remote(*one, self._options.workdir, self._options.grace_s))
+            starts.append(actor.start.remote(*one, self._options.workdir, self._options.signal_grace_s))
         # All starts are under way before the first one is waited for.
         for world, started in zip(self._worlds, starts, strict=True):
             try:
@@ -297,7 +298,7 @@ class _RayRun:
             self._io.messages.say(f"exit code {code} means that something has to be fixed first: no restart.")
         for other, actor in enumerate(self._actors):
             if other != rank:
-                actor.end.remote()
+                actor.end.remote(self._options.fault_grace_s)
 
     def _on_signal(self, number: int, num_running: int) -> None:
         if number not in ENDING_SIGNALS:
@@ -310,8 +311,10 @@ class _RayRun:
             self._pass_on(sent)
         else:
             self._io.messages.say(f"{signal_name(number)}: ending the ranks.")
+            grace_s = self._options.fault_grace_s if self._has_passed_sigterm else None
+            self._has_passed_sigterm = number == signal.SIGTERM
             for actor in self._actors:
-                actor.end.remote()
+                actor.end.remote(grace_s)
 
     def _pass_on(self, number: int) -> None:
         for actor in self._actors:

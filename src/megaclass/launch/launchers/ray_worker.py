@@ -12,7 +12,7 @@ from typing import Any
 from megaclass.distributed.network.socket_offer import OFFER_NAME
 from megaclass.launch.agent.supervisor import Supervisor, find_command
 from megaclass.launch.network import hold_store_port, interface_towards, offer_store_socket, reserve_port
-from megaclass.launch.plan import without_other_starters
+from megaclass.launch.placement import without_other_starters
 from megaclass.operating_system import readable
 
 _READ_BYTES = 1 << 18
@@ -100,8 +100,8 @@ class RankActor:
         if self._supervisor is not None:
             self._supervisor.send_signal(number)
 
-    def end(self) -> None:
-        """Sends SIGTERM now and SIGKILL after the grace."""
+    def end(self, grace_s: float | None = None) -> None:
+        """Sends SIGTERM now and SIGKILL after `grace_s`, or else after the grace that `start` was given."""
         if self._supervisor is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._supervisor.end()
+                self._supervisor.end(grace_s)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megaclass.errors import LaunchError
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import passed_on
+from megaclass.launch.placement import passed_on
 
 
 def with_network_variables(options: RunOptions) -> RunOptions:

@@ -7,7 +7,7 @@ from megaclass.errors import LaunchError
 from megaclass.launch.hosts import Host
 from megaclass.launch.launchers.replace_process import replace_process, with_network_variables
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import place_ranks
+from megaclass.launch.placement import place_ranks
 from megaclass.world import tasks_on_slurm_nodes
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaclass.launch.hosts import Host, hosts_from_file
-from megaclass.launch.plan import place_ranks
+from megaclass.launch.placement import place_ranks
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaclass.launch.exit_codes import how_it_ended
 from megaclass.launch.hosts import Host
 
 _CONNECT_S = 10
@@ -123,6 +124,11 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
             if re.search(pattern, stderr, re.IGNORECASE):
                 copy = login_command(host, settings, "ssh-copy-id")
                 return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
+        # Without a word: ssh explains why it cannot connect. If a signal ended the agent there, it only returns 255.
+        if not stderr.strip():
+            return "its agent was ended by a signal before it could report", (
+                f"did an administrator or the kernel, out of memory, kill it? See `dmesg` there, and `{login} true`"
+            )
         return "ssh cannot connect", f"see why with `{login}`"
     if "No module named" in stderr and "megaclass" in stderr:
         there = f"{settings.python} there has no megaclass"
@@ -134,7 +140,8 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
         return "it did not report in time", ""
     if code is None:
         return "it did not report in time", f"does a login script wait for input? See with `{login}`"
-    return f"its agent ended with {code} before it could report", ""
+    who = "its agent" if host.is_local or code >= 0 else "ssh"
+    return f"{who} ended with {how_it_ended(code)} before the agent could report", ""
 
 
 def _last_lines(stderr: str, num_lines: int = 3) -> str:

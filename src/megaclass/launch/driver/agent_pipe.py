@@ -20,16 +20,15 @@ from functools import partial
 from megaclass.errors import LaunchError
 from megaclass.launch.driver.output import DriverIo
 from megaclass.launch.options import RunOptions
-from megaclass.launch.plan import Placement
+from megaclass.launch.placement import Placement
 from megaclass.launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
-from megaclass.launch.wire.heartbeat import beat_interval, silence_limits
-from megaclass.launch.wire.protocol import Message, MessageReader, encode, greeting
+from megaclass.launch.wire.protocol import Message, MessageReader, beat_interval, encode, greeting, silence_limits
 
 _READ_BYTES = 1 << 18
 _KEPT_STDERR_BYTES = 8192
 _PAUSED_TICK_S = 0.02
 """Interval at which the driver checks whether a full screen has room again."""
-_LONGEST_BEAT_S = 1.0
+_LONGEST_BEAT_S = 0.5
 """The checks that depend on the time are made with the heartbeats, and a user may have chosen a limit of minutes for these."""
 
 
@@ -286,8 +285,8 @@ class Heartbeats:
 
     def __init__(self, pipes: AgentPipes, options: RunOptions) -> None:
         self.due_at = 0.0
-        self.silence_s, _ = silence_limits(options.heartbeat_s, options.grace_s)
-        """An agent that sent nothing for this long is lost."""
+        self.silence_s, self.silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
+        """An agent that sent nothing for this long is lost, and the others have so long to end their ranks."""
         self._pipes = pipes
         self._interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
 
