@@ -46,7 +46,7 @@ def main() -> None:
     pixels = torch.randint(0, 256, (options.batch, 112, 112, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
     indices = np.arange(options.batch)
     batch = Batch(pixels, torch.zeros(0), indices, 0, 0, index_tensor=torch.from_numpy(indices).to(device))
-    can_prepare = loader_module.can_prepare
+    has_program = loader_module.has_program
     print("| augmentations | program ms | first call s | torch ms | ratio |\n|---|---|---|---|---|")
     for text in (
         "",
@@ -61,9 +61,9 @@ def main() -> None:
         torch.cuda.synchronize()
         first_s = time.perf_counter() - begun
         ours = milliseconds(lambda treated=treated: treated.prepared(device))
-        loader_module.can_prepare = lambda augment: False
+        loader_module.has_program = lambda: False
         theirs = milliseconds(lambda treated=treated: treated.prepared(device))
-        loader_module.can_prepare = can_prepare
+        loader_module.has_program = has_program
         print(f"| {text or 'none'} | {ours:.3f} | {first_s:.1f} | {theirs:.3f} | {theirs / ours:.1f} |", flush=True)
 
 

@@ -13,14 +13,13 @@ import multiprocessing
 import os
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.choose import available_cores, choose_processes
-from megaclass.data.loading.processes import LoaderSettings
+from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.data.tools.synthesize import synthesize
@@ -42,10 +41,10 @@ def speed(loader: BatchLoader, seconds: float) -> float:
     return number * BATCH / elapsed
 
 
-def in_processes(path: Path, num_processes: int, num_threads: int, seconds: float, *, on_gpu: bool = False) -> float:
+def in_processes(path: Path, num_processes: int, num_threads: int, seconds: float) -> float:
     settings = LoaderSettings(path=str(path), num_processes=num_processes, num_threads=num_threads)
     source = open_source(path)
-    loader = BatchLoader(source, global_batch=BATCH, processes=settings, device=DEVICE, decodes_on_device=on_gpu)
+    loader = BatchLoader(source, global_batch=BATCH, processes=settings, device=DEVICE)
     return speed(loader, seconds)
 
 
@@ -123,10 +122,6 @@ def main() -> None:
             if num_processes * num_threads <= cores:
                 name = f"{num_processes} processes, {num_threads} threads each"
                 add("JPEG", name, in_processes(folder, num_processes, num_threads, options.seconds))
-        if DEVICE.type == "cuda" and find_spec("torchvision") is not None:
-            for num_processes in (1, 2, 4):
-                name = f"{num_processes} processes, data.decode = gpu"
-                add("JPEG", name, in_processes(folder, num_processes, 1, options.seconds, on_gpu=True))
         pixels = Path(scratch) / "pixels"
         pack(source, pixels, PackOptions(layout="pixels"), num_threads=cores)
         for num_processes in counts:

@@ -114,6 +114,16 @@ def test_what_is_wrong_in_the_file_is_told_with_the_file(recipe, line, message):
     assert refusal(path) == f"{path}: {message}"
 
 
+def test_a_removed_setting_of_an_older_run_is_ignored_if_it_asks_for_nothing_else(recipe):
+    # config.toml of every earlier run lists it.
+    for value in ("auto", "cpu"):
+        assert load_config(recipe(), [f"data.decode={value}"]) == load_config(recipe())
+    assert refusal(recipe(), "data.decode=gpu") == (
+        "command line: data.decode = 'gpu', but this setting was removed, and only 'auto' or 'cpu' can still be read: "
+        "leave data.decode out."
+    )
+
+
 def test_a_setting_at_the_top_of_the_file_is_shown_its_section(recipe):
     path = recipe("epochs = 2\n" + MINIMAL)
     assert refusal(path) == f"{path}: unknown setting epochs; did you mean train.epochs?"

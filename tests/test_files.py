@@ -1,16 +1,20 @@
 """Logs, metrics and results belong to their owner alone, whatever the umask; what a user makes to share follows the umask."""
 
+import errno
 import importlib.util
 import os
 import socket
+import stat
 import sys
 from pathlib import Path
 
 import pytest
 from tests.forked import run_forked
 
+from megaclass import files
 from megaclass.cli.main import main
 from megaclass.files import (
+    flush,
     make_private_folder,
     open_private,
     published_file,
@@ -155,3 +159,53 @@ def test_horovods_timeline_is_private(tmp_path, umask, mask):
     timeline.start(str(tmp_path / "timeline.json"), mark_cycles=False)
     timeline.stop()
     assert mode(tmp_path / "timeline.json") == 0o600
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_flush_folders_is_written_to_all_the_same(tmp_path, monkeypatch, code):
+    """As some FUSE mounts do."""
+    flushed = []
+    as_ever = os.fsync
+
+    def refuse_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        flushed.append(handle)
+        as_ever(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    write_text(tmp_path / "text", "whole")
+    with published_folder(tmp_path / "folder") as unfinished:
+        (unfinished / "text").write_text("whole")
+    assert (tmp_path / "text").read_text() == (tmp_path / "folder" / "text").read_text() == "whole"
+    assert len(flushed) == 2
+
+
+def test_windows_which_does_not_open_folders_is_written_to_all_the_same(tmp_path, monkeypatch):
+    as_ever = os.open
+
+    def refuse_folders(path, flags, *arguments, **options):
+        if Path(path).is_dir():
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return as_ever(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    with pytest.raises(PermissionError):
+        flush(tmp_path)
+    monkeypatch.setattr(files, "_IS_WINDOWS", True)
+    write_text(tmp_path / "text", "whole")
+    assert (tmp_path / "text").read_text() == "whole"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_fails_to_flush_is_an_error_and_so_is_a_file_that_cannot_be_flushed(tmp_path, monkeypatch, code):
+    def fail(handle):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        flush(tmp_path)
+    (tmp_path / "file").write_text("x")
+    code = errno.EINVAL
+    with pytest.raises(OSError, match=os.strerror(code)):
+        flush(tmp_path / "file")

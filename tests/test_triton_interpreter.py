@@ -14,7 +14,7 @@ HEAD = "head/gpu/test_interpreted.py"
 GRAPHS = "head/gpu/test_captured_step.py"
 NORM = "backbones/test_fused_norm.py"
 SHARES = {
-    "on one rank": ([HEAD, GRAPHS, NORM, "data/test_device_prepare.py"], "not ranks"),
+    "on one rank": ([HEAD, GRAPHS, NORM, "data/test_augment_gpu.py"], "not ranks"),
     "on several ranks": ([HEAD, NORM], "ranks"),
 }
 # A minute on an idle machine.

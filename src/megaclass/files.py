@@ -8,6 +8,7 @@ Private files and folders (logs, metrics, results: whatever may reveal something
 further restricted by the umask. SECURITY.md lists which kinds of files are private and which follow the umask.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from typing import IO, Any
 from megaclass.errors import UserError
 from megaclass.operating_system import open_flags
 
+_IS_WINDOWS = os.name == "nt"
 _PRIVATE_FILE_MODE = 0o600
 _PRIVATE_FOLDER_MODE = 0o700
 
@@ -99,11 +101,23 @@ def flush(path: Path) -> None:
 
     A rename may reach the disk before the content it names; without this a power cut could leave an empty file.
     """
-    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if not (path.is_dir() and _is_unsupported_for_folders(error)):
+            raise
+
+
+def _is_unsupported_for_folders(error: OSError) -> bool:
+    """Tells whether the system cannot flush folders at all: some FUSE file systems, and Windows, which does not open them.
+
+    The files themselves are flushed there as well; after a power cut a rename may be missing, but is never half done.
+    """
+    return error.errno in (errno.EINVAL, errno.ENOTSUP) or (_IS_WINDOWS and error.errno == errno.EACCES)
 
 
 def open_private(path: Path, mode: str, *, follows_links: bool = True, **options: Any) -> IO[Any]:

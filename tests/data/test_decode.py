@@ -13,6 +13,7 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps
 
+from megaclass.data.augment import normalise, to_tensor
 from megaclass.data.decode import (
     decode_batch,
     decode_image,
@@ -20,7 +21,6 @@ from megaclass.data.decode import (
     fit_image,
     image_dimensions,
 )
-from megaclass.data.pixel_tensors import normalise, to_tensor
 from megaclass.errors import DataError
 
 

@@ -20,10 +20,10 @@ from PIL import Image
 from tests.forked import run_forked
 
 from megaclass.data.loader import Batch, BatchLoader
-from megaclass.data.loading import choose, processes, resident
+from megaclass.data.loading import choose, pool, resident
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
 from megaclass.data.loading.messages import Piece, bad_reports, receive, send
-from megaclass.data.loading.processes import LoaderSettings
+from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.loading.worker import Filler
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
@@ -303,7 +303,7 @@ LOAD_FOREVER = """
 import sys, torch
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.messages import bad_reports, receive, send
-from megaclass.data.loading.processes import LoaderSettings
+from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import open_source
 processes = LoaderSettings(path=sys.argv[1], num_processes=2, num_threads=2)
 for batch in BatchLoader(open_source(sys.argv[1]), global_batch=32, processes=processes).batches(num_steps=10**9):
@@ -393,7 +393,7 @@ def test_memory_that_cannot_be_had_is_an_error_before_the_first_batch(folder, mo
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    monkeypatch.setattr(processes.subprocess, "Popen", None)
+    monkeypatch.setattr(pool.subprocess, "Popen", None)
     with pytest.raises(DataError, match=r"no memory for \d+ batches of 16 images.*data\.workers"):
         next(in_processes(folder, 2, global_batch=16).batches())
 

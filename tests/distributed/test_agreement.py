@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megaclass.distributed.agreement import (
     on_every_rank_for_long,
     on_main_rank,
     on_main_rank_for_long,
+    paths_of_main_rank,
     text_of_main_rank,
 )
 from megaclass.errors import AgreedError, DataError, UserError
@@ -111,6 +113,19 @@ def test_what_the_main_rank_says_all_ranks_hear(run_ranks):
     for text in ("", "ü", "a path with \udce9", "long " * 5000):
         assert run_ranks(3, _told, text) == [text] * 3
     assert run_ranks(2, _told, None) == ["error: nothing to tell", "error: rank 0: nothing to tell"]
+
+
+def _listed(names):
+    def list_paths():
+        assert dist.get_rank() == 0
+        return [Path(name) for name in names]
+
+    return [str(path) for path in paths_of_main_rank(list_paths, CPU)]
+
+
+def test_all_ranks_get_the_paths_that_rank_0_lists(run_ranks):
+    for names in ([], ["/a/b.jpg", "relative/ü \udce9.png", "with\nbreak"], [f"/x/{n}.jpg" for n in range(3000)]):
+        assert run_ranks(3, _listed, names) == [names] * 3
 
 
 def _work_longer_than_collectives_may():

@@ -2,14 +2,19 @@
 
 import os
 import shutil
+import socket
 import tempfile
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from megaclass.errors import DataError
+from megaclass.distributed import agreement
+from megaclass.errors import DataError, UserError
 from megaclass.evaluate.images import find_images
 from megaclass.model import LoadedModel, load
 from megaclass.model import embed_folder as module
@@ -61,6 +66,52 @@ def test_any_number_of_ranks_writes_the_same(run_ranks, tmp_path, folder, make_r
     counts = run_ranks(num_ranks, _embed_on_this_rank, str(run), str(folder), str(tmp_path / "many.npy"))
     assert counts == [_NUM_IMAGES] * num_ranks
     np.testing.assert_array_equal(np.load(tmp_path / "many.npy"), np.load(tmp_path / "one.npy"))
+
+
+def _embed_what_rank_0_lists(run: str, folder: str, out: str, hidden: str) -> str:
+    """Embeds on a rank that, unless it is rank 0, must not list the folder and does not see the hidden file."""
+    as_ever = os.path.lexists
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(module, "_CHUNK", 4)
+        if dist.get_rank() > 0:
+            monkeypatch.setattr(module, "find_images", None)
+            monkeypatch.setattr(os.path, "lexists", lambda path: str(path) != hidden and as_ever(path))
+        try:
+            return str(embed_folder(load(run), Path(folder), Path(out)).num_embedded)
+        except UserError as error:
+            return str(error)
+
+
+def test_all_ranks_embed_the_list_of_rank_0_and_a_file_that_one_does_not_see_is_named(
+    run_ranks, tmp_path, folder, make_run
+):
+    arguments = (str(make_run("one")), str(folder), str(tmp_path / "e.npy"))
+    assert run_ranks(2, _embed_what_rank_0_lists, *arguments, "") == [str(_NUM_IMAGES)] * 2
+    # The second chunk is that of rank 1.
+    missing = find_images(folder)[5]
+    first, second = run_ranks(2, _embed_what_rank_0_lists, *arguments, str(missing))
+    assert f"Cannot read {missing} on {socket.gethostname()} (rank 1): rank 0 has listed it" in second
+    assert first == f"rank 1: {second}"
+
+
+def _embed_slowly(run: str, folder: str, out: str) -> int:
+    """Rank 1 works for longer than a collective may take."""
+    group, embed_part = dist.new_group(timeout=timedelta(seconds=2)), module.embed_part
+
+    def slow_embed_part(*arguments, **options):
+        time.sleep(3.0 * dist.get_rank())
+        return embed_part(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(module, "_CHUNK", 4)
+        monkeypatch.setattr(module, "embed_part", slow_embed_part)
+        monkeypatch.setattr(agreement, "_SIGN_OF_LIFE_S", 0.3)
+        return embed_folder(load(run), Path(folder), Path(out), group=group).num_embedded
+
+
+def test_a_rank_may_work_for_longer_than_a_collective_may_take(run_ranks, tmp_path, folder, make_run):
+    counts = run_ranks(2, _embed_slowly, str(make_run("one")), str(folder), str(tmp_path / "e.npy"))
+    assert counts == [_NUM_IMAGES] * 2
 
 
 class StoppedError(Exception):

@@ -2,19 +2,22 @@
 
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from tests.evaluate.conftest import write_megaface_feature
 from torch import nn
 
-from megaclass.errors import DataError
+from megaclass.errors import DataError, UserError
+from megaclass.evaluate import gallery as gallery_module
 from megaclass.evaluate.protocol import EvaluationSet, Evaluator
 from megaclass.evaluate.protocols import PROTOCOLS
 from megaclass.evaluate.results import read_results, write_results
-from megaclass.evaluate.sets import evaluate_sets, find_sets
+from megaclass.evaluate.sets import evaluate_sets, find_sets, sets_of_main_rank
 
 _SIZE = 32
 
@@ -310,3 +313,47 @@ def test_probes_that_cannot_be_looked_for_in_the_gallery_are_said_to_find_themse
     assert alike.numbers["num_probes_in_gallery"] == 6 and "find themselves" not in remark(alike.numbers)
     write_results(tmp_path / "out", {"name": "a", "weights": "b"}, [mixed])
     assert read_results(tmp_path / "out")[0].numbers["num_probes_in_gallery"] is None
+
+
+def _identities_and_rows(path: str) -> tuple[list[str], list[float]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() > 0:
+            # As on a host whose disk does not show the files yet.
+            monkeypatch.setattr(gallery_module, "find_images", None)
+            monkeypatch.setattr(Path, "rglob", None)
+        try:
+            gallery = gallery_module.open_gallery(_evaluator(), Path(path))
+            return gallery.identities, gallery.all_rows().sum(1).tolist()
+        except UserError as error:
+            return [str(error)], []
+
+
+def test_the_files_of_a_gallery_are_those_that_rank_0_lists(run_ranks, tmp_path, picture):
+    folder = _people(tmp_path / "gallery", picture, range(6), [0])
+    for number in range(5):
+        path = tmp_path / "features" / f"person-{number}" / "0.bin"
+        path.parent.mkdir(parents=True)
+        write_megaface_feature(path, np.arange(1.0, 9.0) + number)
+    for path, num_rows in ((folder, 6), (tmp_path / "features", 5)):
+        first, second = run_ranks(2, _identities_and_rows, str(path))
+        assert first == second and first[0] == [f"person-{number}" for number in range(num_rows)]
+    missing = f"Cannot read the images of {tmp_path / 'nowhere'}: the folder does not exist."
+    first, second = run_ranks(2, _identities_and_rows, str(tmp_path / "nowhere"))
+    assert first == ([missing], []) and second == ([f"rank 0: {missing}"], [])
+
+
+def _found_by_rank_0(path: str) -> list[EvaluationSet]:
+    def find() -> list[EvaluationSet]:
+        assert dist.get_rank() == 0
+        return [
+            *find_sets([Path(path)]),
+            EvaluationSet(name="g", kind="identification", path=Path("g"), probes=Path("p")),
+        ]
+
+    return sets_of_main_rank(find, torch.device("cpu"))
+
+
+def test_all_ranks_evaluate_the_sets_that_rank_0_finds(run_ranks, tmp_path, pairs_bin):
+    expected = [*find_sets([pairs_bin()])]
+    for found in run_ranks(2, _found_by_rank_0, str(pairs_bin())):
+        assert found[:-1] == expected and found[-1].probes == Path("p")

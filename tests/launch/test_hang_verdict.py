@@ -76,9 +76,9 @@ def test_the_rank_that_waits_for_a_file_is_named_with_the_file_and_the_others_wi
 
 LOADER_IDLE = ["/src/megaclass/data/loading/worker.py:53:run", f"{LIB}/threading.py:982:run"]
 WAITS_FOR_LOADER_PROCESS = [
-    "/src/megaclass/data/loading/processes.py:188:_ready",
-    "/src/megaclass/data/loading/processes.py:172:_handle_messages",
-    "/src/megaclass/data/loading/processes.py:163:wait_for",
+    "/src/megaclass/data/loading/pool.py:188:_ready",
+    "/src/megaclass/data/loading/pool.py:172:_handle_messages",
+    "/src/megaclass/data/loading/pool.py:163:wait_for",
     "/src/megaclass/train/loop.py:80:train",
 ]
 
@@ -93,17 +93,17 @@ WAITS_FOR_LOADER_PROCESS = [
         ),
         (
             "loader process 7: answered\n" + dumped(READS) + "loader process 8: stopped\n",
-            "in data/loading/processes.py:188 (_ready), waiting for its loader process (pid 8), which is stopped by SIGSTOP; "
+            "in data/loading/pool.py:188 (_ready), waiting for its loader process (pid 8), which is stopped by SIGSTOP; "
             "SIGCONT continues it",
         ),
-        ("", "in data/loading/processes.py:188 (_ready), waiting in native code (poll)"),
+        ("", "in data/loading/pool.py:188 (_ready), waiting in native code (poll)"),
         (
             "loader process 7: silent\n",
-            "in data/loading/processes.py:188 (_ready), waiting for its loader process (pid 7), which gives no Python stacks",
+            "in data/loading/pool.py:188 (_ready), waiting for its loader process (pid 7), which gives no Python stacks",
         ),
         (
             "loader process 7: answered\n" + dumped(LOADER_IDLE),
-            "in data/loading/processes.py:188 (_ready), waiting in native code (poll)",
+            "in data/loading/pool.py:188 (_ready), waiting in native code (poll)",
         ),
     ],
 )  # fmt: skip

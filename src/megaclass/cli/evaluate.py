@@ -141,13 +141,12 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
         from megaclass.data.sources.open_source import open_source
-        from megaclass.distributed.agreement import on_every_rank
         from megaclass.evaluate.protocol import Evaluator
         from megaclass.evaluate.results import write_results
-        from megaclass.evaluate.sets import evaluate_sets
+        from megaclass.evaluate.sets import evaluate_sets, sets_of_main_rank
         from megaclass.evaluate.training_overlap import compared_with_training_data
 
-        sets = on_every_rank(lambda: _sets(options), model.device)
+        sets = sets_of_main_rank(lambda: _sets(options), model.device)
         fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
         evaluator = Evaluator(
             network=model.network,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megaclass.config.recipes import recipe_names, recipe_path
-from megaclass.config.schema import MAY_CHANGE, Config
+from megaclass.config.schema import MAY_CHANGE, REMOVED, Config
 from megaclass.errors import ConfigError
 
 T = TypeVar("T")
@@ -131,12 +131,27 @@ class _Argument:
     value: Any
 
 
+def _is_removed(name: str, given: Any, where: str) -> bool:
+    """Tells whether this is a removed setting with a value that can be ignored; raises if the value asks for more."""
+    if name not in REMOVED:
+        return False
+    value = given.value if isinstance(given, _Argument) else given
+    if value not in REMOVED[name]:
+        allowed = " or ".join(repr(one) for one in REMOVED[name])
+        raise ConfigError(
+            f"{_place(given, where)}: {name} = {value!r}, but this setting was removed, and only {allowed} can still be "
+            f"read: leave {name} out."
+        )
+    return True
+
+
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
 def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
     hints = _hints(cls)
+    values = {key: value for key, value in values.items() if not _is_removed(f"{prefix}{key}", value, where)}
     for key in values:
         if key not in hints:
             raise ConfigError(

@@ -18,6 +18,12 @@ CLASS_MEANS = "class_means"
 MAY_CHANGE = {"may_change_on_resume": True}
 """Field metadata of settings that do not change what a run computes, only where, how long or how fast it runs."""
 
+REMOVED = {"data.decode": ("auto", "cpu")}
+"""Settings of earlier versions, with the values that mean what happens today: those are ignored, others refused.
+
+Every run folder and every checkpoint lists all settings of its version, so without this none of them could be read again.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthConfig:
@@ -66,8 +72,6 @@ class DataConfig:
     """Number of loader processes per rank; 0: threads of the rank itself. auto: by CPU cores on a GPU, 0 on a CPU."""
     threads: int = field(default=1, metadata=MAY_CHANGE)
     """Number of reader threads per loader process, or of the rank itself if it has none."""
-    decode: Literal["auto", "cpu", "gpu"] = field(default="auto", metadata=MAY_CHANGE)
-    """Decoder of JPEGs: gpu needs torchvision with CUDA and gives slightly other pixels. auto is the CPU."""
     on_gpu: bool = field(default=False, metadata=MAY_CHANGE)
     """Decode all images once, at the start, and keep their pixels in the memory of every GPU; for sets that fit."""
     max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE)

@@ -1,9 +1,10 @@
 """Augmentations of whole batches on the training device. They depend on (seed, step, image) alone, never on the batch or rank.
 
-The functions here are the reference and run on CPUs; on a GPU device/programs.py does the same in one launch, with the same
-random numbers, if it knows all augmentations that are asked for. Here the random numbers, a few per image, are hashed on the
-host. Images are floats in [-1, 1]. Each augmentation gathers the images that it changes, changes them together and puts them
-back. A new one is a function and a line in `AUGMENTATIONS`.
+The functions here are the reference and run on CPUs. On a GPU augment_gpu/programs.py does the same in one launch with the same
+random numbers, up to the first augmentation that it does not know; that one and those after it run here. Here the random
+numbers, a few per image, are hashed on the host. Images are floats in [-1, 1]. Each augmentation gathers the images that it
+changes, changes them together and puts them back. A new one is a function and a line in `AUGMENTATIONS`; named last in
+data.augment it leaves all others fast.
 """
 
 from __future__ import annotations
@@ -90,6 +91,16 @@ def _chosen(augment: Augment, draws_ABP: NDArray[np.float32]) -> NDArray[np.bool
         return np.asarray(first_AB < np.array([share for _, share in augment.shares], dtype=np.float32)[:, None])
     rank_AB = np.argsort(np.argsort(first_AB, axis=0, kind="stable"), axis=0, kind="stable")
     return np.asarray(rank_AB < augment.num_picked)
+
+
+def to_tensor(images_BHW3: NDArray[np.uint8]) -> torch.Tensor:
+    """Returns (B, 3, H, W), contiguous and still uint8, which is a quarter of the traffic to the device."""
+    return torch.from_numpy(images_BHW3).permute(0, 3, 1, 2).contiguous()
+
+
+def normalise(images: torch.Tensor) -> torch.Tensor:
+    """Converts uint8 in [0, 255] to float32 in [-1, 1], as every InsightFace model expects."""
+    return images.to(torch.float32).div_(255).sub_(0.5).div_(0.5)
 
 
 def mirror_(images: Tensor, is_mirrored: NDArray[np.bool_]) -> None:

@@ -36,7 +36,7 @@ IMAGE_SUFFIXES = (
 Fit = Literal["pad", "crop", "squash"]
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
-_JPEG_MARK, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+_JPEG_MARK = b"\xff\xd8\xff"
 # First bytes of each format, and the suffix of such a file.
 _MARKS = {
     _JPEG_MARK: ".jpg",
@@ -99,19 +99,6 @@ def decode_into(out_HW3: NDArray[np.uint8], encoded: bytes, where: str, fit: Fit
     size = (out_HW3.shape[0], out_HW3.shape[1])
     out_HW3[:] = fit_image(image_HW3, size, fit)
     return image_HW3.shape[:2] != size
-
-
-def is_plain_jpeg(encoded: bytes, image_size: tuple[int, int]) -> bool:
-    """Returns whether this is a whole JPEG of (height, width) in common colours, which needs neither turning nor fitting."""
-    import simplejpeg
-
-    if not encoded.startswith(_JPEG_MARK) or not encoded.endswith(_JPEG_END) or _jpeg_orientation(encoded) != 1:
-        return False
-    try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
-    except Exception:  # rare kinds of JPEG, and damaged ones
-        return False
-    return (height, width) == image_size and colours in ("YCbCr", "Gray")
 
 
 def fit_image(image_HW3: NDArray[np.uint8], image_size: tuple[int, int], fit: Fit) -> NDArray[np.uint8]:

@@ -14,16 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megaclass.data.augment import Augment, augment_, mirror_
+from megaclass.data.augment import Augment, augment_, mirror_, normalise
+from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.decode import Fit
-from megaclass.data.device.prepare import can_prepare, mirroring_key, prepare
-from megaclass.data.loading.bad_images import BadImages
-from megaclass.data.loading.in_processes import ProcessBatches
-from megaclass.data.loading.processes import LoaderSettings
-from megaclass.data.loading.reader import BatchPlan, BatchReader
+from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.prefetch import ProcessBatches
+from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.loading.resident import ResidentImages, load_images
 from megaclass.data.order import Order, rank_batch
-from megaclass.data.pixel_tensors import normalise
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
@@ -59,21 +57,24 @@ class Batch:
         """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
         # Copied as bytes, a quarter of the floats' traffic, and converted on the device.
         treatment, pixels = self.treatment, self.images[rows].to(device, non_blocking=True)
-        if device.type == "cuda" and can_prepare(treatment.augment):
-            return prepare(
+        indices_B, left = self.indices[rows], treatment.augment
+        if device.type == "cuda" and has_program():
+            by_program, left = split_augment(treatment.augment)
+            images = prepare(
                 pixels,
                 self.indices_on(device)[rows],
                 mirror_key=mirroring_key(treatment.seed, _MIRROR_SALT) if treatment.mirror else None,
                 epoch=self.epoch,
-                augment=treatment.augment,
+                augment=by_program,
                 seed=treatment.seed,
                 step=treatment.global_step,
             )
-        images, indices_B = normalise(pixels), self.indices[rows]
-        if treatment.mirror:
-            mirror_(images, mirrored(treatment.seed, self.epoch, indices_B))
-        if treatment.augment is not None:
-            augment_(images, treatment.augment, treatment.seed, treatment.global_step, indices_B)
+        else:
+            images = normalise(pixels)
+            if treatment.mirror:
+                mirror_(images, mirrored(treatment.seed, self.epoch, indices_B))
+        if left is not None:
+            augment_(images, left, treatment.seed, treatment.global_step, indices_B)
         return images.to(memory_format=torch.channels_last)
 
 
@@ -91,7 +92,7 @@ class BatchLoader:
     """Reads and decodes batches ahead of time. The global batches do not depend on the number of ranks or workers.
 
     Workers are threads of this process, each of which decodes whole batches, or with `processes` processes of their own,
-    which leave the interpreter to training (loading/processes.py). An image that cannot be read is replaced by another
+    which leave the interpreter to training (loading/pool.py). An image that cannot be read is replaced by another
     one, chosen by a hash. All modes yield the same bytes.
     """
 
@@ -118,7 +119,6 @@ class BatchLoader:
         processes: LoaderSettings | None = None,
         device: torch.device | None = None,
         is_resident: bool = False,
-        decodes_on_device: bool = False,
     ) -> None:
         """Checks that every rank gets enough images in every step.
 
@@ -127,7 +127,6 @@ class BatchLoader:
         processes: read in other processes, which open the data at a path themselves; num_workers threads are for None.
         device: a GPU to which loader processes' batches are copied ahead of time.
         is_resident: decode all images once, at the first step, and keep their pixels on the device.
-        decodes_on_device: loader processes leave JPEGs of the right size to the GPU.
         """
         self.source = source
         self.image_size = image_size or source.image_size
@@ -143,7 +142,6 @@ class BatchLoader:
             keep_last=keep_last,
             order=order,
             images_per_class=images_per_class,
-            leaves_jpegs=decodes_on_device,
         )
         self._reader = BatchReader(source, plan, self.bad_images.add_bad)
         self.order: Order = self._reader.order

@@ -5,14 +5,16 @@ tells the others whether it failed, and all of them raise together.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaclass.distributed.collectives import gather_blocks, group_rank
+from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import AgreedError as AgreedError
 from megaclass.errors import UserError, is_transient
 
@@ -59,14 +61,39 @@ def on_main_rank(action: Callable[[], None], device: torch.device, group: dist.P
 def text_of_main_rank(action: Callable[[], str], device: torch.device, group: dist.ProcessGroup | None = None) -> str:
     """Runs the action on rank 0 and returns its text on every rank; its UserError or OSError is raised on all ranks.
 
-    Three all-gathers: errors, the length of the text, the text.
+    Two all-gathers, of errors and of the length of the text, and one broadcast of the text.
     """
-    text = on_every_rank(action if group_rank(group) == 0 else str, device, group).encode(errors="surrogateescape")
-    length = int(gather_blocks(torch.tensor([len(text)], device=device), group)[0])
-    if not length:
-        return ""
-    block = torch.tensor(list(text.ljust(length)[:length]), dtype=torch.uint8, device=device)
-    return bytes(gather_blocks(block, group)[0].tolist()).decode(errors="surrogateescape")
+    return _heard(on_every_rank(action if group_rank(group) == 0 else str, device, group), device, group)
+
+
+def paths_of_main_rank(
+    action: Callable[[], Sequence[Path]], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[Path]:
+    """Runs the action on rank 0, for as long as it takes, and returns its paths on every rank; its errors are raised on all.
+
+    Folders may differ between hosts, for a moment or by mistake. Ranks that list them one by one would then give different
+    numbers to the same file. A rank on whose host a path is missing finds out when it reads that file.
+    """
+
+    def listed() -> str:
+        # No name contains a zero byte.
+        return "\0".join(map(str, action()))
+
+    text = on_every_rank_for_long(listed if group_rank(group) == 0 else str, device, group)
+    return [Path(name) for name in _heard(text, device, group).split("\0") if name]
+
+
+def _heard(text: str, device: torch.device, group: dist.ProcessGroup | None) -> str:
+    """Returns the text of rank 0 on every rank."""
+    content = np.frombuffer(text.encode(errors="surrogateescape"), dtype=np.uint8)
+    length = int(gather_blocks(torch.tensor([len(content)], device=device), group)[0])
+    if not length or group_size(group) == 1:
+        return text
+    block = torch.empty(length, dtype=torch.uint8, device=device)
+    if group_rank(group) == 0:
+        block.copy_(torch.from_numpy(content.copy()))
+    dist.broadcast(block, group=group, group_src=0)
+    return block.cpu().numpy().tobytes().decode(errors="surrogateescape")
 
 
 def on_every_rank_for_long(action: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:

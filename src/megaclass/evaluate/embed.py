@@ -12,9 +12,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megaclass.data.augment import normalise, to_tensor
 from megaclass.data.decode import Fit
 from megaclass.data.pair_file import PairSet
-from megaclass.data.pixel_tensors import normalise, to_tensor
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import DataError

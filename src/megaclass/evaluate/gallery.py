@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.data.sources.files import read_image_file
-from megaclass.distributed.agreement import on_every_rank
+from megaclass.distributed.agreement import on_every_rank_for_long, paths_of_main_rank
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import log_resized
 from megaclass.evaluate.images import FileImages, find_images
@@ -53,7 +53,7 @@ class Gallery(ABC):
 
     def all_rows(self) -> Rows:
         """Collective. Returns all rows, normalised, on every rank."""
-        return on_every_rank(lambda: self.rows(range(len(self))), self.evaluator.device, self.evaluator.group)
+        return on_every_rank_for_long(lambda: self.rows(range(len(self))), self.evaluator.device, self.evaluator.group)
 
     def shard(self, width: int) -> GalleryShard:
         """Collective. Returns this rank's rows: a gallery of millions need not fit into the memory of one rank."""
@@ -68,7 +68,7 @@ class Gallery(ABC):
                 )
             return GalleryShard(embeddings_ND=rows_ND, first=part.start)
 
-        return on_every_rank(read, self.evaluator.device, self.evaluator.group)
+        return on_every_rank_for_long(read, self.evaluator.device, self.evaluator.group)
 
     def is_comparable(self, other: "Gallery") -> bool:
         """Returns whether equal images have equal content_keys(): a file and a stored row of one image never do."""
@@ -81,19 +81,21 @@ class Gallery(ABC):
             digests = (hashlib.blake2b(content, digest_size=8).digest() for content in self.contents(part))
             return [int.from_bytes(digest, "little", signed=True) for digest in digests]
 
-        return np.array(on_every_rank(read, self.evaluator.device, self.evaluator.group), dtype=np.int64)
+        return np.array(on_every_rank_for_long(read, self.evaluator.device, self.evaluator.group), dtype=np.int64)
 
 
 def open_gallery(evaluator: Evaluator, path: Path) -> Gallery:
-    """Collective. Opens what lies at the path."""
+    """Collective. Opens what lies at the path. Rank 0 lists the files of a folder for all ranks."""
+    device, group = evaluator.device, evaluator.group
+    if path.suffix == ".npy":
+        return on_every_rank_for_long(lambda: _StoredRows(evaluator, path), device, group)
 
-    def read() -> Gallery:
-        if path.suffix == ".npy":
-            return _StoredRows(evaluator, path)
+    def listed() -> list[Path]:
         features = sorted(path.rglob("*.bin")) if path.is_dir() else []
-        return _FeatureFiles(evaluator, path, features) if features else _ImageFolder(evaluator, path)
+        return features or find_images(path)
 
-    return on_every_rank(read, evaluator.device, evaluator.group)
+    files = paths_of_main_rank(listed, device, group)
+    return _FeatureFiles(evaluator, path, files) if files[0].suffix == ".bin" else _ImageFolder(evaluator, path, files)
 
 
 class _StoredRows(Gallery):
@@ -124,9 +126,9 @@ class _FeatureFiles(Gallery):
 
 
 class _ImageFolder(Gallery):
-    def __init__(self, evaluator: Evaluator, path: Path) -> None:
-        self._files = find_images(path)
-        super().__init__(evaluator, path, [file.parent.name for file in self._files])
+    def __init__(self, evaluator: Evaluator, path: Path, files: Sequence[Path]) -> None:
+        super().__init__(evaluator, path, [file.parent.name for file in files])
+        self._files = files
 
     def _images(self) -> FileImages:
         return FileImages(paths=self._files, image_size=self.evaluator.image_size, fit=self.evaluator.fit)

@@ -3,10 +3,15 @@
 A set that cannot be evaluated is noted in its result; the other sets still run.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from megaclass.distributed.agreement import text_of_main_rank
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.protocol import EvaluationSet, Evaluator, SetResult
 from megaclass.evaluate.protocols import PROTOCOLS
@@ -31,6 +36,21 @@ def find_sets(paths: Sequence[Path]) -> list[EvaluationSet]:
             )
         found += here
     return _with_distinct_names(found)
+
+
+def sets_of_main_rank(
+    action: Callable[[], Sequence[EvaluationSet]], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[EvaluationSet]:
+    """Collective. Runs the action on rank 0 and returns its sets on every rank: their hosts may show different files."""
+
+    def told() -> str:
+        return json.dumps([[one.name, one.kind, str(one.path), one.probes and str(one.probes)] for one in action()])
+
+    sets = json.loads(text_of_main_rank(told, device, group))
+    return [
+        EvaluationSet(name=name, kind=kind, path=Path(path), probes=probes and Path(probes))
+        for name, kind, path, probes in sets
+    ]
 
 
 def evaluate_sets(evaluator: Evaluator, sets: Sequence[EvaluationSet]) -> list[SetResult]:

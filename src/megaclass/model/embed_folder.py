@@ -9,7 +9,9 @@ in a folder beside the result; existing chunks are skipped, whichever rank wrote
 import hashlib
 import json
 import logging
+import os
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit
-from megaclass.distributed.agreement import on_every_rank, on_main_rank
+from megaclass.distributed.agreement import on_every_rank_for_long, on_main_rank_for_long, paths_of_main_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import OnProgress, embed_part, log_resized
@@ -60,14 +62,16 @@ def embed_folder(
 
     Images that cannot be read are logged and listed in a .bad.txt file; it is an error if none can be read.
     fit: how images of another size are fitted; None raises an error for them.
-    The folder and `out` must be visible to all ranks. on_progress receives the number of images done, and of all images.
+    The folder and `out` must be visible to all ranks; rank 0 lists the folder, and a file of its list that another rank does
+    not see is an error. on_progress receives the number of images done, and of all images. It is called in another thread.
+    No rank waits in a collective while another one works: all of it may take hours.
     """
     device, rank, num_ranks = model.device, group_rank(group), group_size(group)
     if out.suffix != ".npy":
         raise DataError(f"Embeddings are written as .npy, not to {out}.")
-    paths = on_every_rank(lambda: find_images(folder), device, group)
+    paths = paths_of_main_rank(lambda: find_images(folder), device, group)
     parts = out.with_name(f".{out.name}.parts")
-    on_main_rank(lambda: _prepare(parts, _plan(model, folder, paths, fit, mirror)), device, group)
+    on_main_rank_for_long(lambda: _prepare(parts, _plan(model, folder, paths, fit, mirror)), device, group)
     images = FileImages(paths=paths, image_size=model.image_size, fit=fit)
     starts = range(0, len(paths), _CHUNK)
     num_bad = 0
@@ -84,6 +88,7 @@ def embed_folder(
             # A chunk with bad images is embedded again, because they may have been repaired since.
             if not path.is_file() or _is_bad_chunk(path).any():
                 part = range(starts[chunk], min(starts[chunk] + _CHUNK, len(paths)))
+                _require_listed(paths[part.start : part.stop], rank)
                 rows = embed_part(
                     model.network,
                     images,
@@ -100,12 +105,12 @@ def embed_folder(
                 # Assumes that the other ranks are about as far.
                 on_progress(min(len(paths), done * num_ranks * _CHUNK), len(paths))
 
-    on_every_rank(embed_own, device, group)
+    on_every_rank_for_long(embed_own, device, group)
     num_resized = int(gather_blocks(torch.tensor([len(images.resized)], device=device), group).sum())
     if rank == 0:
         log_resized(num_resized, len(paths), model.image_size, f"below {folder}, embedded since this start")
-    num_bad = on_every_rank(lambda: int(_is_bad(parts, len(paths)).sum()), device, group)
-    on_main_rank(lambda: _join(parts, folder, paths, out, model.embedding_dim), device, group)
+    num_bad = on_every_rank_for_long(lambda: int(_is_bad(parts, len(paths)).sum()), device, group)
+    on_main_rank_for_long(lambda: _join(parts, folder, paths, out, model.embedding_dim), device, group)
     return EmbeddedFolder(len(paths) - num_bad, num_bad)
 
 
@@ -120,6 +125,16 @@ def _plan(model: LoadedModel, folder: Path, paths: list[Path], fit: Fit | None, 
         "fit": fit,
         "mirror": mirror,
     }
+
+
+def _require_listed(paths: list[Path], rank: int) -> None:
+    """Refuses a file that is in the list of rank 0 but not here. Unlike a bad image it would be embedded by another rank."""
+    missing = next((path for path in paths if not os.path.lexists(path)), None)
+    if missing is not None:
+        raise DataError(
+            f"Cannot read {missing} on {socket.gethostname()} (rank {rank}): rank 0 has listed it, but it is not there. "
+            f"The folder must be the same on all hosts, and must not change meanwhile."
+        )
 
 
 def _num_bytes(path: Path) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megaclass.data.loader import batches_of_threads, prefetched_by_threads
 from megaclass.data.loading.choose import automatic_processes
-from megaclass.data.loading.in_processes import num_slots
+from megaclass.data.loading.prefetch import num_slots
 from megaclass.plan.job import PlannedJob
 
 

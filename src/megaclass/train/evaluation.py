@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from megaclass.data.sources.open_source import verification_files
+from megaclass.distributed.agreement import paths_of_main_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.distributed.rank_status import own_status
 from megaclass.evaluate.protocol import Evaluator, SetResult
@@ -24,7 +25,8 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
     has_bar: rank 0 shows the progress; not between steps, where the bar of the training is on the screen.
     """
     config = run.config
-    sets = find_sets(verification_files(config.data.path))
+    # Rank 0 looks for the files: on a shared disk that is slow to show new ones, ranks would evaluate different sets.
+    sets = find_sets(paths_of_main_rank(lambda: verification_files(config.data.path), run.device))
     wanted = config.train.evaluate_sets
     chosen = [one for one in sets if not wanted or one.name in wanted]
     if chosen and run.world.is_main:

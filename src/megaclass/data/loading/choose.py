@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from megaclass.data.loading.processes import LoaderSettings
+from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import format_of
 from megaclass.errors import ConfigError
 from megaclass.operating_system import num_cores

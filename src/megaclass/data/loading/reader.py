@@ -6,8 +6,10 @@ given the same plan fill the same bytes.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -15,8 +17,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import Fit, decode_into, is_plain_jpeg
-from megaclass.data.loading.ring import Slot
+from megaclass.data.decode import Fit, decode_into
 from megaclass.data.order import ClassOrder, FileOrder, ImageOrder, Order
 from megaclass.data.sources.pixel_file import PixelFileSource
 from megaclass.data.sources.source import ImageSource, PixelSource
@@ -24,11 +25,14 @@ from megaclass.errors import DataError, is_transient
 from megaclass.even_parts import even_part
 from megaclass.keyed_random import combine64
 
+_log = logging.getLogger("megaclass.data")
 T = TypeVar("T")
 _REPLACE_SALT = 0x7265706C616365
 _MAX_REPLACEMENTS = 100
 # A network file system that fails over is away for seconds; a longer wait would keep all ranks waiting.
 _READ_AGAIN_S = (0.05, 0.5, 2.0)
+# With fewer images the share of bad ones says little; smaller sets are judged by their own size.
+_IMAGES_BEFORE_JUDGING = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,6 @@ class BatchPlan:
     keep_last: bool = False
     order: Literal["images", "classes", "file"] = "images"
     images_per_class: int = 1
-    leaves_jpegs: bool = False
-    """Leave JPEGs that need nothing but decoding to the GPU. All other images are decoded by the reader."""
 
     @property
     def max_rows(self) -> int:
@@ -100,15 +102,11 @@ class BatchReader:
         rows: range,
         images_BHW3: NDArray[np.uint8],
         indices_B: NDArray[np.int64],
-        encoded_B: NDArray[np.int64] | None = None,
     ) -> int:
         """Fills these rows of the step's images, and the indices of the images that they hold.
 
-        encoded_B: receives the length of the JPEG that was left in a row, 0 for pixels; without it all rows are pixels.
         Returns how many images had another size.
         """
-        if encoded_B is not None:
-            encoded_B[rows.start : rows.stop] = 0
         # Rows count within this rank's part of the step, and the part within the global batch.
         part = even_part(self.order.batch_size(step), self.plan.rank, self.plan.world_size)[rows.start : rows.stop]
         wanted_R = self.order.batch(epoch, step, slice(part.start, part.stop))
@@ -123,30 +121,22 @@ class BatchReader:
         num_resized = 0
         for row, index in zip(rows, wanted_R.tolist(), strict=True):
             # A replaced image keeps its row but changes its index, and with it the label.
-            indices_B[row], is_resized, num_bytes = self._fill_one(images_BHW3[row], index, encoded_B is not None)
+            indices_B[row], is_resized = self._fill_one(images_BHW3[row], index)
             num_resized += is_resized
-            if encoded_B is not None:
-                encoded_B[row] = num_bytes
         return num_resized
-
-    def decode_left(self, slot: Slot, rows: Iterable[int]) -> None:
-        """Decodes rows in which JPEGs were left, after the GPU's decoder has failed on one of them."""
-        for row in rows:
-            index, _, _ = self._fill_one(slot.images_BHW3[row], int(slot.indices_B[row]), False)
-            slot.indices_B[row], slot.labels_B[row], slot.encoded_B[row] = index, self.source.labels[index], 0
 
     def _has_pixels(self, source: PixelFileSource, indices: NDArray[np.int64]) -> bool:
         return source.image_size == self.plan.image_size and source.has_all(indices)
 
-    def _fill_one(self, out_HW3: NDArray[np.uint8], index: int, may_leave: bool) -> tuple[int, bool, int]:
+    def _fill_one(self, out_HW3: NDArray[np.uint8], index: int) -> tuple[int, bool]:
         """Decodes the image, or else the first readable one of a chain that depends on the seed and the image alone.
 
-        Returns the index of the image, whether it had another size, and the length of a JPEG that was left in its place.
+        Returns the index of the image, and whether it had another size.
         """
         wanted = index
         for attempt in range(_MAX_REPLACEMENTS):
             try:
-                return index, *self._decode(out_HW3, index, may_leave and self.plan.leaves_jpegs)
+                return index, self._decode(out_HW3, index)
             except DataError as error:
                 self._on_bad(index, error)
             # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
@@ -155,17 +145,61 @@ class BatchReader:
             index = int(chain % np.uint64(self.source.num_images))
         raise DataError(f"No image of {self.source.describe()} could be read in {_MAX_REPLACEMENTS} attempts.")
 
-    def _decode(self, out_HW3: NDArray[np.uint8], index: int, may_leave: bool) -> tuple[bool, int]:
+    def _decode(self, out_HW3: NDArray[np.uint8], index: int) -> bool:
         if index in self.crashes:
             raise DataError(f"Cannot decode {self.source.name_of(index)}: {self.crashes[index]}.")
         # Before the read, which may block for long: the table names the image if the process is killed meanwhile.
         self._on_image(index)
         encoded = _retried(partial(self.source.read, index))
-        # A JPEG that is larger than its pixels is rare, and decoded here.
-        if may_leave and len(encoded) <= out_HW3.nbytes and is_plain_jpeg(encoded, self.plan.image_size):
-            out_HW3.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
-            return False, len(encoded)
-        return decode_into(out_HW3, encoded, self.source.name_of(index), self.plan.fit), 0
+        return decode_into(out_HW3, encoded, self.source.name_of(index), self.plan.fit)
+
+
+class BadImages:
+    """Counts the images of a run that could not be read, reports each once, and stops the run when there are too many.
+
+    Workers update all fields under _lock.
+    """
+
+    def __init__(self, source: ImageSource, max_fraction: float) -> None:
+        self._source = source
+        self._max_fraction = max_fraction
+        self._lock = threading.Lock()
+        self.num_read = 0
+        """Images requested on this rank."""
+        self.num_bad = 0
+        """Failed attempts; an image that fails in every epoch counts every time."""
+        self.indices: set[int] = set()
+        """Indices of the images that failed."""
+
+    def describe(self) -> str:
+        return (
+            f"{self.num_bad:,} of {self.num_read:,} images could not be read and were replaced, "
+            f"{len(self.indices):,} different ones; megaclass data verify lists them."
+        )
+
+    def add_read(self, num_images: int) -> None:
+        with self._lock:
+            self.num_read += num_images
+
+    def add_bad(self, index: int, error: DataError) -> None:
+        with self._lock:
+            self.num_bad += 1
+            is_new = index not in self.indices
+            self.indices.add(index)
+            # A run that has only read a few images is judged as if it had read more, unless there are no more.
+            judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
+            # An image that fails in every epoch counts once here.
+            num_different = len(self.indices)
+            fraction = num_different / judged
+        # Outside of the lock: logging may block on a full pipe, and other threads count meanwhile.
+        if is_new:
+            _log.warning("skipped a bad image: %s", error)
+        if fraction > self._max_fraction:
+            raise DataError(
+                f"{num_different} of {judged} images could not be read, more than data.max_bad_fraction = "
+                f"{self._max_fraction} allows. The last one: {error} "
+                f"megaclass data verify lists them, and writes a clean copy with --repair."
+            )
 
 
 def _retried(read: Callable[[], T]) -> T:

@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.data.loading.bad_images import BadImages
-from megaclass.data.loading.in_processes import ProcessBatches
-from megaclass.data.loading.processes import LoaderSettings
-from megaclass.data.loading.reader import BatchReader
+from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.prefetch import ProcessBatches
+from megaclass.data.loading.reader import BadImages, BatchReader
 from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 

@@ -5,7 +5,6 @@ process. A slot holds one batch of a rank:
 
     labels     int64 (rows,)
     indices    int64 (rows,)
-    encoded    int64 (rows,), the length of the JPEG that a row holds instead of pixels; 0: it holds pixels
     images     uint8 (rows, H, W, 3), from a multiple of 64 bytes on
 
 so that one copy takes all of it to the device. Before the slots, a table with one number per decoding thread says which
@@ -41,7 +40,7 @@ class RingLayout:
     @property
     def images_at(self) -> int:
         """First byte of the images within a slot."""
-        return _rounded_up(24 * self.rows, _ALIGNED)
+        return _rounded_up(16 * self.rows, _ALIGNED)
 
     @property
     def slot_bytes(self) -> int:
@@ -63,7 +62,6 @@ class Slot:
 
     labels_B: NDArray[np.int64]
     indices_B: NDArray[np.int64]
-    encoded_B: NDArray[np.int64]
     images_BHW3: NDArray[np.uint8]
 
 
@@ -81,10 +79,10 @@ class BatchRing:
     def slot(self, number: int) -> Slot:
         """Returns new views of a slot; as long as one of them lives, the memory stays mapped."""
         layout, at = self.layout, self.layout.slots_at + number * self.layout.slot_bytes
-        numbers = np.frombuffer(self.memory, dtype=np.int64, count=3 * layout.rows, offset=at).reshape(3, layout.rows)
+        numbers = np.frombuffer(self.memory, dtype=np.int64, count=2 * layout.rows, offset=at).reshape(2, layout.rows)
         shape = (layout.rows, *layout.image_size, 3)
         pixels = np.frombuffer(self.memory, dtype=np.uint8, count=int(np.prod(shape)), offset=at + layout.images_at)
-        return Slot(numbers[0], numbers[1], numbers[2], pixels.reshape(shape))
+        return Slot(numbers[0], numbers[1], pixels.reshape(shape))
 
 
 def new_ring(layout: RingLayout) -> BatchRing:

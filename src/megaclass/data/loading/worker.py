@@ -67,7 +67,7 @@ class Filler:
     def _fill(self, piece: Piece) -> int:
         self._bad.clear()
         slot, rows = self._ring.slot(piece.slot), range(piece.first, piece.stop)
-        num_resized = self._reader.fill(piece.epoch, piece.step, rows, slot.images_BHW3, slot.indices_B, slot.encoded_B)
+        num_resized = self._reader.fill(piece.epoch, piece.step, rows, slot.images_BHW3, slot.indices_B)
         self._mark(NO_IMAGE)
         # From the indices that were filled: a replaced image brings the label of its own class.
         slot.labels_B[rows.start : rows.stop] = self._reader.source.labels[slot.indices_B[rows.start : rows.stop]]

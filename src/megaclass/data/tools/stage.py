@@ -4,7 +4,7 @@ A copy has a list of its files with the sizes and times of the originals, and is
 Only files in that list are ever removed.
 
 Staging folders lie in places that all users share, so their content is not trusted. The folder must belong to the user and
-must not be world-writable (see own_folder.py). Every file is opened, replaced and removed relative to the opened folder
+must not be world-writable (see safe_folder.py). Every file is opened, replaced and removed relative to the opened folder
 without following links, and a list that names anything outside is refused.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
 from megaclass.data.sources.open_source import FORMATS, format_of
-from megaclass.data.tools.own_folder import OwnFolder, is_inside
+from megaclass.data.tools.safe_folder import SafeFolder, is_inside
 from megaclass.errors import DataError
 from megaclass.files import locked
 
@@ -49,7 +49,7 @@ def stage(path: str, folder: Path, on_progress: Progress | None = None) -> str:
     listed: _List = [(str(name), *_size_and_time(file)) for name, file in sorted(wanted.items())]
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with OwnFolder(folder) as own, locked(own.path_of(_LOCK)):
+        with SafeFolder(folder) as own, locked(own.path_of(_LOCK)):
             before = _read_list(own)
             if before != listed:
                 for name in (PurePosixPath(name) for name, *_ in before or ()):
@@ -75,7 +75,7 @@ def unstage(folder: Path) -> int:
     if not folder.exists() and not folder.is_symlink():
         raise DataError(f"{folder} holds no staged data: there is no such folder.")
     try:
-        with OwnFolder(folder) as own:
+        with SafeFolder(folder) as own:
             listed = _read_list(own)
             if listed is None:
                 raise DataError(f"{folder} holds no staged data: there is no {_LIST} in it, so nothing is removed.")
@@ -98,7 +98,7 @@ _List = list[tuple[str, int, int]]
 """Name below the staging folder, size and modification time of the original."""
 
 
-def _match_folders(wanted: set[str], own: OwnFolder, copy: PurePosixPath) -> None:
+def _match_folders(wanted: set[str], own: SafeFolder, copy: PurePosixPath) -> None:
     """Makes the folders below `copy` those that are wanted: an identity without images has a label, too."""
     for name in wanted:
         with own.opened(copy / name, create=True):
@@ -117,7 +117,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _copy_all(wanted: Mapping[PurePosixPath, Path], own: OwnFolder, on_progress: Progress | None) -> None:
+def _copy_all(wanted: Mapping[PurePosixPath, Path], own: SafeFolder, on_progress: Progress | None) -> None:
     to_copy = {name: file for name, file in wanted.items() if own.size_and_time(name) != _size_and_time(file)}
     total = sum(_size_and_time(file)[0] for file in to_copy.values())
     free = shutil.disk_usage(own.path).free
@@ -150,7 +150,7 @@ def _partial(name: PurePosixPath) -> PurePosixPath:
     return name.with_name(f".{name.name}.partial")
 
 
-def _read_list(own: OwnFolder) -> _List | None:
+def _read_list(own: SafeFolder) -> _List | None:
     """Returns the list; None if it is missing or damaged. Names outside the folder are an attack and are refused."""
     try:
         with own.existing_file(PurePosixPath(_LIST)) as file:
@@ -174,7 +174,7 @@ def _read_list(own: OwnFolder) -> _List | None:
     return listed
 
 
-def _write_list(own: OwnFolder, listed: _List) -> None:
+def _write_list(own: SafeFolder, listed: _List) -> None:
     unfinished = PurePosixPath(f"{_LIST}.partial")
     with own.new_file(unfinished) as file:
         file.write(json.dumps(listed).encode())

@@ -126,7 +126,7 @@ def waits_for_other_thread(thread: Thread) -> bool:
 
 def waits_for_loader(thread: Thread) -> bool:
     """Tells whether a thread waits for a batch from the loader processes of its rank."""
-    return any(frame.own_path == "data/loading/processes.py" for frame in thread[:4])
+    return any(frame.own_path == "data/loading/pool.py" for frame in thread[:4])
 
 
 def busy_thread(threads: Sequence[Thread]) -> Thread:

@@ -11,8 +11,7 @@ from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.choose import choose_processes
-from megaclass.data.loading.gpu_decoder import decodes_on_gpu
-from megaclass.data.loading.processes import LoaderSettings
+from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.tools.inspect import survey_sizes
@@ -135,7 +134,6 @@ def make_loader(
         processes=processes,
         device=device,
         is_resident=config.data.on_gpu,
-        decodes_on_device=decodes_on_gpu(config.data.decode, device, processes is not None),
     )
 
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megaclass.data.augment import normalise
 from megaclass.data.decode import decode_into
-from megaclass.data.loading.bad_images import BadImages
-from megaclass.data.pixel_tensors import normalise
+from megaclass.data.loading.reader import BadImages
 from megaclass.data.sources.source import PixelSource
 from megaclass.data.threaded_map import ordered_map
 from megaclass.distributed.agreement import on_every_rank

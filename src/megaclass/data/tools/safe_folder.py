@@ -33,7 +33,7 @@ def is_inside(name: str) -> bool:
     return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and "\0" not in name
 
 
-class OwnFolder:
+class SafeFolder:
     """An existing folder that belongs to this user; names are relative to it."""
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class OwnFolder:
             os.close(self.handle)
             raise
 
-    def __enter__(self) -> OwnFolder:
+    def __enter__(self) -> SafeFolder:
         return self
 
     def __exit__(

@@ -8,7 +8,7 @@ name in data/augment.py. `extra` is a third set of planes for what lies between.
 import triton
 import triton.language as tl
 
-from megaclass.data.device.draws import between, clamp, uniform
+from megaclass.data.augment_gpu.draws import between, clamp, uniform
 
 
 @triton.jit

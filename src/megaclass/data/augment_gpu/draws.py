@@ -1,8 +1,20 @@
-"""Random numbers of the program that prepares images: those of keyed_random.py, computed on the device."""
+"""What the programs of all augmentations share: their numbers, and random draws equal to those of keyed_random.py."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
+
+# The host tells the program by these numbers which augmentations to apply, four bits each.
+CROP = tl.constexpr(1)
+AFFINE = tl.constexpr(2)
+WARP = tl.constexpr(3)
+LOW_RESOLUTION = tl.constexpr(4)
+BLUR = tl.constexpr(5)
+COLOUR = tl.constexpr(6)
+GREY = tl.constexpr(7)
+OCCLUSION = tl.constexpr(8)
+JPEG = tl.constexpr(9)
+ERASE = tl.constexpr(10)
 
 
 @triton.jit

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megaclass.data.loading.bad_images import BadImages
-from megaclass.data.loading.hand_out import DeviceHandOut, HandOut, HostHandOut, Pixels
-from megaclass.data.loading.processes import LoaderProcesses, LoaderSettings
-from megaclass.data.loading.reader import BatchReader
+from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings
+from megaclass.data.loading.reader import BadImages, BatchReader
+from megaclass.data.loading.slot_to_batch import AsyncCopies, LentViews, Pixels, SlotToBatch
 
 _MIN_AHEAD, _MAX_AHEAD = 4, 16
 # A batch in the hands of the training loop, and one that is being copied or that the loop still refers to.
@@ -50,13 +49,10 @@ class ProcessBatches:
         self._reader = reader
         self._processes = LoaderProcesses(settings, reader.plan, reader.source, bad_images, slots)
         on_device = device is not None and device.type == "cuda"
-        assert on_device or not reader.plan.leaves_jpegs, "only a GPU decodes what is left"
         self._num_prefetched = _NUM_ON_DEVICE if on_device else 1
         try:
-            self._hand_out: HandOut = (
-                DeviceHandOut(self._processes.ring, device, reader)
-                if on_device and device
-                else HostHandOut(self._processes.ring)
+            self._slot_to_batch: SlotToBatch = (
+                AsyncCopies(self._processes.ring, device) if on_device and device else LentViews(self._processes.ring)
             )
         except BaseException:
             self._processes.close()
@@ -84,13 +80,13 @@ class ProcessBatches:
             number, slot = self._ready.popleft()
             epoch, step = divmod(number, steps_per_epoch)
             # The last batch of an epoch may be shorter than the slot.
-            pixels = self._hand_out.take(slot, self._reader.num_rows(step))
+            pixels = self._slot_to_batch.take(slot, self._reader.num_rows(step))
             # The oldest is tried first: the caller has most probably dropped it.
             self._free.append(slot)
             yield Loaded(epoch, step, pixels)
 
     def close(self) -> None:
-        self._hand_out.close()
+        self._slot_to_batch.close()
         self._processes.close()
 
     def _fill_free_slots(self, upcoming: int, stop: int, steps_per_epoch: int) -> int:
@@ -107,13 +103,13 @@ class ProcessBatches:
 
     def _next_free(self) -> int | None:
         for place, slot in enumerate(self._free):
-            if self._hand_out.is_free(slot):
+            if self._slot_to_batch.is_free(slot):
                 del self._free[place]
                 return slot
         if self._filling or self._ready:
             return None
         # Nothing is on its way: without a free slot there would never be another batch.
-        self._hand_out.wait_until_free(self._free[0])
+        self._slot_to_batch.wait_until_free(self._free[0])
         return self._free.popleft()
 
     def _prefetch(self, steps_per_epoch: int) -> None:
@@ -126,5 +122,5 @@ class ProcessBatches:
             elif not self._processes.is_filled(slot):
                 break
             self._filling.popleft()
-            self._hand_out.prefetch(slot, self._reader.num_rows(number % steps_per_epoch))
+            self._slot_to_batch.prefetch(slot, self._reader.num_rows(number % steps_per_epoch))
             self._ready.append((number, slot))

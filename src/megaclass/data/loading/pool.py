@@ -27,9 +27,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from megaclass.data.loading.bad_images import BadImages
 from megaclass.data.loading.messages import Piece, failure, receive, send
-from megaclass.data.loading.reader import BatchPlan
+from megaclass.data.loading.reader import BadImages, BatchPlan
 from megaclass.data.loading.ring import NO_IMAGE, BatchRing, RingLayout, new_ring
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError

@@ -4,8 +4,7 @@
 import triton
 import triton.language as tl
 
-from megaclass.data.device.codes import COLOUR, GREY, OCCLUSION
-from megaclass.data.device.draws import between, clamp, mix_64, uniform, unsigned
+from megaclass.data.augment_gpu.draws import COLOUR, GREY, OCCLUSION, between, clamp, mix_64, uniform, unsigned
 
 
 @triton.jit

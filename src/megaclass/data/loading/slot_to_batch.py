@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.data.loading.gpu_decoder import decode_jpegs
-from megaclass.data.loading.reader import BatchReader
 from megaclass.data.loading.ring import BatchRing
 
 _log = logging.getLogger("megaclass.data")
@@ -38,7 +36,7 @@ class Pixels:
     """The indices where the images are."""
 
 
-class HandOut(Protocol):
+class SlotToBatch(Protocol):
     def prefetch(self, slot: int, num_rows: int) -> None:
         """Called as soon as a slot is filled; slots are then handed out in the same order."""
         ...
@@ -56,7 +54,7 @@ class HandOut(Protocol):
     def close(self) -> None: ...
 
 
-class HostHandOut:
+class LentViews:
     """Lends views of the slots. A slot is free once nothing refers to its images any more.
 
     A caller that keeps many batches gets copies: the ring must not run out of slots.
@@ -99,15 +97,15 @@ class HostHandOut:
         pass
 
 
-class DeviceHandOut:
+class AsyncCopies:
     """Copies slots to the GPU on a stream of its own, while the GPU computes. A slot is free when its copy is done.
 
     The ring is page-locked once, at the start: otherwise every copy would go through a buffer of the driver and make the
-    host wait. JPEGs that the loader processes have left in the slot are decoded on the GPU, on the same stream.
+    host wait.
     """
 
-    def __init__(self, ring: BatchRing, device: torch.device, reader: BatchReader) -> None:
-        self._ring, self._device, self._reader = ring, device, reader
+    def __init__(self, ring: BatchRing, device: torch.device) -> None:
+        self._ring, self._device = ring, device
         self._bytes = torch.frombuffer(ring.memory, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device)
         self._copies: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
@@ -118,8 +116,6 @@ class DeviceHandOut:
     def prefetch(self, slot: int, num_rows: int) -> None:
         with torch.cuda.stream(self._stream):
             on_device = self._copy(slot)
-            if self._reader.plan.leaves_jpegs:
-                on_device = self._decode(slot, num_rows, on_device)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._copies[slot] = on_device, done
@@ -132,7 +128,7 @@ class DeviceHandOut:
         current.wait_event(done)
         # The memory belongs to the side stream: it is not to be used again before the current stream is done with it.
         on_device.record_stream(current)
-        labels, indices, _ = on_device[: 24 * self._ring.layout.rows].view(torch.int64).view(3, -1)
+        labels, indices = on_device[: 16 * self._ring.layout.rows].view(torch.int64).view(2, -1)
         return Pixels(
             self._images_BHW3(on_device, num_rows).permute(0, 3, 1, 2),
             labels[:num_rows],
@@ -162,27 +158,6 @@ class DeviceHandOut:
         layout, (height, width) = self._ring.layout, self._ring.layout.image_size
         num_bytes = num_rows * height * width * 3
         return on_device[layout.images_at : layout.images_at + num_bytes].view(num_rows, height, width, 3)
-
-    def _decode(self, slot: int, num_rows: int, on_device: Tensor) -> Tensor:
-        """Replaces JPEGs by their pixels; returns the slot on the device, copied again if the GPU could not decode one."""
-        content = self._ring.slot(slot)
-        rows = np.flatnonzero(content.encoded_B[:num_rows])
-        if not len(rows):
-            return on_device
-        jpegs = [torch.from_numpy(content.images_BHW3[row].reshape(-1)[: content.encoded_B[row]]) for row in rows]
-        try:
-            decoded_RHW3 = decode_jpegs(jpegs, self._device)
-        except RuntimeError as error:
-            # It does not tell which image it was: the reader finds out, and replaces it.
-            _log.debug("the GPU could not decode a batch: %s", error)
-            self._reader.decode_left(content, rows.tolist())
-            return self._copy(slot)
-        images_BHW3 = self._images_BHW3(on_device, num_rows)
-        if len(rows) == num_rows:
-            images_BHW3.copy_(decoded_RHW3)
-        else:
-            images_BHW3[torch.from_numpy(rows).to(self._device, non_blocking=True)] = decoded_RHW3
-        return on_device
 
     def _lock_pages(self) -> bool:
         cudart = torch.cuda.cudart()

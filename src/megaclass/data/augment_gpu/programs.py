@@ -13,10 +13,9 @@ Every augmentation equals the function of the same name in data/augment.py, whic
 import triton
 import triton.language as tl
 
-from megaclass.data.device.codes import AFFINE, BLUR, CROP, JPEG, LOW_RESOLUTION, WARP
-from megaclass.data.device.colours import jpeg, pixelwise
-from megaclass.data.device.draws import combine, uniform, unsigned
-from megaclass.data.device.neighbours import affine, blur, crop, low_resolution, warp
+from megaclass.data.augment_gpu.colours import jpeg, pixelwise
+from megaclass.data.augment_gpu.draws import AFFINE, BLUR, CROP, JPEG, LOW_RESOLUTION, WARP, combine, uniform, unsigned
+from megaclass.data.augment_gpu.neighbours import affine, blur, crop, low_resolution, warp
 
 
 @triton.jit(do_not_specialize=["step", "epoch"])

@@ -1,7 +1,9 @@
-"""Launches the program that makes the backbone's input on a GPU (programs.py), and tells whether it can."""
+"""Launches the program that makes the backbone's input on a GPU (programs.py), and tells how much of it it can do."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ from megaclass.keyed_random import combine64
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+_log = logging.getLogger("megaclass.data")
 
 _BLOCK = 1024
 _NUM_WARPS = 8
@@ -36,11 +40,41 @@ _KNOWN = {
 _MAX_AUGMENTATIONS = 15
 
 
-def can_prepare(augment: Augment | None) -> bool:
-    """Tells whether the program applies all of these augmentations, and Triton is there to compile it."""
-    names = [name for name, _ in augment.shares] if augment is not None else []
-    is_known = all(name in _KNOWN and reference.AUGMENTATIONS[name] is _KNOWN[name][1] for name in names)
-    return is_known and len(names) <= _MAX_AUGMENTATIONS and _programs() is not None
+@lru_cache(maxsize=1)
+def has_program() -> bool:
+    """Tells whether Triton is there to compile the program; says once in the log that it is not."""
+    if _programs() is None:
+        _log.warning(
+            "Triton is not installed: images are prepared by functions of torch, which take 3 to 17 times as long"
+        )
+    return _programs() is not None
+
+
+@lru_cache(maxsize=8)
+def split_augment(augment: Augment | None) -> tuple[Augment | None, Augment | None]:
+    """Returns the augmentations that the program applies, and those that follow as functions of torch; None: there are none.
+
+    An augmentation of the user's own, and what is named after it, belongs to the second part, which the log says once.
+    """
+    if augment is None:
+        return None, None
+    shares = augment.shares
+    known = [name in _KNOWN and reference.AUGMENTATIONS[name] is _KNOWN[name][1] for name, _ in shares]
+    num_first = min([*known, False].index(False), _MAX_AUGMENTATIONS)
+    if num_first == len(shares):
+        return augment, None
+    # `pick` compares the draws of all augmentations of an image: they cannot be applied in two parts.
+    num_first = 0 if augment.num_picked else num_first
+    slow = ", ".join(name for name, _ in shares[num_first:])
+    unknown = ", ".join(name for (name, _), is_known in zip(shares, known, strict=True) if not is_known)
+    _log.warning(
+        "data.augment: %s of your own runs as a function of torch, and with it %s, which takes several times as long; "
+        "to keep the others fast, name your own last and give shares instead of `pick`",
+        unknown or shares[num_first][0],
+        slow,
+    )
+    first, rest = replace(augment, shares=shares[:num_first]), replace(augment, shares=shares[num_first:])
+    return (first if num_first else None), rest
 
 
 def prepare(
@@ -123,7 +157,7 @@ def mirroring_key(seed: int, salt: int) -> int:
 @lru_cache(maxsize=1)
 def _programs() -> ModuleType | None:
     try:
-        from megaclass.data.device import programs
+        from megaclass.data.augment_gpu import programs
     except ImportError:
         return None
     return programs

@@ -15,12 +15,11 @@ from tests.compiled_programs import compile_for
 from tests.triton_interpreter import interpreted, outside
 
 from megaclass.data import augment as reference
-from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, mirror_, parse_augment
-from megaclass.data.device import codes, programs
-from megaclass.data.device import prepare as prepare_module
-from megaclass.data.device.prepare import can_prepare, mirroring_key, prepare
+from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, mirror_, normalise, parse_augment
+from megaclass.data.augment_gpu import draws, programs
+from megaclass.data.augment_gpu import prepare as prepare_module
+from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.loader import _MIRROR_SALT, mirrored
-from megaclass.data.pixel_tensors import normalise
 
 INDICES = np.array([3, 2**40 + 1, 17, 0])
 
@@ -103,20 +102,51 @@ def test_several_augmentations_change_the_same_images_in_the_same_order():
 
 
 @outside
-def test_an_augmentation_of_the_users_own_is_left_to_their_function(monkeypatch):
-    assert can_prepare(None) and can_prepare(parse_augment("crop,jpeg,erase"))
+def test_only_an_augmentation_of_the_users_own_and_those_after_it_leave_the_program_and_the_log_says_so(
+    monkeypatch, caplog
+):
     monkeypatch.setitem(AUGMENTATIONS, "crop", lambda images, draws: images)
     monkeypatch.setitem(AUGMENTATIONS, "own", lambda images, draws: images)
-    assert not can_prepare(parse_augment("crop")) and not can_prepare(parse_augment("blur,own"))
-    assert can_prepare(parse_augment("blur"))
+    split_augment.cache_clear()
+    assert split_augment(None) == (None, None)
+    known = parse_augment("blur,jpeg,erase")
+    assert split_augment(known) == (known, None) and not caplog.text
+    first, rest = split_augment(parse_augment("blur,jpeg:0.1,own,grey"))
+    assert (first, rest) == (parse_augment("blur,jpeg:0.1"), parse_augment("own,grey"))
+    assert "own of your own runs as a function of torch, and with it own, grey" in caplog.text
+    # An augmentation of the package that the user has replaced is theirs, too.
+    assert split_augment(parse_augment("crop,blur")) == (None, parse_augment("crop,blur"))
+    picked = parse_augment("pick:2,blur,jpeg,own")
+    assert split_augment(picked) == (None, picked)
+    split_augment.cache_clear()
+
+
+@outside
+def test_without_triton_the_log_says_that_images_are_prepared_slowly(monkeypatch, caplog):
+    has_program.cache_clear()
     monkeypatch.setattr(prepare_module, "_programs", lambda: None)
-    assert not can_prepare(parse_augment("blur"))
+    assert not has_program() and "Triton is not installed" in caplog.text
+    has_program.cache_clear()
+
+
+@interpreted
+def test_augmentations_in_two_parts_change_what_all_of_them_together_change(monkeypatch):
+    pixels, whole = pictures(24, 24), parse_augment("grey:0.4,crop:0.5,occlusion:0.5,colour:0.5")
+    monkeypatch.setitem(AUGMENTATIONS, "occlusion", lambda images, draws: reference.occlusion(images, draws))
+    split_augment.cache_clear()
+    first, rest = split_augment(whole)
+    split_augment.cache_clear()
+    assert first is not None and rest is not None and len(first.shares) == len(rest.shares) == 2
+    images = by_program(pixels, first, 9, 1, 1, True)
+    augment_(images, rest, 9, 1, INDICES)
+    difference = (images - by_reference(pixels, whole, 9, 1, 1, True)).abs()
+    assert (difference > 1e-4).float().mean() < 0.001 and images.is_contiguous(memory_format=torch.channels_last)
 
 
 @outside
 def test_every_augmentation_of_the_table_is_known_to_the_program():
     for name, (number, function) in prepare_module._KNOWN.items():
-        assert AUGMENTATIONS[name] is function and getattr(codes, name.upper()).value == number
+        assert AUGMENTATIONS[name] is function and getattr(draws, name.upper()).value == number
     assert set(prepare_module._KNOWN) == set(AUGMENTATIONS)
 
 
