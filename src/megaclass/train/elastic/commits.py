@@ -7,7 +7,7 @@ A rank has two places for a commit and fills the one that does not hold the last
 
 A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
 all ranks have a whole copy, so that at most one of two commits is unfinished at any time. After a loss the ranks compare what
-they hold (plan.py) and restore the newest commit of which nothing is missing.
+they hold (commit_plan.py) and restore the newest commit of which nothing is missing.
 
 State of Commits, used by the training thread only. It outlives the generations of the job:
 
@@ -31,8 +31,7 @@ from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.state.shards import class_range
 from megaclass.launch.elastic.worker import Assignment, ElasticWorker
-from megaclass.train.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
-from megaclass.train.elastic.plan import (
+from megaclass.train.elastic.commit_plan import (
     NO_COMMIT,
     NUM_NUMBERS,
     HeldCommit,
@@ -41,6 +40,7 @@ from megaclass.train.elastic.plan import (
     newest_whole_commit,
     transfers,
 )
+from megaclass.train.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
 from megaclass.train.model.build import Model, generator_states, restore_generators
 
 
