@@ -26,8 +26,8 @@ from megaclass.evaluate.training_images import ConfusedImage, TrainingImages, Wo
 from megaclass.events_file import EVENTS
 from megaclass.inference import load
 from megaclass.insightface.checkpoints import read_backbone
+from megaclass.phases import PHASES
 from megaclass.train.observe.top import draw, read_run
-from megaclass.train.step_phases import PHASES
 
 SAMPLE_MUTATIONS = 60
 
