@@ -42,7 +42,7 @@ def pids_of_rank(run, rank):
 
 
 def test_a_full_disk_costs_checkpoints_a_restart_waits_for_room_and_so_does_the_last_save(run, tmp_path, disk):
-    """6 steps per epoch, each of which is saved: full from step 7 to 19, where a rank is killed, and from step 25 to the end."""
+    """6 steps per epoch, each of which is saved: full from step 7 to 19, where a rank is killed, and after 25."""
     counted = CountedRun(tmp_path / "count", run_dir=disk / "run")
     checkpoints = disk / "run" / "checkpoints"
     for step in (7, 19, 25):

@@ -65,6 +65,7 @@ class _Place:
     generators: dict[str, Tensor] = field(default_factory=dict)
     shared_copy: HostCopy = field(default_factory=HostCopy)
     rows_copy: HostCopy = field(default_factory=HostCopy)
+    kept_copy: HostCopy = field(default_factory=HostCopy)
 
     def rows_of(self, shard: tuple[int, int], start: int, stop: int, num_subcentres: int) -> dict[str, Tensor]:
         """Returns the rows of the classes [start, stop), which are part of a shard that this place holds."""
@@ -170,7 +171,7 @@ class Commits:
         kept = class_range(head.num_classes, source, size) if size > 1 else class_range(1, 0, 1)
         if size > 1:
             num_rows = len(kept) * head.store.num_subcentres
-            place.kept = {name: _room(place.kept.get(name), tensor, num_rows) for name, tensor in rows.items()}
+            place.kept = place.kept_copy.reserve(rows, num_rows)
             swap_rows(rows, place.kept, to=(rank + self._distance) % size, source=source, device=device)
         place.shared_copy.wait()
         place.rows_copy.wait()
@@ -229,10 +230,3 @@ class Commits:
 def _is_of(place: _Place, plan: RestorePlan) -> bool:
     held = place.held
     return (held.generation, held.step, held.num_classes) == (plan.generation, plan.step, plan.num_classes)
-
-
-def _room(buffer: Tensor | None, like: Tensor, num_rows: int) -> Tensor:
-    """Returns host memory for `num_rows` rows of a tensor: the buffer, if it has the right size."""
-    if buffer is not None and buffer.shape == (num_rows, *like.shape[1:]) and buffer.dtype == like.dtype:
-        return buffer
-    return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=like.is_cuda)
