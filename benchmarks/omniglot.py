@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 import megaclass
-from megaclass.model import LoadedModel
+from megaclass.inference import LoadedModel
 
 ROOT = Path(__file__).parents[1]
 TURNS = {0: None, 90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}

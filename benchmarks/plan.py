@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py [--out benchmarks/plan.md] [--predict]
 
-Needs a GPU of the table in src/megaclass/plan/gpus.py; --predict prints the predictions only, on any machine. Each row
+Needs a GPU of the table in src/megaclass/capacity/job.py; --predict prints the predictions only, on any machine. Each row
 builds the model as `megaclass train` does and takes whole steps on random images that are already on the device.
 """
 
@@ -16,15 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megaclass.capacity.head import head_costs
+from megaclass.capacity.job import PlannedJob, gpu_named
+from megaclass.capacity.memory import plan_memory
+from megaclass.capacity.speed import step_time
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.distributed.process_group import process_group
-from megaclass.plan.gpus import gpu_named
-from megaclass.plan.head import head_costs
-from megaclass.plan.job import PlannedJob
-from megaclass.plan.memory import plan_memory
-from megaclass.plan.speed import step_time
 from megaclass.train.model.build import build_model
 from megaclass.train.step import training_step
 from megaclass.world import World

@@ -114,7 +114,7 @@ def test_the_api_reference_has_every_name_for_tensorflow_and_keras():
 def _public_functions() -> dict[str, object]:
     import megaclass
     import megaclass.hvd
-    from megaclass.model import LoadedModel
+    from megaclass.inference import LoadedModel
 
     named = {
         f"{module.__name__}.{name}": getattr(module, name)

@@ -77,7 +77,7 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(wheel):
     assert sources <= names
     report = "megaclass/evaluate/report/report"
     assert {f"{report}.html.j2", f"{report}.css", f"{report}.js"} <= names
-    assert "megaclass/model/search.html.j2" in names
+    assert "megaclass/inference/search.html.j2" in names
     assert {f"megaclass/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")} <= names
     assert {"hub", "ui", "onnx", "retrieval"} <= set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
     assert "megaclass/py.typed" in names

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from megaclass.head.row_optimizers import RowAdagrad as RowAdagrad
     from megaclass.head.row_optimizers import RowAdamW as RowAdamW
     from megaclass.head.row_optimizers import RowSGD as RowSGD
-    from megaclass.model import load as load
+    from megaclass.inference import load as load
 
 # Resolved on first use: `megaclass run` must start without paying for torch.
 _PUBLIC = {
     "UserError": "megaclass.errors",
-    "load": "megaclass.model",
+    "load": "megaclass.inference",
     "PartialFC": "megaclass.head.partial_fc",
     **dict.fromkeys(("RowSGD", "RowAdamW", "RowAdagrad"), "megaclass.head.row_optimizers"),
     **dict.fromkeys(("Margin", "Targets"), "megaclass.head.margins"),

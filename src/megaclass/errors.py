@@ -43,6 +43,16 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Tells whether the error, or one of its causes, is a disk or a quota without room: it passes when somebody makes room."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        cause = cause.__cause__
+    return False
+
+
 class ConfigError(UserError):
     """A setting that is unknown, of the wrong type or out of range."""
 

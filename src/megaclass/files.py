@@ -87,6 +87,17 @@ def write_text(path: Path, text: str, *, is_private: bool = False) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
+def folder_bytes(folder: Path) -> int:
+    """Returns the bytes of the files in the folder itself."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def free_bytes(folder: Path) -> int:
+    """Returns the bytes that this user may still write to the disk of the folder, which need not exist yet."""
+    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
+    return shutil.disk_usage(existing).free
+
+
 def unique_name(name: str) -> str:
     """Returns a file name that no other writer uses: with the host, the process and a random part.
 

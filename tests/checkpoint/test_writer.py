@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -209,8 +210,11 @@ def test_a_disk_slower_than_the_time_out_of_collectives_is_waited_for(run_ranks,
     assert run_ranks(2, _save_on_a_disk_slower_than_the_time_out, tmp_path) == [True, True]
 
 
-def _save_where_rank_1_fails(checkpoints, code, num_failures, last_step):
-    """Steps 1 to `last_step`; from step 2 on rank 1's disk refuses `num_failures` times. What was raised and what was said."""
+def _save_where_rank_1_fails(checkpoints, code, num_failures, last_step, asked_after=None):
+    """Steps 1 to `last_step`; from step 2 on rank 1's disk refuses `num_failures` times. What was raised and what was said.
+
+    asked_after: number of warnings after which rank 0 is asked to stop.
+    """
     left, said = num_failures, io.StringIO()
 
     def broken(*args):
@@ -222,8 +226,14 @@ def _save_where_rank_1_fails(checkpoints, code, num_failures, last_step):
 
     with messages_on_stderr(), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(save_module, "_PAUSES_S", (0.1, 0.1, 0.1))
+        monkeypatch.setattr(save_module, "_FULL_PAUSE_S", 0.1)
+        monkeypatch.setattr(save_module, "_FULL_LOOK_S", 0.1)
+
+        def is_asked():
+            return asked_after is not None and dist.get_rank() == 0 and said.getvalue().count("WARNING") > asked_after
+
         try:
-            with writer_for(checkpoints) as writer:
+            with writer_for(checkpoints, is_asked_to_stop=is_asked) as writer:
                 writer.save(snapshot_at(1))
                 writer.finish()
                 if dist.get_rank() == 1:
@@ -252,12 +262,40 @@ def test_the_last_save_is_tried_again_where_a_disk_fails_for_a_moment(run_ranks,
     assert steps(tmp_path) == [1, 2] and holds_step(checkpoint_folder(tmp_path, 2), 2)
 
 
-def test_a_disk_that_stays_full_ends_the_last_save_on_all_ranks_and_allows_a_restart(run_ranks, tmp_path):
-    results = run_ranks(3, _save_where_rank_1_fails, tmp_path, errno.ENOSPC, 99, 2)
+def test_the_last_save_waits_on_a_full_disk_until_there_is_room(run_ranks, tmp_path):
+    results = run_ranks(3, _save_where_rank_1_fails, tmp_path, errno.ENOSPC, 12, 2)
+    assert [raised for raised, _, _ in results] == ["saved"] * 3
+    said = results[0][2]
+    assert "the finished run stays in memory, and its last save is repeated every 0.1 s: make room at" in said
+    assert steps(tmp_path) == [1, 2] and holds_step(checkpoint_folder(tmp_path, 2), 2)
+
+
+def test_a_rank_that_is_asked_to_stop_ends_the_wait_for_room_on_all_ranks_and_allows_a_restart(run_ranks, tmp_path):
+    results = run_ranks(3, _save_where_rank_1_fails, tmp_path, errno.ENOSPC, 99, 2, 6)
     assert all("Rank 1 on " in raised and "No space left on device" in raised for raised, _, _ in results)
     assert all(may_pass for _, may_pass, _ in results)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"], "nothing unfinished is left"
     assert holds_step(checkpoint_folder(tmp_path, 1), 1)
+
+
+def test_a_disk_with_errors_that_last_ends_the_last_save_after_four_attempts(run_ranks, tmp_path):
+    results = run_ranks(2, _save_where_rank_1_fails, tmp_path, errno.EIO, 99, 2)
+    assert all("Input/output error" in raised and may_pass for raised, may_pass, _ in results)
+    assert results[0][2].count("the save is repeated in 0.1 s") == 3
+
+
+def _save_without_permission(checkpoints):
+    """The folder loses its write permission after the first save. Errors of the last save; the second is permanent."""
+    if os.getuid() == 0:
+        os.chown(checkpoints, 65534, 65534)
+        os.setuid(65534)
+    with pytest.raises(CheckpointError) as caught, writer_for(checkpoints) as writer:
+        writer.save(snapshot_at(1))
+        writer.finish()
+        checkpoints.chmod(0o500)
+        writer.save(snapshot_at(2))
+    is_whole = holds_step(checkpoint_folder(checkpoints, 1), 1)
+    print(json.dumps([str(caught.value), is_transient(caught.value), is_whole]))
 
 
 @pytest.mark.parametrize("last_step", [3, 2], ids=["at the next save", "at the end"])
@@ -266,6 +304,19 @@ def test_an_error_that_does_not_pass_is_raised_on_all_ranks(run_ranks, tmp_path,
     assert all("Rank 1 on " in raised and "Permission denied" in raised for raised, _, _ in results)
     assert not any(may_pass for _, may_pass, _ in results)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"], "nothing unfinished is left"
+
+
+def test_a_folder_that_loses_its_write_permission_ends_the_run_at_once_and_keeps_the_older_checkpoint():
+    outside = Path(tempfile.mkdtemp(dir="/tmp"))
+    checkpoints = outside / "checkpoints"
+    checkpoints.mkdir()
+    outside.chmod(0o755)
+    ended = run_forked(_save_without_permission, checkpoints)
+    shutil.rmtree(outside)
+    assert ended.returncode == 0, ended.stderr
+    error, may_pass, is_whole = json.loads(ended.stdout)
+    assert "Permission denied" in error and str(checkpoints) in error and "older checkpoints are unchanged" in error
+    assert not may_pass and is_whole
 
 
 def test_a_loop_that_ends_with_an_error_first_lets_the_save_finish(tmp_path, monkeypatch):
@@ -568,8 +619,10 @@ def small_disk(tmp_path):
 @pytest.mark.ranks
 def test_a_disk_that_is_full_ends_the_save_and_frees_what_it_had_taken(small_disk: Path, monkeypatch):
     monkeypatch.setattr(save_module, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(save_module, "_FULL_LOOK_S", 0.0)
     checkpoints = small_disk / "checkpoints"
-    with pytest.raises(CheckpointError, match="No space left on device"), writer_for(checkpoints) as writer:
+    no_room = pytest.raises(CheckpointError, match="No space left on device")
+    with no_room, writer_for(checkpoints, is_asked_to_stop=lambda: True) as writer:
         writer.save(snapshot_at(1))
         writer.finish()
         big = Snapshot(

@@ -11,7 +11,7 @@ from megaclass.config.read import load_config, to_toml
 from megaclass.config.schema import DataConfig
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import ConfigError
-from megaclass.model import ImageTreatment, load
+from megaclass.inference import ImageTreatment, load
 
 
 @pytest.mark.ranks

@@ -11,7 +11,7 @@ from tests.forked import megaclass_command, run_forked
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
 from megaclass.export.safetensors_file import save_model
-from megaclass.model import ImageTreatment, load
+from megaclass.inference import ImageTreatment, load
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megaclass.distributed import agreement
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.images import find_images
-from megaclass.model import LoadedModel, load
-from megaclass.model import embed_folder as module
-from megaclass.model.embed_folder import EmbeddedFolder, embed_folder
+from megaclass.inference import LoadedModel, load
+from megaclass.inference import embed_folder as module
+from megaclass.inference.embed_folder import EmbeddedFolder, embed_folder
 
 _NUM_IMAGES = 11
 

@@ -24,10 +24,10 @@ from megaclass.evaluate.report.page import render_report
 from megaclass.evaluate.results import write_results
 from megaclass.evaluate.training_images import ConfusedImage, TrainingImages, WorstClass, write_training_images
 from megaclass.events_file import EVENTS
+from megaclass.inference import load
 from megaclass.insightface.checkpoints import read_backbone
-from megaclass.model import load
+from megaclass.phases import PHASES
 from megaclass.train.observe.top import draw, read_run
-from megaclass.train.step_phases import PHASES
 
 SAMPLE_MUTATIONS = 60
 

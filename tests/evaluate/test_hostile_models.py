@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from megaclass.cli.main import main
 from megaclass.errors import CheckpointError
-from megaclass.model import load
+from megaclass.inference import load
 
 OWN = """
 from pathlib import Path

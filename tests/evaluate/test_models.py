@@ -13,7 +13,7 @@ from megaclass.errors import CheckpointError, DataError, UserError
 from megaclass.evaluate.protocol import Evaluator
 from megaclass.evaluate.sets import evaluate_sets, find_sets
 from megaclass.export.run_export import export_model
-from megaclass.model import load
+from megaclass.inference import load
 
 # InsightFace has no slim backbone, and a MobileFaceNet takes ONNX's exporter long.
 FORMS = {

@@ -18,8 +18,8 @@ import megaclass
 from megaclass.cli.main import main
 from megaclass.data.pair_file import read_pairs
 from megaclass.errors import CheckpointError, DataError
-from megaclass.model.search_page import _place
-from megaclass.model.thresholds import choose_threshold
+from megaclass.inference.search_page import _place
+from megaclass.inference.thresholds import choose_threshold
 
 
 def load_sibling(name):

@@ -14,7 +14,7 @@ from megaclass.evaluate.results import write_results
 from megaclass.export.centres_file import load_centres
 from megaclass.export.run_export import export_model
 from megaclass.files import published_folder
-from megaclass.model import ImageTreatment, load
+from megaclass.inference import ImageTreatment, load
 
 
 def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_path):

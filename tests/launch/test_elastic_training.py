@@ -15,7 +15,7 @@ from tests.launch.counting_backbone import lost_and_repeated
 from megaclass.config.read import load_config
 from megaclass.distributed.process_group import process_group
 from megaclass.events_file import read_events
-from megaclass.train.rank_main import train_in_group
+from megaclass.train.rank_main import RankContext, train_in_group
 from megaclass.train.start.restart import StartMode
 from megaclass.world import World
 
@@ -51,7 +51,7 @@ def undisturbed(tmp_path, monkeypatch):
     settings = [*SETTINGS, f"train.run_dir={tmp_path / 'undisturbed'}"]
     config, world = load_config(RECIPE, settings), World(starter="tests")
     with process_group(world, device="cpu") as device, ExitStack() as held:
-        train_in_group(config, world, device, StartMode(), held)
+        train_in_group(RankContext(config=config, world=world, mode=StartMode(), held=held), device)
     for file in (tmp_path / "count").iterdir():
         file.unlink()
     return losses_of(tmp_path / "undisturbed")

@@ -20,7 +20,7 @@ from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import ConfigError, UserError
 from megaclass.train.model.build import build_model
-from megaclass.train.rank_main import train_in_group
+from megaclass.train.rank_main import RankContext, train_in_group
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.run.run import open_run
 from megaclass.train.start.initial_weights import load_initial_weights
@@ -184,7 +184,10 @@ def test_class_means_without_a_backbone_are_refused():
 def _train(values, beginning):
     said = io.StringIO()
     with contextlib.redirect_stderr(said), ExitStack() as held:
-        train_in_group(load_config_values(values, where="test"), this_world(), CPU, beginning, held)
+        context = RankContext(
+            config=load_config_values(values, where="test"), world=this_world(), mode=beginning, held=held
+        )
+        train_in_group(context, CPU)
     return said.getvalue()
 
 

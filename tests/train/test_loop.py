@@ -20,7 +20,7 @@ from megaclass.errors import UserError
 from megaclass.evaluate.report.from_runs import read_faces
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.finish import finish_run
-from megaclass.train.rank_main import train_in_group
+from megaclass.train.rank_main import RankContext, train_in_group
 from megaclass.train.run.folder import RunFolder
 from megaclass.train.start.restart import StartMode
 from megaclass.world import World
@@ -60,11 +60,15 @@ def this_world():
     return World(rank=rank, size=size, local_rank=rank, local_size=size, starter="tests", port=1)
 
 
+def context_of(config, held):
+    return RankContext(config=config, world=this_world(), mode=StartMode(), held=held)
+
+
 def _train(values):
     """What was said, and the names of the sets whose results the loop handed over."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), ExitStack() as held:
-        trained = train_in_group(load_config_values(values, where="test"), this_world(), CPU, StartMode(), held)
+        trained = train_in_group(context_of(load_config_values(values, where="test"), held), CPU)
     return said.getvalue(), [result.name for result in trained.outcome.results or []]
 
 
@@ -103,10 +107,10 @@ def test_evaluations_that_are_asked_for_more_often_than_a_step_come_every_step(r
 
 def _finish(values, damage):
     """What was said by a finished run whose folder was damaged before its report was written."""
-    config, world = load_config_values(values, where="test"), this_world()
+    config = load_config_values(values, where="test")
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), ExitStack() as held:
-        trained = train_in_group(config, world, CPU, StartMode(), held)
+        trained = train_in_group(context_of(config, held), CPU)
         for name in damage:
             path = trained.run.folder.path / name
             path.write_text("{ damaged") if "json" in name else path.mkdir()

@@ -17,12 +17,13 @@ from megaclass.distributed.collectives import sum_over_ranks_
 from megaclass.distributed.rank_status import OwnStatus
 from megaclass.errors import ConfigError, LaunchError, UserError
 from megaclass.events_file import append_event
-from megaclass.train.loop import describe_row
+from megaclass.phases import PHASES, find_slow_rank
+from megaclass.train.clock import StepClock, gather_phases, phase_row
+from megaclass.train.hooks import describe_row
 from megaclass.train.observe.hang_limit import HangLimit
 from megaclass.train.observe.observer import Observer
 from megaclass.train.observe.top import draw, read_run
 from megaclass.train.run.same_start import check_same_data, check_same_start
-from megaclass.train.step_phases import PHASES, PhaseClock, find_slow_rank, gather_phases, phase_row
 from megaclass.world import World
 
 CPU = torch.device("cpu")
@@ -32,10 +33,10 @@ CPU = torch.device("cpu")
 
 
 def _step_with_a_slow_rank():
-    clock = PhaseClock(CPU)
+    clock = StepClock(CPU)
     # A rank that begins late waits for no other one.
     sum_over_ranks_(torch.ones(3), None)
-    with clock.counting_exchanges():
+    with clock.step():
         clock.begin("forward")
         # The last rank loses its time here, the others wait for it in the collective.
         time.sleep(0.3 if dist.get_rank() == 2 else 0.02)
@@ -44,7 +45,7 @@ def _step_with_a_slow_rank():
         time.sleep(0.02)
     # Outside of a step no time is counted.
     sum_over_ranks_(torch.ones(3), None)
-    return gather_phases(clock.read(waited_s=0.01, num_steps=1), CPU)[0]
+    return gather_phases(clock.read()[0] | {"data": 0.01}, CPU)[0]
 
 
 def test_the_slow_rank_is_named_with_its_phase_although_all_ranks_take_the_same_time(run_ranks):
@@ -81,11 +82,11 @@ def test_a_slow_rank_is_in_the_progress_line_of_every_row_and_among_the_events_o
     config = load_config_values({"data": {"path": "debug"}, "train": {"run_dir": "x"}}, where="test")
     run = SimpleNamespace(config=config, device=CPU, hosts=("a", "b"), events=events, world=World(rank=0, size=2))
     run.folder = SimpleNamespace(path=Path("unused"))
-    observer = Observer(run, torch.nn.Identity(), first_step=0)
+    observer = Observer(run, StepClock(CPU), first_step=0)
     shown = []
     for step, phases in enumerate((slow, even, slow, slow, slow, slow), start=1):
         monkeypatch.setattr("megaclass.train.observe.observer.gather_phases", lambda own, device, p=phases: (p, []))
-        row = observer.read(SimpleNamespace(last_wait_s=0.0, last_step_s=0.1), step)
+        row = observer.read(SimpleNamespace(phase_s={}, last_step_s=0.1), step)
         row |= {"loss": 1.0, "images_per_second": 10.0, "learning_rate": 0.1, "data_wait_share": 0.0}
         shown.append(describe_row(row, observer.describe_slow()))
     assert [line.endswith("rank 1 (b) 100% slower: forward") for line in shown] == [True, False, True, True, True, True]

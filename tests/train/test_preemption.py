@@ -24,7 +24,7 @@ from megaclass.checkpoint.manifest import check_files, read_manifest
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
 from megaclass.events_file import read_events
-from megaclass.train.rank_main import train_in_group
+from megaclass.train.rank_main import RankContext, train_in_group
 from megaclass.train.run.signals import Stop
 from megaclass.train.start.restart import StartMode
 from megaclass.world import World
@@ -147,7 +147,9 @@ def _train_until_rank_1_gets(number: int, arguments: Sequence[str], folder: Path
             sender.start()
             held.callback(sender.join)
             held.callback(is_over.set)
-        trained = train_in_group(config, world, torch.device("cpu"), StartMode(), held)
+        trained = train_in_group(
+            RankContext(config=config, world=world, mode=StartMode(), held=held), torch.device("cpu")
+        )
     signal.signal(number, previous)
     return trained.outcome.stop, said.getvalue()
 

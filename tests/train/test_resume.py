@@ -28,7 +28,7 @@ from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import UserError
 from megaclass.train import launch_ranks
-from megaclass.train.rank_main import train_in_group
+from megaclass.train.rank_main import RankContext, train_in_group
 from megaclass.train.run import folder as run_folder
 from megaclass.train.start.restart import StartMode
 from megaclass.world import World
@@ -67,7 +67,7 @@ def _train(values, beginning=None):
     said, error = io.StringIO(), ""
     with contextlib.redirect_stderr(said), ExitStack() as held:
         try:
-            train_in_group(config, world, CPU, beginning or StartMode(), held)
+            train_in_group(RankContext(config=config, world=world, mode=beginning or StartMode(), held=held), CPU)
         except UserError as caught:
             error = str(caught)
     return losses_of(Path(config.train.run_dir)), said.getvalue(), error

@@ -20,6 +20,7 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import ConfigError, NotFiniteError, TrainError
 from megaclass.head.step import HeadStats
+from megaclass.train.clock import StepClock
 from megaclass.train.metrics import Meter, check_finite
 from megaclass.train.model.build import Model, build_model
 from megaclass.train.model.keyed_dropout import KeyedDropout, key_dropout
@@ -426,18 +427,22 @@ def test_the_meter_leaves_skipped_steps_out_of_the_mean():
 
 def test_the_meter_tells_the_median_and_the_longest_steps(monkeypatch):
     # Ends of steps: the first one has no begin. After a pause the next step has none either.
-    clock = iter([1.0, 1.1, 1.3, 1.4, 9.0, 9.1, 9.3])
-    monkeypatch.setattr("megaclass.train.step_clock.time.perf_counter", lambda: next(clock))
-    meter = Meter(12, [], CPU)
+    ends = iter([1.0, 1.1, 1.3, 1.4, 9.0, 9.1, 9.3])
+    monkeypatch.setattr("megaclass.train.clock.time.perf_counter", lambda: next(ends))
+    clock = StepClock(CPU)
+    meter = Meter(12, [], CPU, clock)
     for _ in range(4):
+        clock.end_step()
         meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
     row = meter.read()
     assert row["step_ms"] == pytest.approx(100) and row["step_ms_p99"] == pytest.approx(198)
     with meter.paused():
         pass
+    clock.end_step()
     meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
     assert "step_ms" not in meter.read()
     for _ in range(2):
+        clock.end_step()
         meter.add(StepResult(torch.tensor(1.0), torch.tensor(False)))
     assert meter.read()["step_ms"] == pytest.approx(150)
 

@@ -9,7 +9,8 @@ A save on rank r of W, while training continues:
     loop      at the next save, or at the end: all ranks agree on the outcome
 
 If a save fails for a reason that may pass (a full disk, an I/O error), rank 0 logs a warning and training continues: the
-next save tries again. The last save is tried several times, because no other save follows.
+next save tries again. The last save is tried several times, because no other save follows; while the disk is full, it is tried
+until there is room or somebody asks the run to stop, because the finished state is nowhere but in memory.
 
 The threads of different ranks exchange nothing but files; only the loop calls collectives.
 
@@ -61,7 +62,7 @@ from megaclass.data.fingerprint import DataFingerprint
 from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.distributed.restart_progress import report_progress
-from megaclass.errors import CheckpointError, UserError, is_transient
+from megaclass.errors import CheckpointError, UserError, is_full_disk, is_transient
 from megaclass.files import flush, make_private_folder
 
 _log = logging.getLogger("megaclass.checkpoint")
@@ -71,6 +72,8 @@ _POLL_S = 0.05
 _LAST_WAIT_S = 20.0
 # Pauses before further attempts of the last save.
 _PAUSES_S = (1.0, 4.0, 15.0)
+# Pause while the disk stays full, in parts after which the ranks exchange whether one of them was asked to stop.
+_FULL_PAUSE_S, _FULL_LOOK_S = 30.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +116,18 @@ class CheckpointWriter:
         group: dist.ProcessGroup | None = None,
         on_published: Callable[[int], None] = lambda step: None,
         last_wait_s: float | None = None,
+        is_asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """keep: number of last checkpoints to keep besides the best. class_names: see checkpoint/class_names.py.
 
         data: fingerprint of the training data; only rank 0 needs it. on_published: called on rank 0, in the background
         thread, with the step of each checkpoint that is complete. last_wait_s: how long rank 0 waits for the notes of other
-        ranks when training ended with an error; by default 20 s.
+        ranks when training ended with an error; by default 20 s. is_asked_to_stop: ends the wait of the last save for room on
+        a full disk; one rank that was asked suffices.
         """
         self._checkpoints, self._config, self._keep, self._class_names = checkpoints, config, keep, class_names
         self._data = data or DataFingerprint()
-        self._on_published, self._last_wait_s = on_published, last_wait_s
+        self._on_published, self._last_wait_s, self._is_asked_to_stop = on_published, last_wait_s, is_asked_to_stop
         self._device, self._group, self._is_asynchronous = device, group, is_asynchronous
         self._rank, self._world_size = group_rank(group), group_size(group)
         self._rows_copy, self._shared_copy = HostCopy(), HostCopy()
@@ -187,18 +192,20 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Collective. Waits until the last save is published; its errors are raised here, on all ranks.
 
-        The state must still be that of the last save: if the save failed for a reason that may pass, it is written again.
+        The state must still be that of the last save: if the save failed for a reason that may pass, it is written again,
+        and while the disk is full for as long as it takes.
         """
         self._settle()
-        for pause_s in _PAUSES_S:
-            if self._failure is None or self._last is None:
-                break
-            self._warn(f"the save is repeated in {pause_s:g} s")
-            time.sleep(pause_s)
+        pauses_s = iter(_PAUSES_S)
+        while self._failure is not None and self._last is not None:
+            pause_s = next(pauses_s, None)
+            if pause_s is not None:
+                self._warn(f"the save is repeated in {pause_s:g} s")
+                time.sleep(pause_s)
+            elif not self._any_rank(is_full_disk(self._failure)) or not self._wait_for_room():
+                raise self._failure
             self._start(self._last)
             self._settle()
-        if self._failure is not None:
-            raise self._failure
 
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
@@ -229,8 +236,24 @@ class CheckpointWriter:
 
     def _is_transient_for_all(self, error: UserError | OSError) -> bool:
         # One permanent error makes the failure permanent: that rank could not write the next checkpoint either.
-        is_permanent = torch.tensor([not is_transient(error)], dtype=torch.uint8, device=self._device)
-        return not gather_blocks(is_permanent, self._group).any()
+        return not self._any_rank(not is_transient(error))
+
+    def _any_rank(self, is_true: bool) -> bool:
+        """Collective. One all-gather of one byte per rank."""
+        mine = torch.tensor([is_true], dtype=torch.uint8, device=self._device)
+        return bool(gather_blocks(mine, self._group).any())
+
+    def _wait_for_room(self) -> bool:
+        """Collective. Waits before the next attempt on a full disk; returns False if a rank was asked to stop."""
+        self._warn(
+            f"the finished run stays in memory, and its last save is repeated every {_FULL_PAUSE_S:g} s: make room at "
+            f"{self._checkpoints}, or end the run without its last steps with Ctrl-C or SIGTERM"
+        )
+        for _ in range(max(1, round(_FULL_PAUSE_S / max(_FULL_LOOK_S, 1e-3)))):
+            time.sleep(_FULL_LOOK_S)
+            if self._any_rank(self._is_asked_to_stop()):
+                return False
+        return True
 
     def _warn(self, what_follows: str) -> None:
         if self._rank == 0:

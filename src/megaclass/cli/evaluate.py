@@ -16,7 +16,7 @@ from megaclass.export import EXPORTERS
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands
     from megaclass.evaluate.protocol import EvaluationSet, SetResult
-    from megaclass.model import LoadedModel
+    from megaclass.inference import LoadedModel
     from megaclass.world import World
 
 _logger = logging.getLogger("megaclass.cli")
@@ -254,7 +254,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 def _embed(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
-        from megaclass.model.embed_folder import embed_folder
+        from megaclass.inference.embed_folder import embed_folder
 
         fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
         with _bar("embedding", world) as on_progress:
@@ -293,7 +293,7 @@ def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[Loa
         return run_local([sys.executable, "-P", "-m", "megaclass", *given], options.nproc)
     from megaclass.distributed.agreement import on_every_rank
     from megaclass.distributed.process_group import process_group
-    from megaclass.model import load
+    from megaclass.inference import load
 
     with process_group(world, device=options.device) as device:
         return run(on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device), world)

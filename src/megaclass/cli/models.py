@@ -57,7 +57,7 @@ def add_model_commands(commands: Commands) -> None:
 
 def _search(options: argparse.Namespace, given: list[str]) -> int:
     import megaclass
-    from megaclass.model.search_page import write_search_page
+    from megaclass.inference.search_page import write_search_page
 
     if options.k < 1:
         raise ConfigError(f"-k is {options.k}; it must be at least 1.")

@@ -22,7 +22,7 @@ def add_plan_command(commands: "Commands") -> None:
     plan = commands.add_parser(
         "plan",
         help="say before the start whether a job fits, how fast it is and what to change",
-        description="Counts memory, exchanges and time of a job on paper: megaclass plan demo -np 64 --gpu h200",
+        description="Estimates memory, exchanges and time of a job without running it: megaclass plan demo -np 64 --gpu h200",
         epilog="Exits with 0 if the job fits and with 1 if it does not.",
     )
     plan.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a recipe of the package")
@@ -52,11 +52,9 @@ def _count(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.capacity.job import PlannedJob, gpu_named
+    from megaclass.capacity.plan import make_plan, plan_text
     from megaclass.config.read import load_config
-    from megaclass.plan.gpus import gpu_named
-    from megaclass.plan.job import PlannedJob
-    from megaclass.plan.plan import make_plan
-    from megaclass.plan.text import plan_text
 
     config = load_config(options.recipe, options.settings)
     gpu = gpu_named(options.gpu)

@@ -151,25 +151,46 @@ class HookState:
     wire: WireFormat
     group: dist.ProcessGroup | None = None
     remainders: dict[int, Tensor] = field(default_factory=dict)
+    stream: torch.cuda.Stream | None = None
+    """On a GPU the exchange runs on this stream, beside the rest of the backward."""
 
 
 def _average_bucket(
     state: HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    gradients = bucket.buffer()
+    """Called by DDP during backward, bucket by bucket.
+
+    On a GPU rounding and exchange run on a stream of their own, so that the backward of earlier layers runs meanwhile; DDP
+    waits for the future at the end. On a CPU the backward waits here, as it does without compression.
+    """
+    gradients: Tensor = bucket.buffer()
+    if not gradients.is_cuda:
+        _average_gradients_(state, bucket.index(), gradients)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+    if state.stream is None:
+        state.stream = torch.cuda.Stream(gradients.device)
+    state.stream.wait_stream(torch.cuda.current_stream(gradients.device))
+    with torch.cuda.stream(state.stream):
+        _average_gradients_(state, bucket.index(), gradients)
+        # A future of a device notes the streams on which its value becomes ready: whoever waits for it, waits for them.
+        done = torch.futures.Future(devices=[gradients.device])
+        done.set_result(gradients)
+    return done
+
+
+def _average_gradients_(state: HookState, number: int, gradients: Tensor) -> None:
     flat = gradients if gradients.dtype is torch.float32 else gradients.float()
-    remainder = state.remainders.get(bucket.index())
+    remainder = state.remainders.get(number)
     # DDP rebuilds its buckets after the first step; a remainder of another shape is dropped.
     if remainder is None or remainder.shape != flat.shape:
-        remainder = state.remainders[bucket.index()] = torch.zeros_like(flat)
+        remainder = state.remainders[number] = torch.zeros_like(flat)
     size = dist.get_world_size(state.group)
     compressed_all_reduce_(flat, state.wire, state.group, divisor=size, remainder_N=remainder)
     if flat is not gradients:
         gradients.copy_(flat)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(gradients)
-    return done
 
 
 def _block_exponents(largest: Tensor, limit: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from megaclass.errors import CheckpointError, ExportError
 from megaclass.export.exporter import ExportJob
 from megaclass.image_size import ImageSize, height_and_width
-from megaclass.model import load
+from megaclass.inference import load
 
 MIN_COSINE = 0.99999
 # The cosine does not notice a wrong scale, and exported embeddings are not normalised.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaclass.model import LoadedModel
+from megaclass.inference import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

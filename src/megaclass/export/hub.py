@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megaclass.errors import ExportError
 from megaclass.export.run_export import export_model
-from megaclass.model.hub import HUB_PREFIX, hub_library
+from megaclass.inference.hub import HUB_PREFIX, hub_library
 
 # The names and centres of the training classes may be those of real people: they are published on request only.
 _CENTRES = "centres.safetensors"

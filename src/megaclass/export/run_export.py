@@ -19,8 +19,8 @@ from megaclass.export.exporter import Exporter, ExportJob
 from megaclass.export.model_card import model_card
 from megaclass.files import published_folder
 from megaclass.image_size import size_to_text
+from megaclass.inference import LoadedModel, load
 from megaclass.insightface.names import INSIGHTFACE_NAMES
-from megaclass.model import LoadedModel, load
 
 _CONFIG_FILE, _CARD_FILE = "config.json", "README.md"
 # Keys of config.json that also go into the metadata of the model file.

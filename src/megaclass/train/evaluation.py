@@ -38,17 +38,21 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
         num_threads=config.data.threads,
         fit=config.data.fit,
         mirror=config.data.mirror,
-        on_progress=_note_progress,
     )
-    with bar_on_demand("embedding images") if has_bar and run.world.is_main else nullcontext() as on_progress:
-        results = evaluate_sets(replace(evaluator, on_progress=on_progress), chosen)
+    with bar_on_demand("embedding images") if has_bar and run.world.is_main else nullcontext(_no_bar) as show:
+
+        def note_progress(done: int, total: int) -> None:
+            # Shows the agent that the evaluation advances, and how far it is; it may take any time.
+            own_status().progress(allowed_s=0.0, phase="evaluation", detail=f"{done:,} of {total:,} images")
+            show(done, total)
+
+        results = evaluate_sets(replace(evaluator, on_progress=note_progress), chosen)
     found = {one.name for one in sets}
     return results + [_missing(name, config.data.path) for name in wanted if name not in found]
 
 
-def _note_progress(done: int, total: int) -> None:
-    """Shows the agent, and `megaclass top`, that the evaluation advances; it may take any time."""
-    own_status().progress(allowed_s=0.0, phase="evaluation", detail=f"{done:,} of {total:,} images")
+def _no_bar(done: int, total: int) -> None:
+    """Shows nothing, between steps and on all ranks but rank 0."""
 
 
 def _missing(name: str, data_path: str) -> SetResult:

@@ -31,7 +31,7 @@ from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
 from megaclass.files import make_private_folder
 from megaclass.image_size import ImageSize, compact_size, size_to_text
-from megaclass.model import weights_fingerprint
+from megaclass.inference import weights_fingerprint
 from megaclass.progress import bar_on_demand, wrapped
 from megaclass.train.loop import TrainingResult
 from megaclass.train.model.build import Model

@@ -9,8 +9,8 @@ import torch
 
 from megaclass.data.loader import Batch
 from megaclass.errors import TrainError
+from megaclass.train.clock import StepClock
 from megaclass.train.step import StepResult
-from megaclass.train.step_clock import StepClock
 
 _MAX_SKIPPED_IN_ROW = 100
 """A loss scale falls from 65,536 to its smallest value within 16 steps; more skipped steps in a row train nothing."""
@@ -19,16 +19,27 @@ _MAX_SKIPPED_IN_ROW = 100
 class Meter:
     """Collects results of steps without waiting for the device; `read` waits for it."""
 
-    def __init__(self, global_batch: int, earlier: Sequence[Mapping[str, float]], device: torch.device) -> None:
-        """earlier: rows of the run that is resumed; if it has no steps left, they provide its last loss and speed."""
+    def __init__(
+        self,
+        global_batch: int,
+        earlier: Sequence[Mapping[str, float]],
+        device: torch.device,
+        clock: StepClock | None = None,
+    ) -> None:
+        """earlier: rows of the run that is resumed; if it has no steps left, they provide its last loss and speed.
+
+        clock: measures the steps.
+        """
         self._global_batch, self._device = global_batch, device
         self._begun = self._last = time.monotonic()
         self._results: list[StepResult] = []
-        self._clock = StepClock(device)
+        self._clock = clock or StepClock(device)
+        self.phase_s: dict[str, float] = {}
+        """Seconds per step in each phase on this rank, at the last row."""
         self._waited_s = 0.0
         # Seconds spent on evaluations: since the last row, and in total.
         self._paused_s = self._all_paused_s = 0.0
-        self.last_pause_s = self.last_wait_s = self.last_step_s = 0.0
+        self.last_pause_s = self.last_step_s = 0.0
         self._num_steps = 0
         self.skipped_in_row = 0
         """Steps that were skipped since the last one that counted, up to the last row."""
@@ -66,7 +77,6 @@ class Meter:
 
     def add(self, result: StepResult) -> None:
         self._results.append(result)
-        self._clock.end_step()
         self._num_steps += 1
 
     def read(self) -> dict[str, float]:
@@ -91,7 +101,10 @@ class Meter:
             "skipped_steps": int((~is_counted).sum()),
             "elapsed_s": now - self._begun,
         }
-        step_ms = self._clock.read()
+        seconds, step_ms = self._clock.read()
+        self.phase_s = {
+            phase: spent / len(self._results) for phase, spent in (seconds | {"data": self._waited_s}).items()
+        }
         if step_ms:
             row["step_ms"], row["step_ms_p99"] = (float(np.percentile(step_ms, share)) for share in (50, 99))
         if self._paused_s:
@@ -105,7 +118,7 @@ class Meter:
             }
         if self._device.type == "cuda":
             row["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
-        self.last_wait_s, self.last_step_s = self._waited_s, trained_s / len(self._results)
+        self.last_step_s = trained_s / len(self._results)
         self._last, self._results, self._waited_s, self._paused_s = now, [], 0.0, 0.0
         return row
 

@@ -57,15 +57,34 @@ class TrainedRun:
     outcome: TrainingResult
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """State of a process of an elastic job that outlives its generations."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticContext:
+    """What a process of an elastic job has besides. All but `here` outlives the generations of the job."""
 
     commits: Commits
     opened: OpenedData
     lock: FolderLock
     max_ranks: int
     """Largest number of ranks that the job may have; 0 if it was not given."""
+    here: Assignment
+    """The place of this process in the present generation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """What one rank is told: everything that it needs from the settings to its exit code."""
+
+    config: Config
+    world: World
+    mode: StartMode
+    held: ExitStack
+    """Ends with the rank, after its process group: the run folder stays locked until rank 0 has written the last result."""
+    elastic: ElasticContext | None = None
+
+    @property
+    def is_continued(self) -> bool:
+        """True if an earlier generation of this elastic job has begun the run; the same on every rank after `Commits.join`."""
+        return self.elastic is not None and self.elastic.commits.has_begun
 
 
 def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
@@ -76,95 +95,124 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
     own_status().give_stacks()
     worker = elastic_worker()
-    # `held` outlives the process group: the folder stays locked until rank 0 has written the last result.
     with ExitStack() as held, watched_from_inside(own_status(), world):
+        context = RankContext(config=config, world=world, mode=mode, held=held)
         if worker is None:
-            code = _train_and_finish(process_group(world, device=config.train.device), config, world, mode, held)
+            code = _train_and_finish(context, process_group(world, device=config.train.device))
             assert code is not None, "only the ranks of elastic jobs change"
             return code
         # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
         source = open_to_join(config) if worker.joins_running_job else None
-        kept = Kept(Commits(worker, config.train.commit_steps), OpenedData(source), FolderLock(held), worker.max_ranks)
+        commits, opened, lock = Commits(worker, config.train.commit_steps), OpenedData(source), FolderLock(held)
 
         def train_generation(here: Assignment) -> int | None:
+            elastic = ElasticContext(commits=commits, opened=opened, lock=lock, max_ranks=worker.max_ranks, here=here)
             group = joined_group(worker, here, config.train.device)
-            return _train_and_finish(group, config, here.world, mode, held, kept, here)
+            return _train_and_finish(replace(context, world=here.world, elastic=elastic), group)
 
         return through_generations(worker, train_generation)
 
 
-def _train_and_finish(
-    group: AbstractContextManager[torch.device],
-    config: Config,
-    world: World,
-    mode: StartMode,
-    held: ExitStack,
-    kept: Kept | None = None,
-    here: Assignment | None = None,
-) -> int | None:
+def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.device]) -> int | None:
     """Trains in the group, evaluates and exports; returns the exit code, or None if the ranks of an elastic job change."""
-    with ExitStack() as weights:
-        with group as device:
-            with out_of_memory_explained(config, world, device):
-                trained = train_in_group(config, world, device, mode, held, kept, here)
-            if trained.outcome.is_regrouping:
-                return None
-            trained.run.events.note(
-                "end", trained.outcome.num_steps, outcome="stopped" if trained.outcome.stop else "finished"
-            )
-            if trained.outcome.stop:
-                if world.is_main:
-                    _logger.info(f"asked to stop; saved at step {trained.outcome.num_steps}, --resume continues.")
-                return EXIT_RESUME_ME if trained.outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
-            # From here on the backbone has the weights that are evaluated and exported.
-            weights.enter_context(trained.model.for_evaluation())
-            with own_status().long_work("evaluation"):
-                results = trained.outcome.results or evaluate_model(trained.run, trained.model, has_bar=True)
-        # The other ranks are done: export and report are the work of one rank.
-        if world.is_main:
-            own_status().progress(allowed_s=0.0, phase="writing results")
-            # It may use the cores of the others on this machine.
-            torch.set_num_threads(torch.get_num_threads() * world.local_size)
-            try:
-                finish_run(trained.run, trained.model, trained.outcome, results)
-            except (OSError, ExportError, CheckpointError) as error:
-                reason = str(error).rstrip(".")
-                raise TrainError(
-                    f"All {trained.outcome.num_steps} steps are done and saved, but not all results could be written to "
-                    f"{trained.run.folder.path}: {reason}. Fix that, then --resume."
-                ) from error
+    world = context.world
+    with group as device:
+        with out_of_memory_explained(context.config, world, device):
+            trained = train_in_group(context, device)
+        run, model, outcome = trained.run, trained.model, trained.outcome
+        if outcome.is_regrouping:
+            return None
+        run.events.note("end", outcome.num_steps, outcome="stopped" if outcome.stop else "finished")
+        if outcome.stop:
+            if world.is_main:
+                _logger.info(f"asked to stop; saved at step {outcome.num_steps}, --resume continues.")
+            return EXIT_RESUME_ME if outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
+        with model.for_evaluation(), own_status().long_work("evaluation"):
+            results = outcome.results or evaluate_model(run, model, has_bar=True)
+    # The other ranks are done: export and report are the work of one rank.
+    if world.is_main:
+        own_status().progress(allowed_s=0.0, phase="writing results")
+        # It may use the cores of the others on this machine.
+        torch.set_num_threads(torch.get_num_threads() * world.local_size)
+        try:
+            # The weights that were evaluated are those that are exported.
+            with model.for_evaluation():
+                finish_run(run, model, outcome, results)
+        except (OSError, ExportError, CheckpointError) as error:
+            reason = str(error).rstrip(".")
+            raise TrainError(
+                f"All {outcome.num_steps} steps are done and saved, but not all results could be written to "
+                f"{run.folder.path}: {reason}. Fix that, then --resume."
+            ) from error
     return 0
 
 
-def train_in_group(
-    config: Config,
-    world: World,
-    device: torch.device,
-    mode: StartMode,
-    held: ExitStack,
-    kept: Kept | None = None,
-    here: Assignment | None = None,
-) -> TrainedRun:
-    """Collective. Runs from the settings to the last step; `held` keeps the run folder locked until the caller is done.
-
-    kept, here: of a process of an elastic job, its state and its place in this generation.
-    """
-    folder = RunFolder(Path(config.train.run_dir))
+def train_in_group(context: RankContext, device: torch.device) -> TrainedRun:
+    """Collective. Runs from the settings to the last step: opens the run, builds the model, loads weights, trains."""
+    config, world, elastic = context.config, context.world, context.elastic
     hosts = check_same_start(config, device)
-    plan = kept.commits.join(here, device) if kept is not None and here is not None else None
-    is_continued = kept is not None and kept.commits.has_begun
-    lock = kept.lock if kept is not None else None
-    mode = prepare_run(config, folder, world, device, mode, held, is_continued=is_continued, lock=lock)
+    plan = elastic.commits.join(elastic.here, device) if elastic is not None else None
+    # What an earlier generation did and said is not repeated: begin() below changes the answer.
+    is_continued = context.is_continued
+    mode, run = _open(context, hosts, device)
+    says = world.is_main and not is_continued
+    sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if says else "", device)
+    model = _build(run)
+    if plan is not None and elastic is not None:
+        first_step = elastic.commits.restore(plan, model, device)
+        # Rows of steps that are trained once more would be in the curve twice.
+        on_main_rank(lambda: run.folder.forget_metrics_after(first_step), device)
+    else:
+        first_step = _load_weights(run, model, mode)
+        if is_continued and elastic is not None and world.is_main:
+            _announce_fallback(first_step, elastic.commits.last_step)
+        # From here on a restart continues this run (see start/restart.py).
+        on_main_rank(lambda: take_over(config, run.folder, mode), device)
+    if elastic is not None:
+        elastic.commits.begin()
+    if says:
+        _logger.info(run.source.describe())
+        _logger.info(sizes)
+        if device.type == "cuda":
+            _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
+        if Path(config.data.path).exists() and not verification_files(config.data.path):
+            _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
+    with run.events.ending_noted(is_elastic=elastic is not None):
+        outcome = _train_and_save(run, model, first_step, elastic.commits if elastic is not None else None)
+    if run.loader.bad_images.num_bad:
+        _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
+    if run.loader.num_resized:
+        _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
+    return TrainedRun(run, model, outcome)
+
+
+def _open(context: RankContext, hosts: tuple[str, ...], device: torch.device) -> tuple[StartMode, Run]:
+    """Collective. Locks the run folder, decides how the run starts, and opens the data."""
+    config, world, elastic = context.config, context.world, context.elastic
+    folder = RunFolder(Path(config.train.run_dir))
+    mode = prepare_run(
+        config,
+        folder,
+        world,
+        device,
+        context.mode,
+        context.held,
+        is_continued=context.is_continued,
+        lock=elastic.lock if elastic is not None else None,
+    )
     # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
     own_status().name_folder(folder.path.absolute())
-    opened = kept.opened if kept is not None else None
-    run = replace(open_run(config, world, device, folder, hosts, opened), command=mode.command)
-    if kept is not None and kept.max_ranks and not is_continued:
-        on_main_rank(lambda: check_most_ranks(config, run.source, kept.max_ranks), device)
-    is_described = world.is_main and not is_continued
-    sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if is_described else "", device)
+    opened = open_run(config, world, device, folder, hosts, elastic.opened if elastic is not None else None)
+    if elastic is not None and elastic.max_ranks and not context.is_continued:
+        on_main_rank(lambda: check_most_ranks(config, opened.source, elastic.max_ranks), device)
+    return mode, replace(opened, command=mode.command)
+
+
+def _build(run: Run) -> Model:
+    """Collective. Builds the model, whose tensors must all have a place in a checkpoint."""
+    config, world, device = run.config, run.world, run.device
     if world.is_main and device.type == "cuda":
         # A start takes from five to fifteen seconds (benchmarks/startup.md): say what is being waited for.
         _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
@@ -175,36 +223,15 @@ def train_in_group(
         f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
         f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
     )
-    first_step = 0
-    if kept is not None and plan is not None:
-        first_step = kept.commits.restore(plan, model, device)
-        # Rows of steps that are trained once more would be in the curve twice.
-        on_main_rank(lambda: folder.forget_metrics_after(first_step), device)
-    elif mode.resume is None:
-        load_initial_weights(run, model, mode)
-    else:
-        first_step = resume_run(run, model, mode)
-    if kept is not None and is_continued and plan is None and world.is_main:
-        _announce_fallback(first_step, kept.commits.last_step)
-    if plan is None:
-        # From here on a restart continues this run (see start/restart.py).
-        on_main_rank(lambda: take_over(config, folder, mode), device)
-    if kept is not None:
-        kept.commits.begin()
-    if is_described:
-        _logger.info(run.source.describe())
-        _logger.info(sizes)
-        if device.type == "cuda":
-            _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
-        if Path(config.data.path).exists() and not verification_files(config.data.path):
-            _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
-    with run.events.ending_noted(is_elastic=kept is not None):
-        outcome = _train_and_save(run, model, first_step, kept.commits if kept is not None else None)
-    if run.loader.bad_images.num_bad:
-        _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
-    if run.loader.num_resized:
-        _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
-    return TrainedRun(run, model, outcome)
+    return model
+
+
+def _load_weights(run: Run, model: Model, mode: StartMode) -> int:
+    """Collective. Loads the weights that the run starts from; returns its first step."""
+    if mode.resume is not None:
+        return resume_run(run, model, mode)
+    load_initial_weights(run, model, mode)
+    return 0
 
 
 def _announce_fallback(first_step: int, last_step: int) -> None:
@@ -235,6 +262,7 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
             is_asynchronous=config.train.async_checkpoints,
             on_published=run.events.note_published,
             last_wait_s=None if commits is None else _LAST_WAIT_S,
+            is_asked_to_stop=lambda: signals.is_asked,
         ) as writer:
             # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())

@@ -11,8 +11,8 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
 from megaclass.head.step import HeadStats
+from megaclass.train.clock import NO_CLOCK, StepClock
 from megaclass.train.model.build import Model, generator_states, restore_generators
-from megaclass.train.step_phases import NO_CLOCK, PhaseClock
 
 # Keeps the division by a gradient norm of zero finite.
 _TINY = 1e-12
@@ -39,7 +39,7 @@ def training_step(
     step: int,
     device: torch.device,
     is_measured: bool = False,
-    clock: PhaseClock = NO_CLOCK,
+    clock: StepClock = NO_CLOCK,
 ) -> StepResult:
     """Collective. Trains on the global batch, of which every rank passes its own part. clock: told about every phase."""
     # Batch norm changes its running statistics in the forward, before it is known whether the step counts.
@@ -88,7 +88,7 @@ def compile_programs(
 
 
 def _forward_backward(
-    model: Model, batch: Batch, config: Config, step: int, device: torch.device, clock: PhaseClock
+    model: Model, batch: Batch, config: Config, step: int, device: torch.device, clock: StepClock
 ) -> Tensor:
     clock.begin("forward")
     labels = batch.labels.to(device, non_blocking=True)

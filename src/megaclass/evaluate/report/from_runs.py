@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 import megaclass
+from megaclass.capacity.job import PlannedJob, gpu_named, known_gpu
+from megaclass.capacity.memory import plan_memory
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.errors import DataError, UserError
@@ -27,9 +29,6 @@ from megaclass.evaluate.training_images import TrainingImages, read_training_ima
 from megaclass.events_file import read_events
 from megaclass.files import published_file
 from megaclass.metrics_file import read_metrics, read_summary
-from megaclass.plan.gpus import gpu_named, known_gpu
-from megaclass.plan.job import PlannedJob
-from megaclass.plan.memory import plan_memory
 from megaclass.progress import duration_text
 
 _log = logging.getLogger("megaclass.evaluate")

@@ -7,7 +7,7 @@ A rank has two places for a commit and fills the one that does not hold the last
 
 A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
 all ranks have a whole copy, so that at most one of two commits is unfinished at any time. After a loss the ranks compare what
-they hold (plan.py) and restore the newest commit of which nothing is missing.
+they hold (commit_plan.py) and restore the newest commit of which nothing is missing.
 
 State of Commits, used by the training thread only. It outlives the generations of the job:
 
@@ -31,8 +31,7 @@ from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.shards import class_range
 from megaclass.launch.elastic.worker import Assignment, ElasticWorker
-from megaclass.train.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
-from megaclass.train.elastic.plan import (
+from megaclass.train.elastic.commit_plan import (
     NO_COMMIT,
     NUM_NUMBERS,
     HeldCommit,
@@ -41,6 +40,7 @@ from megaclass.train.elastic.plan import (
     newest_whole_commit,
     transfers,
 )
+from megaclass.train.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
 from megaclass.train.model.build import Model, generator_states, restore_generators
 
 
@@ -65,6 +65,7 @@ class _Place:
     generators: dict[str, Tensor] = field(default_factory=dict)
     shared_copy: HostCopy = field(default_factory=HostCopy)
     rows_copy: HostCopy = field(default_factory=HostCopy)
+    kept_copy: HostCopy = field(default_factory=HostCopy)
 
     def rows_of(self, shard: tuple[int, int], start: int, stop: int, num_subcentres: int) -> dict[str, Tensor]:
         """Returns the rows of the classes [start, stop), which are part of a shard that this place holds."""
@@ -170,7 +171,7 @@ class Commits:
         kept = class_range(head.num_classes, source, size) if size > 1 else class_range(1, 0, 1)
         if size > 1:
             num_rows = len(kept) * head.store.num_subcentres
-            place.kept = {name: _room(place.kept.get(name), tensor, num_rows) for name, tensor in rows.items()}
+            place.kept = place.kept_copy.reserve(rows, num_rows)
             swap_rows(rows, place.kept, to=(rank + self._distance) % size, source=source, device=device)
         place.shared_copy.wait()
         place.rows_copy.wait()
@@ -229,10 +230,3 @@ class Commits:
 def _is_of(place: _Place, plan: RestorePlan) -> bool:
     held = place.held
     return (held.generation, held.step, held.num_classes) == (plan.generation, plan.step, plan.num_classes)
-
-
-def _room(buffer: Tensor | None, like: Tensor, num_rows: int) -> Tensor:
-    """Returns host memory for `num_rows` rows of a tensor: the buffer, if it has the right size."""
-    if buffer is not None and buffer.shape == (num_rows, *like.shape[1:]) and buffer.dtype == like.dtype:
-        return buffer
-    return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=like.is_cuda)

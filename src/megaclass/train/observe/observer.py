@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
-
 from megaclass.distributed.rank_status import own_status
+from megaclass.phases import SlowRank, find_slow_rank
+from megaclass.train.clock import StepClock, gather_phases, phase_row
 from megaclass.train.metrics import Meter
 from megaclass.train.observe.hang_limit import HangLimit
 from megaclass.train.observe.profile import StepProfile
 from megaclass.train.observe.trackers import TRACKERS
 from megaclass.train.run.run import Run
-from megaclass.train.step_phases import PhaseClock, SlowRank, find_slow_rank, gather_phases, phase_row
 
 _SERVICES_S = 300.0
 _SLOW_REPORTS = 3
@@ -21,9 +20,8 @@ _SLOW_REPORTS = 3
 class Observer:
     """Watches the loop of one rank; used by the loop alone."""
 
-    def __init__(self, run: Run, backbone: nn.Module, first_step: int) -> None:
-        self._run = run
-        self.clock = PhaseClock(run.device, backbone)
+    def __init__(self, run: Run, clock: StepClock, first_step: int) -> None:
+        self._run, self._clock = run, clock
         self._status = own_status()
         self._limit = HangLimit(
             run.config.train,
@@ -32,7 +30,6 @@ class Observer:
             is_compiled=run.config.is_compiled(on_gpu=run.device.type == "cuda"),
         )
         self._profile = StepProfile(run)
-        self._num_steps = 0
         self._slow: SlowRank | None = None
         self._num_slow = 0
 
@@ -40,10 +37,9 @@ class Observer:
     def step(self, step: int, *, is_last: bool) -> Iterator[None]:
         """Wraps the work of one step, counted from 0."""
         self._profile.before(step)
-        with self.clock.counting_exchanges():
+        with self._clock.step():
             yield
         self._profile.after(step, is_last)
-        self._num_steps += 1
         self._limit.step_done(step + 1)
 
     def finish(self) -> None:
@@ -65,9 +61,8 @@ class Observer:
     def read(self, meter: Meter, step: int) -> dict[str, Any]:
         """Collective. Returns the fields of the metrics about phases and ranks. To be called right after Meter.read."""
         self._limit.all_read()
-        own = self.clock.read(meter.last_wait_s, self._num_steps)
+        own = meter.phase_s
         phases, memory = gather_phases(own, self._run.device)
-        self._num_steps = 0
         slow = find_slow_rank(phases)
         is_same = slow is not None and self._slow is not None and slow.rank == self._slow.rank
         self._num_slow = self._num_slow + 1 if is_same else 1

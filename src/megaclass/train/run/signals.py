@@ -67,6 +67,11 @@ class StopSignals:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    @property
+    def is_asked(self) -> bool:
+        """True once this rank was asked to stop."""
+        return self._stop is not Stop.NO
+
     def of_any_rank(self, device: torch.device) -> Stop:
         """Collective. Returns the strongest request of any rank: a signal may reach one rank only, but all leave together.
 

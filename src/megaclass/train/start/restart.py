@@ -20,6 +20,7 @@ In the state "taken", or if the folder had to be free at first, a restart (`_mod
 import json
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -29,11 +30,13 @@ from pathlib import Path
 import torch
 
 from megaclass.checkpoint.manifest import read_manifest
-from megaclass.checkpoint.retention import published, step_of
+from megaclass.checkpoint.retention import published, step_of, unfinished_saves
 from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_main_rank_for_long, text_of_main_rank
 from megaclass.errors import CheckpointError, ConfigError
+from megaclass.files import folder_bytes, free_bytes
+from megaclass.progress import size_text
 from megaclass.train.observe.trackers import TRACKERS
 from megaclass.train.run.data import make_data
 from megaclass.train.run.folder import RunFolder
@@ -42,6 +45,9 @@ from megaclass.world import NO_STARTER, World
 _logger = logging.getLogger("megaclass.train")
 # How long rank 0 of the previous start may take to end: the grace periods of the launchers, and a write to a slow disk.
 _PREVIOUS_START_ENDS_S = 120.0
+# For the configuration, metrics and events of a run that has no checkpoint yet.
+_LEAST_ROOM_BYTES = 2**20
+_ROOM_POLL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +130,8 @@ def prepare_run(
         # A restart may come before the previous rank 0 has ended.
         (lock or FolderLock(held)).take(folder, _PREVIOUS_START_ENDS_S if is_restart else 0.0)
         if is_restart:
+            if not is_continued:
+                wait_for_room(folder)
             # Only the holder of the lock may read what the previous start left.
             decided = _mode_after_restart(config, folder, mode)
             if decided.needs_free_folder:
@@ -138,6 +146,22 @@ def prepare_run(
     # The other ranks may see an older state of a network file system: they start as rank 0 decided.
     shared = text_of_main_rank(lambda: json.dumps(asdict(replace(decided, command=()))), device)
     return replace(StartMode(**json.loads(shared)), command=mode.command)
+
+
+def wait_for_room(folder: RunFolder) -> None:
+    """Waits until the disk of the run folder has room for another checkpoint: on a full disk a restart would train in vain."""
+    needed = max([_LEAST_ROOM_BYTES, *(folder_bytes(one) for one in published(folder.checkpoints)[-1:])])
+    # The next save removes what a killed one has left.
+    needed -= sum(folder_bytes(one) for one in unfinished_saves(folder.checkpoints) if one.is_dir())
+    has_said = False
+    while (free := free_bytes(folder.path)) < needed:
+        if not has_said:
+            _logger.warning(
+                f"the disk of {folder.path} has {size_text(free)} free, and a checkpoint of this run takes "
+                f"{size_text(needed)}: the restart waits until there is room. Make room, or end the job with Ctrl-C."
+            )
+            has_said = True
+        time.sleep(_ROOM_POLL_S)
 
 
 def take_over(config: Config, folder: RunFolder, mode: StartMode) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaclass.plan.memory import Memory
+from megaclass.capacity.memory import Memory
 from megaclass.progress import size_text
 
 # Parts of the plan that one colour of the bar stands for, in its order.

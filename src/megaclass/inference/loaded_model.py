@@ -24,11 +24,11 @@ from megaclass.evaluate.images import GivenImages, Images
 from megaclass.evaluate.onnx_network import OnnxNetwork
 from megaclass.evaluate.results import NUMBERS_FILE, read_results, weights_in
 from megaclass.image_size import ImageSize, height_and_width
-from megaclass.model.image_index import ImageIndex, index_of
-from megaclass.model.image_inputs import Comparable, ImageInput, listed_images
-from megaclass.model.thresholds import Threshold, Verdict, choose_threshold, points_of_results
+from megaclass.inference.image_index import ImageIndex, index_of
+from megaclass.inference.image_inputs import Comparable, ImageInput, listed_images
+from megaclass.inference.thresholds import Threshold, Verdict, choose_threshold, points_of_results
 
-_logger = logging.getLogger("megaclass.model")
+_logger = logging.getLogger("megaclass.inference")
 # Large enough to fill the device, and small enough for the memory of a small card with a large backbone.
 _BATCH_SIZE = {"cpu": 64, "cuda": 256}
 

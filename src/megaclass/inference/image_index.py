@@ -17,12 +17,12 @@ from megaclass.evaluate.gallery import read_rows_and_names
 from megaclass.evaluate.images import GivenImages
 from megaclass.evaluate.search import GalleryShard, search_shard
 from megaclass.files import published_file, write_text
-from megaclass.model.image_inputs import Comparable, listed_images
+from megaclass.inference.image_inputs import Comparable, listed_images
 
 if TYPE_CHECKING:
-    from megaclass.model.loaded_model import LoadedModel
+    from megaclass.inference.loaded_model import LoadedModel
 
-_logger = logging.getLogger("megaclass.model")
+_logger = logging.getLogger("megaclass.inference")
 _NUM_NAMED = 20
 
 

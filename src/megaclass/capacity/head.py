@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megaclass.capacity.job import PlannedJob
 from megaclass.head.gpu.tiling import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
@@ -14,7 +15,6 @@ from megaclass.head.gpu.tiling import (
     step_bytes,
     tiles_for,
 )
-from megaclass.plan.job import PlannedJob
 
 _NUM_EXPONENTIALS = 3
 """Passes over the exponentials of a step: one writes them, two products read them."""

@@ -1,4 +1,4 @@
-"""A training step of the backbone on paper: tensors without values, every operation noted with its FLOPs, bytes and memory.
+"""A training step of the backbone without values: every operation noted with its FLOPs, bytes and memory.
 
 The operations are those of a GPU, whatever this machine has: layers treat tensors of the meta device as those of a GPU,
 and `_AutocastOfGpu` does what autocast does there. Nothing is computed and nothing is allocated. Two small batches are

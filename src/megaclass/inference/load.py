@@ -19,12 +19,12 @@ from megaclass.distributed.devices import usable_device
 from megaclass.errors import CheckpointError, ConfigError
 from megaclass.evaluate.onnx_network import OnnxNetwork
 from megaclass.image_size import ImageSize, height_and_width, shown_size, size_from_text
+from megaclass.inference.hub import HUB_PREFIX, pull
+from megaclass.inference.loaded_model import ImageTreatment, LoadedModel
+from megaclass.inference.thresholds import read_config
 from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone
-from megaclass.model.hub import HUB_PREFIX, pull
-from megaclass.model.loaded_model import ImageTreatment, LoadedModel
-from megaclass.model.thresholds import read_config
 
-_logger = logging.getLogger("megaclass.model")
+_logger = logging.getLogger("megaclass.inference")
 _DEFAULT_IMAGE_SIZE = 112
 # Limits of what a file may state; larger numbers indicate damage. Recipes have the same limit for embeddings.
 _MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE = 65536, 4096

@@ -8,19 +8,16 @@ import pytest
 import torch
 
 from megaclass.bench.data import read_and_decode_rate
+from megaclass.capacity.job import GIB, GPUS, PlannedJob, known_gpu
+from megaclass.capacity.memory import plan_loader, plan_memory
+from megaclass.capacity.plan import make_plan
+from megaclass.capacity.speed import exchanges, step_time
 from megaclass.cli.main import main
 from megaclass.config.read import load_config_values
 from megaclass.data.loading import choose
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
-from megaclass.plan.exchanges import exchanges
-from megaclass.plan.gpus import GIB, GPUS, known_gpu
-from megaclass.plan.job import PlannedJob
-from megaclass.plan.loader import plan_loader
-from megaclass.plan.memory import plan_memory
-from megaclass.plan.plan import make_plan
-from megaclass.plan.speed import step_time
 
 
 def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1, **train: object) -> PlannedJob:

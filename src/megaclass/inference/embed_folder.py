@@ -27,7 +27,7 @@ from megaclass.errors import DataError
 from megaclass.evaluate.embed import OnProgress, embed_part, log_resized
 from megaclass.evaluate.images import FileImages, find_images
 from megaclass.files import published_file
-from megaclass.model import LoadedModel
+from megaclass.inference import LoadedModel
 
 _logger = logging.getLogger("megaclass.embed")
 # Images per file of partial results: what an interruption costs at most, per rank.

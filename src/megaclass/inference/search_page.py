@@ -15,8 +15,8 @@ from megaclass.data.sources.files import read_image_file
 from megaclass.errors import DataError
 from megaclass.evaluate.report.pictures import Picture, picture
 from megaclass.files import write_text
-from megaclass.model.image_index import Neighbour
-from megaclass.model.loaded_model import LoadedModel
+from megaclass.inference.image_index import Neighbour
+from megaclass.inference.loaded_model import LoadedModel
 
 # Longer side of the pictures on the page, in pixels.
 _SIDE = 160

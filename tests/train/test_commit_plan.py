@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from megaclass.head.shards import class_range
-from megaclass.train.elastic.plan import NO_COMMIT, HeldCommit, copy_distance, newest_whole_commit, transfers
+from megaclass.train.elastic.commit_plan import NO_COMMIT, HeldCommit, copy_distance, newest_whole_commit, transfers
 
 NUM_CLASSES = 11
 
