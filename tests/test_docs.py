@@ -58,15 +58,6 @@ def test_every_function_that_the_architecture_page_names_exists():
     assert not missing
 
 
-def test_no_package_has_more_than_fourteen_modules_side_by_side():
-    counts = {
-        str(folder.relative_to(SOURCE)): len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
-        for folder in {path.parent for path in SOURCE.rglob("*.py")}
-        if "shims" not in folder.parts
-    }
-    assert {name: count for name, count in counts.items() if count > 14} == {}
-
-
 def test_one_class_name_stands_for_one_thing():
     """Except the names of Horovod, which its API repeats for each framework. Names with an underscore stay in their file."""
     horovod = {"Compression", "Settings", "SyncBatchNorm"}

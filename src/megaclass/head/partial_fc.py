@@ -421,7 +421,10 @@ class PartialFC(nn.Module):
         self.store.overwrite_check.renew()
 
     def load_rows(self, first_class: int, tensors: dict[str, Tensor]) -> None:
-        """Copies the part of the rows that belongs to this rank, whatever world saved them; first_class: class of row 0."""
+        """Copies the part of the rows that belongs to this rank, whatever number of ranks saved them.
+
+        first_class: class of row 0.
+        """
         self.store.load_rows(first_class, tensors)
 
     def whole_state_dict(self) -> dict[str, Tensor]:

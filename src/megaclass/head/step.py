@@ -38,7 +38,7 @@ from megaclass.keyed_random import Stream
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What stays the same from step to step: settings, this rank's state, and the ranks."""
+    """Everything that stays the same from step to step: settings, this rank's state, and the ranks."""
 
     settings: HeadSettings
     store: Centres
@@ -129,7 +129,7 @@ class DrawnClasses:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Which classes take part and how many images there are, fixed for all forwards of a step.
+    """Classes that take part and numbers of images, fixed for all forwards of a step.
 
     Made when the step opens; each forward then appends to counts_before.
     """
