@@ -30,7 +30,7 @@ def test_the_head_in_a_horovod_script_has_the_same_curve_on_1_2_and_4_ranks(run,
     curves = []
     for size in (1, 2, 4):
         as_host = (sys.executable, str(Path(__file__).with_name("as_host.py")), str(program), DEVICE)
-        done = run("-np", str(size), "--horovod", *as_host, env=env, timeout_s=60)
+        done = run("-np", str(size), "--horovod", *as_host, env=env, timeout_s=120)
         assert done.code == 0, done.story()
         line = next(line for line in done.out.splitlines() if "losses" in line)
         curves.append(json.loads(line.partition("losses ")[2]))

@@ -1,4 +1,4 @@
-"""Which GPU a rank uses, and devices that a user names, checked before torch fails on them with an obscure error.
+"""Chooses the GPU of a rank, and checks devices that a user names before torch fails on them with an obscure error.
 
 A rank uses cuda:LOCAL_RANK if that is visible. A starter may also show each rank only its own GPU (`srun
 --gpus-per-task=1`, MIG, CUDA_VISIBLE_DEVICES per rank): every rank then uses cuda:0, and only the UUIDs of the GPUs tell
