@@ -2,9 +2,9 @@
 
     python benchmarks/hvd.py [--pairs 40] [--out benchmarks/hvd.md] [--ranks 2] [--only-small | --only-step | --phases]
 
-Two ranks (or --ranks), gloo, float32, one thread each. Each figure is the median over alternating pairs (plain, hvd, hvd, plain, …) of
-the ratio of their times, with the 95 % interval of that median by order statistics: a machine that is busy with other
-things slows both halves of a pair. CPU time is that of all threads of rank 0: what is left to compare where the machine
+Two ranks (or --ranks), gloo, float32, one thread each. Each figure is the median over alternating pairs (plain, hvd, hvd,
+plain, …) of the ratio of their times, with the 95 % interval of that median by order statistics: a machine that is busy with
+other things slows both halves of a pair. CPU time is that of all threads of rank 0: what is left to compare where the machine
 has other work. Targets are those of the project's issue on Horovod's API.
 """
 
@@ -281,8 +281,8 @@ def render(rows: list[list[str]], pairs: int, load: float) -> str:
         "# Horovod's API against plain torch.distributed",
         "",
         f"{datetime.date.today()} · torch {torch.__version__} · {os.cpu_count()} cores ({platform.machine()}), load "
-        f"{load:.1f} before the start · {hvd.size()} ranks, gloo, float32, one thread each · {pairs} alternating pairs · written by "
-        f"`python benchmarks/hvd.py --ranks {hvd.size()} --pairs {pairs}`",
+        f"{load:.1f} before the start · {hvd.size()} ranks, gloo, float32, one thread each · {pairs} alternating pairs · "
+        f"written by `python benchmarks/hvd.py --ranks {hvd.size()} --pairs {pairs}`",
         "",
         f"| {' | '.join(titles)} |",
         "|---" * len(titles) + "|",

@@ -1,6 +1,6 @@
 """megaclass.hvd.tensorflow against megaclass.hvd for torch, and a step of model.fit() with and without communication.
 
-    python benchmarks/hvd_tensorflow.py [--pairs 40] [--ranks 2] [--only-bridge | --only-step] [--out benchmarks/hvd_tensorflow.md]
+    python benchmarks/hvd_tensorflow.py [--pairs 40] [--ranks 2] [--only-bridge | --only-step] [--out FILE]
 
 Two ranks on this machine, float32, one thread each. Both APIs use the same engine in the same processes, so that the ratio of
 their times is the cost of the bridge between TensorFlow and the engine. Figures are medians over alternating pairs, as in
@@ -191,8 +191,8 @@ def render(rows: list[list[str]], memory: list[str], pairs: int, load: float) ->
         "# Horovod's API for TensorFlow against the one for torch",
         "",
         f"{datetime.date.today()} · TensorFlow {tf.__version__}, Keras {keras.__version__}, torch {torch.__version__} · "
-        f"{os.cpu_count()} cores ({platform.machine()}), load {load:.1f} before the start · {hvd.size()} ranks, float32, one thread "
-        f"each · {pairs} alternating pairs · written by `python benchmarks/hvd_tensorflow.py --ranks {hvd.size()} "
+        f"{os.cpu_count()} cores ({platform.machine()}), load {load:.1f} before the start · {hvd.size()} ranks, float32, "
+        f"one thread each · {pairs} alternating pairs · written by `python benchmarks/hvd_tensorflow.py --ranks {hvd.size()} "
         f"--pairs {pairs}`",
         "",
         f"| {' | '.join(titles)} |",

@@ -2,30 +2,21 @@
 
 import typing as _typing
 
-from megaclass.hvd.engine.kinds import Average
 from megaclass.hvd.keras import callbacks, elastic
-from megaclass.hvd.tensorflow.compression import Compression
+from megaclass.hvd.tensorflow.gradients import with_options as _with_options
 from megaclass.hvd.tensorflow.keras import *
 from megaclass.hvd.tensorflow.keras import __all__ as _names  # type: ignore[attr-defined]
 from megaclass.hvd.tensorflow.keras import optimizer as _optimizer
 
 
-def DistributedOptimizer(  # type: ignore[no-redef]
-    optimizer: _typing.Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: _typing.Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    num_groups: int = 0,
-    groups: _typing.Any = None,
-    **more: _typing.Any,
-) -> _typing.Any:
+@_with_options(  # type: ignore[no-redef]
+    "optimizer",
+    "name device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op num_groups groups "
+    "backward_passes_per_step average_aggregated_gradients process_set scale_local_gradients",
+)
+def DistributedOptimizer(optimizer: _typing.Any, **options: _typing.Any) -> _typing.Any:
     """Returns megaclass.hvd.tensorflow.keras.DistributedOptimizer(...): only the order of the arguments differs."""
-    arguments = {name: value for name, value in locals().items() if name != "more"}
-    return _optimizer.DistributedOptimizer(**arguments, **more)
+    return _optimizer.DistributedOptimizer(optimizer, **options)
 
 
 if not _typing.TYPE_CHECKING:

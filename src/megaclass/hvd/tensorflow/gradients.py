@@ -1,7 +1,9 @@
 """Reduction of the gradients of one step, as the tape and the optimizers need it."""
 
+import functools
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +11,76 @@ import tensorflow as tf
 
 from megaclass.even_parts import even_part
 from megaclass.hvd.engine.kinds import Average
-from megaclass.hvd.process_sets import ProcessSet
+from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, run
 from megaclass.hvd.tensorflow.compression import Compression, wire_of
 from megaclass.hvd.tensorflow.reductions import allreduce, allreduce_call
 
+_DEFAULTS: dict[str, Any] = {
+    "name": None,
+    "use_locking": False,
+    "device_dense": "",
+    "device_sparse": "",
+    "compression": Compression.none,
+    "sparse_as_dense": False,
+    "op": Average,
+    "gradient_predivide_factor": 1.0,
+    "backward_passes_per_step": 1,
+    "average_aggregated_gradients": False,
+    "num_groups": 0,
+    "groups": None,
+    "process_set": global_process_set,
+    "local_layers": None,
+    "scale_local_gradients": True,
+}
 
-def checked_groups(op: int, gradient_predivide_factor: float, num_groups: int, groups: Any) -> Any:
+
+def with_options(wrapped: str, options: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a function `f(wrapped, **options)` Horovod's parameters, in Horovod's order and with its defaults.
+
+    The tape and the optimizers share their options, but not the order. Callers may pass them by position.
+    """
+    parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [parameter(wrapped), *(parameter(name, default=_DEFAULTS[name]) for name in options.split())]
+    signature = inspect.Signature(parameters)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            given.apply_defaults()
+            return function(**given.arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def reducer_of(
+    name: str,
+    *,
+    compression: Any,
+    sparse_as_dense: bool,
+    op: int,
+    gradient_predivide_factor: float,
+    groups: Any,
+    process_set: ProcessSet,
+    scale_local_gradients: bool,
+    num_groups: int = 0,
+    **_: Any,
+) -> "GradientReducer":
+    """Returns the reducer for the options of a tape or an optimizer; options that do not concern it are left out."""
+    groups = _checked_groups(op, gradient_predivide_factor, num_groups, groups)
+    return GradientReducer(
+        name, compression, sparse_as_dense, op, gradient_predivide_factor, groups, process_set, scale_local_gradients
+    )
+
+
+def _checked_groups(op: int, gradient_predivide_factor: float, num_groups: int, groups: Any) -> Any:
     """Returns `groups` after the checks that Horovod makes for the tape and all optimizers."""
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -23,7 +88,7 @@ def checked_groups(op: int, gradient_predivide_factor: float, num_groups: int, g
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
         groups = num_groups if groups is None else groups
     if groups is not None and not (isinstance(groups, list) or groups > 0):

@@ -5,11 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from megaclass.hvd.engine.kinds import Average
-from megaclass.hvd.process_sets import ProcessSet, global_process_set
 from megaclass.hvd.tensorflow.bridge import not_rewritten
-from megaclass.hvd.tensorflow.compression import Compression
-from megaclass.hvd.tensorflow.gradients import GradientReducer, checked_groups
+from megaclass.hvd.tensorflow.gradients import GradientReducer, reducer_of, with_options
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
@@ -48,58 +45,30 @@ def _flat(structure: Any) -> list[Any]:
     return list(tf.nest.flatten(structure))
 
 
-def DistributedGradientTape(
-    gradtape: Any,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
+_OPTIONS = (
+    "device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor num_groups groups process_set"
+)
+
+
+@with_options("gradtape", f"{_OPTIONS} scale_local_gradients")
+def DistributedGradientTape(gradtape: Any, **options: Any) -> Any:
     """Returns a tape with the recordings of `gradtape`, whose gradient() combines gradients over ranks.
 
     groups: number of groups of gradients that are reduced together, or a list of lists of variables.
     """
-    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
+    reducer = reducer_of("DistributedGradientTape", **options)
     base = type(gradtape)
     distributed: Any = type(base.__name__, (_DistributedTape, base), {})
     tape = distributed.__new__(distributed)
     tape.__dict__.update(gradtape.__dict__)
-    tape._reducer = GradientReducer(
-        "DistributedGradientTape",
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    tape._reducer = reducer
     return tape
 
 
-def PartialDistributedGradientTape(
-    gradtape: Any,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> Any:
+@with_options("gradtape", f"{_OPTIONS} local_layers scale_local_gradients")
+def PartialDistributedGradientTape(gradtape: Any, *, local_layers: Any, **options: Any) -> Any:
     """Returns a DistributedGradientTape that leaves out the gradients of `local_layers`, a Keras layer or several."""
-    arguments = {name: value for name, value in locals().items() if name != "local_layers"}
-    tape = DistributedGradientTape(**arguments)
+    tape = DistributedGradientTape(gradtape, **options)
     for variable in variables_of_layers(local_layers):
         tape.register_local_source(variable)
     return tape

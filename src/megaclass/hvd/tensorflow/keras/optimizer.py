@@ -11,11 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from megaclass.hvd.engine.kinds import Adasum, Average
-from megaclass.hvd.process_sets import ProcessSet, global_process_set
-from megaclass.hvd.tensorflow.compression import Compression
+from megaclass.hvd.engine.kinds import Adasum
 from megaclass.hvd.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from megaclass.hvd.tensorflow.gradients import GradientReducer, checked_groups
+from megaclass.hvd.tensorflow.gradients import GradientReducer, reducer_of, with_options
 from megaclass.hvd.tensorflow.tape import variables_of_layers
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
@@ -90,21 +88,18 @@ def _refuse_inner_of_loss_scale() -> None:
         frame = frame.f_back
 
 
+_BEFORE = "device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op"
+_PASSES = "backward_passes_per_step average_aggregated_gradients"
+
+
+@with_options("optimizer", f"name {_BEFORE} {_PASSES} num_groups groups process_set scale_local_gradients")
 def DistributedOptimizer(
     optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
+    *,
+    name: str | None,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    **options: Any,
 ) -> Any:
     """Returns an optimizer of the same class and state that combines gradients over ranks before it applies them.
 
@@ -120,22 +115,12 @@ def DistributedOptimizer(
         raise ValueError(
             "The optimizer is a DistributedOptimizer already; wrapping it again would reduce gradients twice."
         )
-    if op == Adasum and average_aggregated_gradients:
+    if options["op"] == Adasum and average_aggregated_gradients:
         raise ValueError("Adasum does not support average_aggregated_gradients == True")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step}: must be > 0")
-    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
     base = type(optimizer)
-    reducer = GradientReducer(
-        name or f"Distributed{base.__name__}",
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    reducer = reducer_of(name or f"Distributed{base.__name__}", **options)
     aggregation = None
     if backward_passes_per_step > 1:
         aggregation = LocalGradientAggregationHelper(backward_passes_per_step, average_aggregated_gradients)
@@ -147,25 +132,10 @@ def DistributedOptimizer(
     return wrapped
 
 
-def PartialDistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> Any:
+@with_options("optimizer", f"name {_BEFORE} {_PASSES} groups process_set local_layers scale_local_gradients")
+def PartialDistributedOptimizer(optimizer: Any, *, local_layers: Any, **options: Any) -> Any:
     """Returns a DistributedOptimizer that leaves out the gradients of `local_layers`, a Keras layer or several."""
-    arguments = {name: value for name, value in locals().items() if name != "local_layers"}
-    wrapped = DistributedOptimizer(**arguments)
+    wrapped = DistributedOptimizer(optimizer, **options)
     for variable in variables_of_layers(local_layers):
         wrapped.register_local_var(variable)
     return wrapped
