@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from tests.forked import run_forked
 
+import megaclass
 from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.loading import choose, pool, resident
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
@@ -260,7 +261,7 @@ def test_stacks_of_a_hanging_rank_include_its_loader_processes_and_the_file_or_s
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("TEST_PIPE", str(pipe))
     page = StatusPage()
-    OwnStatus(page.fileno()).give_stacks()
+    OwnStatus(page.fileno()).give_stacks(str(Path(megaclass.__file__).parent))
     verdicts = []
 
     def watch() -> None:

@@ -61,7 +61,7 @@ class Driver:
             hosts=HostTable((100.0, 100.0), lambda: 0.0),
             agents=ElasticAgents(pipes, parsed, SshSettings()),
             table=table,
-            end=JobEnd(pipes, table, io, 1.0),
+            end=JobEnd(pipes, table, io, parsed),
             io=io,
         )
         self.list_hosts(*hosts)
@@ -308,6 +308,7 @@ def test_no_generation_after_the_reset_limit():
         driver.spare_ports("a")
     assert driver.generations.current.facts.number == 2 and driver.job.end.is_ending
     assert driver.said[-1] == "no new generation: the ranks have changed 1 times (--reset-limit)."
+    assert driver.job.end.decision.final().exit_code == 255
 
 
 # ---- too few ranks ----
@@ -324,6 +325,15 @@ def test_too_few_ranks_are_reported_once_and_end_the_job_after_the_elastic_timeo
     assert len(driver.said) == 2 and not driver.job.end.is_ending
     driver.minimum.is_met(2, 3, 120.1)
     assert driver.said[-1].startswith("no new generation: 2 rank(s) can run, 3 are needed") and driver.job.end.is_ending
+    assert driver.job.end.decision.final().exit_code == 255
+
+
+def test_too_few_ranks_after_a_failure_end_with_its_exit_code():
+    driver = trains("a:2", options="--min-np 2 --elastic-timeout 50")
+    driver.exit(1, 7)
+    driver.minimum.is_met(1, 2, 10.0)
+    driver.minimum.is_met(1, 2, 70.0)
+    assert driver.job.end.decision.final().exit_code == 7
 
 
 def test_too_few_ranks_are_no_news_while_a_host_is_being_connected_to():

@@ -74,10 +74,12 @@ def test_the_rank_that_waits_for_a_file_is_named_with_the_file_and_the_others_wi
     assert verdict.groups[1][0] == tuple(rank for rank in range(16) if rank != 3)
 
 
-LOADER_IDLE = ["/src/megaclass/data/loading/worker.py:53:run", f"{LIB}/threading.py:982:run"]
+SAYS = "/src/megaclass/distributed/rank_status.py:213"
+LOADER_IDLE = [f"{SAYS}:wait_for_work", "/src/megaclass/data/loading/worker.py:53:run", f"{LIB}/threading.py:982:run"]
 WAITS_FOR_LOADER_PROCESS = [
     "/src/megaclass/data/loading/pool.py:188:_ready",
     "/src/megaclass/data/loading/pool.py:172:_handle_messages",
+    f"{SAYS}:wait_for_helper",
     "/src/megaclass/data/loading/pool.py:163:wait_for",
     "/src/megaclass/train/loop.py:80:train",
 ]
@@ -137,7 +139,12 @@ def test_a_rank_that_cannot_answer_is_the_suspect_wherever_the_others_are(odd, w
 
 def test_a_rank_that_has_done_fewer_steps_comes_before_the_places():
     """On a GPU the other ranks are steps ahead, and wait for their devices in another place than the slow one."""
-    gpu = ["/src/megaclass/train/metrics.py:66:read", "/src/megaclass/train/loop.py:101:train"]
+    gpu = [
+        "/src/megaclass/train/metrics.py:66:<lambda>",
+        f"{SAYS}:wait_for_gpu",
+        "/src/megaclass/train/metrics.py:66:read",
+        "/src/megaclass/train/loop.py:101:train",
+    ]
     verdict = find_verdict([report(0, gpu, step=20), report(1, GATHER, step=17), report(2, gpu, step=20)])
     assert verdict.suspects == (1,)
     assert verdict.text.endswith("the other 2 ranks wait for it in queued work of its GPU of step 21")

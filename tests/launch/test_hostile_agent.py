@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from megaclass.launch.elastic.agents import ElasticMessageChecker
 from megaclass.launch.wire.agent_messages import (
     MAX_OUTPUT_BYTES,
     MAX_REMARKS,
     AgentMessageChecker,
-    ElasticMessageChecker,
 )
 from megaclass.launch.wire.plain_text import for_terminal, plain_lines, plain_text
 from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode

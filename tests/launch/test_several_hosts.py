@@ -554,7 +554,8 @@ def test_a_host_that_is_cut_off_is_in_the_headline_when_ranks_of_hvd_notice_it_f
         assert code == 74, run.story()
         headline = next(line for line in run.err.splitlines() if "has not answered" in line)
         pattern = r"megaclass: h3 \(rank 3\) has not answered for .* the host is unreachable; rank \d on h[12] then ended with"
-        assert re.match(pattern + " exit code 74", headline), run.story()
+        # 74 for a rank that has found the dead connection itself, 1 for one to which rank 0 has told the error.
+        assert re.match(pattern + " exit code (74|1)\\.", headline), run.story()
         assert "the first to fail was" not in run.err
     finally:
         bed.do("mend", "h3")

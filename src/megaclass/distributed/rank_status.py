@@ -22,11 +22,12 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 FD_NAME = "MEGACLASS_STATUS_FD"
 HANG_TIMEOUT = "MEGACLASS_HANG_TIMEOUT"
@@ -44,8 +45,7 @@ _COUNTER = struct.Struct("<Q")
 _NUMBERS = struct.Struct("<QQQqQdd")
 _TEXTS = {"phase": (128, 64), "detail": (192, 832), "folder": (1024, 2048), "package": (3072, 1024)}
 _READS = 5
-PACKAGE = str(Path(__file__).parents[1])
-"""The folder of this package, by which its files are recognised in stacks."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class RankStatus:
     folder: str
     """The run folder, where stacks are kept; empty if there is none."""
     package: str
-    """The folder of megaclass in the rank's process."""
+    """The folder of the package that the rank runs: its files are shown shortly in a verdict."""
 
     def late_s(self, now: float, *, since: float = 0.0) -> float:
         """Returns for how long the rank has been without progress beyond what it may; 0 or less if it is on time.
@@ -136,12 +136,12 @@ class OwnStatus:
         """True if an agent, or the parent that started the ranks, reads this page."""
         return self._handle is not None
 
-    def give_stacks(self) -> None:
-        """Lets the reader ask for the stacks of this process at any time. Main thread only."""
+    def give_stacks(self, package: str = "") -> None:
+        """Lets the reader ask for the stacks of this process at any time. Main thread only. package: see RankStatus."""
         if self._handle is not None:
             faulthandler.register(STACKS_SIGNAL, file=self._handle, all_threads=True)
             self._gives_stacks = True
-        self._write({"package": PACKAGE})
+        self._write({"package": package})
 
     def progress(self, *, allowed_s: float, step: int | None = None, phase: str = "", detail: str = "") -> None:
         """Notes that this rank has made progress and may take `allowed_s` for the next one; 0 allows any time."""
@@ -190,6 +190,32 @@ class OwnStatus:
             self._memory[start : start + len(encoded) + 1] = encoded + b"\0"
         self._counter += 2
         _COUNTER.pack_into(self._memory, 0, self._counter)
+
+
+# ---- what a thread waits for ----
+#
+# The frames of these functions in a stack say what the thread waits for; the code that looks for hangs (launch/hang) knows
+# nothing of the programs that call them. They cost a call each.
+
+
+def wait_for_ranks(call: Callable[[], _T]) -> _T:
+    """Returns call(), which waits for other ranks; the page's `detail` may say in which operation."""
+    return call()
+
+
+def wait_for_gpu(call: Callable[[], _T]) -> _T:
+    """Returns call(), which waits for queued work of a GPU, in which a collective may be."""
+    return call()
+
+
+def wait_for_helper(call: Callable[[], _T]) -> _T:
+    """Returns call(), which waits for a helper process of this rank, such as a loader."""
+    return call()
+
+
+def wait_for_work(call: Callable[[], _T]) -> _T:
+    """Returns call(), in which a thread of a helper process waits for its next task."""
+    return call()
 
 
 def give_loader_stacks() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ class _Basics:
     def _start_once(self, ranks: list[int] | None, wanted: list[ProcessSet]) -> Job:
         settings = settings_from_environment()
         # Under `megaclass run` the agent can then ask for the stacks of this rank at any time.
-        own_status().give_stacks()
+        own_status().give_stacks(str(Path(__file__).parents[1]))
         watch = watch_connections()
         try:
             job = self._connect(ranks, wanted, settings, watch)

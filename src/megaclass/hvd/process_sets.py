@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
+from megaclass.distributed.rank_status import wait_for_ranks
 from megaclass.hvd.engine.job import current
 from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.operation import Operation
@@ -116,6 +117,6 @@ def _negotiate(kind: str, numbers: tuple[int, ...], doing: str) -> int | None:
     # The name is the same for all sets, so that ranks that want different sets are compared and get an error.
     operation = Operation(Request(kind, "process sets", splits=numbers, repeats=False))
     job.controller.submit(operation, is_urgent=True)
-    job.controller.wait(operation)
+    wait_for_ranks(lambda: job.controller.wait(operation))
     number = int(operation.result)
     return number if number >= 0 else None

@@ -2,9 +2,10 @@
 
 0    every rank ended with 0
 2    the user has to change something: a wrong option or setting, a host that cannot take part
-74   an error that may pass, such as a full disk (megaclass.errors.EXIT_TRY_AGAIN); a restart may help
+74   an error that may pass, such as a full disk or a lost connection (megaclass.errors.EXIT_TRY_AGAIN); a restart may help
 75   the ranks were asked to stop, saved, and can be resumed
-255  a host or its agent was lost before any rank failed; ssh uses the same code
+255  a host or its agent was lost before any rank failed; ssh uses the same code. Also an elastic job that ends because of
+     --elastic-timeout or --reset-limit, if no rank failed since the last commit; otherwise that failure decides
 134  the job hung: no rank made progress for the allowed time, and the driver has printed which rank is the culprit
 128 + n  a rank, or the driver, was ended by signal n; any other code is that of the first rank that failed
 """

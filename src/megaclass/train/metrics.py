@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megaclass.data.loader import Batch
+from megaclass.distributed.rank_status import wait_for_gpu
 from megaclass.errors import TrainError
 from megaclass.train.clock import StepClock
 from megaclass.train.step import StepResult
@@ -85,7 +86,7 @@ class Meter:
         The head's statistics are those of the last step; they are missing if that one was skipped.
         """
         # One transfer for all steps since the last row.
-        losses = torch.stack([result.loss for result in self._results]).double().cpu()
+        losses = wait_for_gpu(lambda: torch.stack([result.loss for result in self._results]).double().cpu())
         is_counted = ~torch.stack([result.was_skipped for result in self._results]).cpu()
         if is_counted.any():
             self.last_loss = float(losses[is_counted].mean())

@@ -93,7 +93,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
-    own_status().give_stacks()
+    own_status().give_stacks(str(Path(__file__).parents[1]))
     worker = elastic_worker()
     with ExitStack() as held, watched_from_inside(own_status(), world):
         context = RankContext(config=config, world=world, mode=mode, held=held)

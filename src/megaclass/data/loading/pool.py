@@ -31,6 +31,7 @@ from megaclass.data.loading.messages import Piece, failure, receive, send
 from megaclass.data.loading.reader import BadImages, BatchPlan
 from megaclass.data.loading.ring import NO_IMAGE, BatchRing, RingLayout, new_ring
 from megaclass.data.sources.source import ImageSource
+from megaclass.distributed.rank_status import wait_for_helper
 from megaclass.errors import DataError
 from megaclass.even_parts import even_part
 from megaclass.operating_system import signals_named
@@ -194,7 +195,7 @@ class LoaderProcesses:
         begun = time.monotonic()
         has_told = False
         while self._missing[slot]:
-            self._handle_messages(1.0)
+            wait_for_helper(lambda: self._handle_messages(1.0))
             # Only a message: slow disks are no error, and a process that died is replaced in _handle_messages.
             if not has_told and time.monotonic() - begun > _SLOW_S:
                 _log.warning("the loader processes have not delivered the next batch for %.0f s", _SLOW_S)

@@ -22,7 +22,7 @@ from megaclass.data.loading.reader import BatchPlan, BatchReader
 from megaclass.data.loading.ring import NO_IMAGE, BatchRing, RingLayout
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
-from megaclass.distributed.rank_status import give_loader_stacks
+from megaclass.distributed.rank_status import give_loader_stacks, wait_for_work
 from megaclass.errors import DataError
 from megaclass.operating_system import readable
 
@@ -51,7 +51,7 @@ class Filler:
 
     def run(self, pieces: queue.SimpleQueue[Piece]) -> None:
         while True:
-            piece = pieces.get()
+            piece = wait_for_work(pieces.get)
             try:
                 num_resized = self._fill(piece)
                 # In packets, and before "done", so that the rank judges the share of bad images with each of them.
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
     ).start()
     # A killed rank has another parent adopt this process. Its socket may stay open in a process that the rank had forked.
     while os.getppid() == parent:
-        if not readable([connection], _PARENT_CHECK_S):
+        if not wait_for_work(lambda: readable([connection], _PARENT_CHECK_S)):
             continue
         message = receive(connection)
         if message is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclass.distributed.rank_status import own_status
+from megaclass.distributed.rank_status import own_status, wait_for_ranks
 from megaclass.hvd.engine.job import Job, current
 from megaclass.hvd.engine.kinds import KINDS, REDUCTIONS, Average, Sum
 from megaclass.hvd.engine.messages import Request, terms_of
@@ -207,12 +207,12 @@ def _wait(job: Job, operation: Operation) -> None:
     """Waits for the operation; with --hang-timeout the agent is told for what, and for how long it is worth waiting."""
     limit_s = job.settings.hang_timeout_s
     if not limit_s:
-        job.controller.wait(operation)
+        wait_for_ranks(lambda: job.controller.wait(operation))
         return
     status, request = own_status(), operation.request
     status.progress(allowed_s=limit_s, phase="waiting", detail=f"{request.kind} of {request.name}")
     try:
-        job.controller.wait(operation)
+        wait_for_ranks(lambda: job.controller.wait(operation))
     finally:
         status.progress(allowed_s=0.0)
 

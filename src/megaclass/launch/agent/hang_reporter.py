@@ -112,7 +112,7 @@ class HangReporter:
         reports = collect(
             watched, self._host, abort=abort if may_abort else None, aborted_output=printed, answer_s=ANSWER_S
         )
-        # If the job goes on, a rank is reported again when it has been late as long once more.
+        # If the job continues, a rank is reported again when it has been late as long once more.
         self._clock.restart(time.monotonic())
         self._is_late = False
         # On this host, because the machine of the driver may not have the run folder.

@@ -2,7 +2,7 @@
 
     watching --a rank is late, or nothing moves for --hang-timeout--> asking --all answered, or ASK_S passed--> verdict
        ^                                                                                                       |
-       +----- late by its own account, and no rank waits for another: a report, and the job goes on <----------+----> end
+       +----- late by its own account, and no rank waits for another: a report, and the job continues <--------+----> end
 
 A rank is late by its own account: `megaclass train` knows how long a step takes, hvd how long a collective may take. With
 --hang-timeout, progress is what any rank prints, a finished step, or a finished collective of hvd.

@@ -92,7 +92,7 @@ class JobEnd:
                 self._terminate(number)
 
     def _terminate(self, number: int) -> None:
-        # A second SIGTERM is somebody in a hurry. SIGHUP may come twice, from the kernel and from the shell.
+        # A second SIGTERM means that the user is in a hurry. SIGHUP may come twice, from the kernel and from the shell.
         grace_s = self._fault_grace_s if self._has_passed_sigterm else self._signal_grace_s
         self._has_passed_sigterm = number == signal.SIGTERM
         more = f" SIGKILL follows in {grace_s:g} s (--grace)." if self._table.has_started else ""

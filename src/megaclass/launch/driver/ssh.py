@@ -124,7 +124,7 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
             if re.search(pattern, stderr, re.IGNORECASE):
                 copy = login_command(host, settings, "ssh-copy-id")
                 return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
-        # Without a word: ssh explains why it cannot connect. If a signal ended the agent there, it only returns 255.
+        # ssh explains why it cannot connect. If a signal ended the agent there, it only returns 255.
         if not stderr.strip():
             return "its agent was ended by a signal before it could report", (
                 f"did an administrator or the kernel, out of memory, kill it? See `dmesg` there, and `{login} true`"

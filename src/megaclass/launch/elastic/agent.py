@@ -25,7 +25,7 @@ from functools import partial
 from megaclass.launch.agent.agent import Agent, main
 from megaclass.launch.agent.orphan_killer import processes_of, send
 from megaclass.launch.agent.supervisor import Supervisor, Worker
-from megaclass.launch.elastic.channel import FD_NAME, KEY_NAME, Channel, ChannelError, worker_key
+from megaclass.launch.elastic.channel import FD_NAME, Channel, ChannelError
 from megaclass.launch.elastic.worker import IS_RUNNING_NAME, MAX_RANKS_NAME
 from megaclass.launch.network import hold_store_port, reserve_port
 from megaclass.launch.placement import job_environment
@@ -90,11 +90,9 @@ class ElasticAgent(Agent):
         for entry in start["workers"]:
             number = int(entry["worker"])
             ours, theirs = socket.socketpair()
-            key = worker_key(self._job["secret"], number)
             env = {
                 **self._environment(World(**entry["world"]), start),
                 FD_NAME: str(theirs.fileno()),
-                KEY_NAME: key,
                 IS_RUNNING_NAME: str(int(bool(start["is_running"]))),
                 MAX_RANKS_NAME: str(int(start["max_ranks"])),
                 "MEGACLASS_RESTART": "0",
@@ -106,7 +104,7 @@ class ElasticAgent(Agent):
             if worker is None:
                 ours.close()
                 return
-            self._channels[number] = Channel(ours, key, is_agent=True)
+            self._channels[number] = Channel(ours)
             self._tokens[number] = ""
             self._selector.register(ours, selectors.EVENT_READ, partial(self._on_worker, number))
             pids[str(number)] = worker.pid

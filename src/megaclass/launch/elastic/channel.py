@@ -1,15 +1,10 @@
-"""The connection between an agent and one worker of an elastic job: signed lines over a pair of Unix sockets.
+"""The connection between an agent and one worker of an elastic job: JSON lines over a pair of Unix sockets.
 
-    line = HMAC-SHA256(key, sender, number of the line, text) in hexadecimal digits, a blank, text (JSON), line end
-
-The worker inherits its end from the agent, so nothing listens anywhere. The key is different for each worker and reaches it in
-its environment. A line is parsed only after its HMAC has been verified. The number of the line is part of it, so that a line
-cannot be repeated, left out or sent back. Standard library only.
+The worker inherits its end from the agent, so nothing listens anywhere, and only the two processes, and programs that run as
+children of the worker with its open files, can write to it. Standard library only.
 """
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
 import select
@@ -21,36 +16,23 @@ from typing import Any
 from megaclass.errors import LaunchError
 
 FD_NAME = "MEGACLASS_ELASTIC_FD"
-KEY_NAME = "MEGACLASS_ELASTIC_KEY"
 MAX_LINE_BYTES = 4 << 20
 """The members of 10,000 ranks take a quarter of it."""
-_MAC_DIGITS = 64
 _READ_BYTES = 1 << 16
 
 Message = dict[str, Any]
 
 
 class ChannelError(Exception):
-    """Raised for lines that the other end did not write, or after which no line can be trusted."""
-
-
-def worker_key(secret: str, worker: int) -> str:
-    """Returns the key of one worker's channel, derived from the job's secret."""
-    return hmac.digest(bytes.fromhex(secret), b"elastic worker %d" % worker, "sha256").hex()
+    """Raised for lines that neither an agent nor a worker writes."""
 
 
 class Channel:
-    """One end of the connection. Nothing blocks, except for `wait`.
+    """One end of the connection. Nothing blocks, except for `wait`."""
 
-    is_agent: which end this is. The lines of both ends are signed differently.
-    """
-
-    def __init__(self, connection: socket.socket, key: str, *, is_agent: bool) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._key = bytes.fromhex(key)
-        self._names = (b"agent", b"worker") if is_agent else (b"worker", b"agent")
-        self._num_sent = self._num_received = 0
         self._received = bytearray()
         self._unsent = bytearray()
         self.is_open = True
@@ -65,10 +47,8 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Queues a message and writes as much as the socket takes now."""
-        text = json.dumps(message, separators=(",", ":")).encode("ascii")
-        # Never written past the queue: lines must arrive in the order of their numbers, and a part of one may still wait here.
-        self._unsent += self._mac(self._names[0], self._num_sent, text) + b" " + text + b"\n"
-        self._num_sent += 1
+        # Never written past the queue: lines must arrive in order, and a part of one may still wait here.
+        self._unsent += json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
         self.write()
 
     def write(self) -> None:
@@ -85,7 +65,7 @@ class Channel:
             del self._unsent[:written]
 
     def receive(self) -> list[Message]:
-        """Returns the messages that have arrived; one system call if there are none. ChannelError for a forged line."""
+        """Returns the messages that have arrived; one system call if there are none. ChannelError for a line that is none."""
         # To the end of what has arrived, also after the other end has closed: its last lines are in there.
         while self.is_open:
             try:
@@ -98,7 +78,7 @@ class Channel:
             self._received += data
         found = []
         while (end := self._received.find(b"\n")) >= 0:
-            found.append(self._verified(bytes(self._received[:end])))
+            found.append(_parsed(bytes(self._received[:end])))
             del self._received[: end + 1]
         # A program that writes to the socket without line ends must not fill the memory of the other end.
         if len(self._received) > MAX_LINE_BYTES:
@@ -133,19 +113,15 @@ class Channel:
             self._socket.close()
         self.is_open = False
 
-    def _verified(self, line: bytes) -> Message:
-        mac, text = line[:_MAC_DIGITS], line[_MAC_DIGITS + 1 :]
-        # Before the text is parsed: only the other end of this very channel can have written it, as its next line.
-        if not hmac.compare_digest(mac, self._mac(self._names[1], self._num_received, text)):
-            raise ChannelError("a line without a valid signature")
-        self._num_received += 1
-        message = json.loads(text)
-        if not isinstance(message, dict):
-            raise ChannelError("a line that is no message")
-        return message
 
-    def _mac(self, sender: bytes, number: int, text: bytes) -> bytes:
-        return hmac.new(self._key, b"%s %d " % (sender, number) + text, hashlib.sha256).hexdigest().encode()
+def _parsed(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ChannelError("a line that is no message") from error
+    if not isinstance(message, dict):
+        raise ChannelError("a line that is no message")
+    return message
 
 
 def inherited_channel(env: Mapping[str, str]) -> Channel | None:
@@ -153,8 +129,8 @@ def inherited_channel(env: Mapping[str, str]) -> Channel | None:
 
     Raises LaunchError if a program between the agent and this process has closed the connection.
     """
-    number, key = env.get(FD_NAME, ""), env.get(KEY_NAME, "")
-    if not number.isdecimal() or not key:
+    number = env.get(FD_NAME, "")
+    if not number.isdecimal():
         return None
     try:
         connection = socket.socket(fileno=int(number))
@@ -169,4 +145,4 @@ def inherited_channel(env: Mapping[str, str]) -> Channel | None:
         ) from error
     # Programs that this rank starts get no copy: the agent would not notice the end of the rank.
     os.set_inheritable(connection.fileno(), False)
-    return Channel(connection, key, is_agent=False)
+    return Channel(connection)

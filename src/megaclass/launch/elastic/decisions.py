@@ -1,4 +1,4 @@
-"""What follows from the state of an elastic job: hosts, workers, generations. Standard library only.
+"""Decisions that follow from the state of an elastic job: hosts, workers, generations. Standard library only.
 
 HostUpdates        answers of the discovery, for the table of hosts and the terminal
 Leavers            dismisses workers, kills those that stay

@@ -1,16 +1,17 @@
 """Reads the stacks that Python's faulthandler writes, and says in words where a thread is."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+
+from megaclass.distributed import rank_status
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _LOADER = re.compile(r"^loader process (\d+): (\w+)(?:; (.*))?$")
 # Files of other packages and of Python's library: the place that interests the reader is the one that called them.
 _LIBRARY = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/")
-_WAITS_FOR_GPU = {"synchronize"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +20,18 @@ class Frame:
     line: str
     function: str
     own_path: str = ""
-    """Path inside the folder of this package, such as "data/loader.py"; empty for all other files."""
+    """Path inside the folder of the rank's package, such as "data/loader.py"; empty for all other files."""
 
     @property
     def is_library(self) -> bool:
         return not self.own_path and bool(_LIBRARY.search(self.file) or self.file.startswith("<frozen"))
 
+    def waits(self, what: Callable[..., object]) -> bool:
+        """Returns whether this is one of the functions of rank_status that say what a thread waits for."""
+        return self.function == what.__name__ and self.file.endswith("/rank_status.py")
+
     def shown(self) -> str:
-        """Returns a short place: inside this package "data/loader.py:142", elsewhere the last two parts of the path."""
+        """Returns a short place: inside the rank's package "data/loader.py:142", elsewhere the last two parts of the path."""
         path = self.own_path or "/".join(PurePosixPath(self.file).parts[-2:]).lstrip("/")
         return f"{path}:{self.line}"
 
@@ -38,7 +43,7 @@ Thread = list[Frame]
 def threads_of(stacks: str, package: str) -> dict[int, Thread]:
     """Returns the frames of each thread by its identifier, in the order of the text: the main thread is the last.
 
-    package: the folder of this package in the process that wrote the stacks. Folders of a user may have the same name.
+    package: the folder of the package that the process runs. Folders of a user may have the same name.
     """
     threads: dict[int, Thread] = {}
     current: Thread = []
@@ -77,8 +82,7 @@ def loaders_of(stacks: str, package: str) -> list[Loader]:
         head = _LOADER.match(lines[start])
         assert head is not None
         threads = threads_of("\n".join(lines[start + 1 : stop]), package).values()
-        # Threads without work wait in the worker's own loops.
-        busy = next((one for one in threads if one and one[0].own_path != "data/loading/worker.py"), [])
+        busy = next((one for one in threads if one and not is_idle(one)), [])
         found.append(Loader(int(head[1]), head[2], head[3] or "", busy))
     return found
 
@@ -98,19 +102,21 @@ def collective_of(thread: Thread) -> str:
             # Of nested ones the outermost is what the program called: barrier, all_gather_object.
             outer = [f.function for f in inner[index:] if f.file.endswith("torch/distributed/distributed_c10d.py")]
             return _plain(outer[-1])
-        if not frame.is_library and not _is_engine(frame):
+        if not frame.is_library:
             break
-    if inner and inner[0].function == "_engine_run_backward":
-        return "backward, which averages the gradients"
-    hvd = [frame for frame in inner if frame.own_path.startswith("hvd/")]
-    return "a collective of hvd" if any(frame.function in ("synchronize", "wait") for frame in hvd) else ""
+    return "backward, which averages the gradients" if inner and inner[0].function == "_engine_run_backward" else ""
+
+
+def waits_for_ranks(thread: Thread) -> bool:
+    """Tells whether the thread says that it waits for other ranks."""
+    return any(frame.waits(rank_status.wait_for_ranks) for frame in thread)
 
 
 def waits_for_gpu(thread: Thread) -> bool:
     """Tells whether the thread waits for its GPU: for queued work, which may contain a collective."""
-    if thread and thread[0].function in _WAITS_FOR_GPU and "/torch/cuda/" in thread[0].file:
+    if thread and thread[0].function == "synchronize" and "/torch/cuda/" in thread[0].file:
         return True
-    return bool(thread) and thread[0].own_path == "train/metrics.py" and thread[0].function == "read"
+    return any(frame.waits(rank_status.wait_for_gpu) for frame in thread)
 
 
 def place_of(thread: Thread) -> Frame | None:
@@ -126,20 +132,23 @@ def waits_for_other_thread(thread: Thread) -> bool:
 
 def waits_for_loader(thread: Thread) -> bool:
     """Tells whether a thread waits for a batch from the loader processes of its rank."""
-    return any(frame.own_path == "data/loading/pool.py" for frame in thread[:4])
+    return any(frame.waits(rank_status.wait_for_helper) for frame in thread)
+
+
+def is_idle(thread: Thread) -> bool:
+    """Tells whether a thread waits for work, or for another thread."""
+    return waits_for_other_thread(thread) or any(frame.waits(rank_status.wait_for_work) for frame in thread)
 
 
 def busy_thread(threads: Sequence[Thread]) -> Thread:
-    """Returns the thread that works on data, for whose result the main thread waits; empty if there is none."""
+    """Returns the thread for whose result the main thread waits; empty if there is none.
+
+    That is one that runs code of the rank's package, a reader of images for example.
+    """
     for thread in threads:
-        is_idle = waits_for_other_thread(thread) or not thread
-        if not is_idle and any(frame.own_path.startswith("data/") for frame in thread):
+        if not is_idle(thread) and any(frame.own_path for frame in thread):
             return thread
     return []
-
-
-def _is_engine(frame: Frame) -> bool:
-    return frame.own_path == "distributed/collectives.py"
 
 
 def _plain(function: str) -> str:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaclass.distributed.rank_status import PACKAGE, OwnStatus, RankStatus
+from megaclass.distributed.rank_status import OwnStatus, RankStatus
 from megaclass.files import write_text
 from megaclass.launch.exit_codes import EXIT_HUNG
 from megaclass.launch.hang.record import HANG_FOLDER, done_in_time, keep_stacks, keep_verdict
@@ -154,7 +154,7 @@ def _report(seen: RankStatus, world: World) -> RankReport:
         main_thread=seen.main_thread,
         waits_for=main_thread_waits_for(os.getpid()),
         file_wait=file_wait(os.getpid()),
-        package=PACKAGE,
+        package=seen.package,
         stacks=stacks + loader_stacks(loaders),
         error=_error_in_main_thread(),
     )

@@ -27,6 +27,7 @@ from megaclass.launch.hang.frames import (
     waits_for_gpu,
     waits_for_loader,
     waits_for_other_thread,
+    waits_for_ranks,
 )
 from megaclass.launch.hang.stacks import ASLEEP, RankReport
 
@@ -105,8 +106,8 @@ def _place(report: RankReport) -> _Place:
     threads = threads_of(report.stacks, report.package)
     main = main_thread_of(threads, report.main_thread)
     collective = collective_of(main)
-    if collective == "a collective of hvd" and report.detail:
-        collective = report.detail
+    if not collective and waits_for_ranks(main):
+        collective = report.detail or "an operation of all ranks"
     if not collective and waits_for_gpu(main):
         collective = "queued work of its GPU"
     shown, call = main, report.waits_for
