@@ -1,4 +1,4 @@
-"""What the programs of all augmentations share: their numbers, and random draws equal to those of keyed_random.py."""
+"""Shared parts of the programs of all augmentations: their numbers, and random draws equal to those of keyed_random.py."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 import triton

@@ -8,7 +8,7 @@ training for the interpreter):
     _crashes    images on which a decoder has crashed; every process is told, so that none decodes them again
 
 A process that ends is started again and given the same pieces: a piece is filled with the same bytes however often it is
-tried. What its threads were decoding stands in the ring. If a decoder crashed (SIGSEGV and its like) and the process had
+tried. The ring records which image each thread was decoding. If a decoder crashed (SIGSEGV and its like) and the process had
 one thread, that image is the one; with several threads the new process gets one thread, and the next crash tells.
 """
 
@@ -80,7 +80,7 @@ class _Worker:
         with theirs:
             # With the pid, which the worker compares with its parent: the rank may have been killed meanwhile.
             arguments = [str(theirs.fileno()), str(ring.handle), str(os.getpid())]
-            # As the rank itself finds the package. -P: a file of the user's that is called like a module must not hide it.
+            # Use the rank's own sys.path; -P keeps a user's file from shadowing a module.
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _WORKER, *arguments],

@@ -27,7 +27,7 @@ _LARGEST_SHARE = 0.7
 
 @dataclass(frozen=True)
 class ResidentImages:
-    """Pixels and labels of all images, and which image stands for each: another one for those that cannot be read."""
+    """Pixels and labels of all images, and the index actually stored for each: a replacement if it was unreadable."""
 
     images_NHW3: Tensor
     labels_N: Tensor
