@@ -19,16 +19,12 @@ from markupsafe import Markup
 from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.centre_health import CentreHealth
 from megaclass.evaluate.report.charts import colour
-from megaclass.evaluate.report.classes import centres_section, training_images_section
-from megaclass.evaluate.report.pictures import picture
+from megaclass.evaluate.report.classes import centres_section, picture, training_images_section
+from megaclass.evaluate.report.curves import HealthyRange, PlannedMemory, memory_section, times, training_figures
+from megaclass.evaluate.report.ranks import RankRow, rank_section, time_line, time_line_picture
 from megaclass.evaluate.report.sets import ModelResults, set_sections
 from megaclass.evaluate.report.settings import differing_settings
-from megaclass.evaluate.report.training.curves import times, training_figures
-from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
-from megaclass.evaluate.report.training.ranges import HealthyRange
-from megaclass.evaluate.report.training.ranks import RankRow, rank_section
-from megaclass.evaluate.report.training.time_line import time_line, time_line_picture
-from megaclass.evaluate.report.training.verdict import History, verdict
+from megaclass.evaluate.report.verdict import History, verdict
 from megaclass.evaluate.results import headline
 from megaclass.evaluate.training_images import TrainingImages
 from megaclass.files import write_text
