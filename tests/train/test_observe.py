@@ -21,8 +21,7 @@ from megaclass.events_file import append_event
 from megaclass.phases import PHASES, find_slow_rank
 from megaclass.train.clock import StepClock, gather_phases, phase_row
 from megaclass.train.hooks import describe_row
-from megaclass.train.observe.hang_limit import HangLimit
-from megaclass.train.observe.observer import Observer
+from megaclass.train.observe.observer import HangLimit, Observer
 from megaclass.train.observe.top import draw, read_run
 from megaclass.train.run.same_start import check_same_data, check_same_start
 from megaclass.world import World
