@@ -44,7 +44,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Tells whether the error, or one of its causes, is a disk or a quota without room: it passes when somebody makes room."""
+    """Tells whether the error, or one of its causes, is a disk or a quota without room: it passes when a user makes room."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -17,7 +17,7 @@ from megaclass.config.read import load_config_values
 from megaclass.data.loading import choose
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
+from megaclass.evaluate.report.curves import PlannedMemory, memory_section
 
 
 def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1, **train: object) -> PlannedJob:

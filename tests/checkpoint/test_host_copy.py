@@ -43,10 +43,11 @@ def test_copies_from_a_gpu_are_pinned_exact_and_survive_a_change_of_shape():
         weight = torch.randn(num_rows, 512, device="cuda")
         state = {"weight": weight, "half": weight.bfloat16(), "count": torch.tensor(num_rows), "none": weight[:0]}
         for _ in range(2):
+            expected = weight.cpu()
             taken = copy.take(state)
+            # Runs after the copy, which must not contain it.
             weight.add_(1.0)
             copy.wait()
-            assert torch.equal(taken["weight"], (weight - 1.0).cpu()) or torch.allclose(
-                taken["weight"], weight.cpu() - 1
-            )
-            assert taken["weight"].is_pinned() and int(taken["count"]) == num_rows
+            assert torch.equal(taken["weight"], expected) and int(taken["count"]) == num_rows
+            # torch asks CUDA about the beginning of a tensor's memory: the block has pages before it that are not pinned.
+            assert torch.from_numpy(taken["weight"].numpy()).is_pinned()

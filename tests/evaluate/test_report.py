@@ -14,6 +14,7 @@ from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.centre_health import CentreHealth
 from megaclass.evaluate.protocols.pairs import result_of_pairs
 from megaclass.evaluate.protocols.verification import ScoredPairs, verify_distances
+from megaclass.evaluate.report.curves import time_parts
 from megaclass.evaluate.report.page import (
     ModelReport,
     ReportData,
@@ -21,7 +22,6 @@ from megaclass.evaluate.report.page import (
     script_digest,
     write_report,
 )
-from megaclass.evaluate.report.training.curves import time_parts
 
 _NUM_PAIRS = 60
 _VOID = {"meta", "img", "br", "link", "hr", "input"}

@@ -8,7 +8,7 @@ import torch
 
 from megaclass.evaluate.report.from_runs import report_of_runs
 from megaclass.evaluate.report.page import render_report, write_report
-from megaclass.evaluate.report.training.ranks import heat_map, rank_rows
+from megaclass.evaluate.report.ranks import heat_map, rank_rows
 
 
 def row(step: int, slow: float = 1.0, size: int = 4):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megaclass.config.schema import HeadConfig
+from megaclass.evaluate.report.curves import HealthyRange, cosine_range, gradient_range
 from megaclass.evaluate.report.from_runs import report_of_runs
 from megaclass.evaluate.report.page import ModelReport, render_report
-from megaclass.evaluate.report.training.ranges import HealthyRange, cosine_range, gradient_range
-from megaclass.evaluate.report.training.time_line import time_line, time_line_picture
-from megaclass.evaluate.report.training.verdict import RULES, History, RunFinding, verdict
+from megaclass.evaluate.report.ranks import time_line, time_line_picture
+from megaclass.evaluate.report.verdict import RULES, History, RunFinding, verdict
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -127,7 +127,7 @@ def measure(
 ) -> Iterator[Row]:
     """Yields one row per size. Collective: every rank measures the same sizes with the same number of repetitions."""
     for size in settings.sizes():
-        trial = _TRIALS[operation](size, device, group)
+        trial = _trial(operation, size, device, group)
         trial.call()  # the first call opens connections
         once_s = _seconds(trial.call, 1, device, group)
         repetitions = max(1, min(settings.iterations, int(settings.seconds_per_size / max(once_s, 1e-9))))
@@ -185,85 +185,41 @@ def _elements(size: int) -> int:
     return max(1, size // _ELEMENT_BYTES)
 
 
-def _all_reduce_trial(size: int, device: torch.device, group: dist.ProcessGroup | None) -> _Trial:
-    count, rank, num_ranks = _elements(size), dist.get_rank(group), dist.get_world_size(group)
-    # Zeros stay zeros; repeated sums of other numbers would grow until they overflow.
-    tensor = torch.zeros(count, device=device)
-
-    def num_wrong() -> int:
-        tensor.copy_(_values(count, rank, device))
-        dist.all_reduce(tensor, group=group)
-        return int((tensor != _sum_of_values(count, num_ranks, device)).sum())
-
-    return _Trial(
-        num_bytes=count * _ELEMENT_BYTES,
-        count=count,
-        call=lambda: dist.all_reduce(tensor, group=group),
-        num_wrong=num_wrong,
-    )
-
-
-def _all_gather_trial(size: int, device: torch.device, group: dist.ProcessGroup | None) -> _Trial:
+def _trial(operation: str, size: int, device: torch.device, group: dist.ProcessGroup | None) -> _Trial:
+    """Returns the operation on a tensor of about `size` bytes, in which every rank has values of its own."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    count = max(1, _elements(size) // num_ranks)
-    given, result = _values(count, rank, device), torch.zeros(num_ranks * count, device=device)
+    count = _elements(size)
+    # The whole tensor consists of a block per rank where an operation gathers or scatters.
+    block = max(1, count // num_ranks)
+    whole = {"all_gather": num_ranks * block, "reduce_scatter": num_ranks * block}.get(operation, count)
+    num_given = block if operation == "all_gather" else whole
+    result = torch.zeros(block if operation == "reduce_scatter" else whole, device=device)
+    given = _values(num_given, rank, device) if operation in ("all_gather", "reduce_scatter") else result
+
+    def call() -> None:
+        if operation == "all_reduce":
+            # Zeros stay zeros; repeated sums of other numbers would grow until they overflow.
+            dist.all_reduce(result, group=group)
+        elif operation == "all_gather":
+            all_gather_single(result, given, group=group)
+        elif operation == "reduce_scatter":
+            reduce_scatter_single(result, given, group=group)
+        else:
+            dist.broadcast(result, src=0, group=group)
 
     def num_wrong() -> int:
-        result.zero_()
-        all_gather_single(result, given, group=group)
-        expected = torch.cat([_values(count, other, device) for other in range(num_ranks)])
+        if operation == "all_gather":
+            expected = torch.cat([_values(block, other, device) for other in range(num_ranks)])
+        elif operation == "broadcast":
+            expected = _values(whole, 0, device)
+        else:
+            expected = _sum_of_values(whole, num_ranks, device)
+            expected = expected[rank * block : (rank + 1) * block] if operation == "reduce_scatter" else expected
+        result.copy_(_values(whole, rank, device)) if given is result else result.zero_()
+        call()
         return int((result != expected).sum())
 
-    return _Trial(
-        num_bytes=num_ranks * count * _ELEMENT_BYTES,
-        count=count,
-        call=lambda: all_gather_single(result, given, group=group),
-        num_wrong=num_wrong,
-    )
-
-
-def _reduce_scatter_trial(size: int, device: torch.device, group: dist.ProcessGroup | None) -> _Trial:
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    count = max(1, _elements(size) // num_ranks)
-    given, result = _values(num_ranks * count, rank, device), torch.zeros(count, device=device)
-
-    def num_wrong() -> int:
-        result.zero_()
-        reduce_scatter_single(result, given, group=group)
-        expected = _sum_of_values(num_ranks * count, num_ranks, device)[rank * count : (rank + 1) * count]
-        return int((result != expected).sum())
-
-    return _Trial(
-        num_bytes=num_ranks * count * _ELEMENT_BYTES,
-        count=num_ranks * count,
-        call=lambda: reduce_scatter_single(result, given, group=group),
-        num_wrong=num_wrong,
-    )
-
-
-def _broadcast_trial(size: int, device: torch.device, group: dist.ProcessGroup | None) -> _Trial:
-    count, rank = _elements(size), dist.get_rank(group)
-    tensor = _values(count, rank, device)
-
-    def num_wrong() -> int:
-        tensor.copy_(_values(count, rank, device))
-        dist.broadcast(tensor, src=0, group=group)
-        return int((tensor != _values(count, 0, device)).sum())
-
-    return _Trial(
-        num_bytes=count * _ELEMENT_BYTES,
-        count=count,
-        call=lambda: dist.broadcast(tensor, src=0, group=group),
-        num_wrong=num_wrong,
-    )
-
-
-_TRIALS: dict[str, Callable[[int, torch.device, dist.ProcessGroup | None], _Trial]] = {
-    "all_reduce": _all_reduce_trial,
-    "all_gather": _all_gather_trial,
-    "reduce_scatter": _reduce_scatter_trial,
-    "broadcast": _broadcast_trial,
-}
+    return _Trial(num_bytes=whole * _ELEMENT_BYTES, count=num_given, call=call, num_wrong=num_wrong)
 
 
 def _seconds(

@@ -10,7 +10,7 @@ A save on rank r of W, while training continues:
 
 If a save fails for a reason that may pass (a full disk, an I/O error), rank 0 logs a warning and training continues: the
 next save tries again. The last save is tried several times, because no other save follows; while the disk is full, it is tried
-until there is room or somebody asks the run to stop, because the finished state is nowhere but in memory.
+until there is room or a signal asks the run to stop, because the finished state is nowhere but in memory.
 
 The threads of different ranks exchange nothing but files; only the loop calls collectives.
 

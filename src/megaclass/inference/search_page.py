@@ -13,7 +13,7 @@ import megaclass.evaluate.report as report
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.files import read_image_file
 from megaclass.errors import DataError
-from megaclass.evaluate.report.pictures import Picture, picture
+from megaclass.evaluate.report.classes import Picture, picture
 from megaclass.files import write_text
 from megaclass.inference.image_index import Neighbour
 from megaclass.inference.loaded_model import LoadedModel

@@ -1,4 +1,4 @@
-"""What happens between two steps: a list of small objects with one method each, in this order.
+"""Work between two steps: a list of small objects with one method each, in this order.
 
     Evaluate    the accuracies of the weights as they are now     every train.evaluate_epochs
     Report      a row of metrics, errors and signals of all ranks every train.report_steps, and before any other hook works
@@ -41,7 +41,7 @@ _SHOWN_WAIT_SHARE = 0.05
 
 @dataclass(slots=True)
 class LoopState:
-    """Where the loop is, and what the hooks have found: the same on every rank, except for `detail`."""
+    """Position of the loop, and what the hooks have found: the same on every rank, except for `detail`."""
 
     done: int
     """Steps done since the start of the run."""

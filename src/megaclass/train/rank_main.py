@@ -59,7 +59,7 @@ class TrainedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticContext:
-    """What a process of an elastic job has besides. All but `here` outlives the generations of the job."""
+    """State that a process of an elastic job has besides. All but `here` outlives the generations of the job."""
 
     commits: Commits
     opened: OpenedData
@@ -72,7 +72,7 @@ class ElasticContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """What one rank is told: everything that it needs from the settings to its exit code."""
+    """Everything that one rank is given for its way from the settings to its exit code."""
 
     config: Config
     world: World

@@ -1,14 +1,49 @@
-"""The report's sections on classes: health of the centres, classes far from their centre, images that fit another class."""
+"""The report's sections with pictures: health of the centres, classes far from their centre, images that fit another class."""
 
+import base64
+import io
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megaclass.data.decode import decode_image
+from megaclass.errors import DataError
 from megaclass.evaluate.protocols.centre_health import CentreHealth
 from megaclass.evaluate.report.charts import Figure, histogram_chart, linear_axis
-from megaclass.evaluate.report.pictures import picture
 from megaclass.evaluate.training_images import TrainingImages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """An image of the page, or the reason why it cannot be shown."""
+
+    source: str = ""
+    description: str = ""
+    error: str = ""
+
+
+def picture(encoded: bytes, description: str = "") -> Picture:
+    try:
+        return Picture(source=_data_uri(encoded), description=description)
+    except DataError as error:
+        return Picture(error=str(error))
+
+
+def _data_uri(encoded: bytes) -> str:
+    if encoded.startswith(b"\xff\xd8\xff"):
+        kind = "jpeg"
+    elif encoded.startswith(b"\x89PNG\r\n\x1a\n"):
+        kind = "png"
+    else:  # training data may also hold BMP, TIFF or WebP, which not every browser shows
+        from PIL import Image
+
+        with io.BytesIO() as converted:
+            Image.fromarray(decode_image(encoded, "a picture in the report")).save(converted, format="PNG")
+            encoded, kind = converted.getvalue(), "png"
+    return f"data:image/{kind};base64,{base64.b64encode(encoded).decode('ascii')}"
+
 
 _NUM_BINS = 40
 

@@ -19,11 +19,9 @@ from megaclass.config.schema import Config
 from megaclass.errors import DataError, UserError
 from megaclass.evaluate.embed import OnProgress
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
+from megaclass.evaluate.report.curves import PlannedMemory, cosine_range, time_parts
 from megaclass.evaluate.report.page import ModelReport, ReportData
-from megaclass.evaluate.report.training.curves import time_parts
-from megaclass.evaluate.report.training.memory import PlannedMemory
-from megaclass.evaluate.report.training.ranges import cosine_range
-from megaclass.evaluate.report.training.ranks import rank_rows
+from megaclass.evaluate.report.ranks import rank_rows
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluate.training_images import TrainingImages, read_training_images
 from megaclass.events_file import read_events

@@ -8,6 +8,7 @@ dark follows the reader's system.
 import base64
 import functools
 import hashlib
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +17,14 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from megaclass.evaluate.protocol import SetResult
+from megaclass.evaluate.protocol import Cell, Row, SetResult
 from megaclass.evaluate.protocols.centre_health import CentreHealth
 from megaclass.evaluate.report.charts import colour
-from megaclass.evaluate.report.classes import centres_section, training_images_section
-from megaclass.evaluate.report.pictures import picture
+from megaclass.evaluate.report.classes import centres_section, picture, training_images_section
+from megaclass.evaluate.report.curves import HealthyRange, PlannedMemory, memory_section, times, training_figures
+from megaclass.evaluate.report.ranks import RankRow, rank_section, time_line, time_line_picture
 from megaclass.evaluate.report.sets import ModelResults, set_sections
-from megaclass.evaluate.report.settings import differing_settings
-from megaclass.evaluate.report.training.curves import times, training_figures
-from megaclass.evaluate.report.training.memory import PlannedMemory, memory_section
-from megaclass.evaluate.report.training.ranges import HealthyRange
-from megaclass.evaluate.report.training.ranks import RankRow, rank_section
-from megaclass.evaluate.report.training.time_line import time_line, time_line_picture
-from megaclass.evaluate.report.training.verdict import History, verdict
+from megaclass.evaluate.report.verdict import History, verdict
 from megaclass.evaluate.results import headline
 from megaclass.evaluate.training_images import TrainingImages
 from megaclass.files import write_text
@@ -195,3 +191,32 @@ def _tiles(models: Sequence[ModelReport]) -> list[dict[str, Any]]:
             {"name": model.name, "colour": colour(place), "value": value, "note": note, "is_long": not deviation}
         )
     return tiles
+
+
+_ABSENT = "–"
+
+
+def differing_settings(configurations: Sequence[tuple[str, str]]) -> list[Row]:
+    """Returns (section.key, values) of the settings that are not the same in all runs; empty for a run alone."""
+    if len(configurations) < 2:
+        return []
+    settings = [_flat(text) for _, text in configurations]
+    names = list(dict.fromkeys(name for one in settings for name in one))
+    # Every run has a folder of its own, which tells nothing about it.
+    names = [name for name in names if name != "train.run_dir"]
+    rows = [(name, [one.get(name, _ABSENT) for one in settings]) for name in names]
+    return [(name, [Cell(value) for value in values]) for name, values in rows if len(set(values)) > 1]
+
+
+def _flat(text: str) -> dict[str, str]:
+    """Returns the settings of a recipe as section.key; nothing if it cannot be read."""
+    try:
+        sections: Mapping[str, Any] = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
+    return {
+        f"{section}.{key}": str(value)
+        for section, values in sections.items()
+        if isinstance(values, Mapping)
+        for key, value in values.items()
+    }

@@ -18,7 +18,7 @@ from megaclass.evaluate.report.charts import (
     line_chart,
     log_axis,
 )
-from megaclass.evaluate.report.pictures import Picture, picture
+from megaclass.evaluate.report.classes import Picture, picture
 from megaclass.evaluate.results import headline, remarks_on
 
 _ABSENT = "–"

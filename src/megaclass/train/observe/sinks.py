@@ -1,4 +1,4 @@
-"""Receivers of metrics: metrics.jsonl, which is authoritative, and on request copies for other services and Prometheus."""
+"""Receivers of metrics: metrics.jsonl, which is authoritative, and on request copies for other services."""
 
 import logging
 from collections import deque
@@ -8,7 +8,6 @@ from typing import Any
 
 from megaclass.config.schema import Config
 from megaclass.errors import CheckpointError, UserError, is_transient
-from megaclass.train.observe.metrics_server import metrics_served
 from megaclass.train.observe.trackers import TRACKERS, SendNumbers, numbers_of
 from megaclass.train.run.folder import RunFolder
 
@@ -32,8 +31,6 @@ def open_sinks(config: Config, run: RunFolder, *, is_new: bool) -> Iterator[Sink
                 for tracker in TRACKERS
                 if tracker.is_wanted(config.train)
             ]
-            if config.train.metrics_port:
-                copies.append(("Prometheus", opened.enter_context(metrics_served(config.train))))
         except (UserError, OSError):
             if is_new:
                 opened.close()

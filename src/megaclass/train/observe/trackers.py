@@ -1,9 +1,10 @@
-"""Copies of the metrics for other services, as one table: TensorBoard, Weights & Biases, MLflow, trackio.
+"""Copies of the metrics for other services, as one table: TensorBoard, Weights & Biases, MLflow, trackio, Prometheus.
 
 A new one is a function that opens it, a setting in config/schema.py, an extra in pyproject.toml and a line in TRACKERS. Rank 0
 alone opens them. If a service refuses at the start, the run does not begin; if it fails later, the run continues without it.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Tracker:
     @property
     def extra(self) -> str:
         """Returns the extra of this package that installs what is needed."""
-        return self.setting.partition("_")[0]
+        return self.packages[0].partition("_")[0]
 
 
 @contextmanager
@@ -136,6 +137,38 @@ def _trackio(config: Config, folder: Path) -> Iterator[SendNumbers]:
         session.finish()
 
 
+@contextmanager
+def _prometheus(config: Config, folder: Path) -> Iterator[SendNumbers]:
+    """Offers the newest numbers at http://ADDRESS:PORT/metrics, as gauges called megaclass_NAME."""
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    address, port = config.train.metrics_address, config.train.metrics_port
+    # A registry of its own: the default one adds numbers about this process.
+    registry, gauges = CollectorRegistry(), dict[str, Gauge]()
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(
+            f"Cannot listen at {address}:{port} (train.metrics_address, train.metrics_port): {reason}. "
+            f"Choose another port, or train.metrics_port=0."
+        ) from error
+
+    def send(numbers: Mapping[str, float], step: int) -> None:
+        for name, value in {"step": float(step), **numbers}.items():
+            full = "megaclass_" + re.sub("[^a-zA-Z0-9_]", "_", name)
+            if full not in gauges:
+                gauges[full] = Gauge(full, f"{name} in the newest row of metrics", registry=registry)
+            gauges[full].set(value)
+
+    try:
+        yield send
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 def _refused(title: str, setting: str, config: Config, error: Exception, advice: str) -> ConfigError:
     given = f"train.{setting}={getattr(config.train, setting)}"
     advice = f"{advice} train.{setting}='' disables it.".strip()
@@ -149,6 +182,9 @@ TRACKERS = (
     Tracker("Weights & Biases", "wandb_project", "''", ("wandb",), _wandb, lambda settings: settings.wandb_project),
     Tracker("MLflow", "mlflow_experiment", "''", ("mlflow",), _mlflow, lambda settings: settings.mlflow_experiment),
     Tracker("trackio", "trackio_project", "''", ("trackio",), _trackio, lambda settings: settings.trackio_project),
+    Tracker(
+        "Prometheus", "metrics_port", "0", ("prometheus_client",), _prometheus, lambda settings: settings.metrics_port
+    ),
 )
 
 

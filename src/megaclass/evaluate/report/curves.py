@@ -1,14 +1,28 @@
-"""The report's section on training: curves over steps and epochs, and where the time went.
+"""The report's section on training: curves with their healthy ranges, where the time went, and the memory.
 
 Values that jump from row to row are drawn as a running mean, with the values themselves faint behind it; the script of the
 page changes how many values a mean takes.
+
+Healthy range of the target cosine. With margin, the own class must win against classes that the image has nothing to do with,
+whose cosines are about 0. Half of the softmax belongs to it when its logit is ln(C - 1), so the cosine c is needed for which
+
+    scale * (cos(m1 * arccos(c) + m2) - m3) = ln(C - 1)
+
+A run ends above it. Far below it the images are still closer to no class than to their own.
+
+Healthy range of the gradient norm. Its size depends on the scale, the batch and the length of the centres, so no number suits
+all runs; its course is telling. After a steep fall in the first tenth it stays within a factor of ten of its median.
 """
 
+import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megaclass.capacity.memory import Memory
+from megaclass.config.schema import HeadConfig
 from megaclass.evaluate.report.charts import (
     NARROW,
     Axis,
@@ -22,8 +36,66 @@ from megaclass.evaluate.report.charts import (
     smoothed,
     with_epochs,
 )
-from megaclass.evaluate.report.training.ranges import HealthyRange, gradient_range
-from megaclass.evaluate.report.training.ranks import PHASES
+from megaclass.head.margins import MARGINS
+from megaclass.phases import PHASES
+from megaclass.progress import size_text
+
+GRADIENT_FACTOR = 10.0
+_MOST_NEEDED = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class HealthyRange:
+    """Values that a run in good order reaches, and why."""
+
+    low: float
+    high: float
+    words: str
+
+
+def cosine_range(head: HeadConfig, num_classes: int | None) -> HealthyRange:
+    """Returns the target cosines that suffice for the own class to win. num_classes: None if it is not known yet."""
+    m1, m2, m3 = _margin_of(head)
+    needed = m3 + math.log(max(2, num_classes or 2) - 1) / head.scale
+    angle = max(0.0, math.acos(min(needed, 1.0)) - m2) / m1
+    low = min(math.cos(min(angle, math.pi)), _MOST_NEEDED)
+    classes = f" among {num_classes:,} classes" if num_classes else ""
+    return HealthyRange(
+        low,
+        1.0,
+        f"Healthy: it starts near 0, rises all the time and ends in the shaded range, from {low:.2f} on. There the own class "
+        f"has more than half of the softmax{classes}, with its margin ({head.margin}) and scale {head.scale:g}.",
+    )
+
+
+def gradient_range(norms: Sequence[float]) -> HealthyRange | None:
+    """Returns the range of a factor of ten around the median without the first tenth; None for too few values."""
+    later = [norm for norm in norms[len(norms) // 10 :] if math.isfinite(norm) and norm > 0]
+    if len(later) < 3:
+        return None
+    middle = statistics.median(later)
+    return HealthyRange(
+        middle / GRADIENT_FACTOR,
+        middle * GRADIENT_FACTOR,
+        "Healthy: it falls steeply at first and then stays in the shaded range, a factor of ten around its median. Growth "
+        "from row to row announces values that are not finite; a fall towards 0 means that nothing is learned any more.",
+    )
+
+
+def _margin_of(head: HeadConfig) -> tuple[float, float, float]:
+    """Returns m1, m2, m3 of cos(m1 * angle + m2) - m3; the margins that vary per image count with their usual size."""
+    if head.margin == "combined":
+        return head.m1 or 1.0, head.margin_size or head.m2 or 0.0, head.m3 or 0.0
+    # What a margin of the user needs is not known: this is what any margin needs.
+    if head.margin == "softmax" or head.margin not in MARGINS:
+        return 1.0, 0.0, 0.0
+    margin, size_field = MARGINS[head.margin]
+    defaults = {one.name: one.default for one in dataclasses.fields(margin)}  # type: ignore[arg-type]
+    # MagFace chooses between 0.45 and 0.8 radians by the length of the embedding; the least suffices here.
+    usual = defaults.get(size_field or "", 0.45)
+    size = head.margin_size if head.margin_size is not None else float(usual)  # type: ignore[arg-type]
+    return (1.0, 0.0, size) if head.margin == "cosface" else (1.0, size, 0.0)
+
 
 Rows = Sequence[Mapping[str, Any]]
 Runs = Sequence[tuple[int, str, Rows]]
@@ -227,3 +299,70 @@ def _parts_of_row(row: Mapping[str, Any], passed: float, num_steps: int) -> dict
     share = min(1.0, max(0.0, float(share))) if share == share else 0.0
     parts = {"computing": passed * (1 - share)}
     return {**parts, "waiting for data": passed * share} if "data_wait_share" in row else parts
+
+
+# Parts of the plan that one colour of the bar stands for, in its order.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "backbone": ("backbone", "gradients", "moving average"),
+    "centres": ("centres",),
+    "optimizer": ("optimizer state", "state of the centres"),
+    "logits": ("logits", "batch in the head"),
+    "activations": ("activations",),
+    "buffers": ("communication buffers", "libraries", "training images"),
+}
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedMemory:
+    """The plan of a run, made from its settings."""
+
+    memory: Memory
+    gpu_name: str
+    gpu_bytes: int
+    is_gpu_known: bool
+    """False if the run trained on a CPU, or on a GPU that the table does not have: the plan is then for another one."""
+
+
+def memory_section(name: str, planned: PlannedMemory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the template's values. rows: of metrics, whose gpu_memory_gib is the largest allocation of rank 0."""
+    parts = planned.memory.parts
+    grouped = {group: sum(parts.get(part, 0) for part in names) for group, names in _GROUPS.items()}
+    grouped["buffers"] += planned.memory.peak - sum(grouped.values())
+    measured = max((float(row["gpu_memory_gib"]) * _GIB for row in rows if row.get("gpu_memory_gib")), default=None)
+    host = planned.memory.host_loader
+    longest = max(planned.memory.peak, measured or 0.0, host, 1.0)
+    bars = [_bar("planned, GPU", grouped, longest)]
+    if measured is not None:
+        bars.append(
+            {"name": "measured, GPU", "total": size_text(measured), "parts": [_part(7, measured, longest, "measured")]}
+        )
+    bars.append(_bar("planned, host", {"loader": host}, longest, first=6))
+    where = (
+        f"a rank of {name}" if planned.is_gpu_known else f"a rank of {name} if it trained on a GPU ({planned.gpu_name})"
+    )
+    text = (
+        f"What megaclass plan counts for {where} at the peak of a step ({planned.memory.peak_moment}): "
+        f"{size_text(planned.memory.peak)} of {size_text(planned.gpu_bytes)}."
+    )
+    if measured is not None:
+        text += (
+            f" The largest allocation of rank 0 was {size_text(measured)}, {measured / planned.memory.peak - 1:+.0%}."
+        )
+    keys = [*grouped, "loader (host memory)"] + ["measured"] * (measured is not None)
+    return {
+        "name": name,
+        "text": text,
+        "legend": keys,
+        "bars": bars,
+        "sizes": [(one, size_text(grouped[one])) for one in grouped],
+    }
+
+
+def _bar(name: str, sizes: Mapping[str, int], longest: float, first: int = 0) -> dict[str, Any]:
+    parts = [_part(first + place, size, longest, group) for place, (group, size) in enumerate(sizes.items())]
+    return {"name": name, "total": size_text(sum(sizes.values())), "parts": parts}
+
+
+def _part(colour: int, size: float, longest: float, name: str) -> dict[str, str]:
+    return {"css": f"part-{colour}", "share": f"{100 * size / longest:.2f}", "text": f"{name} {size_text(size)}"}

@@ -1,4 +1,4 @@
-"""The section about ranks: where the time of each went, which one was slow and when (a heat map), links to profiles."""
+"""The report's pictures over time: the time of each rank, with the slow ones (a heat map), and the events of the run."""
 
 import os
 import statistics
@@ -11,13 +11,14 @@ from typing import Any, TypeGuard
 
 from markupsafe import Markup
 
-OWN_PHASES = ("data", "forward", "backward", "update")
-"""Phases in which a rank works; in exchanges it waits for the others."""
-PHASES = (*OWN_PHASES, "exchange")
+from megaclass.evaluate.report.charts import linear_axis
+from megaclass.phases import OWN_PHASES, SlowRank, find_slow_rank, usual_of_others
+
+SHOWN_PHASES = (*OWN_PHASES, "exchange")
+"""In the order of the bars."""
 _LEVELS = (1.05, 1.1, 1.2, 1.5, 2.0)
 """Ratios to the median of the other ranks at which the colour changes; from the third on (20 %) a rank counts as slow."""
 _MOST_COLUMNS, _MOST_ROWS, _MOST_BARS = 96, 64, 16
-_LEAST_EXCESS_S = 0.001
 _WIDTH, _ROW, _LEFT, _BOTTOM = 960, 14, 66, 34
 
 
@@ -29,8 +30,9 @@ class RankRow:
     own_s: tuple[float, ...]
     slowest_phase: tuple[str, ...]
     """Per rank, the phase in which it is furthest above the median of all ranks."""
+    slow: SlowRank | None = None
     seconds: tuple[tuple[float, ...], ...] = ()
-    """Per rank, the seconds in each of PHASES; empty if the row does not have them."""
+    """Per rank, the seconds in each of SHOWN_PHASES; empty if the row does not have them."""
 
 
 def rank_rows(rows: Sequence[Mapping[str, Any]]) -> list[RankRow]:
@@ -58,6 +60,7 @@ def rank_rows(rows: Sequence[Mapping[str, Any]]) -> list[RankRow]:
                 step=int(row["step"]),
                 own_s=tuple(map(sum, by_rank)),
                 slowest_phase=tuple(phases),
+                slow=find_slow_rank(dict(zip(OWN_PHASES, columns, strict=True))),
                 seconds=seconds,
             )
         )
@@ -79,7 +82,7 @@ def rank_section(
         "title": f"Ranks of {name}",
         "svg": heat_map(rows) if size > 1 else Markup(),
         "text": _summary(rows, size) if size > 1 else "",
-        "phases": PHASES,
+        "phases": SHOWN_PHASES,
         "bars": bars,
         "levels": [f"up to {level:g}" for level in _LEVELS] + [f"above {_LEVELS[-1]:g}"],
         "profiles": [(path.name, _link(path, page)) for path in profiles],
@@ -102,7 +105,7 @@ def rank_bars(rows: Sequence[RankRow]) -> list[dict[str, Any]]:
     return [
         {
             "name": f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}",
-            "text": ", ".join(f"{name} {_time(value)}" for name, value in zip(PHASES, seconds, strict=True)),
+            "text": ", ".join(f"{name} {_time(value)}" for name, value in zip(SHOWN_PHASES, seconds, strict=True)),
             "total": _time(sum(seconds)),
             "shares": [f"{100 * value / longest:.2f}" for value in seconds],
         }
@@ -142,12 +145,6 @@ def heat_map(rows: Sequence[RankRow]) -> Markup:
     return Markup("".join(parts))
 
 
-def usual_of_others(own_s: Sequence[float], rank: int) -> float:
-    """Returns the median time of the other ranks; that of the rank itself if it is alone."""
-    others = [own for other, own in enumerate(own_s) if other != rank]
-    return statistics.median(others) if others else own_s[rank]
-
-
 def _worst(rows: Sequence[RankRow], ranks: range) -> tuple[float, str]:
     """Returns the largest ratio to the median of the others among some ranks and rows, and its description."""
     worst, words = 0.0, "no such rank then"
@@ -163,15 +160,8 @@ def _worst(rows: Sequence[RankRow], ranks: range) -> tuple[float, str]:
 
 
 def slow_reports(rows: Sequence[RankRow]) -> Counter[tuple[int, str]]:
-    """Returns in how many reports each rank was the slowest by more than 20 %, by rank and the phase in which it lost most."""
-    counts: Counter[tuple[int, str]] = Counter()
-    for row in rows:
-        rank = max(range(len(row.own_s)), key=row.own_s.__getitem__)
-        usual = usual_of_others(row.own_s, rank)
-        # As in training: below a millisecond the difference is noise of the clock.
-        if row.own_s[rank] > _LEVELS[2] * usual and row.own_s[rank] - usual >= _LEAST_EXCESS_S:
-            counts[rank, row.slowest_phase[rank]] += 1
-    return counts
+    """Returns in how many reports each rank was slow, by rank and the phase in which it lost most."""
+    return Counter((row.slow.rank, row.slow.phase) for row in rows if row.slow is not None)
 
 
 def _summary(rows: Sequence[RankRow], size: int) -> str:
@@ -196,3 +186,96 @@ def _is_column(values: object) -> TypeGuard[list[float]]:
 
 def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
+
+
+_MOST_EVENTS = 60
+_LONGEST = 160
+_LANES = (
+    "start",
+    "resume",
+    "rank_change",
+    "save",
+    "evaluation",
+    "profile",
+    "slow_rank",
+    "skip",
+    "warning",
+    "hang",
+    "end",
+)
+_BAD = ("slow_rank", "skip", "warning", "hang")
+_MOST_MARKS = 400
+_LINE_WIDTH, _LINE_LEFT, _RIGHT, _LANE = 960, 96, 24, 18
+_UNITS = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""From how many seconds on each unit of the axis is used."""
+
+
+def time_line(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Returns time since the first event, step, event and details; of many events the first and the last are kept."""
+    if not events:
+        return []
+    begun = float(events[0]["time"])
+    rows = [
+        (_clock(float(event["time"]) - begun), _step(event.get("step")), str(event["event"]), _details(event))
+        for event in events
+    ]
+    if len(rows) > _MOST_EVENTS:
+        half = _MOST_EVENTS // 2
+        left_out = ("", "", "…", f"{len(rows) - 2 * half:,} events are left out here")
+        rows = [*rows[:half], left_out, *rows[-half:]]
+    return rows
+
+
+def time_line_picture(events: Sequence[Mapping[str, Any]]) -> Markup:
+    """Draws a lane per kind of event and a mark per event, time to the right; empty if there are no events."""
+    events = [event for event in events if event["event"] in _LANES]
+    if not events:
+        return Markup()
+    begun, ended = float(events[0]["time"]), float(events[-1]["time"])
+    _, unit, unit_name = next(one for one in _UNITS if ended - begun >= one[0])
+    axis = linear_axis(f"{unit_name} since the start", [0.0, max(ended - begun, 1.0) / unit], is_tight=True)
+    lanes = [kind for kind in _LANES if any(event["event"] == kind for event in events)]
+    bottom = _LANE * len(lanes) + 4
+
+    def x(value: float) -> float:
+        return _LINE_LEFT + axis.share(value) * (_LINE_WIDTH - _LINE_LEFT - _RIGHT)
+
+    parts = [f'<svg class="heat" viewBox="0 0 {_LINE_WIDTH} {bottom + 42}" role="img" aria-label="Events over time">']
+    for tick in axis.ticks:
+        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="0" y2="{bottom}"/>')
+        text = escape(axis.tick_text(tick))
+        parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{text}</text>')
+    middle = (_LINE_LEFT + _LINE_WIDTH - _RIGHT) / 2
+    parts.append(f'<text class="axis-label" x="{middle:g}" y="{bottom + 36}" text-anchor="middle">{axis.label}</text>')
+    for place, kind in enumerate(lanes):
+        y = _LANE * place + _LANE / 2 + 2
+        name = kind.replace("_", " ")
+        parts.append(f'<text class="tick" x="{_LINE_LEFT - 12}" y="{y + 4:g}" text-anchor="end">{name}</text>')
+        parts.append(f'<line class="grid" x1="{_LINE_LEFT}" x2="{_LINE_WIDTH - _RIGHT}" y1="{y:g}" y2="{y:g}"/>')
+        alike = [event for event in events if event["event"] == kind]
+        # Of very many, every n-th is drawn: more would lie on top of each other.
+        for event in alike[:: -(-len(alike) // _MOST_MARKS)]:
+            passed = float(event["time"]) - begun
+            words = f"{_clock(passed)}: {name}" + (f" at step {event['step']:,}" if event.get("step") else "")
+            css = "event bad" if kind in _BAD or event.get("outcome") == "failed" else "event"
+            parts.append(
+                f'<circle class="{css}" cx="{x(passed / unit):.1f}" cy="{y:g}" r="4"><title>{escape(words)}</title></circle>'
+            )
+    return Markup("".join([*parts, "</svg>"]))
+
+
+def _details(event: Mapping[str, Any]) -> str:
+    others = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
+    shown = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in others.values())
+    # A text speaks for itself; numbers need their names.
+    text = ", ".join(value if key == "text" else f"{key} {value}" for key, value in zip(others, shown, strict=True))
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _step(step: object) -> str:
+    return f"{step:,}" if isinstance(step, int) else ""
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaclass.evaluate.report.charts import smoothed
-from megaclass.evaluate.report.training.ranges import HealthyRange
-from megaclass.evaluate.report.training.ranks import RankRow, slow_reports
+from megaclass.evaluate.report.curves import HealthyRange
+from megaclass.evaluate.report.ranks import RankRow, slow_reports
 
 _FEWEST_ROWS = 8
 """With fewer rows of metrics no curve can be judged."""
