@@ -9,7 +9,7 @@ import pytest
 
 import megaclass
 from megaclass.cli.main import main
-from megaclass.config.read import changes_refused_on_resume, load_config, to_toml
+from megaclass.config.read import changes_refused_on_resume, load_config, load_config_values, to_toml
 from megaclass.config.schema import Config, DataConfig, HeadConfig, OptimizerConfig, SynthConfig, TrainConfig
 from megaclass.errors import ConfigError
 from megaclass.head.margins import MARGINS
@@ -322,3 +322,9 @@ def test_a_folder_in_the_working_directory_does_not_hide_the_recipe_of_that_name
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     assert load_config(Path("demo")).backbone.name == "slim"
+
+
+def test_a_recipe_of_a_former_version_may_name_a_setting_that_is_gone_and_changed_nothing():
+    tables = {"data": {"path": "unused"}, "train": {"run_dir": "unused"}, "head": {"cuda_graph": "on"}}
+    with pytest.warns(UserWarning, match=r"old.toml: head.cuda_graph has no effect any more"):
+        load_config_values(tables, where="old.toml")

@@ -7,6 +7,7 @@ import sys
 import tomllib
 import types
 import typing
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,10 @@ class _Argument:
     value: Any
 
 
+# Settings of former versions that changed no result: a run folder that has them can still be resumed.
+_REMOVED = {"head.cuda_graph": "has no effect any more: the head has no CUDA graphs. Leave it out."}
+
+
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
@@ -138,7 +143,9 @@ def _hints(cls: type) -> dict[str, Any]:
 def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
     hints = _hints(cls)
     for key in values:
-        if key not in hints:
+        if f"{prefix}{key}" in _REMOVED:
+            warnings.warn(f"{_place(values[key], where)}: {prefix}{key} {_REMOVED[prefix + key]}", stacklevel=2)
+        elif key not in hints:
             raise ConfigError(
                 f"{_place(values[key], where)}: unknown setting {prefix}{key}; {_nearest(key, hints, prefix)}"
             )

@@ -167,8 +167,6 @@ class HeadConfig:
     """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
     kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
-    cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
-    """Replay the head's steps as CUDA graphs on one GPU: auto for small heads, on for all that allow it, off for none."""
 
     def __post_init__(self) -> None:
         _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
