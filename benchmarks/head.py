@@ -4,7 +4,6 @@
                                             # on a GPU: four shapes; fused, chunked, dense, torch.compile
     python benchmarks/head.py --huge        # 100 million classes on one GPU
     python benchmarks/head.py --simulate    # one rank of 64 at 100 million classes
-    python benchmarks/head.py --graphs      # sampled steps with and without CUDA graphs
     python benchmarks/head.py --pulls       # lists of the images of each class, up to a global batch of 262,144
     python benchmarks/head.py --output benchmarks/head-h200.md
 
@@ -22,7 +21,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -314,43 +312,6 @@ def huge_table() -> list[str]:
     return lines
 
 
-def host_timed_step(host_s: list[float], num_classes: int, **options: Any) -> Step:
-    """A step that appends the time which the host took to start it."""
-    step, _ = head_step(num_classes, torch.device("cuda"), **options)
-
-    def timed(x: Tensor, y: Tensor) -> Tensor:
-        start = time.perf_counter()
-        loss = step(x, y)
-        host_s.append(time.perf_counter() - start)
-        return loss
-
-    return timed
-
-
-def graphs_table() -> list[str]:
-    """Sampled steps with and without CUDA graphs, whatever the size. Alternating, because machines slow down and recover."""
-    rounds = 2
-    lines = [
-        "| B, C, r | CUDA graphs | time | host | peak memory |",
-        "|---|---|---|---|---|",
-    ]
-    for size, num_classes, rate in ((1024, 2 << 20, 0.1), (4096, 4 << 20, 0.1)):
-        for cuda_graph in ("off", "on") * rounds:
-            host_s: list[float] = []
-            make = partial(
-                host_timed_step, host_s, num_classes, sample_rate=rate, max_batch=size, cuda_graph=cuda_graph
-            )
-            ms, peak = gpu_time(make, size, num_classes, steps=60, no_waits=True)
-            # The first steps compile and capture.
-            lines.append(
-                f"| {size}, {num_classes:,}, {rate:g} | {cuda_graph} | {ms:.2f} ms | "
-                f"{statistics.median(host_s[8:]) * 1e3:.2f} ms | {peak:.2f} GiB |"
-            )
-            print(lines[-1], flush=True)
-    lines += ["", "Host: time in which the host starts a step, also while it waits because the GPU is far behind."]
-    return lines
-
-
 def pulls_table() -> list[str]:
     """Time of listing the images of each row, for which the update needs them, by the size of the global batch."""
     from megaclass.head.gpu.rows import link_pulls
@@ -456,15 +417,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--huge", action="store_true", help="100 million classes on one GPU")
     parser.add_argument("--simulate", action="store_true", help="one rank of 64 at 100 million classes")
-    parser.add_argument("--graphs", action="store_true", help="sampled steps with and without CUDA graphs")
     parser.add_argument("--pulls", action="store_true", help="lists of the images of each class")
     parser.add_argument("--all", action="store_true", help="the shapes, --huge and --simulate")
     parser.add_argument("--output", type=Path, help="file for the tables (Markdown)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    is_special = args.huge or args.simulate or args.graphs or args.pulls
+    is_special = args.huge or args.simulate or args.pulls
     if (is_special or args.all) and device == "cpu":
-        parser.error("--huge, --simulate, --graphs, --pulls and --all need a GPU, and torch sees none.")
+        parser.error("--huge, --simulate, --pulls and --all need a GPU, and torch sees none.")
     lines = [f"# The head: {heading(device)}", "", *(__doc__ or "").split("\n\n")[-1].strip().splitlines(), ""]
     if device == "cpu":
         lines += cpu_table()
@@ -473,8 +433,6 @@ def main() -> None:
             lines += ["## Time and memory", "", *gpu_table(), "", "## Error against float64", "", *error_table(), ""]
         if args.simulate or args.all:
             lines += ["## One rank of 64, simulated", "", *simulation_table(), ""]
-        if args.graphs or args.all:
-            lines += ["## With and without CUDA graphs", "", *graphs_table(), ""]
         if args.pulls:
             lines += ["## Lists of the images of each class", "", *pulls_table(), ""]
         if args.huge or args.all:

@@ -2,12 +2,10 @@
 
     python benchmarks/step.py [--out benchmarks/step-h200.md] [--quick]
     python benchmarks/step.py --graphs
-    python benchmarks/step.py --head-graphs
 
 Each row runs two ways in the same process: as `megaclass train` does it (bf16, channels last; a transformer with
 train.compile=true) and eager in float16, NCHW, with a loss scale. Images are random and stay on the device: what is timed is
-the step, not the loader. --graphs compares train.cuda_graph off and on instead, in turns, with few classes. --head-graphs
-compares head.cuda_graph off and on, in turns, while the backbone is replayed in both cases.
+the step, not the loader. --graphs compares train.cuda_graph off and on instead, in turns, with few classes.
 """
 
 import argparse
@@ -49,10 +47,6 @@ GRAPH_ROWS = [
     ("mbf", 128),
 ]
 GRAPH_CLASSES, GRAPH_TIMED = 20_000, 15
-HEAD_GRAPH_BACKBONES = ("mbf", "iresnet50")
-HEAD_GRAPH_BATCHES = (128, 256, 512, 1024)
-HEAD_GRAPH_CLASSES = (100_000, 2_000_000)
-HEAD_GRAPH_RATE, HEAD_GRAPH_TURNS, HEAD_GRAPH_TIMED = 0.1, 4, 12
 AIMS = [
     "InsightFace's step as shipped, measured earlier on the same kind of machine: r50 1,858 img/s, r100 1,373, r50 with",
     "2,097,152 classes 2,144, ViT-B 1,137. Required: r50 6,500, r100 3,800; aimed at: 8,000 and 4,800.",
@@ -162,50 +156,6 @@ def print_graphs_table(device: torch.device) -> None:
     print("\nHost: time in which the host starts a step while the GPU has nothing else to do.")
 
 
-def print_head_graphs_table(device: torch.device) -> None:
-    """Whole training steps with and without CUDA graphs of the head. In turns: machines slow down and recover."""
-    print("| backbone | batch | classes | head.cuda_graph | step ms, median | step ms, every turn | host ms |")
-    print("|---|---|---|---|---|---|---|")
-    for name in HEAD_GRAPH_BACKBONES:
-        for num_classes in HEAD_GRAPH_CLASSES:
-            for batch in HEAD_GRAPH_BATCHES:
-                print_head_graphs_rows(name, batch, num_classes, device)
-
-
-def print_head_graphs_rows(name: str, batch: int, num_classes: int, device: torch.device) -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-    steps = {}
-    for setting in ("off", "on"):
-        config = settings(name, batch, HEAD_GRAPH_RATE, True)
-        config = replace(
-            config,
-            train=replace(config.train, cuda_graph="on"),
-            head=replace(config.head, cuda_graph=setting),  # type: ignore[arg-type]
-        )
-        steps[setting] = new_step(config, num_classes, device)
-        for _ in range(WARM_UP):
-            steps[setting]()
-        torch.cuda.synchronize()
-    step_ms: dict[str, list[float]] = {"off": [], "on": []}
-    host_ms: dict[str, list[float]] = {"off": [], "on": []}
-    for _ in range(HEAD_GRAPH_TURNS):
-        for setting, step in steps.items():
-            begun = time.perf_counter()
-            step()
-            host_ms[setting].append((time.perf_counter() - begun) * 1e3)
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            for _ in range(HEAD_GRAPH_TIMED):
-                step()
-            torch.cuda.synchronize()
-            step_ms[setting].append((time.perf_counter() - begun) * 1e3 / HEAD_GRAPH_TIMED)
-    for setting, times in step_ms.items():
-        turns = ", ".join(f"{ms:.2f}" for ms in times)
-        cells = [f"{statistics.median(times):.2f}", turns, f"{statistics.median(host_ms[setting]):.2f}"]
-        print(f"| {name} | {batch} | {num_classes:,} | {setting} | {' | '.join(cells)} |", flush=True)
-
-
 def graphs_cells(name: str, batch: int, setting: str, device: torch.device) -> str:
     """Returns the measured cells of one row of the table."""
     gc.collect()
@@ -256,7 +206,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="the first row only")
     parser.add_argument("--graphs", action="store_true", help="print a table of steps without and with CUDA graphs")
-    parser.add_argument("--head-graphs", action="store_true", help="likewise, CUDA graphs of the head")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/step.py needs a GPU.")
@@ -267,9 +216,6 @@ def main() -> None:
     with process_group(World()) as device:
         if options.graphs:
             print_graphs_table(device)
-            return
-        if options.head_graphs:
-            print_head_graphs_table(device)
             return
         for name, batch, num_classes, rate in ROWS[:1] if options.quick else ROWS:
             ours = measure(name, batch, num_classes, rate, True, device)

@@ -63,14 +63,6 @@ class _Recording(TorchDispatchMode):
         self._graph.actions.append(again)
         return outcome
 
-    def record_launch(self, launch: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        tensors = [getattr(argument, "base", argument) for argument in arguments]
-        self._remember(tensors)
-        self.is_paused = True
-        launch(*arguments, **settings)
-        self.is_paused = False
-        self._graph.actions.append(lambda: launch(*arguments, **settings))
-
     def restore(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)
@@ -111,18 +103,6 @@ class EmulatedRecorder:
         return graph, result
 
 
-def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
-    """Lets heads on a CPU capture their steps; returns the list that receives their graphs, forward and update in turn."""
-    from megaclass.head.gpu import images, kernel, rows, step
-
-    EmulatedRecorder.graphs = []
-    monkeypatch.setattr(step, "Recorder", EmulatedRecorder)
-    monkeypatch.setattr(step, "can_capture", lambda device, num_ranks, **programs: all(programs.values()))
-    for module in (images, rows, kernel):
-        monkeypatch.setattr(module, "launch", _recorded(module.launch))
-    return EmulatedRecorder.graphs
-
-
 def emulate_backbone_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
     """Lets backbones on a CPU capture their steps; returns the list that receives their graphs, forward and backward."""
     from megaclass.train.model import build, graphed_backbone
@@ -149,13 +129,3 @@ def emulate_backbone_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGra
 
     monkeypatch.setattr(graphed_backbone.CapturedBackbone, "__init__", capture_with_shared_memory)
     return EmulatedRecorder.graphs
-
-
-def _recorded(launch: Any) -> Any:
-    def launch_and_record(*arguments: Any, **settings: Any) -> None:
-        if EmulatedRecorder.recording is None:
-            launch(*arguments, **settings)
-        else:
-            EmulatedRecorder.recording.record_launch(launch, arguments, settings)
-
-    return launch_and_record

@@ -116,8 +116,8 @@ def test_what_is_wrong_in_the_file_is_told_with_the_file(recipe, line, message):
 
 def test_a_removed_setting_of_an_older_run_is_ignored_if_it_asks_for_nothing_else(recipe):
     # config.toml of every earlier run lists it.
-    for value in ("auto", "cpu"):
-        assert load_config(recipe(), [f"data.decode={value}"]) == load_config(recipe())
+    for line in ("data.decode=auto", "data.decode=cpu", "head.cuda_graph=on"):
+        assert load_config(recipe(), [line]) == load_config(recipe())
     assert refusal(recipe(), "data.decode=gpu") == (
         "command line: data.decode = 'gpu', but this setting was removed, and only 'auto' or 'cpu' can still be read: "
         "leave data.decode out."

@@ -11,10 +11,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).parent
 HEAD = "head/gpu/test_interpreted.py"
-GRAPHS = "head/gpu/test_captured_step.py"
 NORM = "backbones/test_fused_norm.py"
 SHARES = {
-    "on one rank": ([HEAD, GRAPHS, NORM, "data/test_augment_gpu.py"], "not ranks"),
+    "on one rank": ([HEAD, NORM, "data/test_augment_gpu.py"], "not ranks"),
     "on several ranks": ([HEAD, NORM], "ranks"),
 }
 # A minute on an idle machine.

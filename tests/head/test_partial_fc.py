@@ -574,7 +574,6 @@ def test_fewer_classes_than_ranks_are_refused(run_ranks):
         ({"sample_rate": 1.5}, r"sample_rate is 1.5.*\[0, 1\]"),
         ({"sample_rate": [(5, 0.1)]}, "begins at step 0"),
         ({"kernel": "warp"}, "Unknown kernel 'warp'.*chunked"),
-        ({"cuda_graph": True}, "cuda_graph is True; it must be one of auto, on, off"),
         ({"storage": "int8"}, "storage is 'int8'.*float32"),
         ({"sample_rate": 0.0, "correct_sampling": True}, "correct_sampling is True"),
         ({"filter_above": 2.0}, "filter_above is 2.0"),

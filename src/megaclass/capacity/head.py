@@ -8,11 +8,9 @@ from megaclass.capacity.job import PlannedJob
 from megaclass.head.gpu.tiling import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
-    GRAPH_BYTES,
     SUBCENTRE_TILES,
     cut_classes,
     round_up,
-    step_bytes,
     tiles_for,
 )
 
@@ -34,8 +32,6 @@ class HeadCosts:
     """Most bytes beside the stored exponentials while forward forms them, minus those stored at the end."""
     update_extra: int
     """Bytes beside them while the centres move."""
-    between_steps: int
-    """Bytes of all these that stay allocated when the step is replayed as CUDA graphs."""
     building: int
     """Temporary bytes while the first centres are drawn."""
     flops: float
@@ -74,7 +70,6 @@ def head_costs(job: PlannedJob) -> HeadCosts:
     # unit, operand, own centres, gathered blocks, sums and gradient of the embeddings
     images = parts * gathered * dim * (4 + operand + 4 + operand + 4 + 4)
     images += (16 * drawn + 8 * job.local_classes) * is_sampled
-    is_captured = _is_captured(job, step_bytes(sampled_rows, gathered, dim, operand))
     return HeadCosts(
         centres=rows * dim * size,
         row_state=row_state,
@@ -82,7 +77,6 @@ def head_costs(job: PlannedJob) -> HeadCosts:
         images=images,
         forward_extra=forward_extra,
         update_extra=update_extra,
-        between_steps=(images + stored + max(forward_extra, update_extra)) * is_captured,
         # bits, their copy, the same as floats, and normal numbers
         building=elements * 16,
         flops=parts * (6 + 2 * again) * gathered * sampled_rows * dim,
@@ -93,18 +87,6 @@ def head_costs(job: PlannedJob) -> HeadCosts:
         + 2 * (wide_rows + row_state * sampled_rows / max(1, rows))
         + 9 * job.local_classes * is_sampled,
     )
-
-
-def _is_captured(job: PlannedJob, num_bytes: int) -> bool:
-    """Returns True where the head replays its steps as CUDA graphs (head/gpu/captured_step.py)."""
-    settings = job.config.head
-    is_possible = (
-        job.num_ranks == 1
-        and job.config.train.accumulate == 1
-        and settings.kernel in ("auto", "triton_fused")
-        and settings.margin in ("arcface", "cosface", "softmax")
-    )
-    return is_possible and (settings.cuda_graph == "on" or (settings.cuda_graph == "auto" and num_bytes <= GRAPH_BYTES))
 
 
 def _chunk_bytes(job: PlannedJob, operand: int, width: int) -> list[tuple[int, int]]:

@@ -103,26 +103,23 @@ def _moments(job: PlannedJob, head: HeadCosts) -> dict[str, dict[str, int]]:
     backward = round(float(np.max(step.working[step.num_forward :])))
     forward = round(float(np.max(step.working[: step.num_forward])))
     pool = _graph_pool(job, max(forward, backward))
-    # What stays allocated between the steps is the same memory as what a step needs.
-    logits = max(0, head.between_steps - head.images)
-    images = head.images if head.between_steps else 0
     return {
         "drawing the first centres": {"logits": head.building - head.row_state},
-        "forward of the backbone": {"activations": max(pool, forward), "batch in the head": images, "logits": logits},
+        "forward of the backbone": {"activations": max(pool, forward)},
         "forward of the head": {
             "activations": max(pool, kept),
             "batch in the head": head.images,
-            "logits": max(logits, head.stored + head.forward_extra),
+            "logits": head.stored + head.forward_extra,
         },
         "backward": {
             "activations": max(pool, backward),
             "batch in the head": head.images,
-            "logits": max(logits, head.stored),
+            "logits": head.stored,
         },
         "update of the centres": {
             "activations": pool,
             "batch in the head": head.images,
-            "logits": max(logits, head.stored + head.update_extra),
+            "logits": head.stored + head.update_extra,
         },
     }
 

@@ -18,7 +18,7 @@ CLASS_MEANS = "class_means"
 MAY_CHANGE = {"may_change_on_resume": True}
 """Field metadata of settings that do not change what a run computes, only where, how long or how fast it runs."""
 
-REMOVED = {"data.decode": ("auto", "cpu")}
+REMOVED = {"data.decode": ("auto", "cpu"), "head.cuda_graph": ("auto", "on", "off")}
 """Settings of earlier versions, with the values that mean what happens today: those are ignored, others refused.
 
 Every run folder and every checkpoint lists all settings of its version, so without this none of them could be read again.
@@ -171,8 +171,6 @@ class HeadConfig:
     """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
     kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
-    cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
-    """Replay the head's steps as CUDA graphs on one GPU: auto for small heads, on for all that allow it, off for none."""
 
     def __post_init__(self) -> None:
         _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")

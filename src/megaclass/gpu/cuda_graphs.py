@@ -1,7 +1,7 @@
 """CUDA graphs: the launches of a function are captured once and started with one call from then on.
 
-The head (head/gpu/captured_step.py) and the backbone (train/model/graphed_backbone.py) capture their
-steps. `Recorder` captures; `ShapeGraphs` decides when, and keeps what was captured.
+train/model/graphed_backbone.py uses them. `Recorder` captures; `ShapeGraphs` decides when, and keeps
+what was captured.
 """
 
 import warnings

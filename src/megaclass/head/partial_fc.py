@@ -37,7 +37,6 @@ from torch.autograd.function import once_differentiable
 from megaclass.distributed.collectives import group_rank, group_size
 from megaclass.distributed.gloo_exit import end_gloo_at_exit
 from megaclass.errors import HeadError
-from megaclass.gpu.cuda_graphs import CudaGraph
 from megaclass.head import state_dict as head_state
 from megaclass.head.centres import STORAGE_DTYPES, Centres
 from megaclass.head.engine import StepEngine, choose_engine
@@ -116,7 +115,6 @@ class PartialFC(nn.Module):
         filter_above: float | None = None,
         correct_sampling: bool = False,
         stored_bytes: int | None = None,
-        cuda_graph: CudaGraph = "auto",
         module_state: ModuleState = "refuse",
         device: torch.device | str | None = None,
     ) -> None:
@@ -138,10 +136,6 @@ class PartialFC(nn.Module):
         correct_sampling: weight drawn negatives by 1 / sample rate, so that the softmax denominator is unbiased.
         stored_bytes: most bytes of exponentials kept for backward; the rest is computed again. By default an eighth of the
             GPU's memory.
-        cuda_graph: "auto" replays a step of `triton_fused` as CUDA graphs where starting its launches takes longer than
-            running them: on one rank, with ArcFace, CosFace or no margin and a built-in optimizer, when its exponentials
-            and unit centres take at most 1 GiB, after three steps of the same shape. That memory stays allocated between
-            the steps. "on" lifts the limit of 1 GiB, "off" captures nothing. The results are the same.
         module_state: behaviour of state_dict() of a module around a head on several ranks. "refuse" raises, "whole"
             gathers all classes (collective), "local" holds this rank's classes.
         device: by default the head moves to the device of the first embeddings it is given.
@@ -166,7 +160,6 @@ class PartialFC(nn.Module):
             filter_above=filter_above,
             correct_sampling=correct_sampling,
             stored_bytes=stored_bytes,
-            cuda_graph=cuda_graph,
             module_state=module_state,
         )
         self.embedding_dim, self.num_classes = embedding_dim, num_classes

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch import Tensor
 from megaclass.distributed.collectives import gather_blocks, group_rank, group_size
 from megaclass.distributed.devices import usable_device
 from megaclass.errors import HeadError
-from megaclass.gpu.cuda_graphs import CudaGraph
 from megaclass.head.centres import STORAGE_DTYPES
 from megaclass.head.margins import MARGINS, ArcFace, Margin
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
@@ -27,8 +26,6 @@ from megaclass.head.state_dict import MODULE_STATES, ModuleState
 from megaclass.world import world_from_environment
 
 _T = TypeVar("_T")
-
-CUDA_GRAPHS: tuple[str, ...] = get_args(CudaGraph)
 
 # Settings that ranks compare are sent as JSON text of this fixed size.
 _SETTINGS_BYTES = 8192
@@ -59,7 +56,6 @@ class HeadSettings:
     correct_sampling: bool
     stored_bytes: int | None
     module_state: ModuleState
-    cuda_graph: CudaGraph
 
     def __post_init__(self) -> None:
         limits: dict[str, tuple[bool, str]] = {
@@ -69,7 +65,6 @@ class HeadSettings:
             "max_batch": (self.max_batch is None or self.max_batch >= 1, "None or at least 1"),
             "gradient_scale": (self.gradient_scale in ("mean", "sum"), "'mean' or 'sum'"),
             "module_state": (self.module_state in MODULE_STATES, f"one of {', '.join(MODULE_STATES)}"),
-            "cuda_graph": (self.cuda_graph in CUDA_GRAPHS, f"one of {', '.join(CUDA_GRAPHS)}"),
             "storage": (self.storage in STORAGE_DTYPES, f"one of {', '.join(STORAGE_DTYPES)}"),
             "stored_bytes": (self.stored_bytes is None or self.stored_bytes >= 0, "None, or 0 or more"),
             "filter_above": (self.filter_above is None or 0 < self.filter_above <= 1, "None or a cosine in (0, 1]"),
@@ -101,7 +96,7 @@ class HeadSettings:
                 )
 
     def _compared(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks. `kernel`, `stored_bytes` and `cuda_graph` may differ."""
+        """Settings that must be equal on all ranks. `kernel` and `stored_bytes` may differ."""
         names = (
             "embedding_dim", "num_classes", "seed", "max_batch", "gradient_scale", "filter_above", "correct_sampling",
             "module_state", "storage", "num_subcentres",

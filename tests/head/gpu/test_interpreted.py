@@ -467,3 +467,25 @@ def _overwrite(kind: str) -> str:
 def test_a_write_by_something_else_is_raised_on_all_ranks(run_ranks, kind, outcome):
     for message in run_ranks(3, _overwrite, kind):
         assert outcome in message
+
+
+@outside
+def test_numbers_that_stay_the_same_are_written_once(monkeypatch):
+    from megaclass.head.gpu.rows import StepNumbers
+
+    numbers = StepNumbers(torch.device("cpu"))
+    written: list[Any] = []
+    fill = Tensor.fill_
+    monkeypatch.setattr(Tensor, "fill_", lambda self, value: written.append(value) or fill(self, value))
+    for step, lr in ((0, 0.1), (0, 0.1), (7, 0.1), (7, 0.2)):
+        numbers.set_step(step)
+        numbers.set_factors(lr, 1.0, None)
+    assert written == [0.1, 1.0, 7, 0.2] and numbers.step.item() == 7
+    # A tensor's value is not known to the host, so the number after it is written again.
+    numbers.set_factors(torch.tensor(0.5, dtype=torch.float64), torch.tensor([4.0]), torch.tensor(True))
+    assert numbers.factors.tolist() == [0.5, 4.0, 1.0] and len(written) == 4
+    numbers.set_factors(0.2, 4.0, None)
+    assert written[4:] == [0.2, 4.0, 0.0]
+    numbers.set_step(3)
+    assert numbers.step.item() == 3
+    assert numbers.factors.tolist() == pytest.approx([0.2, 4.0, 0.0])

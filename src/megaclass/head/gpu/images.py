@@ -53,22 +53,18 @@ class Block:
     """Of the embeddings."""
 
 
-def new_block(max_batch: int, width: int, dtype: torch.dtype, device: torch.device) -> Block:
-    """Returns memory for a block of `width` columns."""
+def pack(embeddings_BD: Tensor, labels_B: Tensor, max_batch: int, *, check: OverwriteCheck, step: Tensor) -> Block:
+    """OverwriteCheck.control_word, OverwriteCheck.renew and the first half of gather_batch in one launch."""
+    (count, width), dtype = embeddings_BD.shape, embeddings_BD.dtype
     layout = BlockLayout(max_batch, width, dtype.itemsize)
-    return Block(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device), layout, dtype)
-
-
-def pack_(block: Block, embeddings_BD: Tensor, labels_B: Tensor, *, check: OverwriteCheck, step: Tensor) -> None:
-    """Fills the block: OverwriteCheck.control_word, OverwriteCheck.renew and the first half of gather_batch in one launch."""
-    layout, (count, width) = block.layout, embeddings_BD.shape
+    data = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
     if embeddings_BD.stride(1) != 1:
         embeddings_BD = embeddings_BD.contiguous()
     launch(
         image_programs.pack_block,
         max(1, layout.max_batch),
-        block.data.view(torch.int64),
-        block.data[layout.rows_at :].view(block.dtype),
+        data.view(torch.int64),
+        data[layout.rows_at :].view(dtype),
         embeddings_BD,
         labels_B.contiguous(),
         check.watched,
@@ -84,6 +80,7 @@ def pack_(block: Block, embeddings_BD: Tensor, labels_B: Tensor, *, check: Overw
         LANES=NUM_WATCHED,
         MULTIPLIER=MULTIPLIER,
     )
+    return Block(data, layout, dtype)
 
 
 def gather(block: Block, group: dist.ProcessGroup | None) -> Gathered:
@@ -228,15 +225,6 @@ def finish_losses(
     return LossesAndSlopes(log_total_G, slope_G, None, mean_loss=loss)
 
 
-def make_room_for_weights(part: LossPart) -> None:
-    """Gives the part the memory that backward writes and the update reads, at addresses that are known after forward."""
-    problem, (num_rows, device) = part.problem, (part.images.unit_GD.shape[0], part.images.unit_GD.device)
-    part.negative_coefficients_G = torch.empty(num_rows, dtype=torch.float64, device=device)
-    part.target_coefficients_G = torch.empty(num_rows, device=device)
-    weighted_GD = torch.empty(problem.unit_GD.shape, dtype=problem.exp_dtype, device=device)
-    stored_products(problem).weighted_GD = weighted_GD
-
-
 def grad_embeddings(
     part: LossPart,
     upstream: Tensor,
@@ -250,11 +238,13 @@ def grad_embeddings(
 ) -> Tensor | None:
     """PlainStep.backward: a launch before the reduce-scatter, one after.
 
-    make_room_for_weights() comes before it.
+    Also leaves the weighted images for the update.
     """
     problem, images, stored = part.problem, part.images, stored_products(part.problem)
     device, (num_rows, dim) = images.unit_GD.device, images.unit_GD.shape
-    weights_G = torch.empty(num_rows, dtype=torch.float64, device=device)
+    part.negative_coefficients_G, weights_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
+    part.target_coefficients_G = torch.empty(num_rows, device=device)
+    stored.weighted_GD = torch.empty(problem.unit_GD.shape, dtype=problem.exp_dtype, device=device)
     grad_GD = torch.empty((num_rows, dim), device=device) if wants_images else None
     if num_rows:
         launch(

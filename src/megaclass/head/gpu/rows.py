@@ -25,11 +25,10 @@ _LINK_BLOCK = 256
 class StepNumbers:
     """The step's number and the factors of its update, on the device, from where the programs read them.
 
-    A number that is an argument of a program is fixed once the launch is part of a CUDA graph (captured_step.py). The keys of
-    random numbers are not among them: the programs derive those from the step's number and a prefix that the seed determines.
+    Learning rate, loss scale and skip flag may be tensors, which the host does not read. The keys of random numbers follow from
+    the step's number and a prefix that the seed determines; the programs derive them.
 
-    The host remembers what it has written, so that a number that stays the same costs no launch. Only the thread that trains
-    calls these methods, and never while a graph is captured, with one exception: set_step() with the number already there.
+    The host remembers what it has written: a number that stays the same costs no launch.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,25 +17,15 @@
 
 The host waits for nothing within a step: the list of drawn classes has a fixed, padded length, and faults and skips are read
 on the device by the program that moves the rows. What changes from step to step is read on the device, too (StepNumbers).
-
-If starting the launches takes longer than the launches, forward and update become CUDA graphs after a few steps
-(captured_step.py). Such a step runs the same programs on the same numbers. Steps that differ, by begin_step(), is_measured, a
-skip on the host or another shape, run theirs one by one, also on what a graph has left: a GraphedPart is an ordinary part to
-everything but `update`.
 """
 
 import torch
 from torch import Tensor
 
-from megaclass.distributed.collectives import group_size
-from megaclass.gpu.cuda_graphs import Recorder
-from megaclass.gpu.triton_launch import is_compiling_only
 from megaclass.head.gather_batch import largest_batch
 from megaclass.head.gpu import images as gpu_images
 from megaclass.head.gpu import rows as gpu_rows
-from megaclass.head.gpu.captured_step import CapturedStep, GraphedPart, StepGraphs, StepShape, can_capture
 from megaclass.head.gpu.rows import StepNumbers
-from megaclass.head.gpu.tiling import step_bytes
 from megaclass.head.problem import Kernel
 from megaclass.head.sampling import sample_capacity
 from megaclass.head.step import (
@@ -69,13 +59,6 @@ class FusedStep:
         self._margin_numbers = gpu_images.margin_numbers(context.margin, context.device)
         self._can_update = gpu_rows.can_update(context.store.optimizer)
         self._numbers = StepNumbers(context.device)
-        is_possible = can_capture(
-            context.device,
-            group_size(context.group),
-            has_margin_program=self._margin_numbers is not None,
-            has_update_program=self._can_update,
-        )
-        self._graphs = StepGraphs(context.settings.cuda_graph, is_possible=is_possible)
 
     def plan(self, labels_G: Tensor, counts_W: Tensor, step: int) -> StepPlan:
         settings, classes = self.context.settings, self.context.store.classes
@@ -100,41 +83,16 @@ class FusedStep:
         product_dtype: torch.dtype,
         for_backward: ForBackward | None,
     ) -> tuple[StepPlan, LossPart]:
-        settings = self.context.settings
+        context, settings = self.context, self.context.settings
         max_batch = settings.max_batch
         if max_batch is None:
             # The only wait of this step: the gathered buffer cannot be allocated without the size.
-            max_batch = largest_batch(len(labels_B), labels_B.device, self.context.group)
+            max_batch = largest_batch(len(labels_B), labels_B.device, context.group)
         self._numbers.set_step(step)
-        check = self.context.store.overwrite_check
-        captured = None
-        # Programs that are only compiled and not run would not be part of a graph either.
-        if for_backward is not None and planned is None and not is_compiling_only():
-            rate = settings.rates.at(step)
-            shape = StepShape(max_batch, embeddings_BD.dtype, product_dtype, rate, for_backward, check)
-            captured = self._graphs.find(shape, self._num_bytes(shape), lambda shape: self._capture(shape, step))
-        # The launch that packs the block also compares and renews the watched numbers, so that a change of the centres
-        # counts once.
-        block = captured.block if captured is not None else self._new_block(max_batch, embeddings_BD.dtype)
-        gpu_images.pack_(block, embeddings_BD, labels_B, check=check, step=self._numbers.step)
-        if captured is not None:
-            outcome: tuple[StepPlan, LossPart] = captured.forward()
-        else:
-            outcome = self._forward_packed(block, planned, step, product_dtype, for_backward)
-        # Looks at a copy of some forwards ago, which has arrived by now, and starts the next copy.
-        self.faults.look(settings.num_classes)
-        return outcome
-
-    def _forward_packed(
-        self,
-        block: gpu_images.Block,
-        planned: StepPlan | None,
-        step: int,
-        product_dtype: torch.dtype,
-        for_backward: ForBackward | None,
-    ) -> tuple[StepPlan, LossPart]:
-        """Collective. The part of forward that reads the embeddings from the packed block."""
-        context, num_classes = self.context, self.context.settings.num_classes
+        # Also compares and renews the watched numbers of the centres, so that a change counts once.
+        block = gpu_images.pack(
+            embeddings_BD, labels_B, max_batch, check=context.store.overwrite_check, step=self._numbers.step
+        )
         gathered = gpu_images.gather(block, context.group)
         images = gpu_images.prepare(gathered, context.store, product_dtype)
         plan = planned if planned is not None else self.plan(images.labels_G, images.counts_W, step)
@@ -147,7 +105,7 @@ class FusedStep:
         mass_G, cosines_G, num_overflowed = sum_masses(context, problem, targets, self.kernel, plan.overflowed)
         # After the all-reduce, which also counts the ranks whose list was too short: one launch records the first fault.
         first_fault = self.faults.first_fault
-        gpu_images.note_faults(first_fault, gathered, images, num_overflowed, num_classes, self._numbers.step)
+        gpu_images.note_faults(first_fault, gathered, images, num_overflowed, settings.num_classes, self._numbers.step)
         if self._margin_numbers is None:
             losses = finish_losses(context, plan, targets, mass_G, cosines_G)
         else:
@@ -160,10 +118,9 @@ class FusedStep:
                 plan.num_images,
                 first_fault,
             )
-        part = new_part(context, images, problem, targets, cosines_G, losses)
-        if for_backward is not None:
-            gpu_images.make_room_for_weights(part)
-        return plan, part
+        # Looks at a copy of some forwards ago, which has arrived by now, and starts the next copy.
+        self.faults.look(settings.num_classes)
+        return plan, new_part(context, images, problem, targets, cosines_G, losses)
 
     def backward(
         self, plan: StepPlan, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
@@ -198,9 +155,6 @@ class FusedStep:
         self._numbers.set_step(step)
         if self._can_update:
             self._numbers.set_factors(lr, loss_scale, device_skip)
-        if isinstance(parts[0], GraphedPart) and len(parts) == 1 and not is_measured and not is_skipped:
-            parts[0].captured.update(parts[0])
-            return None
         stats = None
         if not is_skipped:
             squares: list[Tensor] | None = [] if is_measured else None
@@ -243,32 +197,3 @@ class FusedStep:
                 first_fault=self.faults.first_fault,
                 squares=squares,
             )
-
-    # ---- CUDA graphs -------------------------------------------------------------------------------------------
-
-    def _new_block(self, max_batch: int, dtype: torch.dtype) -> gpu_images.Block:
-        return gpu_images.new_block(max_batch, self.context.settings.embedding_dim, dtype, self.context.device)
-
-    def _num_bytes(self, shape: StepShape) -> int:
-        store, num_images = self.context.store, shape.max_batch
-        num_local = len(store.classes)
-        num_classes = num_local if shape.rate == 1 else sample_capacity(num_local, shape.rate, num_images)
-        return step_bytes(
-            num_classes * store.num_subcentres,
-            num_images,
-            self.context.settings.embedding_dim,
-            shape.product_dtype.itemsize,
-        )
-
-    def _capture(self, shape: StepShape, step: int) -> CapturedStep:
-        """Captures forward and update; runs nothing."""
-        block = self._new_block(shape.max_batch, shape.embeddings_dtype)
-
-        def forward() -> tuple[StepPlan, LossPart]:
-            return self._forward_packed(block, None, step, shape.product_dtype, shape.for_backward)
-
-        def update(part: LossPart) -> None:
-            self._update_rows([part], None)
-            self.context.store.overwrite_check.renew()
-
-        return CapturedStep(shape, Recorder(self.context.device), block, forward, update)

@@ -12,9 +12,6 @@ _START_TILES = 8
 """Time in which a program starts, as a number of tiles: it loads its images and waits for its first centres."""
 GRADIENT_BYTES = 128 << 20
 """Gradient of the centres that waits for its update. Smaller ones that stay in the L2 cache gain less than launches cost."""
-GRAPH_BYTES = 1 << 30
-"""Most bytes (step_bytes) of a step that becomes a CUDA graph by default: about 3 ms of an H200, as long as the host takes to
-start the step's launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +96,6 @@ def _choose_splits(num_image_tiles: int, num_class_tiles: int, num_places: int) 
         return num_rounds * (-(-num_class_tiles // splits) + _START_TILES)
 
     return min(range(1, num_places + 1), key=duration)
-
-
-def step_bytes(num_rows: int, num_images: int, dim: int, itemsize: int) -> int:
-    """Returns the bytes of the exponentials and unit centres of all rows that take part: a measure of time and memory.
-
-    num_rows: classes that take part, times sub-centres. itemsize: of the products' operands.
-    """
-    return num_rows * (num_images + dim) * itemsize
 
 
 def next_power_of_2(number: int) -> int:

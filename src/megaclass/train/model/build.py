@@ -109,7 +109,6 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         num_subcentres=config.head.subcentres,
         filter_above=config.head.filter_above,
         stored_bytes=None if config.head.stored_gib is None else round(config.head.stored_gib * 2**30),
-        cuda_graph=config.head.cuda_graph,
         device=device,
     )
     called = backbone
