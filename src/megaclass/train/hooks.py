@@ -1,7 +1,7 @@
 """Work between two steps: a list of small objects with one method each, in this order.
 
     Evaluate    the accuracies of the weights as they are now     every train.evaluate_epochs
-    Report      a row of metrics, errors and signals of all ranks every train.report_steps, and before any other hook works
+    ReportMetrics  a row of metrics, errors and signals of all ranks every train.report_steps, and before any other hook works
     Commit      the state, into the memory of an elastic job      every train.commit_steps, and before a checkpoint
     Save        a checkpoint                                      every train.checkpoint_epochs, and before the loop is left
 
@@ -99,7 +99,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportMetrics:
     run: Run
     model: Model
     meter: Meter
@@ -217,7 +217,7 @@ def open_hooks(
         commit.commit(now.done)
     return [
         Evaluate(run, model, meter, observer),
-        Report(run, model, meter, observer, data_errors, signals, commits, send_row),
+        ReportMetrics(run, model, meter, observer, data_errors, signals, commits, send_row),
         ShowProgress(held.enter_context(new_bar)),
         *([commit] if commit is not None else []),
         Save(run, model, observer, writer),
