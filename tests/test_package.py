@@ -111,7 +111,7 @@ def test_the_wheels_own_code_is_what_runs_there(commands, tmp_path):
 
 def test_importing_the_package_does_not_import_torch(commands, tmp_path):
     code = (
-        "import sys, megaclass, megaclass.config.schema, megaclass.world, megaclass.launch.launchers.local\n"
+        "import sys, megaclass, megaclass.config.schema, megaclass_launch.world, megaclass_launch.launchers.local\n"
         "print('torch' in sys.modules)"
     )
     assert call(commands / "python", "-c", code, cwd=tmp_path) == "False\n"

@@ -16,12 +16,12 @@ import torch
 
 import megaclass
 from megaclass.cli.main import main
-from megaclass.launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
-from megaclass.launch.check.probe import code_digest
-from megaclass.launch.check.report import FindingState, Report, bad, good
-from megaclass.launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
-from megaclass.launch.wire.plain_text import plain_lines
-from megaclass.launch.wire.protocol import ProtocolError
+from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
+from megaclass_launch.check.probe import code_digest
+from megaclass_launch.check.report import FindingState, Report, bad, good
+from megaclass_launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
+from megaclass_launch.wire.plain_text import plain_lines
+from megaclass_launch.wire.protocol import ProtocolError
 
 _MEMORY = {"free_bytes": 130 << 30, "total_bytes": 140 << 30}
 GPU = {"name": "NVIDIA H200", "microseconds": 25.0, "is_right": True, **_MEMORY}
@@ -91,7 +91,7 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
     old = finding("TensorFlow", tensorflow="2.15.1")
     assert (old.state, old.advice) == (
         FindingState.DOUBTFUL,
-        'megaclass.hvd.tensorflow needs 2.16 or later: pip install "tensorflow>=2.16"',
+        'horovod.tensorflow needs 2.16 or later: pip install "tensorflow>=2.16"',
     )
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megaclass.errors import LaunchError
-from megaclass.launch.options import parse_options
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.options import parse_options
 
 
 def refusal(*arguments, env=None):
