@@ -18,7 +18,7 @@ class CannotPickleError(LaunchError, ValueError):
 
 def has_cloudpickle() -> bool:
     try:
-        import cloudpickle  # noqa: F401
+        import cloudpickle
     except ImportError:
         return False
     return True

@@ -56,7 +56,7 @@ def _run(args: Any) -> list[Any] | None:
         *(part for flag, value in values.items() if value for part in (flag, str(value))),
         *(flag for flag, is_on in switches.items() if is_on),
     ]
-    launcher = [sys.executable, "-P", "-m", "megaclass", "run", "--horovod", *options, *args.command]
+    launcher = [sys.executable, "-P", "-m", "megaclass_launch", "run", "--horovod", *options, *args.command]
     done = subprocess.run(launcher, env={**os.environ, **environment_for(tuned)})
     if done.returncode:
         raise RuntimeError(

@@ -153,10 +153,9 @@ class _FunctionCall:
         call_reader, call_writer = os.pipe()
         results_reader, results_writer = os.pipe()
         task = [self._executable, "-m", "horovod.runner.run_function_worker"]
-        # The mark gives functions Horovod's environment variables, as its own run() does. It does not put the shims on
-        # PYTHONPATH: an installed Horovod stays importable.
+        # The mark gives functions Horovod's environment variables, as its own run() does.
         own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
-        command = [sys.executable, "-P", "-m", "megaclass", "run", *own, *options, *task]
+        command = [sys.executable, "-P", "-m", "megaclass_launch", "run", *own, *options, *task]
         # The launcher takes the end of the first pipe for the end of this process: it stays open until the job is over.
         with os.fdopen(call_writer, "wb", buffering=0) as to_launcher, os.fdopen(results_reader, "rb") as from_launcher:
             try:

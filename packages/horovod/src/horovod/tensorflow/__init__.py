@@ -1,4 +1,4 @@
-"""Horovod's API for TensorFlow: `import horovod.tensorflow as hvd` in place of `import horovod.tensorflow as hvd`.
+"""Horovod's API for TensorFlow: `import horovod.tensorflow as hvd`.
 
 bridge                 runs collectives of the engine on TensorFlow's tensors: eagerly, in tf.function, in v1 sessions
 reductions, gathers    the collectives and their gradients; mpi_ops: all of them, with rank, size, join and barrier
@@ -15,14 +15,11 @@ The engine is the one of the torch API, with its negotiation, fusion, process se
 import typing as _typing
 from importlib import import_module as _import_module
 
-try:
-    import tensorflow as _tf
-except ImportError as _error:
-    raise ImportError(
-        "horovod.tensorflow needs TensorFlow 2.16 or later, which is not installed: pip install 'megaclass-horovod[tensorflow]'."
-    ) from _error
+from horovod.common.util import check_extension
 
-from horovod.common.util import check_extension, gpu_available, split_list
+check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+
+from horovod.common.util import gpu_available, split_list
 from horovod.tensorflow.compression import *
 from horovod.tensorflow.functions import *
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
@@ -31,24 +28,10 @@ from horovod.tensorflow.optimizer import *
 from horovod.tensorflow.reductions import *
 from horovod.tensorflow.sessions import *
 from horovod.tensorflow.tape import *
+from horovod.tensorflow.util import _executing_eagerly, refs_to_vars, vars_to_refs
 
 if _typing.TYPE_CHECKING:
     from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
-
-
-def vars_to_refs(variables: _typing.Any) -> _typing.Any:
-    """Returns a tuple of references, which can be hashed, for a list of variables or a list of such lists."""
-    if isinstance(variables, list):
-        return tuple(vars_to_refs(variable) for variable in variables)
-    return variables.ref() if hasattr(variables, "ref") else variables
-
-
-def refs_to_vars(references: _typing.Any) -> _typing.Any:
-    """Returns the variables of vars_to_refs()."""
-    if isinstance(references, tuple):
-        return [refs_to_vars(reference) for reference in references]
-    return references.deref() if hasattr(references, "deref") else references
-
 
 if not _typing.TYPE_CHECKING:
     # Type checkers take every name of this module that has no underscore.
@@ -62,7 +45,7 @@ if not _typing.TYPE_CHECKING:
         "keras",
         "mpi_ops",
     }
-    _MODULES |= {"elastic", "optimizer", "reductions", "sessions", "sync_batch_norm", "tape"}
+    _MODULES |= {"elastic", "optimizer", "reductions", "sessions", "sync_batch_norm", "tape", "util"}
     __all__ = [
         *(name for name in globals() if not name.startswith("_") and name not in _MODULES),
         "SyncBatchNormalization",

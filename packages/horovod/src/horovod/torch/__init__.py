@@ -1,44 +1,41 @@
-"""Horovod's API over torch.distributed: `import horovod.torch as hvd` in place of `import horovod.torch as hvd`.
+"""Horovod's API for PyTorch: `import horovod.torch as hvd`.
 
-lifecycle       init, shutdown, rank, size and the questions about the build
-collectives/    one file per operation: allreduce, allgather, broadcast, alltoall, reducescatter; handles: call -> handle
+mpi_ops         the collective operations, and init, shutdown, rank, size and the questions about the build
 optimizer       DistributedOptimizer; optimizers/ has its two kinds: gradients, adasum
 functions       broadcasts of objects, parameters and optimizer states
+compression, sync_batch_norm
 elastic/        jobs whose number of ranks changes: run, TorchState, ElasticSampler
-run_function    run(): calls a function on every rank, through the launcher
-engine/         how ranks agree on what to do next (read controller.py, then negotiation.py, then rank0/)
-transport/      how agreed operations are executed
-compat/         Horovod's own module paths
 
-Public names are the `__all__` of the modules in _MODULES. They are loaded on first use, so that a launcher that asks
-for `shims_folder()` does not load torch.
+Public names are the `__all__` of the modules in _MODULES. They are loaded on first use, because the modules of the other
+frameworks import some of these modules while they are being imported themselves.
 """
 
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megaclass_launch.horovod_options import shims_folder as shims_folder
-
 if TYPE_CHECKING:
-    from horovod.runner.run_function import *
     from horovod.torch.compression import *
     from horovod.torch.functions import *
     from horovod.torch.mpi_ops import *
     from horovod.torch.optimizer import *
     from horovod.torch.sync_batch_norm import *
 
-_MODULES = ("mpi_ops", "compression", "functions", "optimizer", "run_function", "sync_batch_norm")
+_MODULES = ("mpi_ops", "compression", "functions", "optimizer", "sync_batch_norm")
 # Horovod has these in mpi_ops only.
 _NOT_HERE = {"handle_average_backwards_compatibility", "is_homogeneous"}
+_MPI_LIB_AVAILABLE = True
+
+
+def _check_has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        return import_module(f"{__name__}.elastic")
-    # `from horovod.torch import <module>` asks here first; AttributeError makes Python import the module itself.
-    if find_spec(f"{__name__}.{name}") is not None:
-        raise AttributeError(f"module {__name__}.{name} is not imported yet")
+    if not name.startswith("__") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
     public = _public_names()
     # From now on Python finds them without calling this function.
     globals().update(public, __all__=sorted(public))
@@ -49,8 +46,7 @@ def __getattr__(name: str) -> Any:
 
 def _public_names() -> dict[str, Any]:
     modules = [import_module(f"{__name__}.{module}") for module in _MODULES]
-    found = {name: getattr(module, name) for module in modules for name in module.__all__ if name not in _NOT_HERE}
-    return {**found, "shims_folder": shims_folder}
+    return {name: getattr(module, name) for module in modules for name in module.__all__ if name not in _NOT_HERE}
 
 
 def __dir__() -> list[str]:

@@ -76,3 +76,17 @@ def DistributedOptimizer(
     else:
         wrapped._set_up(op, gradient_predivide_factor, groups, sparse_as_dense, process_set)
     return wrapped
+
+
+# Names that Horovod's own module has as well.
+from horovod.common.util import split_list
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import (
+    Sum,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    rocm_built,
+    size,
+    sparse_allreduce_async,
+    synchronize,
+)

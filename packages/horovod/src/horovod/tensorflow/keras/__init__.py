@@ -1,6 +1,6 @@
 """Horovod's API for Keras 3.
 
-`import horovod.tensorflow.keras as hvd` replaces `import horovod.tensorflow.keras as hvd`.
+`import horovod.tensorflow.keras as hvd`.
 
 Keras runs on TensorFlow here: KERAS_BACKEND is tensorflow, its default.
 """
