@@ -86,11 +86,6 @@ TUNABLES = (
 # fmt: on
 
 
-def shims_folder() -> str:
-    """Returns the folder with the modules named `horovod`, to put first on PYTHONPATH of a job that imports them."""
-    return str(Path(__file__).parents[1] / "hvd" / "compat" / "shims")
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, hidden from --help; an option that is not given is None."""
     for tunable in TUNABLES:
@@ -111,7 +106,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as error:
-        raise LaunchError(f"--config-file {path} needs PyYAML: pip install 'megaclass-horovod'.") from error
+        raise LaunchError(f"--config-file {path} needs PyYAML: pip install 'megaclass-launch[yaml]'.") from error
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_CONFIG_CHARACTERS + 1)

@@ -17,7 +17,6 @@ from megaclass_launch.horovod_options import (
     environment_for,
     from_config,
     read_config,
-    shims_folder,
     what_is_wrong,
 )
 from megaclass_launch.launchers import LAUNCHERS
@@ -67,8 +66,8 @@ class RunOptions:
     workdir: str
     remote_prefix: str
     given_env: Mapping[str, str]
-    program_folder: Path | None
-    """Folder to put first on the PATH: that of the command horovodrun, with --horovod."""
+    is_horovod: bool
+    """Whether the ranks also get Horovod's variables."""
     interfaces: tuple[str, ...]
     master_port: int
     start_timeout_s: float
@@ -143,7 +142,7 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ)
         workdir=given.workdir or str(Path.cwd()),
         remote_prefix=given.remote_prefix,
         given_env=given_env,
-        program_folder=Path(shims_folder()) / "bin" if given.horovod else None,
+        is_horovod=given.horovod,
         interfaces=tuple(name for name in interfaces.split(",") if name),
         master_port=given.master_port,
         start_timeout_s=given.start_timeout,
@@ -232,7 +231,9 @@ def run_parser() -> argparse.ArgumentParser:
         "--env-file", type=Path, metavar="FILE", help="file with variables for all ranks, lines NAME=VALUE"
     )
     env.add_argument(
-        "--horovod", action="store_true", help="`import horovod.torch` and horovodrun use megaclass in this job"
+        "--horovod",
+        action="store_true",
+        help="also give the ranks Horovod's variables: HOROVOD_RANK, HOROVOD_SIZE and so on",
     )
 
     times = parser.add_argument_group("times in seconds, and restarts")
@@ -359,9 +360,6 @@ def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dic
             )
     if given.horovod:
         found[HOROVOD_MARK] = "1"
-        # First on the path of this job's processes only: an installed Horovod is hidden nowhere else.
-        others = found.get("PYTHONPATH", env.get("PYTHONPATH", ""))
-        found["PYTHONPATH"] = os.pathsep.join(part for part in (shims_folder(), others) if part)
     return found, remarks
 
 

@@ -1,7 +1,6 @@
 """`megaclass run`: reads the command line and hands the job to a launcher (launchers/). Standard library only."""
 
 import logging
-import os
 from collections.abc import Sequence
 
 from megaclass_launch.errors import LaunchError
@@ -24,9 +23,6 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     for remark in options.remarks:
         _logger.info(remark, extra={"sender": "megaclass run"})
-    if options.program_folder is not None:
-        # Ranks on this machine inherit it; ranks on other hosts get it in front of their own folders.
-        os.environ["PATH"] = f"{options.program_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     _refuse_unsupported(options)
     return LAUNCHERS[options.launcher].launch(options, given_hosts(options.hosts, options.hostfile))
 

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _SHOWN_HOSTS = 8
@@ -13,16 +14,38 @@ _SHOWN_HOSTS = 8
 def installed_versions() -> dict[str, str]:
     """Returns the versions that all ranks of a run must share."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {"Python": python, "megaclass": megaclass_version(), "torch": _torch_version()}
+    packages = {name: package.version for name, package in same_code_packages().items()}
+    return {"Python": python, **packages, "torch": _torch_version()}
+
+
+@dataclass(frozen=True, slots=True)
+class SameCodePackage:
+    """An installed package whose code must be the same on all hosts of a job."""
+
+    version: str
+    folder: Path
+
+
+def same_code_packages() -> dict[str, SameCodePackage]:
+    """Returns this package and those that are built on it, keyed by the name that pip knows.
+
+    A package names itself by an entry point of the group `megaclass_launch.same_code`; none of them is imported.
+    """
+    found = {"megaclass-launch": SameCodePackage(megaclass_version(), Path(__file__).parent)}
+    for entry in sorted(importlib.metadata.entry_points(group="megaclass_launch.same_code"), key=lambda one: one.name):
+        spec = importlib.util.find_spec(entry.value)
+        if spec is not None and spec.origin is not None and entry.dist is not None:
+            found[entry.dist.name] = SameCodePackage(entry.dist.version, Path(spec.origin).parent)
+    return found
 
 
 def differences(versions_by_host: dict[str, dict[str, str]]) -> dict[str, str]:
     """Returns one sentence per package whose version differs between hosts, keyed by package."""
     found = {}
-    for name in next(iter(versions_by_host.values())):
+    for name in dict.fromkeys(name for versions in versions_by_host.values() for name in versions):
         hosts_by_version: dict[str, list[str]] = {}
         for host, versions in versions_by_host.items():
-            hosts_by_version.setdefault(versions.get(name, "unknown"), []).append(host)
+            hosts_by_version.setdefault(versions.get(name, "not installed"), []).append(host)
         if len(hosts_by_version) > 1:
             sides = (f"{version} on {short_list(hosts)}" for version, hosts in hosts_by_version.items())
             found[name] = f"{name} is {'; '.join(sides)}"
@@ -36,7 +59,7 @@ def short_list(hosts: Sequence[str]) -> str:
 
 
 def megaclass_version() -> str:
-    return _written_in(Path(__file__).parents[1] / "__init__.py")
+    return _written_in(Path(__file__).with_name("__init__.py"))
 
 
 # TensorFlow 2.16 is the first with Keras 3.

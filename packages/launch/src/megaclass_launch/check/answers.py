@@ -4,6 +4,7 @@ Every field has a type and a range, and terminal control characters are removed 
 which users copy into a shell, must also match a pattern: a version, an address, the name of an interface.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from megaclass_launch.wire.protocol import ProtocolError
 
 _LINE = text(max_length=400)
 _MAX_ITEMS = 4096
+_MAX_PACKAGES = 16
 _VERSION = r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,60}|not installed"
 
 
@@ -106,6 +108,18 @@ def _interfaces(value: Any) -> dict[str, list[str]]:
     return dict(zip(names, map(_list_of(ip_address, least=1), value.values()), strict=True))
 
 
+def _by_name(check: Check, *needed: str) -> Check:
+    """Checks a JSON object of a few values keyed by names of packages."""
+
+    def check_all(value: Any) -> dict[str, Any]:
+        is_named = isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,40}", name) for name in value)
+        if not is_named or len(value) > _MAX_PACKAGES or not set(needed) <= value.keys():
+            raise ValueError(f"at most {_MAX_PACKAGES} values by package")
+        return {name: check(one) for name, one in value.items()}
+
+    return check_all
+
+
 _ROW = _fields(backend=text(r"[a-z0-9_]{1,20}"), ranks=whole(), time_us=number, bus_gbps=number)
 
 _GPU = _fields(
@@ -132,9 +146,9 @@ def _torch(value: Any) -> dict[str, Any]:
 _FACTS = _fields(
     hostname=_LINE,
     python=text(_VERSION),
-    versions=_fields(Python=text(_VERSION), megaclass=text(_VERSION), torch=text(_VERSION)),
+    versions=_by_name(text(_VERSION), "Python", "torch"),
     megaclass=text(_VERSION),
-    code=text(r"[0-9a-f]{1,64}"),
+    code=_by_name(text(r"[0-9a-f]{1,64}")),
     config=or_none(text(r"[0-9a-f]{1,64}")),
     torch=or_none(_torch),
     tensorflow=or_none(text(_VERSION)),

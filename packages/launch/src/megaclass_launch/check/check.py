@@ -166,7 +166,7 @@ class _HostCheck:
         elif not advice:
             last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
             what += f" ({last})" if last else ""
-            advice = f"Type: {self._settings.ssh.python} -m megaclass --version"
+            advice = f"Type: {self._settings.ssh.python} -m megaclass_launch --version"
         else:
             advice = f"{advice[0].upper()}{advice[1:]}."
         if self.host.is_local or code not in (255, None):
@@ -311,8 +311,8 @@ def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding
     is_here = len(hosts) == 1 and hosts[0].is_local
     where = ("-np", str(hosts[0].slots)) if is_here else ("-H", listed)
     sizes = ("-b", str(_LATENCY_BYTES), "-e", str(_BANDWIDTH_BYTES), "-f", str(_BANDWIDTH_BYTES // _LATENCY_BYTES))
-    bench = ("-P", "-m", "megaclass", "bench", "allreduce", "--operations", "all_reduce", "--json", *sizes)
-    run = [sys.executable, "-P", "-m", "megaclass", "run", *settings.run_options, *where]
+    bench = ("-P", "-m", "megaclass_launch", "bench", "allreduce", "--operations", "all_reduce", "--json", *sizes)
+    run = [sys.executable, "-P", "-m", "megaclass_launch", "run", *settings.run_options, *where]
     command = [*run, settings.ssh.python, *bench]
     try:
         done = subprocess.run(

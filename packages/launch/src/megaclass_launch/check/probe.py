@@ -23,7 +23,13 @@ from typing import Any
 from megaclass_launch.network import bound_socket, interface_towards
 from megaclass_launch.operating_system import readable
 from megaclass_launch.rendezvous.addresses import interfaces
-from megaclass_launch.versions import installed_versions, keras_version, megaclass_version, tensorflow_version
+from megaclass_launch.versions import (
+    installed_versions,
+    keras_version,
+    megaclass_version,
+    same_code_packages,
+    tensorflow_version,
+)
 from megaclass_launch.wire.protocol import encode, greeting
 
 Facts = dict[str, Any]
@@ -78,7 +84,7 @@ def host_facts(workdir: str, config: str | None) -> Facts:
         "python": platform.python_version(),
         "versions": installed_versions(),
         "megaclass": megaclass_version(),
-        "code": code_digest(),
+        "code": {name: code_digest(package.folder) for name, package in same_code_packages().items()},
         "config": _file_digest(Path(workdir, config)) if config else None,
         "torch": torch_facts(ends_with_stdin=True),
         "tensorflow": tensorflow_version(),
@@ -96,7 +102,7 @@ def host_facts(workdir: str, config: str | None) -> Facts:
     }
 
 
-def code_digest(package: Path = Path(__file__).parents[2]) -> str:
+def code_digest(package: Path) -> str:
     """Returns a digest of the package's source: equal on two hosts exactly if every file is."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -21,6 +21,7 @@ _LEAST_SHARED = 64 * _MIB
 _COMFORTABLE_SHARED = 1 * _GIB
 _CLOCK_S = 1.0
 _MISSING = "not there"
+_NOT_INSTALLED = "not installed"
 
 
 def host_findings(facts: Facts, slots: int) -> list[Finding]:
@@ -54,7 +55,7 @@ def difference_findings(
     """Returns findings about what must be the same on all hosts. python: the interpreter on the hosts, for advice."""
     findings: list[Finding] = []
     if len(facts_by_host) > 1:
-        findings += [*_version_findings(facts_by_host, python), _code(facts_by_host)]
+        findings += [*_version_findings(facts_by_host, python), *_code(facts_by_host)]
     if config is not None:
         findings.append(_config(facts_by_host, config, workdir))
     return findings
@@ -66,8 +67,9 @@ def _version_findings(facts_by_host: Mapping[str, Facts], python: str) -> list[F
     first = next(iter(versions.values()))
     findings = []
     for name, sentence in differences(versions).items():
-        right = next((theirs[name] for theirs in versions.values() if theirs[name][0].isdigit()), first[name])
-        others = ", ".join(host for host, theirs in versions.items() if theirs[name] != right)
+        theirs = {host: one.get(name, _NOT_INSTALLED) for host, one in versions.items()}
+        right = next((version for version in theirs.values() if version[0].isdigit()), _NOT_INSTALLED)
+        others = ", ".join(host for host, version in theirs.items() if version != right)
         # A label such as +cu126 names a build and is unknown to package indexes; pip accepts the rest.
         line = f"Type on {others}: {python} -m pip install {name}=={right.partition('+')[0]}"
         if name == "Python":
@@ -76,12 +78,19 @@ def _version_findings(facts_by_host: Mapping[str, Facts], python: str) -> list[F
     return findings or [good("same versions", ", ".join(f"{name} {version}" for name, version in first.items()))]
 
 
-def _code(facts_by_host: Mapping[str, Facts]) -> Finding:
-    groups = _groups({host: facts["code"][:12] for host, facts in facts_by_host.items()})
-    if len(groups) > 1:
-        advice = "Install the same wheel or checkout on every host with pip install --force-reinstall."
-        return bad("same code", f"megaclass is {_sides(groups)}", advice)
-    return good("same code", f"megaclass {next(iter(groups))}")
+def _code(facts_by_host: Mapping[str, Facts]) -> list[Finding]:
+    """Compares the digests of the packages' files. A package that only some hosts have is a finding of its version."""
+    names = dict.fromkeys(name for facts in facts_by_host.values() for name in facts["code"])
+    findings = []
+    for name in names:
+        groups = _groups(
+            {host: facts["code"][name][:12] for host, facts in facts_by_host.items() if name in facts["code"]}
+        )
+        if len(groups) > 1:
+            advice = "Install the same wheel or checkout on every host with pip install --force-reinstall."
+            findings.append(bad("same code", f"{name} is {_sides(groups)}", advice))
+    first = next(iter(facts_by_host.values()))["code"]
+    return findings or [good("same code", ", ".join(f"{name} {digest[:12]}" for name, digest in first.items()))]
 
 
 def clock_finding(offset_s: float, doubt_s: float) -> Finding:
@@ -126,7 +135,8 @@ def _optional(name: str, version: str | None, oldest: tuple[int, ...]) -> Findin
 
 
 def _megaclass(facts: Facts) -> Finding:
-    return good("megaclass", f"{facts['megaclass']}, code {facts['code'][:12]}")
+    found = (f"{name} {digest[:12]}" for name, digest in facts["code"].items())
+    return good("megaclass", f"{facts['megaclass']}, code of {', '.join(found)}")
 
 
 def _cuda(facts: Facts) -> Finding:

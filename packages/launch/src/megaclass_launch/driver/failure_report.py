@@ -66,9 +66,9 @@ def _hint_about_horovod(text: str) -> str:
     missing = re.findall(r"No module named '(horovod[\w.]*)'", text)
     if not missing:
         return ""
-    # Without --horovod, and without an installed Horovod, the package itself is missing.
+    # The first part of the name is missing only if no package has it.
     if missing[-1] == "horovod":
-        return "\nTo use `import horovod` with Megaclass, add --horovod: megaclass run --horovod …"
+        return "\nNothing that provides `import horovod` is installed there: pip install megaclass-horovod"
     return f"\nMegaclass has no {missing[-1]}: docs/horovod.md lists the modules of Horovod that it has."
 
 

@@ -54,7 +54,7 @@ class JobStart:
         self._secret = new_secret()
         self._remote_hosts = [placement.host.name for placement in placements if not placement.host.is_local]
         # Only in the first start: the log of a restart is about what changed.
-        self._speaks_as_horovodrun = options.program_folder is not None and restart == 0
+        self._speaks_as_horovodrun = options.is_horovod and restart == 0
 
     def connect(self, pipes: AgentPipes) -> None:
         """Starts one agent per host and sends it the job."""

@@ -19,9 +19,9 @@ from megaclass.cli.plan import add_plan_command
 from megaclass.cli.recipes import add_recipe_commands
 from megaclass.cli.train import add_train_commands
 from megaclass.torch_version import check_torch
+from megaclass_launch.command import run
 from megaclass_launch.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
 from megaclass_launch.messages import add_output_options, messages_on_stderr, print_error
-from megaclass_launch.operating_system import is_linux
 
 # Launchers end the other ranks as soon as the failed one is gone, which takes a while on a busy machine.
 _FAILED_RANK_FIRST_S = 10.0
@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = ["--resume=auto" if a == "--resume" else a for a in arguments]
     # The rest of the line is parsed by `run` itself, in horovodrun's grammar.
     if given[:1] == ["run"]:
-        with messages_on_stderr():
-            return _run(arguments[1:])
+        return run(arguments[1:])
     for argument in given:
         if (shown := argument.encode(errors="backslashreplace").decode()) != argument:
             # It would be written into UTF-8 files later, and fail there.
@@ -145,21 +144,3 @@ def _parser() -> argparse.ArgumentParser:
     add_data_commands(commands)
     add_output_options(parser)
     return parser
-
-
-def _run(arguments: Sequence[str]) -> int:
-    # Before the import: it needs modules that only Linux has.
-    if not is_linux():
-        print(
-            f"megaclass run: jobs are started and watched on Linux only. On {sys.platform}, train in one process: "
-            f"megaclass train RECIPE train.nproc=1.",
-            file=sys.stderr,
-        )
-        return 2
-    from megaclass_launch.run import run
-
-    try:
-        return run(arguments)
-    except UserError as error:
-        print(f"megaclass run: {error}", file=sys.stderr)
-        return 2
