@@ -155,7 +155,6 @@ from horovod.torch import mpi_ops, compression
 from horovod.torch.mpi_ops import is_homogeneous, handle_average_backwards_compatibility
 from horovod.common.util import env, split_list, num_rank_is_power_2
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from horovod.runner.util.threads import in_thread
 from horovod.runner import run as run_again
 from horovod.run import run as run_too
 import horovod.runner.launch
@@ -176,11 +175,9 @@ print(horovod.__version__, issubclass(HorovodInternalError, RuntimeError))
 
 
 @pytest.mark.ranks
-def test_a_script_that_imports_horovod_runs_unchanged_where_the_launcher_says_so():
-    for done in ended_ranks(2, python_script, _UNCHANGED, env={"PYTHONPATH": hvd.shims_folder()}):
+def test_a_script_that_imports_horovod_runs_unchanged():
+    for done in ended_ranks(2, python_script, _UNCHANGED):
         assert (done.returncode, done.stdout) == (0, "0.28.1 True\n"), done.stderr
-    elsewhere = subprocess.run([sys.executable, "-c", "import horovod"], capture_output=True, text=True, check=False)
-    assert "No module named 'horovod'" in elsewhere.stderr
 
 
 def _open_files(rank: int, size: int) -> list[int]:
@@ -200,10 +197,53 @@ def test_coming_and_going_leaves_no_file_open(run_ranks):
         assert min(counts[5:]) <= max(counts[1:4]), counts
 
 
+_TWO_HOROVODS = """
+import importlib.metadata, pathlib, sys
+folder = pathlib.Path(sys.argv[1]) / "horovod-0.28.1.dist-info"
+folder.mkdir()
+(folder / "METADATA").write_text("Metadata-Version: 2.1\\nName: horovod\\nVersion: 0.28.1\\n")
+sys.path.append(sys.argv[1])
+try:
+    import horovod
+except ImportError as error:
+    print(error)
+"""
+
+
 @pytest.mark.ranks
-def test_asking_for_the_folder_of_shims_loads_no_torch():
-    script = (
-        "import sys; from horovod.torch import shims_folder; print(shims_folder()); assert 'torch' not in sys.modules"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert (Path(run.stdout.strip()) / "horovod" / "torch" / "__init__.py").is_file()
+def test_a_second_horovod_is_refused_with_the_two_lines_that_repair_it(tmp_path):
+    done = subprocess.run([sys.executable, "-c", _TWO_HOROVODS, tmp_path], capture_output=True, text=True, check=True)
+    assert "horovod 0.28.1 and megaclass-horovod are both installed" in done.stdout
+    assert done.stdout.splitlines()[-2:] == [
+        "  pip uninstall -y horovod megaclass-horovod",
+        "  pip install megaclass-horovod",
+    ]
+
+
+_ALONE = """
+import sys, horovod
+assert horovod.__version__ == "0.28.1" and "torch" not in sys.modules
+import horovod.torch as hvd
+hvd.init()
+print(hvd.rank(), hvd.size(), callable(horovod.run))
+"""
+
+
+@pytest.mark.ranks
+def test_without_a_starter_a_process_is_rank_0_of_1():
+    done = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 1 True\n"
+
+
+@pytest.mark.ranks
+def test_the_old_place_of_the_api_names_the_new_one():
+    done = subprocess.run([sys.executable, "-c", "import megaclass.hvd"], capture_output=True, text=True, check=False)
+    assert "pip install megaclass[horovod]" in done.stderr and "import horovod.torch as hvd" in done.stderr
+
+
+@pytest.mark.ranks
+def test_horovodrun_works_as_typed():
+    program = "import os; print(os.environ['HOROVOD_RANK'], 'RANK' in os.environ)"
+    command = [Path(sys.executable).with_name("horovodrun"), "-np", "2", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:0 False", "[1]<stdout>:1 False"]

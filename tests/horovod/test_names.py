@@ -59,8 +59,6 @@ mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built d
 cuda_built rocm_built ProcessSet global_process_set add_process_set remove_process_set Average Sum
 Adasum Min Max Product HorovodInternalError DistributedOptimizer SyncBatchNorm
 """
-# In horovod.torch these are absent: `run` is a name of `horovod` itself, and `shims_folder` is megaclass's own.
-_MORE = {"run", "shims_folder"}
 # Horovod has these in horovod.torch.mpi_ops only.
 _ONLY_IN_MPI_OPS = {"handle_average_backwards_compatibility", "is_homogeneous"}
 
@@ -68,7 +66,7 @@ _ONLY_IN_MPI_OPS = {"handle_average_backwards_compatibility", "is_homogeneous"}
 def test_the_public_names_are_those_of_horovod_torch_and_each_is_listed_once():
     horovods = set(_HOROVOD_TORCH.split())
     assert len(horovods) == 66
-    assert set(hvd.__all__) == horovods | _MORE
+    assert set(hvd.__all__) == horovods
     assert len(hvd.__all__) == len(set(hvd.__all__))
     assert dir(hvd) == sorted(hvd.__all__)
     # Every name is defined in one module, whose __all__ lists it.
@@ -120,16 +118,16 @@ except ValueError as error:
 """
 
 
-def _run_with_shims(script: str, folder: Path | str = "") -> CompletedProcess[str]:
-    """Run a script on one rank, where horovod can be imported; FOLDER is the given one."""
-    env = {"PYTHONPATH": hvd.shims_folder(), "FOLDER": str(folder)}
+def _run_on_one_rank(script: str, folder: Path | str = "") -> CompletedProcess[str]:
+    """Runs a script on one rank; FOLDER is the given one."""
+    env = {"FOLDER": str(folder)}
     (done,) = ended_ranks(1, python_script, script, env=env)
     return done
 
 
 @pytest.mark.ranks
 def test_submodules_and_private_names_that_libraries_use_are_there():
-    done = _run_with_shims(_AS_LIBRARIES_IMPORT_THEM)
+    done = _run_on_one_rank(_AS_LIBRARIES_IMPORT_THEM)
     assert (done.returncode, done.stdout) == (0, "True\ncycle_time_ms=-1 must be >= 0\n"), done.stderr
 
 
@@ -183,7 +181,7 @@ print("all there")
 
 @pytest.mark.ranks
 def test_the_small_modules_that_scripts_import_are_there(tmp_path):
-    done = _run_with_shims(_SMALL_MODULES, tmp_path)
+    done = _run_on_one_rank(_SMALL_MODULES, tmp_path)
     assert (done.returncode, done.stdout) == (0, "all there\n"), done.stderr
 
 
@@ -203,7 +201,7 @@ assert hvd.elastic.TorchState is TorchState and hvd.elastic.run and hvd.elastic.
 
 @pytest.mark.ranks
 def test_what_is_not_there_says_so():
-    done = _run_with_shims(_WHAT_IS_NOT_THERE)
+    done = _run_on_one_rank(_WHAT_IS_NOT_THERE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "mxnet ImportError Extension horovod.mxnet has not been built: Apache MXNet is retired since 2023, "

@@ -217,11 +217,11 @@ def mounted(bed, host, source, target):
 
 
 def test_a_host_without_python_and_one_without_megaclass(bed, script, tmp_path):
-    import megaclass
+    import megaclass_launch
 
     with (
         mounted(bed, "h2", tmp_path, Path(sys.executable).parent),
-        mounted(bed, "h3", tmp_path, Path(megaclass.__file__).parent),
+        mounted(bed, "h3", tmp_path, Path(megaclass_launch.__file__).parent),
     ):
         err = refused(bed, *HOSTS, *script(SLEEP))
     assert f"megaclass: h2: there is no Python at {sys.executable}" in err and "--python" in err

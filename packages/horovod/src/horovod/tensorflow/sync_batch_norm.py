@@ -11,7 +11,8 @@ from horovod.tensorflow.reductions import allreduce
 __all__ = ["SyncBatchNormalization"]
 
 
-@keras.saving.register_keras_serializable(package="megaclass.horovod")
+# The name under which models that were saved before this package was cut out have it.
+@keras.saving.register_keras_serializable(package="megaclass.hvd")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """BatchNormalization over the batches of all ranks, which may differ in size.
 
