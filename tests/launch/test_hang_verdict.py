@@ -61,7 +61,7 @@ def dumped(*threads: list[str]) -> str:
 
 def report(rank: int, *threads: list[str], state: str = "answered", step: int = 1233, **more) -> RankReport:
     host = f"gpu-{1 + rank // 2}"
-    known = {"rank": rank, "host": host, "pid": 100 + rank, "package": "/src/megaclass"}
+    known = {"rank": rank, "host": host, "pid": 100 + rank, "package": "/packages/megaclass/src/megaclass"}
     return RankReport(state=state, step=step, stacks=dumped(*threads), **(known | more))
 
 
