@@ -2,7 +2,8 @@
 
     python benchmarks/plan.py [--out benchmarks/plan.md] [--predict]
 
-Needs a GPU of the table in packages/megaclass/src/megaclass/capacity/job.py; --predict prints the predictions only, on any machine. Each row
+Needs a GPU of the table in packages/megaclass/src/megaclass/capacity/job.py; --predict prints the predictions only, on any
+machine. Each row
 builds the model as `megaclass train` does and takes whole steps on random images that are already on the device.
 """
 

@@ -29,7 +29,7 @@ NOT_RUN = {
     r"(-H |--hostfile|-hostfile)\S*(gpu-1|ip1|h1)": "several hosts; tests/launch runs these with hosts in network namespaces",
     r"^(mpirun|srun|sbatch|ray) |--launcher (slurm|ray|mpi)": "needs that scheduler; tests/launch/test_starters*.py run them",
     r"^torchrun --standalone --nproc-per-node 8": "eight processes; tests/launch/test_starters.py runs it with two",
-    r"import-config|work_dirs": "InsightFace's own files; tests/megaclass/train/test_import_command.py and test_insightface.py have some",
+    r"import-config|work_dirs": "InsightFace's own files; tests/megaclass/train has some",
     r"--host-discovery-script": "needs a script of the user; tests/launch has one",
     r"--distractors": "MegaFace's folders; tests/megaclass/evaluate/test_identification.py runs it",
     r"^megaclass push": "publishes; tests/megaclass/evaluate/test_trained_models.py pushes to a small hub of its own",

@@ -1,4 +1,7 @@
-"""Ranks started by others: mpirun and srun, for real, on one host and on several. torchrun: tests/megaclass/train/test_train.py."""
+"""Ranks started by others: mpirun and srun, for real, on one host and on several.
+
+torchrun: tests/megaclass/train/test_train.py.
+"""
 
 import contextlib
 import importlib.util

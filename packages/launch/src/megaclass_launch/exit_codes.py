@@ -2,7 +2,7 @@
 
 0    every rank ended with 0
 2    the user has to change something: a wrong option or setting, a host that cannot take part
-74   an error that may pass, such as a full disk or a lost connection (megaclass_launch.errors.EXIT_TRY_AGAIN); a restart may help
+74   an error that may pass, such as a full disk or a lost connection (errors.EXIT_TRY_AGAIN); a restart may help
 75   the ranks were asked to stop, saved, and can be resumed
 255  a host or its agent was lost before any rank failed; ssh uses the same code. Also an elastic job that ends because of
      --elastic-timeout or --reset-limit, if no rank failed since the last commit; otherwise that failure decides

@@ -281,7 +281,7 @@ def _train_on_ranks(kernel: str, options: dict[str, Any]) -> tuple[list[float], 
 @interpreted
 @pytest.mark.parametrize("name", ["all classes", "half", "curricular, sizes unknown", "sub-centres"])
 def test_the_same_model_and_measures_on_any_number_of_ranks(run_ranks, name):
-    """The reference's measures are compared with a dense classifier in tests/megaclass/head/test_stats.py, for each number of ranks."""
+    """The reference's measures are compared with a dense classifier in head/test_stats.py, for each number of ranks."""
     from megaclass import CurricularFace
 
     options: dict[str, Any] = {

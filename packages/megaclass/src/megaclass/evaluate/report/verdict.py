@@ -1,6 +1,7 @@
 """The verdict on a run in words, from its metrics and events. The table `RULES` has all rules.
 
-docs/tutorials/healthy-run.md gives the reason of each; tests/megaclass/evaluate/recorded/make_runs.py trains a run that shows it.
+docs/tutorials/healthy-run.md gives the reason of each;
+tests/megaclass/evaluate/recorded/make_runs.py trains a run that shows it.
 """
 
 import math
