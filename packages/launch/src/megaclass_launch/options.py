@@ -67,7 +67,7 @@ class RunOptions:
     remote_prefix: str
     given_env: Mapping[str, str]
     is_horovod: bool
-    """Whether the ranks also get Horovod's variables."""
+    """Tells whether the ranks also get Horovod's variables."""
     interfaces: tuple[str, ...]
     master_port: int
     start_timeout_s: float
