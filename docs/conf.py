@@ -69,6 +69,13 @@ def as_field_lists(app: object, what: str, name: str, documented: object, option
     lines[:] = "\n".join(lines).split("\n")
 
 
+def leave_out_of_navigation(app: object, page: str, source: list[str]) -> None:
+    """Keeps the tables of single benchmarks out of the sidebar; docs/benchmarks.md links to each."""
+    if page.startswith("benchmarks/"):
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", as_field_lists)
+    app.connect("source-read", leave_out_of_navigation)

@@ -30,8 +30,8 @@ def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(page):
             assert anchor in anchors(file), f"{page.name} links to {target}, but {file.name} has no such heading"
 
 
-def test_the_tree_in_the_readme_lists_every_package():
-    tree = (ROOT / "README.md").read_text().split("src/megaclass/\n")[1].split("```")[0]
+def test_the_tree_on_the_architecture_page_lists_every_package():
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("src/megaclass/\n")[1].split("```")[0]
     listed = set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE))
     assert listed == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
 
@@ -135,12 +135,36 @@ def test_docstrings_explain_each_parameter_on_a_line_of_its_own():
     assert found == []
 
 
-def test_the_start_page_leads_to_the_seven_tutorials_in_order():
-    page = (ROOT / "docs" / "index.md").read_text()
-    table = re.findall(r"\[tutorial (\d)\]\(([\w/.-]+)\.md\)", page)
-    sidebar = re.findall(r"^(\d)\. .+ <([\w/.-]+)>$", page, re.MULTILINE)
-    assert table == sidebar
-    assert [number for number, _ in table] == list("1234567")
+def links_of(page: Path) -> set[Path]:
+    """Files that a page links to with Markdown's syntax."""
+    return {
+        (page.parent / target.partition("#")[0]).resolve()
+        for target in re.findall(r"\]\(([^)\s:]+)\)", page.read_text())
+    }
+
+
+def test_the_start_page_leads_to_every_tutorial_and_so_does_the_readme():
+    tutorials = {*(ROOT / "docs" / "tutorials").glob("*.md"), ROOT / "docs" / "own-loop.md"}
+    assert tutorials - links_of(ROOT / "docs" / "index.md") == set()
+    english = {page for page in tutorials if ".zh-CN" not in page.name}
+    assert english - links_of(ROOT / "README.md") == set()
+
+
+def test_the_page_of_benchmarks_links_to_every_table():
+    tables = set((ROOT / "benchmarks").glob("*.md"))
+    assert tables - links_of(ROOT / "docs" / "benchmarks.md") == set()
+
+
+def test_readme_and_start_page_show_the_same_results():
+    tables = [
+        re.search(r"^\| measured \|.*?\n\n", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)[0]
+        for page in ("README.md", "docs/index.md")
+    ]
+    assert tables[0] == tables[1]
+
+
+def test_the_readme_fits_on_a_few_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_messages_that_the_troubleshooting_page_quotes_are_printed_somewhere():
