@@ -66,16 +66,6 @@ with tf.Graph().as_default():
         assert session.run(weight) == 1.0
         # Objects need no session.
         assert hvd.broadcast_object({"of": rank}, root_rank=1, session=session) == {"of": 1}
-# More independent collectives than threads, which the ranks build in opposite orders.
-with tf.Graph().as_default():
-    numbers = list(range(64)) if rank == 0 else list(reversed(range(64)))
-    feed = v1.placeholder(tf.float32, [3000])
-    results = {number: hvd.allreduce(feed * number, op=hvd.Sum, name=f"many {number}") for number in numbers}
-    threads = v1.ConfigProto(inter_op_parallelism_threads=2, use_per_session_threads=True)
-    with v1.Session(config=threads) as session:
-        for _ in range(3):
-            values = session.run(results, {feed: np.ones(3000, np.float32)})
-            assert [values[number][0] for number in range(64)] == [2.0 * number for number in range(64)]
 for call, text in (
     (lambda: hvd.DistributedOptimizer(v1.train.AdamOptimizer(), op=hvd.Adasum), "op=Adasum needs a Keras optimizer"),
     (lambda: hvd.DistributedOptimizer(v1.train.AdamOptimizer(), backward_passes_per_step=2), "needs a Keras optimizer"),

@@ -1,4 +1,4 @@
-"""Collectives in graphs of tf.function and of v1 sessions, by nodes that run Python.
+"""Collectives in graphs by nodes that run Python: three in a tf.function, a single one that waits in a v1 session.
 
     submit                       returns at once
     loop of wait, yield          until done; each wait lasts a few milliseconds at most
@@ -71,26 +71,20 @@ def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[
         is_done = tf.numpy_function(_wait, [ticket, number], tf.bool)
         is_done.set_shape([])
         with tf.control_dependencies([is_done]):
-            # Part of the result, so that it takes place in the graphs of v1 sessions as well.
+            # Part of the result, so that the loop waits for it.
             return is_done, number + 1 + 0 * tf.cast(elements.get_next(), tf.int32)
 
-    elements = _endless_elements()
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        # In a v1 session that loop hangs when there are more collectives than threads, so one node submits and waits.
+        return list(tf.numpy_function(lambda *arrays: fetch(submit(*arrays)), inputs, dtypes))
+    with tf.init_scope():
+        elements = iter(tf.data.Dataset.range(2**62))
     ticket = call_python(submit, inputs, tf.int64)
     ticket.set_shape([])
     independent(ticket)
     is_done, _ = tf.while_loop(lambda is_done, _: tf.logical_not(is_done), turn, [False, 0], parallel_iterations=1)
     with tf.control_dependencies([independent(is_done)]):
         return list(call_python(fetch, [ticket], dtypes))
-
-
-def _endless_elements() -> Any:
-    """Returns an iterator of TensorFlow that never ends."""
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        # Outside of the condition or loop that is being built.
-        with tf.control_dependencies(None):
-            return tf.compat.v1.data.make_one_shot_iterator(tf.data.Dataset.range(2**62))
-    with tf.init_scope():
-        return iter(tf.data.Dataset.range(2**62))
 
 
 def _wait(ticket: Any, number: Any) -> Any:
