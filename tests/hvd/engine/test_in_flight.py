@@ -34,12 +34,25 @@ def test_a_name_is_in_use_once_per_kind_and_process_set(in_flight):
     assert len(in_flight) == 4
 
 
-def test_the_first_end_decides(in_flight):
-    operation = _operation()
+def test_the_first_end_decides_and_the_call_is_made_once(in_flight):
+    operation, calls = _operation(), []
     in_flight.add(operation)
+    in_flight.call_when_done(operation, lambda: calls.append(operation.error))
+    assert calls == []
     in_flight.finish([None, operation], "first")
     in_flight.finish([operation], "second")
-    assert (operation.error, operation.is_done) == ("first", True)
+    assert (operation.error, operation.is_done, calls) == ("first", True, ["first"])
+    # Of an operation that is done, the call is made now.
+    in_flight.call_when_done(operation, lambda: calls.append("late"))
+    assert calls == ["first", "late"]
+
+
+def test_a_call_at_the_end_may_submit_the_next_operation_of_that_name(in_flight):
+    first, second = _operation(), _operation()
+    in_flight.add(first)
+    in_flight.call_when_done(first, lambda: in_flight.add(second))
+    in_flight.finish([first], "")
+    assert in_flight.get(first.request.key) is second and len(in_flight) == 1
 
 
 def test_threads_that_wait_are_let_through_whatever_the_end(in_flight):

@@ -34,7 +34,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -154,10 +154,14 @@ class Controller:
                 if self._queue.operations:
                     self._wake_up()
 
-    def wait(self, operation: Operation, timeout_s: float = -1.0) -> bool:
-        """Returns True when the operation is done, False after the timeout (negative: none).
+    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Calls `call` once the operation is done, or now if it is. The engine thread calls it, so it must not wait."""
+        self._in_flight.call_when_done(operation, call)
 
-        Raises HorovodInternalError if the operation failed. A wait that is interrupted leaves the operation in flight.
+    def wait(self, operation: Operation) -> None:
+        """Returns when the operation is done; raises HorovodInternalError if it failed.
+
+        A wait that is interrupted leaves the operation in flight.
         """
         if not operation.is_done:
             with self._lock:
@@ -166,13 +170,11 @@ class Controller:
                     self._wake_up()
                 waiter = self._in_flight.waiter(operation)
             if waiter is not None:
-                if not waiter.acquire(timeout=timeout_s):
-                    return False
+                waiter.acquire()
                 # Several threads may wait for one operation: each lets the next one through.
                 waiter.release()
         if operation.error:
             raise HorovodInternalError(operation.error)
-        return True
 
     def _wake_up(self) -> None:
         """Wakes the engine thread; the caller holds _lock."""

@@ -6,7 +6,7 @@ result.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megaclass.hvd.engine.messages import Key
 from megaclass.hvd.engine.operation import Operation
@@ -61,8 +61,17 @@ class InFlight:
         """Returns the operation; None if this rank has joined, and takes part in it with zeros."""
         return self._operations.get(key)
 
+    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Calls `call` once the operation is done, or now if it is. The engine thread calls it, so it must not wait."""
+        with self._lock:
+            if not operation.is_done:
+                operation.on_done = call
+                return
+        call()
+
     def finish(self, operations: Sequence[Operation | None], error: str) -> None:
         """Marks the operations as done, and lets the threads that wait for them through."""
+        finished: list[Operation] = []
         with self._lock:
             for operation in operations:
                 # An interrupted wait may have closed the controller, and failed this operation, while it was running.
@@ -74,6 +83,11 @@ class InFlight:
                 operation.is_done = True
                 if operation.waiter is not None:
                     operation.waiter.release()
+                finished.append(operation)
+        # Without the lock: what is called may submit the next operation.
+        for operation in finished:
+            if operation.on_done is not None:
+                operation.on_done()
 
     def finish_join(self, last_joined: int) -> None:
         """Finishes this rank's join: all ranks have joined."""

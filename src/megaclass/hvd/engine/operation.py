@@ -1,6 +1,7 @@
 """An operation that a caller submitted, from its submission until the caller fetches the result."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ class Operation:
     # In quotes: threading.Lock is a function, not a class, before Python 3.13.
     waiter: "threading.Lock | None" = None
     """A lock that is held until the operation is done; created by the first thread that waits."""
+    on_done: Callable[[], None] | None = None
+    """Called once when the operation is done, by the engine thread: it must not wait."""
     ready: torch.cuda.Event | None = None
     """CUDA event after which the inputs may be read; once the operation is done, after which the outputs may be read."""
 

@@ -1,24 +1,22 @@
-"""Collectives in graphs by nodes that run Python: three in a tf.function, a single one that waits in a v1 session.
+"""Collectives in graphs, by nodes that run Python.
 
-    submit                       returns at once
-    loop of wait, yield          until done; each wait lasts a few milliseconds at most
-    fetch                        does not wait: takes the results
+    tf.function    three nodes: submit (returns at once) -> a dequeue that is asynchronous -> fetch the result
+    v1 session     one node that submits and waits
 
-A single node that waited for other ranks would occupy a thread of TensorFlow's pool until they have submitted the same
-collective. Ranks may run independent nodes in different orders: with more independent collectives than threads, every rank
-could wait inside other ones, without end. In the loop, the thread is given back after each wait, so that TensorFlow runs the
-other nodes that are ready, and thus submits every collective whose inputs are there.
+Why three nodes: a Python node that waits for other ranks occupies a thread of TensorFlow's pool. Ranks may run independent
+nodes in different orders, so that with a small pool each rank could wait inside a different collective, without end.
+TensorFlow's queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished
+operations to `_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not
+wait. A v1 session offers no queue that another thread could fill.
 
-To yield, the loop takes an element of an endless dataset. TensorFlow does that in a thread outside of the pool, which then puts
-the next turn at the end of the pool's queue. A loop without such a node would stay on its thread, and other nodes would starve.
-
-State: `_started` maps tickets to submitted operations. submit adds entries and fetch removes them, each in one step under the
-interpreter's lock.
+State: `_started` maps tickets to the handles of submitted operations. submit adds entries and fetch removes them, each in one
+step under the interpreter's lock.
 """
 
-import contextlib
+import functools
 import itertools
-import time
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,18 +25,31 @@ import tensorflow as tf
 from torch import Tensor
 
 from megaclass.hvd.basics import _basics
-from megaclass.hvd.engine.controller import Controller
-from megaclass.hvd.engine.operation import Operation
-from megaclass.hvd.exceptions import HorovodInternalError
 from megaclass.hvd.tensorflow.bridge.call import Call, fetch_results, split, submit_calls
 from megaclass.hvd.tensorflow.bridge.memory import to_numpy, to_tensorflow, to_torch
 
-# A turn waits for 1, 2, 4, … ms, at most this long: the first turns are short because other collectives may have to be
-# submitted first, later ones are longer because each costs about 0.1 ms of CPU time.
-_LONGEST_TURN_S = 0.016
 
+class _Notifier:
+    """A thread that tells TensorFlow's queues about finished operations, so that the engine's thread never runs TensorFlow."""
+
+    def __init__(self) -> None:
+        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="megaclass.hvd.tensorflow", daemon=True).start()
+
+    def finished(self, tokens: Any) -> None:
+        """Puts a token into TensorFlow's queue, soon; called by the engine's thread."""
+        self._finished.put(tokens)
+
+    def _run(self) -> None:
+        token = tf.constant(True)
+        while True:
+            # The queue has room for any number of tokens, so that this does not block.
+            tf.raw_ops.QueueEnqueueV2(handle=self._finished.get().queue_ref, components=[token])
+
+
+_notifier = functools.cache(_Notifier)
 _tickets = itertools.count(1)
-_started: dict[int, tuple[Controller, list[int], list[Operation]]] = {}
+_started: dict[int, list[int]] = {}
 
 
 def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[Any]:
@@ -46,57 +57,62 @@ def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[
 
     independent: exempts a tensor's node from the order of nodes that have side effects, and returns the tensor.
     """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return _add_waiting_node(calls)
     inputs = [tensor for call in calls for tensor in call.inputs]
     counts = [len(call.inputs) for call in calls]
     dtypes = [dtype for call in calls for dtype in call.dtypes]
     # The nodes keep the calls alive, and a tensor of TensorFlow its whole graph.
     calls = [call.without_inputs() for call in calls]
-    call_python, to_result = _python_node()
+    with tf.init_scope():
+        tokens = tf.queue.FIFOQueue(2**31 - 1, [tf.bool], [[]])
 
     def submit(*arrays: Any) -> Any:
-        handles = submit_calls(calls, split([to_torch(array) for array in arrays], counts))
-        job, ticket = _basics.job(), next(_tickets)
-        _started[ticket] = job.controller, handles, [job.handles[handle] for handle in handles]
+        ticket = next(_tickets)
+        handles = _started[ticket] = _submit(calls, counts, arrays)
+        num_finished, job = itertools.count(1), _basics.job()
+
+        def one_is_done() -> None:
+            # next() is one step of the interpreter: this thread and the engine thread may both be here.
+            if next(num_finished) == len(handles):
+                _notifier().finished(tokens)
+
+        for handle in handles:
+            job.controller.call_when_done(job.handles[handle], one_is_done)
         return np.int64(ticket)
 
     def fetch(ticket: Any) -> Any:
-        _, handles, _ = _started.pop(int(ticket))
-        return [
-            to_result(result, dtype)
-            for call, found in zip(calls, fetch_results(calls, handles), strict=True)
-            for result, dtype in zip(found, call.dtypes, strict=True)
-        ]
+        return _flat(calls, _started.pop(int(ticket)), to_result)
 
-    def turn(is_done: Any, number: Any) -> tuple[Any, Any]:
-        is_done = tf.numpy_function(_wait, [ticket, number], tf.bool)
-        is_done.set_shape([])
-        with tf.control_dependencies([is_done]):
-            # Part of the result, so that the loop waits for it.
-            return is_done, number + 1 + 0 * tf.cast(elements.get_next(), tf.int32)
-
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        # In a v1 session that loop hangs when there are more collectives than threads, so one node submits and waits.
-        return list(tf.numpy_function(lambda *arrays: fetch(submit(*arrays)), inputs, dtypes))
-    with tf.init_scope():
-        elements = iter(tf.data.Dataset.range(2**62))
-    ticket = call_python(submit, inputs, tf.int64)
-    ticket.set_shape([])
-    independent(ticket)
-    is_done, _ = tf.while_loop(lambda is_done, _: tf.logical_not(is_done), turn, [False, 0], parallel_iterations=1)
-    with tf.control_dependencies([independent(is_done)]):
+    call_python, to_result = _python_node()
+    ticket = independent(call_python(submit, inputs, tf.int64))
+    with tf.control_dependencies([ticket]):
+        token = independent(tokens.dequeue())
+    with tf.control_dependencies([token]):
         return list(call_python(fetch, [ticket], dtypes))
 
 
-def _wait(ticket: Any, number: Any) -> Any:
-    """Waits for one turn; returns whether all operations of the ticket are done, failed ones included."""
-    controller, _, operations = _started[int(ticket)]
-    ends_at = time.monotonic() + min(0.001 * 2 ** min(int(number), 10), _LONGEST_TURN_S)
-    for operation in operations:
-        # Raised by fetch instead, after all of them.
-        with contextlib.suppress(HorovodInternalError):
-            if not controller.wait(operation, max(0.0, ends_at - time.monotonic())):
-                return np.bool_(False)
-    return np.bool_(True)
+def _add_waiting_node(calls: Sequence[Call]) -> list[Any]:
+    inputs = [tensor for call in calls for tensor in call.inputs]
+    counts = [len(call.inputs) for call in calls]
+    dtypes = [dtype for call in calls for dtype in call.dtypes]
+
+    def run_now(*arrays: Any) -> Any:
+        return _flat(calls, _submit(calls, counts, arrays), to_numpy)
+
+    return list(tf.numpy_function(run_now, inputs, dtypes))
+
+
+def _submit(calls: Sequence[Call], counts: Sequence[int], arrays: Sequence[Any]) -> list[int]:
+    return submit_calls(calls, split([to_torch(array) for array in arrays], counts))
+
+
+def _flat(calls: Sequence[Call], handles: Sequence[int], to_result: Callable[[Tensor, Any], Any]) -> list[Any]:
+    return [
+        to_result(result, dtype)
+        for call, found in zip(calls, fetch_results(calls, handles), strict=True)
+        for result, dtype in zip(found, call.dtypes, strict=True)
+    ]
 
 
 def _python_node() -> tuple[Callable[..., Any], Callable[[Tensor, Any], Any]]:
@@ -104,7 +120,6 @@ def _python_node() -> tuple[Callable[..., Any], Callable[[Tensor, Any], Any]]:
 
     A numpy node is the faster one and shares memory with torch, but copies tensors from and to GPUs.
     """
-    # In a v1 session there is no eager tensor that a node could return.
-    if tf.compat.v1.executing_eagerly_outside_functions() and tf.config.list_logical_devices("GPU"):
+    if tf.config.list_logical_devices("GPU"):
         return tf.py_function, to_tensorflow
     return tf.numpy_function, to_numpy

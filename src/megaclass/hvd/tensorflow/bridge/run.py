@@ -89,11 +89,7 @@ def _independent(tensor: Any) -> Any:
     """Exempts the tensor's node from the order in which TensorFlow runs nodes that have side effects."""
     manager = getattr(tensor.graph, "experimental_acd_manager", None)
     if manager is not None:
-        operation = tensor.op
-        # The results of a loop are copies of what its node returns.
-        while operation.type == "Identity":
-            operation = operation.inputs[0].op
-        manager.run_independently(operation)
+        manager.run_independently(tensor.op)
     return tensor
 
 
