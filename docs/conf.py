@@ -1,6 +1,6 @@
 """Settings of the documentation site, which `make docs` builds with Sphinx, MyST and furo.
 
-The source folder is the root of the repository, so that pages link to README, SECURITY and the benchmark tables as on the web
+The source folder is the root of the repository, so pages link to README, SECURITY and the benchmark tables as on the web
 view of the repository. Any broken link or reference fails the build.
 """
 
@@ -24,7 +24,7 @@ if importlib.util.find_spec("tensorflow") is None:
     exclude_patterns.append("docs/reference/horovod-tensorflow.md")
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
-# Anchors are made as GitHub makes them, so that links between pages work on both.
+# Anchors are made as GitHub makes them, so links between pages work on both.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 # Tables and remarks in the style of this project use these freely.

@@ -95,7 +95,7 @@ def draw(folder: Path, num_identities: int, images_per_identity: int, size: int 
 
 
 def fill_folder() -> None:
-    """Make what a reader of the pages has: own images, a packed set with lfw.bin beside it, trained runs and exports."""
+    """Make what a reader of the pages has: own images, a packed set with lfw.bin next to it, trained runs and exports."""
     shutil.copytree(ROOT / "recipes", "recipes")
     for name in ("own", "faces", "photos"):
         draw(Path("data") / name, 12, 4)

@@ -17,12 +17,12 @@ _LINE_EVERY_S = 10.0
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """Returns the text broken between words at the width of a terminal; unchanged where the stream is a file or a pipe."""
+    """Returns the text broken between words at the width of a terminal; unchanged if the stream is a file or a pipe."""
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
     return "\n".join(
-        # Paths and options stay whole, so that they can be copied.
+        # Paths and options stay whole, so they can be copied.
         textwrap.fill(
             line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
         )
@@ -59,7 +59,7 @@ class Bar(Protocol):
 def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
     """Draws a bar from `start` to `total` on standard error, which the caller moves with advance_to.
 
-    Where the messages of the package are turned off (--quiet), nothing is drawn.
+    If the messages of the package are turned off (--quiet), nothing is drawn.
     """
     if logging.getLogger("megaclass").level > logging.INFO:
         yield _NoBar()

@@ -13,7 +13,7 @@ from megaclass.errors import LaunchError
 from megaclass.launch.agent.supervisor import Supervisor
 from megaclass.launch.launchers.local import default_threads, run_local
 
-# Each rank writes its pid first, so that a test can see whether it is still there.
+# Each rank writes its pid first, so a test can see whether it is still there.
 _PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path

@@ -55,7 +55,7 @@ def messages_on_stderr(output: str = "normal") -> Iterator[None]:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is at that moment, so that a redirection by the caller takes effect."""
+    """Writes to whatever sys.stderr is at that moment, so a redirection by the caller takes effect."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(wrapped(self.format(record), sys.stderr), file=sys.stderr, flush=True)

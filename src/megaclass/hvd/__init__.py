@@ -10,7 +10,7 @@ engine/         how ranks agree on what to do next (read controller.py, then neg
 transport/      how agreed operations are executed
 compat/         Horovod's own module paths
 
-Public names are the `__all__` of the modules in _MODULES. They are loaded on first use, so that a launcher that asks
+Public names are the `__all__` of the modules in _MODULES. They are loaded on first use, so a launcher that asks
 for `shims_folder()` does not load torch.
 """
 
