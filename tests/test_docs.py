@@ -34,6 +34,15 @@ def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(page):
             assert anchor in anchors(file), f"{page.name} links to {target}, but {file.name} has no such heading"
 
 
+def test_the_tree_on_the_architecture_page_lists_every_room():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for folder in SOURCES.values():
+        (package,) = (path for path in folder.iterdir() if path.is_dir() and (path / "__init__.py").exists())
+        tree = re.findall(rf"^{package.name}/\n((?:  .*\n)+)", page, re.MULTILINE)[0]
+        rooms = {path.name for path in package.iterdir() if path.is_dir() and any(path.glob("*.*"))}
+        assert set(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == rooms - {"__pycache__"}
+
+
 def names_in(path: Path) -> set[str]:
     """Functions, classes and methods (as Class.method) that a module defines."""
     found = set()
