@@ -64,6 +64,14 @@ def test_every_function_that_the_architecture_page_names_exists():
     assert not missing
 
 
+def test_every_file_that_the_page_on_extending_names_exists():
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    named = re.findall(r"`((?:\w+/)+[\w.]*)`", page)
+    assert len(named) > 40
+    roots = [ROOT, *SOURCES.values()]
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+
+
 def code_lines(path: Path) -> int:
     """Lines of a module without comments, docstrings and blank lines."""
     source = path.read_text()
