@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {name: ROOT / "packages" / name / "src" for name in ("launch", "horovod", "megaclass")}
@@ -41,6 +42,24 @@ def test_the_tree_on_the_architecture_page_lists_every_room():
         tree = re.findall(rf"^{package.name}/\n((?:  .*\n)+)", page, re.MULTILINE)[0]
         rooms = {path.name for path in package.iterdir() if path.is_dir() and any(path.glob("*.*"))}
         assert set(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == rooms - {"__pycache__"}
+
+
+def test_lines_of_prose_have_at_most_100_columns():
+    """Paragraphs and lists. Tables, code and words that cannot be broken may be longer; Chinese has no spaces to break at."""
+    pages = [page for page in PAGES if page.parent != ROOT / "benchmarks" and ".zh-CN" not in page.name]
+    parser = MarkdownIt("commonmark").enable("table")
+    found = []
+    for page in pages:
+        lines = page.read_text().splitlines()
+        paragraphs = [token.map for token in parser.parse("\n".join(lines)) if token.type == "paragraph_open"]
+        numbers = [number for start, end in paragraphs for number in range(start, end)]
+        # A code span is not broken, so it counts as one word.
+        found += [
+            f"{page.relative_to(ROOT)}:{number + 1}"
+            for number in numbers
+            if len(lines[number]) > 100 and " " in re.sub(r"`[^`]*`", "", lines[number]).strip()
+        ]
+    assert found == []
 
 
 def names_in(path: Path) -> set[str]:
