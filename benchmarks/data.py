@@ -1,6 +1,6 @@
 """The data layer in numbers, as ratios in one run: python benchmarks/data.py [--out benchmarks/data.md] [--records N]
 
-The machine may be busy, so CPU seconds decide where they can, runs alternate, and the median of the ratios counts.
+The machine may be busy, so CPU seconds decide if they can, runs alternate, and the median of the ratios counts.
 """
 
 import argparse

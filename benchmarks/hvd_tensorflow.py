@@ -2,7 +2,7 @@
 
     python benchmarks/hvd_tensorflow.py [--pairs 40] [--ranks 2] [--only-bridge | --only-step] [--out FILE]
 
-Two ranks on this machine, float32, one thread each. Both APIs use the same engine in the same processes, so that the ratio of
+Two ranks on this machine, float32, one thread each. Both APIs use the same engine in the same processes, so the ratio of
 their times is the cost of the bridge between TensorFlow and the engine. Figures are medians over alternating pairs, as in
 benchmarks/hvd.py. The aim of the project's issue: the bridge adds at most 15 % at 1 MiB and above.
 
@@ -75,7 +75,7 @@ def main() -> None:
 def reductions(pairs: int) -> list[list[str]]:
     rows = []
     for label, count, repeats, length in SIZES:
-        # Ones: torch maps zeros to a single page of memory until they are written, so that they would be read from the cache.
+        # Ones: torch maps zeros to a single page of memory until they are written, so they would be read from the cache.
         ours, theirs = tf.ones([count]), torch.ones(count)
         one = tf.function(functools.partial(in_a_row, name=f"graph {label}", length=1))
         several = tf.function(functools.partial(in_a_group, name=f"group {label}", length=length))

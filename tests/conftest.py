@@ -279,7 +279,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def messages_are_printed() -> Iterator[None]:
-    """Messages of the library go to standard error, as under the command line, so that tests can read them there."""
+    """Messages of the library go to standard error, as under the command line, so tests can read them there."""
     with messages_on_stderr():
         yield
 

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {name: ROOT / "packages" / name / "src" for name in ("launch", "horovod", "megaclass")}
@@ -34,6 +35,33 @@ def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(page):
             assert anchor in anchors(file), f"{page.name} links to {target}, but {file.name} has no such heading"
 
 
+def test_the_tree_on_the_architecture_page_lists_every_room():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for folder in SOURCES.values():
+        (package,) = (path for path in folder.iterdir() if path.is_dir() and (path / "__init__.py").exists())
+        tree = re.findall(rf"^{package.name}/\n((?:  .*\n)+)", page, re.MULTILINE)[0]
+        rooms = {path.name for path in package.iterdir() if path.is_dir() and any(path.glob("*.*"))}
+        assert set(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == rooms - {"__pycache__"}
+
+
+def test_lines_of_prose_have_at_most_100_columns():
+    """Paragraphs and lists. Tables, code and words that cannot be broken may be longer; Chinese has no spaces to break at."""
+    pages = [page for page in PAGES if page.parent != ROOT / "benchmarks" and ".zh-CN" not in page.name]
+    parser = MarkdownIt("commonmark").enable("table")
+    found = []
+    for page in pages:
+        lines = page.read_text().splitlines()
+        paragraphs = [token.map for token in parser.parse("\n".join(lines)) if token.type == "paragraph_open"]
+        numbers = [number for start, end in paragraphs for number in range(start, end)]
+        # A code span is not broken, so it counts as one word.
+        found += [
+            f"{page.relative_to(ROOT)}:{number + 1}"
+            for number in numbers
+            if len(lines[number]) > 100 and " " in re.sub(r"`[^`]*`", "", lines[number]).strip()
+        ]
+    assert found == []
+
+
 def names_in(path: Path) -> set[str]:
     """Functions, classes and methods (as Class.method) that a module defines."""
     found = set()
@@ -49,10 +77,18 @@ def test_every_function_that_the_architecture_page_names_exists():
     """The page names them as `path/in/package.py:function`."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(r"`([\w/.]+\.py):([\w.]+)`", text)
-    assert len(named) > 60, "the three walks name a function for each step"
+    assert len(named) > 60, "the walks name a function for each step"
     places = {str(path.relative_to(folder)): path for folder in SOURCES.values() for path in folder.rglob("*.py")}
     missing = [f"{file}:{name}" for file, name in named if file not in places or name not in names_in(places[file])]
     assert not missing
+
+
+def test_every_file_that_the_page_on_extending_names_exists():
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    named = re.findall(r"`((?:\w+/)+[\w.]*)`", page)
+    assert len(named) > 40
+    roots = [ROOT, *SOURCES.values()]
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
 
 
 def code_lines(path: Path) -> int:
@@ -160,12 +196,34 @@ def test_docstrings_explain_each_parameter_on_a_line_of_its_own():
     assert found == []
 
 
-def test_the_start_page_leads_to_the_seven_tutorials_in_order():
-    page = (ROOT / "docs" / "index.md").read_text()
-    table = re.findall(r"\[tutorial (\d)\]\(([\w/.-]+)\.md\)", page)
-    sidebar = re.findall(r"^(\d)\. .+ <([\w/.-]+)>$", page, re.MULTILINE)
-    assert table == sidebar
-    assert [number for number, _ in table] == list("1234567")
+def links_of(page: Path) -> set[Path]:
+    """Files that a page links to with Markdown's syntax."""
+    targets = re.findall(r"\]\(([^)\s:]+)\)", page.read_text())
+    return {(page.parent / target.partition("#")[0]).resolve() for target in targets}
+
+
+def test_the_start_page_leads_to_every_tutorial_and_so_does_the_readme():
+    tutorials = {*(ROOT / "docs" / "tutorials").glob("*.md"), ROOT / "docs" / "own-loop.md"}
+    assert tutorials - links_of(ROOT / "docs" / "index.md") == set()
+    english = {page for page in tutorials if ".zh-CN" not in page.name}
+    assert english - links_of(ROOT / "README.md") == set()
+
+
+def test_the_page_of_benchmarks_links_to_every_table():
+    tables = set((ROOT / "benchmarks").glob("*.md"))
+    assert tables - links_of(ROOT / "docs" / "benchmarks.md") == set()
+
+
+def test_readme_and_start_page_show_the_same_results():
+    tables = [
+        re.findall(r"^\| measured \|.*?\n\n", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+        for page in ("README.md", "docs/index.md")
+    ]
+    assert tables[0] == tables[1] != []
+
+
+def test_the_readme_fits_on_a_few_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_messages_that_the_troubleshooting_page_quotes_are_printed_somewhere():

@@ -53,7 +53,7 @@ def wheels(tmp_path_factory):
 def environment(folder, wheels, *, lends):
     """Returns the folder with the commands of a new venv, in which the wheels are installed.
 
-    lends: whether what the wheels depend on is lent by this test's own site-packages through a .pth file, so that nothing is
+    lends: whether what the wheels depend on is lent by this test's own site-packages through a .pth file, so nothing is
     downloaded. Other .pth files there are not read through it, so editable packages stay out.
     """
     venv.create(folder, with_pip=False, symlinks=True)

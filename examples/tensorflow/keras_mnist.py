@@ -2,7 +2,7 @@
 
     megaclass run --horovod -np 2 python examples/tensorflow/keras_mnist.py
 
-The images are drawn, so that nothing is downloaded. `Horovod:` marks what Horovod adds to a script for one process.
+The images are drawn, so nothing is downloaded. `Horovod:` marks what Horovod adds to a script for one process.
 """
 
 import argparse

@@ -18,7 +18,7 @@ def _one_wrong_member(rank: int, size: int) -> list[tuple[str, str]]:
         lambda: hvd.grouped_reducescatter([good, torch.eye(2).to_sparse()]),
         lambda: hvd.grouped_allreduce([good, torch.ones(2, dtype=torch.int32)], op=hvd.Adasum),
     ]
-    # This rank alone can see what is wrong: nothing was sent, so that the other ranks need not call it.
+    # This rank alone can see what is wrong: nothing was sent, so the other ranks need not call it.
     for call in refused[rank::size]:
         name, text = error_of(call)
         assert name == "ValueError" and ("is not supported" in text or "contiguous" in text), text

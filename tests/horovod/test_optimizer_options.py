@@ -273,7 +273,7 @@ def _load_state(rank: int, size: int) -> None:
     _loss(model, rank).backward()
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
-    # Loading in the middle of a step drops the gradients that were counted, so that the next pass is a first one.
+    # Loading in the middle of a step drops the gradients that were counted, so the next pass is a first one.
     optimizer.set_backward_passes_per_step(2)
     optimizer.zero_grad()
     _loss(model, rank, 1).backward()

@@ -221,7 +221,7 @@ def test_ranks_that_join_and_ranks_that_leave_are_announced_once_and_without_a_b
     driver.step(3.0)
     driver.greet("c")
     driver.step(4.0)
-    # While the worker on c imports its modules, b is removed: its rank trains on, so that both changes are one.
+    # While the worker on c imports its modules, b is removed: its rank trains on, so both changes are one.
     driver.list_hosts("a:1", "c:1")
     driver.step(5.0)
     assert not a.orders("changed")

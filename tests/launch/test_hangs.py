@@ -106,7 +106,7 @@ stuck() if rank else waits()
     assert len(verdicts) == 3, run.story()
     waiting = r"; rank 0 waits for it in \S+worker\.py:\d+ \(waits\)\."
     assert re.fullmatch(r"rank 1 \(h2\): in \S+worker\.py:\d+ \(stuck\), computing" + waiting, verdicts[0])
-    stopped = r"rank 1 \(h2\): stopped by SIGSTOP \(pid \d+\), so that it gives no stacks"
+    stopped = r"rank 1 \(h2\): stopped by SIGSTOP \(pid \d+\), so it gives no stacks"
     assert re.fullmatch(stopped + ".*" + waiting, verdicts[1])
     assert re.fullmatch(r"rank 1 \(h2\): in \S+worker\.py:\d+ \(stuck\), asleep" + waiting, verdicts[2])
     # Without a run folder the stacks are shown, each once, and not a second time as output of the ranks.

@@ -13,7 +13,7 @@ from megaclass_launch.agent.supervisor import Supervisor
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.launchers.local import default_threads, run_local
 
-# Each rank writes its pid first, so that a test can see whether it is still there.
+# Each rank writes its pid first, so a test can see whether it is still there.
 _PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path

@@ -127,7 +127,7 @@ def test_a_mistake_is_answered_with_the_line_to_type(here, typed, line, answer):
 def test_training_on_own_images_tells_how_to_measure_and_how_to_go_on(here, typed):
     code, said = typed("megaclass train recipe.toml")
     assert code == 0
-    assert "no accuracy will be measured, because there is no .bin file beside own" in said
+    assert "no accuracy will be measured, because there is no .bin file next to own" in said
     split = "megaclass data split own --identities 0.1 --out own-split"
     assert (
         f"  {split}\n  megaclass train runs/a/config.toml data.path=own-split/train train.run_dir=runs/own-split"

@@ -178,7 +178,7 @@ class Reader:
 
 
 def parts(kinds: list[str], count: int, seed: int, done: set[tuple[str, int, int, int]]) -> Iterator[Part]:
-    """Kinds in turn, so that a run that is stopped early has read some of each."""
+    """Kinds in turn, so a run that is stopped early has read some of each."""
     for number in range(math.ceil(count / PART)):
         for kind in kinds:
             part = Part(kind, seed, number * PART, min(count, (number + 1) * PART))

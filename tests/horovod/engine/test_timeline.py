@@ -79,7 +79,7 @@ def test_the_first_announcement_opens_a_negotiation_and_every_rank_is_marked(tim
     timeline.negotiated(["allgather.a", "never announced"])
     timeline.negotiated(["allgather.a"])
     timeline.negotiated(["broadcast.b"])
-    # Cycles are marked only where that was asked for.
+    # Cycles are marked only if that was asked for.
     timeline.mark_cycle()
     # The next step negotiates the same tensor again, under the number it has.
     timeline.rank_ready("allgather.a", "allgather", 1)

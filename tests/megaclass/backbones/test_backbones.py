@@ -72,7 +72,7 @@ def test_rectangles_become_embeddings_where_16_divides_both_sides(name, size):
     if name == "mbf":
         assert recognise(state, "here").image_size == size
     elif size == (32, 64):
-        with pytest.raises(CheckpointError, match=r"which is no square, so they do not tell the size of its images"):
+        with pytest.raises(CheckpointError, match=r"which is not a square, so they do not tell the size of its images"):
             recognise(state, "here")
     with pytest.raises(ConfigError, match="multiples of 16 pixels, not 90 × 112"):
         check_backbone(name, (112, 90))

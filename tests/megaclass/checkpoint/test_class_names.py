@@ -63,7 +63,7 @@ def test_the_difference_is_told_in_words_and_is_empty_for_equal_lists():
 def test_where_there_are_no_names_it_is_said_that_numbers_are_matched():
     assert describe_difference(ClassList(3), ClassList(4)) == (
         "3 classes were saved, the data has 4; 1 new (3). --match-classes keeps the centres of those with the same number; "
-        "names would come from a file classes.txt beside the data"
+        "names would come from a file classes.txt next to the data"
     )
     assert "identified by name, those of the data by number. A file classes.txt" in describe_difference(
         listed("a", "b"), ClassList(2)

@@ -589,7 +589,7 @@ def _die_at_every_call(two_checkpoints, folder):
 def test_a_process_killed_at_any_call_of_a_save_leaves_a_whole_checkpoint_and_the_next_save_works(
     tmp_path, two_checkpoints
 ):
-    # A process that has no threads, so that it can fork; it imports this module once for all of them.
+    # A process that has no threads, so it can fork; it imports this module once for all of them.
     done = run_forked(_die_at_every_call, two_checkpoints, tmp_path)
     assert done.returncode == 0, done.stderr
     codes = json.loads((tmp_path / "codes.json").read_text())

@@ -37,7 +37,7 @@ def test_the_program_fits_a_hopper_gpu(operations: tuple[int, ...]):
     usage = compile_for(
         90, programs.prepare_images, types, constants, num_warps=prepare_module._NUM_WARPS, num_stages=1
     )
-    # At least two programs share a multiprocessor, so that one computes while another reads.
+    # At least two programs share a multiprocessor, so one computes while another reads.
     assert usage.spilled_bytes == 0 and 2 * prepare_module._NUM_WARPS * 32 * usage.registers <= 65536
 
 

@@ -82,7 +82,7 @@ def test_every_copy_of_data_carries_the_names_of_its_classes(capsys, people, tmp
 
 def test_where_classes_have_numbers_only_no_names_are_written(capsys, folder, people, tmp_path):
     assert run(capsys, "pack", folder, "--out", tmp_path / "rec")[0] == 0
-    # Two sources joined: a name may be in both, so that classes are called by number, packed or not.
+    # Two sources joined: a name may be in both, so classes are called by number, packed or not.
     assert run(capsys, "pack", f"{people},{people}", "--out", tmp_path / "joined")[0] == 0
     for path in (tmp_path / "rec", tmp_path / "joined"):
         assert not (path / "classes.txt").exists() and not class_list(str(path), open_source(path)).text

@@ -93,8 +93,8 @@ def test_packing_resumes_after_the_last_whole_image_and_remembers_unreadable_one
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda facts: facts | {"num_images": 71}, "has 560 bytes; pixels.json beside it tells of 568"),
-        (lambda facts: facts | {"height": 25}, "has 120960 bytes; pixels.json beside it tells of 126000"),
+        (lambda facts: facts | {"num_images": 71}, "has 560 bytes; pixels.json next to it states 568"),
+        (lambda facts: facts | {"height": 25}, "has 120960 bytes; pixels.json next to it states 126000"),
         (lambda facts: facts | {"num_classes": 9}, "it has the class 9, but pixels.json tells of 9 classes"),
         (lambda facts: facts | {"height": 10**9}, "at most 33,554,432 pixels"),
         (lambda facts: facts | {"width": -1}, "width is -1; expected a positive number"),

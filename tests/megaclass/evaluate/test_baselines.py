@@ -52,7 +52,7 @@ def test_pairs_told_apart_by_pixels_alone_are_left_to_the_pixels():
     rng = np.random.default_rng(0)
     images, is_same = [], np.arange(100) % 2 == 0
     for same in is_same:
-        # Values in the middle of their bins, so that the noise does not change the histogram.
+        # Values in the middle of their bins, so the noise does not change the histogram.
         first = (_noise(rng, low=0, high=8) * 32 + 16).astype(np.uint8)
         shown = first if same else rng.permutation(first.reshape(16, 3)).reshape(4, 4, 3)
         images += [_png(first), _png((shown + _noise(rng, low=0, high=3)).astype(np.uint8))]

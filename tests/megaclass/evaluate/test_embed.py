@@ -48,7 +48,7 @@ def _pixels(num_images: int, size: int = _SIZE) -> np.ndarray:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """Lossless, so that tests know the pixels."""
+    """Lossless, so tests know the pixels."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()

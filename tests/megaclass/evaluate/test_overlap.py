@@ -13,7 +13,7 @@ from megaclass.evaluate.training_overlap import compared_with_training_data, tra
 
 @pytest.fixture
 def train(tmp_path):
-    """The training part of a split, with three sets beside it: held out, drawn by code, and made of the training data."""
+    """The training part of a split, with three sets next to it: held out, drawn by code, and made of the training data."""
     whole = tmp_path / "set"
     synthesize(whole, num_identities=20, images_per_identity=6, image_size=16, num_pairs=10, num_processes=1)
     assert main(["data", "split", str(whole), "--identities", "0.25", "--out", str(tmp_path / "split")]) == 0

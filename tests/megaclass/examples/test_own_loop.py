@@ -1,4 +1,4 @@
-"""The own training loop of the README, alone and under torchrun."""
+"""The example of a training loop of your own, alone and under torchrun."""
 
 import re
 from pathlib import Path

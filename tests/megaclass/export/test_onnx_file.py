@@ -67,7 +67,7 @@ class LooksAtValues(nn.Module):
 
 
 def _trained(backbone: nn.Module) -> nn.Module:
-    """With statistics of its own, so that forgetting eval mode would show."""
+    """With statistics of its own, so forgetting eval mode would show."""
     torch.manual_seed(0)
     for _ in range(3):
         backbone(torch.randn(8, 3, _SIZE, _SIZE) * 2 + 1)

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 class BackboneInDDP(nn.Module):
-    """The head beside DDP, as the documentation has always shown it: the truth."""
+    """The head next to DDP, as the documentation has always shown it: the truth."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_steps_after_the_capture_have_the_bits_of_ordinary_ones_and_never_wait(n
 
 
 def test_a_transformer_that_is_not_compiled_is_replayed(device, replays):
-    """Its attention adds up gradients in any order, so that bits differ between two ordinary runs, too."""
+    """Its attention adds up gradients in any order, so bits differ between two ordinary runs, too."""
     scenario = scenario_on(device)
     config = scenario.config(backbone__name="vit_t", train__compile=False)
     truth, ours = (train_without_waiting(scenario, with_graphs(config, setting)) for setting in ("off", "auto"))

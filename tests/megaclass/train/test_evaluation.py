@@ -1,4 +1,4 @@
-"""Evaluation during training: on which of the .bin files beside the data."""
+"""Evaluation during training: on which of the .bin files next to the data."""
 
 import shutil
 from types import SimpleNamespace
@@ -48,5 +48,5 @@ def test_with_names_those_alone_are_evaluated_and_one_that_is_not_there_is_noted
     for results in run_ranks(2, _evaluated, str(data), ["lfw", "cfp_fp"]):
         assert results == [
             ("lfw", None),
-            ("cfp_fp", f"train.evaluate_sets names cfp_fp, but there is no cfp_fp.bin beside the data at {data}."),
+            ("cfp_fp", f"train.evaluate_sets names cfp_fp, but there is no cfp_fp.bin next to the data at {data}."),
         ]

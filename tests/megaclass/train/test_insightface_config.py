@@ -136,7 +136,7 @@ def test_the_learning_rate_is_that_of_insightface_at_20_points(tmp_path, publish
     # Step 0 apart: today's scheduler leaves it at the full rate whatever the warm-up, ours begins the warm-up.
     for step in torch.linspace(1, num_steps - 1, 20).long().tolist():
         found = learning_rate(config.optimizer, step, num_steps, steps_per_epoch)
-        # In the warm-up ours is one step ahead, so that no step has rate 0.
+        # In the warm-up ours is one step ahead, so no step has rate 0.
         ahead = published.lr / warmup_steps if 0 <= step < warmup_steps else 0.0
         assert found == pytest.approx(curve[step] + ahead, rel=1e-9), step
 

@@ -41,7 +41,7 @@ STEPS_PER_EPOCH, NUM_STEPS, MIDDLE = 5, 15, 5
 def settings(data, run_dir, **changes):
     """A run with everything that has a state: batch norm, dropout, momentum, AdaFace's norms, a running mean.
 
-    Not CurricularFace: its loss jumps where a negative is as hard as the target, so that a difference of one rounding (1e-7)
+    Not CurricularFace: its loss jumps where a negative is as hard as the target, so a difference of one rounding (1e-7)
     becomes 6e-5 in that step and 1e-2 ten steps later. AdaFace, continuous, stays within 1e-6 on any number of ranks.
     """
     values = {

@@ -23,7 +23,7 @@ __all__ = ["__version__", "run"]
 
 
 def _refuse_another_horovod() -> None:
-    """Raises ImportError if Horovod itself is installed, too: the files of the two packages overwrite each other."""
+    """Raises ImportError if Horovod itself is also installed: the files of the two packages overwrite each other."""
     try:
         other = _metadata.distribution("horovod")
     except _metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads and writes events.jsonl, the diary of a run: one JSON object per line, each with its time, event and step.
+"""Reads and writes events.jsonl, the event log of a run: one JSON object per line, each with its time, event and step.
 
 docs/formats.md lists the events and their fields. Standard library only, because the launcher's agent writes hangs into it.
 """
@@ -50,7 +50,7 @@ def append_event(folder: Path, event: str, *, step: int | None = None, **fields:
                 if file.write(line) != len(line):
                     raise OSError("the disk is full")
         except OSError:
-            # Half a line would make the next one unreadable, too.
+            # Half a line would also make the next one unreadable.
             with suppress(OSError):
                 os.truncate(path, size)
             raise
@@ -63,7 +63,7 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     """Returns the events of the run in `folder`, oldest first, and the number of lines that are not events.
 
     Damaged lines do not stop a reader. A folder without the file has no events. Events that this version does not know are
-    returned, too.
+    also returned.
     """
     events, num_others = read_json_lines(folder / EVENTS_NAME, _is_event)
     return sorted(events, key=lambda event: float(event["time"])), num_others

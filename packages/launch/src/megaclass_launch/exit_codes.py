@@ -34,7 +34,7 @@ def how_it_ended(code: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, or its number where it has no name."""
+    """Returns the name of a signal, or its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

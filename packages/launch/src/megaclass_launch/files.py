@@ -1,7 +1,7 @@
 """Files that appear whole or not at all, files that only their owner may read, and locks between processes.
 
 A writer that dies in the middle must never leave half a file under the final name. Every writer of the package therefore
-goes through this module: write beside the target, flush to the disk, rename. A rename is atomic within one file system,
+goes through this module: write next to the target, flush to the disk, rename. A rename is atomic within one file system,
 which is why the unfinished file lies in the folder of the finished one.
 
 Private files and folders (logs, metrics, results: whatever may reveal something about the data) have mode 0600 or 0700,
@@ -173,7 +173,7 @@ def _json_object(line: str) -> dict[str, Any] | None:
 
 
 def _whole_number(digits: str) -> int:
-    # Larger ones are no numbers of a run, and most arithmetic raises OverflowError on them.
+    # Larger ones cannot be numbers of a run, and most arithmetic raises OverflowError on them.
     if abs(number := int(digits)) >= 2**63:
         raise ValueError(f"{digits[:20]}… is too large")
     return number

@@ -131,7 +131,7 @@ def _slots(text: str, part: str, where: str) -> int:
 def _checked(hosts: Sequence[Host], where: str) -> list[Host]:
     """Raises LaunchError for a name that is listed twice.
 
-    Two names of this machine are two hosts, as for horovodrun, so that several hosts can be tried out on one machine.
+    Two names of this machine are two hosts, as for horovodrun, so several hosts can be tried out on one machine.
     """
     seen: dict[str, Host] = {}
     for host in hosts:

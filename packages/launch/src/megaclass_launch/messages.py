@@ -55,7 +55,7 @@ def messages_on_stderr(output: str = "normal") -> Iterator[None]:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is at that moment, so that a redirection by the caller takes effect."""
+    """Writes to whatever sys.stderr is at that moment, so a redirection by the caller takes effect."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(wrapped(self.format(record), sys.stderr), file=sys.stderr, flush=True)
@@ -76,12 +76,12 @@ class _Formatter(logging.Formatter):
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """Returns the text broken between words at the width of a terminal; unchanged where the stream is a file or a pipe."""
+    """Returns the text broken between words at the width of a terminal; unchanged if the stream is a file or a pipe."""
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
     return "\n".join(
-        # Paths and options stay whole, so that they can be copied.
+        # Paths and options stay whole, so they can be copied.
         textwrap.fill(
             line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
         )

@@ -77,7 +77,7 @@ def hold_store_port(address: str = "") -> socket.socket:
 
 
 def offer_store_socket(held: socket.socket, address: str) -> SocketOffer:
-    """Listens at the held port of one address and offers that socket to rank 0. OSError if it is no address of this host.
+    """Listens at the held port of one address and offers that socket to rank 0. OSError if it is not an address of this host.
 
     Ranks that start before rank 0 then connect at once and wait for it, and no other process ever gets the port.
     """

@@ -247,7 +247,7 @@ def run_parser() -> argparse.ArgumentParser:
     times.add_argument(
         "--grace", type=seconds, metavar="S",
         help=f"time from SIGTERM to SIGKILL (default: {FAULT_GRACE_S:g} after a failure, {_SIGNAL_GRACE_S:g} after SIGTERM "
-        "or SIGHUP to megaclass run, so that ranks can save)",
+        "or SIGHUP to megaclass run, so ranks can save)",
     )  # fmt: skip
     times.add_argument(
         "--hang-timeout", type=seconds, default=0.0, metavar="S",

@@ -112,7 +112,7 @@ def job_environment(secret: str, store_port: int, store_socket: str = "") -> dic
 def without_other_starters(env: Mapping[str, str], given: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns `env` without the variables of another starter inside which this job is started; `given` ones stay.
 
-    rank_environment overwrites torchrun's names where the job uses them, but in a job with Horovod's names they would stay,
+    rank_environment overwrites torchrun's names if the job uses them, but in a job with Horovod's names they would stay,
     and vice versa.
     """
     given = given or {}
@@ -125,7 +125,7 @@ def interface_environment(interface: str, env: Mapping[str, str], given: Mapping
     chosen = env.get("GLOO_SOCKET_IFNAME", interface)
     # Horovod's variable holds one interface only.
     found = {"GLOO_SOCKET_IFNAME": interface, "HOROVOD_GLOO_IFACE": chosen.partition(",")[0]}
-    # NCCL chooses by itself among ranks of one host, which works without a network, too; horovodrun does name lo.
+    # NCCL chooses by itself among ranks of one host, which also works without a network; horovodrun does name lo.
     if interface != "lo" or HOROVOD_MARK in given:
         found["NCCL_SOCKET_IFNAME"] = interface
     return {name: value for name, value in found.items() if name not in env}

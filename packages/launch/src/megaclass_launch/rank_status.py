@@ -89,7 +89,7 @@ class StatusPage:
             os.ftruncate(self._handle, PAGE_BYTES)
             self._memory = mmap.mmap(self._handle, PAGE_BYTES)
         except OSError:
-            # A limit on the size of files (ulimit -f) holds for files in memory, too. The rank then finds no page.
+            # A limit on the size of files (ulimit -f) also holds for files in memory. The rank then finds no page.
             self._memory = mmap.mmap(-1, PAGE_BYTES)
 
     def fileno(self) -> int:

@@ -1,4 +1,4 @@
-"""Lets a rank report its latest checkpoint to its agent, so that restarts stop when a job makes no progress.
+"""Lets a rank report its latest checkpoint to its agent, so restarts stop when a job makes no progress.
 
 The agent creates a small file in memory and passes its descriptor to its ranks; a rank that has published a checkpoint
 writes the step into it. The ranks read nothing back, and ranks without an agent write nothing. Standard library only.

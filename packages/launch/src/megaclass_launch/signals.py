@@ -77,7 +77,7 @@ class InterruptLadder:
 
 
 def is_heeded(number: int) -> bool:
-    """Returns False where the parent process made this one ignore the signal, as nohup does with SIGHUP."""
+    """Returns False if the parent process made this one ignore the signal, as nohup does with SIGHUP."""
     return signal.getsignal(number) is not signal.SIG_IGN
 
 

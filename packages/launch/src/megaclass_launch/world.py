@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megaclass_launch.errors import LaunchError
 
-# Ports below the range from which Linux takes ephemeral ones, so that a derived port is rarely in use.
+# Ports below the range from which Linux takes ephemeral ones, so a derived port is rarely in use.
 _DERIVED_PORTS = range(20_000, 32_000)
 # Where rank 0 is, in a job that has Horovod's names in place of torchrun's.
 OWN_ADDRESS, OWN_PORT = "MEGACLASS_ADDRESS", "MEGACLASS_PORT"
@@ -155,7 +155,7 @@ STARTERS = (
     ),
     Starter(
         name="Slurm",
-        # A batch script has SLURM_PROCID, too; only tasks that srun started have a step.
+        # A batch script also has SLURM_PROCID; only tasks that srun started have a step.
         is_present=lambda env: "SLURM_PROCID" in env and "SLURM_STEP_ID" in env,
         unset=("SLURM_STEP_ID",),
         rank=("SLURM_PROCID",),

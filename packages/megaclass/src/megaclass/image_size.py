@@ -8,7 +8,7 @@ def height_and_width(size: ImageSize) -> tuple[int, int]:
 
 
 def compact_size(size: tuple[int, int]) -> ImageSize:
-    """One number where both sides are equal."""
+    """One number if both sides are equal."""
     height, width = size
     return height if height == width else (height, width)
 
@@ -18,10 +18,10 @@ def size_to_text(size: ImageSize) -> str:
 
 
 def size_from_text(text: str) -> ImageSize:
-    """ValueError where the text is no size."""
+    """ValueError if the text is not a size."""
     sides = [int(side) for side in text.split(",")]
     if len(sides) not in (1, 2) or min(sides) < 1:
-        raise ValueError(f"{text!r} is no size of images: expected one number, or height,width.")
+        raise ValueError(f"{text!r} is not a size of images: expected one number, or height,width.")
     return sides[0] if len(sides) == 1 else compact_size((sides[0], sides[1]))
 
 

@@ -1,4 +1,4 @@
-"""Random numbers that are hashes of what they belong to, so that order, grouping and number of ranks cannot change them.
+"""Random numbers that are hashes of what they belong to, so order, grouping and number of ranks cannot change them.
 
 This module has the 64-bit arithmetic for Python integers and NumPy arrays; `head/counter_random.py` builds the 32-bit
 numbers of the training device on it.

@@ -41,7 +41,7 @@ class Bar(Protocol):
 def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
     """Draws a bar from `start` to `total` on standard error, which the caller moves with advance_to.
 
-    Where the messages of the package are turned off (--quiet), nothing is drawn.
+    If the messages of the package are turned off (--quiet), nothing is drawn.
     """
     if logging.getLogger("megaclass").level > logging.INFO:
         yield _NoBar()

@@ -102,7 +102,7 @@ RUNS: dict[str, Made] = {
     "failed": Made("failed", "optimizer.lr=1e30 optimizer.warmup_epochs=0", exit_codes=(1, 2)),
     "hang": Made("hang", "train.nproc=2 backbone.name=make_runs:HangingNet train.hang_after_s=20", exit_codes=(134,)),
     "not-finite": Made("not finite", "optimizer.lr=1e30 optimizer.warmup_epochs=0 train.on_nan=skip"),
-    # The learning rate rises to a hundred times the usual one, so that the first epochs learn and the others forget.
+    # The learning rate rises to a hundred times the usual one, so the first epochs learn and the others forget.
     "rising-loss": Made("rising loss", "optimizer.lr=100 optimizer.warmup_epochs=8"),
     # From the first step on far too high: the loss falls from its peak and levels off above that of an untrained network.
     "plateau": Made("low cosine", "optimizer.lr=5"),
@@ -144,7 +144,7 @@ def _train(settings: list[str], folder: Path, exit_codes: tuple[int, ...]) -> No
 
 
 def _as_folders(folder: Path) -> None:
-    """Draws the identities and writes them as one folder per identity, with the verification pairs beside them."""
+    """Draws the identities and writes them as one folder per identity, with the verification pairs next to them."""
     from megaclass.data.sources.open_source import open_source
     from megaclass.data.tools.synthesize import synthesize
 

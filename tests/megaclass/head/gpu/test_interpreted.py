@@ -187,7 +187,7 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
         train(head, torch.float32, num_steps=2)
     for name in ("weight", "momentum"):
         plain, fused = (head.rows()[name].float() for head in heads)
-        # The same bits decide; only where the last digit of the float32 result differs can the rounding.
+        # The same bits decide; only if the last digit of the float32 result differs can the rounding.
         assert (plain != fused).float().mean() < 0.01
         torch.testing.assert_close(fused, plain, rtol=2**-7, atol=1e-6)
 

@@ -199,7 +199,7 @@ def allreduce(
 
 
 def _wire_for(compression: Any, tensor: Tensor, op: int) -> str:
-    """Returns the wire format; empty where compress() and decompress() are called instead, as for Min, Max and Product."""
+    """Returns the wire format; empty if compress() and decompress() are called instead, as for Min, Max and Product."""
     wire = wire_of(compression, tensor)
     if op in (Average, Sum):
         return wire
@@ -276,7 +276,7 @@ def grouped_allreduce(
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors, if_empty=ValueError)
     wires = {_wire_for(compression, tensor, op) for tensor in tensors}
-    # A group has one wire format. Where its tensors differ in it, compress() is called for each of them instead.
+    # A group has one wire format. If its tensors differ in it, compress() is called for each of them instead.
     wire = wires.pop() if len(wires) == 1 else ""
     if not wire and is_scaled(compression) and any(tensor.is_floating_point() for tensor in tensors):
         raise ValueError("8-bit compression takes groups of floating-point tensors only.")

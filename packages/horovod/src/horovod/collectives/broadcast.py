@@ -62,7 +62,7 @@ class HorovodBroadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Returns the root's tensor; differentiable. `root_rank` is the global rank, in a process set too."""
+    """Returns the root's tensor; differentiable. `root_rank` is the global rank, also in a process set."""
     result: Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return result
 

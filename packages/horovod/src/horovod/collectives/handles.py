@@ -129,7 +129,7 @@ def enqueue(
 def group_of(tensors: Iterable[Tensor], if_empty: type[Exception] = IndexError) -> list[Tensor]:
     """Returns the tensors of a grouped operation, which may come from a generator.
 
-    An empty group raises the error that Horovod raises there: IndexError, or ValueError where tensors are compressed.
+    An empty group raises the error that Horovod raises there: IndexError, or ValueError if tensors are compressed.
     """
     tensors = list(tensors)
     if not tensors:
@@ -151,7 +151,7 @@ def check_tensor(kind: str, tensor: Tensor) -> None:
 
 def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
     number = process_set.process_set_id
-    # The ranks, too: a set of a job that was shut down may have the number of another set of this job.
+    # Also the ranks: a set of a job that was shut down may have the number of another set of this job.
     if number is None or job.process_sets.get(number) != tuple(process_set.ranks or ()):
         raise ValueError(
             f"{kind.capitalize()}: Process set provided does not exist, or has not been registered. ({process_set})"
@@ -163,7 +163,7 @@ def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
 
 
 def poll(handle: int) -> bool:
-    """Returns True once the operation has completed, so that synchronize() returns at once."""
+    """Returns True once the operation has completed, so synchronize() returns at once."""
     operation = current.job.handles.get(handle) if current.job is not None else None
     if operation is None:
         raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
@@ -234,6 +234,6 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
-    # Each barrier has its own name, so that a rank that is one barrier behind cannot meet the wrong one.
+    # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
     number = current.running().next_barrier(process_set.process_set_id)
     synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))

@@ -48,7 +48,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a reducescatter and returns its handle. Where rows do not divide evenly, the first ranks get one more."""
+    """Starts a reducescatter and returns its handle. If rows do not divide evenly, the first ranks get one more."""
     return _enqueue_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
 
 
@@ -67,7 +67,7 @@ class HorovodReducescatter(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         ctx.process_set = process_set
-        # As in Horovod, gradients are averages over ranks, so that the one of a Sum is multiplied by their number.
+        # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
         ctx.factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
         handle = _enqueue_reducescatter(
             tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=is_grouped, is_urgent=True

@@ -1,6 +1,6 @@
 """init(), shutdown(), rank(), size() and so on, as functions: the methods of this process's one `_Basics`.
 
-`__all__` is generated from the assignments, so that each name is written once.
+`__all__` is generated from the assignments, so each name is written once.
 """
 
 import typing as _typing

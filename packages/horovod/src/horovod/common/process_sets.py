@@ -114,7 +114,7 @@ def _negotiate(kind: str, numbers: tuple[int, ...], doing: str) -> int | None:
         )
     if kind == "add_process_set" and (wrong := job.sets.wrong_ranks(numbers)):
         raise ValueError(wrong)
-    # The name is the same for all sets, so that ranks that want different sets are compared and get an error.
+    # The name is the same for all sets, so ranks that want different sets are compared and get an error.
     operation = Operation(Request(kind, "process sets", splits=numbers, repeats=False))
     job.controller.submit(operation, is_urgent=True)
     wait_for_ranks(lambda: job.controller.wait(operation))

@@ -32,7 +32,7 @@ _MAX_UNPROVEN = 128
 # How often a listener looks for close() and for callers whose time is over.
 _TICK_S = 0.5
 _RETRY_S = 0.05
-# An engine thread that sends does not read meanwhile. Buffers of this size take the usual messages of both sides, so that
+# An engine thread that sends does not read meanwhile. Buffers of this size take the usual messages of both sides, so
 # two engine threads that send to each other do not wait for each other.
 _SOCKET_BYTES = 1024 * 1024
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -206,7 +206,7 @@ class AuthenticatedListener:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             caller = _Caller(connection, time.monotonic() + _PROOF_S)
-            # Dicts keep their order, so that the first caller is the one that has had the most time.
+            # Dicts keep their order, so the first caller is the one that has had the most time.
             if len(self._callers) >= _MAX_UNPROVEN:
                 self._drop(next(iter(self._callers.values())), selector)
             self._callers[connection] = caller
@@ -284,7 +284,7 @@ class _Caller:
 
 
 def _proof(key: bytes, who: bytes, listeners: bytes, callers: bytes, rank: int) -> bytes:
-    # The role is part of the text, so that a stranger cannot send a side its own proof back.
+    # The role is part of the text, so a stranger cannot send a side its own proof back.
     return hmac.digest(key, b"%s %d " % (who, rank) + listeners + callers, "sha256")
 
 

@@ -13,7 +13,7 @@ Its parts, each in a file of its own:
     response_runner.py    what the ranks have agreed on is run               the engine thread
     stopping.py           how the controllers of all ranks end together      the engine thread
 
-The engine thread sleeps until a submission, a message or a deadline wakes it, so that an idle job costs nothing.
+The engine thread sleeps until a submission, a message or a deadline wakes it, so an idle job costs nothing.
 
 State:
 

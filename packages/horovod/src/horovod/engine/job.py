@@ -84,7 +84,7 @@ class Job:
 
     def close(self) -> None:
         """Leaves the job: operations of other ranks that need this one fail there."""
-        # The watch first: connections that end from here on are no fault.
+        # The watch first: connections that end from here on are not faults.
         self.watch.stop()
         # Then the controller, which uses the trace and the process groups until it has ended.
         self.controller.stop()

@@ -29,11 +29,11 @@ class Kind:
     shapes_must_match: bool = False
     """True if all members bring the same shape; otherwise they may differ in dimension 0."""
     is_arithmetic: bool = False
-    """True if tensors are added up, so that they cannot be bool."""
+    """True if tensors are added up, so they cannot be bool."""
     sizes: str = ""
     """Sizes of all members that the response tells each of them: `rows` (of each tensor), `splits` or none."""
     disagreement: str = ""
-    """Subject of the error if the `splits` of members differ; empty where each member has its own."""
+    """Subject of the error if the `splits` of members differ; empty if each member has its own."""
     is_collective: bool = True
     """True if tensors are sent: the timeline then shows what carries them."""
 

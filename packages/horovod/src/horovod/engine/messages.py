@@ -52,7 +52,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """All of a request except its name. Equal terms are shared, so that derived values are computed once."""
+    """All of a request except its name. Equal terms are shared, so derived values are computed once."""
 
     kind: str
     """A key of KINDS."""
@@ -61,7 +61,7 @@ class Terms:
     """One entry per tensor; grouped operations have several."""
     shapes: tuple[Shape, ...] = ()
     op: int = -1
-    """Horovod's number of the reduction; -1 where nothing is reduced."""
+    """Horovod's number of the reduction; -1 if nothing is reduced."""
     root: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
@@ -104,7 +104,7 @@ class Terms:
 _reduction = attrgetter("process_set", "op", "prescale", "postscale", "device", "wire", "keeps_error")
 _TERMS_FIELDS = [each.name for each in fields(Terms) if each.init]
 
-# Equal terms are one object while they are in use, so that comparing them compares addresses.
+# Equal terms are one object while they are in use, so comparing them compares addresses.
 terms_of = functools.lru_cache(maxsize=8192)(Terms)
 
 
@@ -275,7 +275,7 @@ class Sender:
         """Returns the message. `digest`: hash of the items. `repeats`: they may come again, so they are worth remembering."""
         if digest in self._known:
             return _KNOWN + digest
-        # Sender and receiver forget at the same message, so that both always know the same lists and numbers.
+        # Sender and receiver forget at the same message, so both always know the same lists and numbers.
         # The second limit is for jobs whose shapes, and therefore terms, are new in every step.
         forgets = len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity
         if forgets:

@@ -8,7 +8,7 @@
     announce_join()  JOIN ------------------------->   receive(): coordinator.join()
 
 Each method sends what is due and returns what this rank has to run because of it, mostly nothing. No method waits, and none
-knows how operations are run. Only the engine thread calls them, so that no field here needs a lock:
+knows how operations are run. Only the engine thread calls them, so no field here needs a lock:
 
     field                  of            written by             read by
     _sender(s)             both sides    whatever sends a list  (the same)
@@ -124,7 +124,7 @@ class AnnouncedLists:
         return len(self._lists)
 
     def keep(self, digest: bytes, operations: list[Operation]) -> None:
-        # An Agreement comes before anything of its list has run, so that older lists were answered one by one.
+        # An Agreement comes before anything of its list has run, so older lists were answered one by one.
         while self._lists and self._lists[0][1][0].is_done:
             self._lists.popleft()
         self._lists.append((digest, operations))
@@ -187,7 +187,7 @@ class Rank0Negotiation(Negotiation):
 
     def _announced(self, rank: int, digest: bytes, requests: list[Request], payload: bytes) -> Agreed:
         """A rank has announced one cycle of requests."""
-        # Once for a thousand requests, although rank_ready() asks it, too.
+        # Once for a thousand requests, although rank_ready() also asks it.
         if self._timeline.is_active:
             for request in requests:
                 self._timeline.rank_ready(request.full_name, request.kind, rank)
@@ -195,7 +195,7 @@ class Rank0Negotiation(Negotiation):
 
     def _answer(self, answer: Answer | None) -> Agreed:
         """Sends every other rank the responses that concern it; returns rank 0's own part."""
-        # Once this rank is closed it cannot take part, so that the others must not start.
+        # Once this rank is closed it cannot take part, so the others must not start.
         if answer is None or self._is_closed():
             return NOTHING
         payload = b""
@@ -203,7 +203,7 @@ class Rank0Negotiation(Negotiation):
             payload = self._runner.add_payloads(answer.responses[0].requests[0], answer.payloads)
         # The others start before rank 0, which has just as much to do itself.
         if answer.agreement is not None and not answer.repeats:
-            # The list will not come again, so that there is nothing to remember by its hash.
+            # The list will not come again, so there is nothing to remember by its hash.
             message = answer.agreement.to_bytes()
             for connection in self._connections.values():
                 connection.send(MessageKind.AGREEMENT, message, payload)

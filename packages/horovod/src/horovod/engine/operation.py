@@ -23,7 +23,7 @@ class Operation:
     inputs: list[Tensor] = field(default_factory=list)
     """Tensors to send."""
     outputs: list[Tensor] = field(default_factory=list)
-    """Tensors that receive the results; empty where their shape is known only after the negotiation."""
+    """Tensors that receive the results; empty if their shape is known only after the negotiation."""
     result: Any = None
     """The value that synchronize() returns: a tensor, a tuple of tensors, or a number."""
     sizes: tuple[tuple[int, ...], ...] = ()
@@ -44,7 +44,7 @@ class OperationRunner(Protocol):
     """Executes operations for the controller, which does not know about tensors. `Executor` implements it."""
 
     def perform(self, response: Response, operations: list[Operation | None]) -> None:
-        """Runs an agreed operation; an entry is None where this rank has joined and contributes zeros."""
+        """Runs an agreed operation; an entry is None if this rank has joined and contributes zeros."""
 
     def small_payload(self, operations: list[Operation]) -> bytes:
         """Returns the tensors of a cycle if they are small enough to travel with the announcement, else nothing."""

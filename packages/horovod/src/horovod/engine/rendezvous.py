@@ -1,8 +1,8 @@
 """How the ranks of a job find each other: process groups for tensors, connections to rank 0 for control messages.
 
 hvd has its own process groups and never touches torch.distributed's default group, which belongs to the script. The ranks meet
-in their own store. Only where torch.distributed was initialised and hvd does not know the starter, it uses the ranks and the
-store of the default group. Each call of init() after a shutdown() has its own prefix in the store, so that a rank that is early
+in their own store. Only if torch.distributed was initialised and hvd does not know the starter, it uses the ranks and the
+store of the default group. Each call of init() after a shutdown() has its own prefix in the store, so a rank that is early
 waits for the others instead of reading their old entries.
 
 Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the job's
@@ -70,9 +70,9 @@ class Rendezvous:
         self._store: dist.Store | None = None  # type: ignore[name-defined]
 
     def meet(self, ranks: list[int] | None, settings: Settings) -> Meeting:
-        """Meets the listed ranks, or all. Every one of them calls it; a rank that is not listed must not."""
+        """Collective over `ranks` (all by default), which meet here; other ranks must not call it."""
         world = _world()
-        # Where the starter gave all ranks a port for the store, it does not matter what the script did with torch.distributed.
+        # If the starter gave all ranks a port for the store, it does not matter what the script did with torch.distributed.
         uses_default_group = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
         if not uses_default_group:
             world = meeting_point(world)
@@ -154,7 +154,7 @@ def new_group(
     group = dist.ProcessGroup(store, place, size)
     group._set_default_backend(kind)
     for device in devices:
-        # gloo takes CUDA tensors, too, through main memory: what ranks that share a GPU use.
+        # gloo also takes CUDA tensors, through main memory: what ranks that share a GPU use.
         group._register_backend(torch.device(device), kind, made)
     return group
 
@@ -291,7 +291,7 @@ def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Set
 
 
 def _world() -> World:
-    """Reads the starter's variables, or Horovod's where only those are set."""
+    """Reads the starter's variables, or Horovod's if only those are set."""
     if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ or is_horovods():
         return world_from_environment()
     env = dict(os.environ)

@@ -1,6 +1,6 @@
 """Runs the responses that the ranks have agreed on, and tells the threads that wait for their operations.
 
-All ranks receive the same responses in the same order, so that each rank meets the others in each operation. A rank whose
+All ranks receive the same responses in the same order, so each rank meets the others in each operation. A rank whose
 operation fails is no longer in step with them: `on_failure` then ends the job. Only the engine thread calls this.
 """
 
@@ -45,7 +45,7 @@ class ResponseRunner:
     def _run_one(self, response: Response, payload: bytes) -> None:
         # By key, not by position: this rank may have submitted them in another order, or joined (None).
         operations = [self._in_flight.get(request.key) for request in response.requests]
-        # A thousand names are formed only where a trace is written.
+        # A thousand names are formed only if a trace is written.
         names = [request.full_name for request in response.requests] if self._timeline.is_active else []
         self._timeline.negotiated(names)
         if response.error:

@@ -8,7 +8,7 @@
     or are lost: END   ---------------------- END >  is_over
 
 A rank destroys its process groups after `is_over` only: a peer that still runs an operation would fail in a way that hides the
-reason. Only the engine thread calls this class, so that its fields need no lock.
+reason. Only the engine thread calls this class, so its fields need no lock.
 """
 
 from collections.abc import Callable, Mapping

@@ -35,7 +35,7 @@ class SubmissionQueue:
         self.operations: list[Operation] = []
         self.num_bytes = 0
         self.is_urgent = False
-        """True if a thread waits, so that the queue is announced without delay."""
+        """True if a thread waits, so the queue is announced without delay."""
         self.num_together = 0
         """Number of open Controller.together() blocks: their end wakes the engine thread."""
         self.wants_join = False
@@ -48,7 +48,7 @@ class SubmissionQueue:
     def hurry(self) -> bool:
         """Announces what is in the queue without delay; has no effect on operations that are submitted later.
 
-        Returns whether that changes anything, so that the engine thread must be woken.
+        Returns whether that changes anything, so the engine thread must be woken.
         """
         changes = bool(self.operations) and not self.is_urgent
         self.is_urgent = self.is_urgent or changes
@@ -96,6 +96,6 @@ class SubmissionQueue:
 
     def _limit(self) -> float:
         """Returns the time at which the queue is announced although more operations keep coming."""
-        # An early start gains nothing where the whole queue travels in less time than it took to submit it.
+        # An early start gains nothing if the whole queue travels in less time than it took to submit it.
         most_cycles = _MOST_CYCLES if self.num_bytes >= _WORTH_STARTING_BYTES else _MOST_CYCLES_OF_LITTLE
         return self._opened_at + most_cycles * self._cycle_s

@@ -92,7 +92,7 @@ class Timeline:
         try:
             yield
         finally:
-            # Also where the block raises, or the trace would never close the slice. After a stop(), _write() does nothing.
+            # Also if the block raises, or the trace would never close the slice. After a stop(), _write() does nothing.
             with self._lock:
                 for tensor in tensors:
                     self._end(tensor)
@@ -121,7 +121,7 @@ class Timeline:
         if self._file is None:
             return
         # Over the closing bracket of the list.
-        # The file is complete JSON between any two events, so that a killed job leaves a trace that can be read.
+        # The file is complete JSON between any two events, so a killed job leaves a trace that can be read.
         self._file.seek(-1, 2)
         separator = b"\n" if self._file.tell() == 1 else b",\n"
         self._file.write(separator + json.dumps(event).encode() + b"]")

@@ -213,7 +213,7 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _failed(failures: list[tuple[int, str]], code: int) -> str:
-    """Returns Horovod's text. One failure makes the other ranks fail too, so the one that is not a consequence is shown."""
+    """Returns Horovod's text. One failure makes the other ranks fail, so the one that is not a consequence is shown."""
     text = (
         "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
         "The first process to do so was:\n"

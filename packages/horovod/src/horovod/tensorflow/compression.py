@@ -74,5 +74,5 @@ class Compression:
 
 
 def wire_of(compression: Any, dtype: Any, op: int) -> str:
-    """Returns the wire format of an allreduce; empty where compress() and decompress() are called instead."""
+    """Returns the wire format of an allreduce; empty if compress() and decompress() are called instead."""
     return wire_that_saves(compression, dtype.size) if dtype.is_floating and op in (Average, Sum) else ""

@@ -118,7 +118,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's tensor; differentiable. `root_rank` is the global rank, in a process set too."""
+    """Returns the root's tensor; differentiable. `root_rank` is the global rank, also in a process set."""
 
     def forward(given: Any) -> list[Any]:
         full_name = operation_name("broadcast", name, [given], ignore_name_scope)
@@ -150,7 +150,7 @@ def broadcast_(
     assigned = [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
     if tf.executing_eagerly():
         return received
-    # In a graph the values are those after the assignment, so that whoever uses them has the variables overwritten.
+    # In a graph the values are those after the assignment, so whoever uses them has the variables overwritten.
     operations = [done.op if hasattr(done, "op") else done for done in assigned if done is not None]
     with tf.control_dependencies(operations):
         return [tf.identity(value) for value in received]

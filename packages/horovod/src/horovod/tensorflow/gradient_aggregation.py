@@ -11,8 +11,8 @@ from horovod.tensorflow.bridge import not_rewritten
 class LocalGradientAggregationHelper:
     """Adds up gradients on this rank, and lets every n-th pass communicate and change the weights.
 
-    The sums and the counter are variables outside of the optimizer's own, so that checkpoints of an optimizer do not depend
-    on them. All ranks count alike, so that all of them communicate in the same pass.
+    The sums and the counter are variables outside of the optimizer's own, so checkpoints of an optimizer do not depend
+    on them. All ranks count alike, so all of them communicate in the same pass.
     """
 
     def __init__(self, backward_passes_per_step: int, average_aggregated_gradients: bool = False) -> None:

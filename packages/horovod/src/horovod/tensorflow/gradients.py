@@ -124,7 +124,7 @@ class GradientReducer:
 
     @not_rewritten
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients combined over ranks; None where there is none, as on all other ranks."""
+        """Returns the gradients combined over ranks; None if there is none, as on all other ranks."""
         results = list(gradients)
         if self.sparse_as_dense:
             results = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in results]

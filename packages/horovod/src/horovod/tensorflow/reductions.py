@@ -92,7 +92,7 @@ def allreduce(
     """Returns the tensor combined over ranks; differentiable. tf.IndexedSlices are gathered.
 
     op: Average (the default), Sum, Adasum, Min, Max or Product. The devices are accepted for compatibility with Horovod: a
-    tensor is reduced where it is.
+    tensor is reduced in place on its device.
     """
     op = handle_average_backwards_compatibility(op, average)
     # In this order: the question for tf.IndexedSlices takes longer.
@@ -128,7 +128,7 @@ def grouped_allreduce(
     if not tensors:
         return []
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        # Sparse tensors are gathered one by one, so that there is no group.
+        # Sparse tensors are gathered one by one, so there is no group.
         names = [f"{name}.{place}" if name else None for place in range(len(tensors))]
         factors = (prescale_factor, postscale_factor)
         return [
@@ -189,7 +189,7 @@ def _allreduced(
 ) -> list[Any]:
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     wires = {wire_of(compression, tensor.dtype, op) for tensor in tensors}
-    # A group has one wire format. Where its tensors differ in it, compress() is called for each of them instead.
+    # A group has one wire format. If its tensors differ in it, compress() is called for each of them instead.
     wire = wires.pop() if len(wires) == 1 else ""
     pairs = [(tensor, None) if wire else compression.compress(tensor) for tensor in tensors]
 
@@ -267,7 +267,7 @@ def reducescatter(
 ) -> Any:
     """Returns this rank's rows of the tensor combined over ranks; differentiable. op: Average or Sum.
 
-    Where rows do not divide evenly, the first ranks get one more.
+    If rows do not divide evenly, the first ranks get one more.
     """
     (result,) = _reducescattered(
         [tensor], compression, op, name, process_set, ignore_name_scope, prescale_factor, postscale_factor, False
@@ -319,7 +319,7 @@ def _reducescattered(
         return run([call])[0]
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
-        # As in Horovod, gradients are averages over ranks, so that the one of a Sum is multiplied by their number.
+        # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
         size = at_run_time(lambda: process_set.size() or 1) if op == Sum else 1
         factor = prescale_factor * postscale_factor
         scaled = [gradient * tf.cast(factor, gradient.dtype) * tf.cast(size, gradient.dtype) for gradient in gradients]

@@ -33,7 +33,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         else:
             num_rows = tf.reduce_sum(tf.cast(mask, tf.float64))
         num_rows = tf.cast(num_rows, tf.float64)
-        # In float64, because the variance is a difference of large numbers where the mean is large.
+        # In float64, because the variance is a difference of large numbers if the mean is large.
         means, variances = tf.cast(mean, tf.float64), tf.cast(variance, tf.float64)
         sums = tf.concat([num_rows * means, num_rows * (variances + tf.square(means)), [num_rows]], axis=0)
         totals = allreduce(sums, op=Sum)

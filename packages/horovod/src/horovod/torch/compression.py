@@ -114,7 +114,7 @@ class Compression:
 
 
 def wire_of(compression: Any, tensor: Tensor) -> str:
-    """Returns the wire format for this tensor; empty for a user's compressor, or where it would not save bytes."""
+    """Returns the wire format for this tensor; empty for a user's compressor, or if it would not save bytes."""
     return wire_that_saves(compression, tensor.dtype.itemsize) if tensor.dtype.is_floating_point else ""
 
 

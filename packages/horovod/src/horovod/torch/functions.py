@@ -40,7 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
-    # All broadcasts are submitted before the first is waited for, so that they are negotiated together.
+    # All broadcasts are submitted before the first is waited for, so they are negotiated together.
     pending = []
     for name, tensor in named:
         if not torch.is_tensor(tensor):
@@ -162,7 +162,7 @@ def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> list[
 class _Envelope:
     """Signs one exchanged object with an HMAC, because unpickling runs code and gloo does not authenticate connections.
 
-    The HMAC covers the sender, the name and the number of earlier uses of the name, so that a recorded message is not
+    The HMAC covers the sender, the name and the number of earlier uses of the name, so a recorded message is not
     accepted a second time. In a job without a secret anyone could compute the HMAC; there only plain data and tensors are
     unpickled, as by torch.load(weights_only=True).
     """

@@ -1,7 +1,7 @@
 """Horovod's collective operations, with its names, arguments and gradients.
 
 Every operation has a name, by which ranks find each other whatever the order of their calls. Operations without a name
-get a running number, so that ranks must call them in the same order. `_async` returns a handle for poll() and
+get a running number, so ranks must call them in the same order. `_async` returns a handle for poll() and
 synchronize(); `_` at the end works in place; `grouped_` starts when all ranks have submitted all tensors of the list.
 
 This module has the names in `__all__` of the modules it imports, and two that Horovod has in this module only.

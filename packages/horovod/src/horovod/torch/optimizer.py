@@ -1,6 +1,6 @@
 """DistributedOptimizer: combines gradients over ranks while backward is still running; step() applies them.
 
-The wrapped optimizer keeps its class name, state and hooks. Both share their param_groups, so that a scheduler may be
+The wrapped optimizer keeps its class name, state and hooks. Both share their param_groups, so a scheduler may be
 created for either. optimizers/ has the two kinds.
 """
 

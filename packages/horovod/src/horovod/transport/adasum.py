@@ -1,4 +1,4 @@
-"""Adasum: a sum of gradients that does not grow where they point in the same direction.
+"""Adasum: a sum of gradients that does not grow if they point in the same direction.
 
     adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
@@ -46,7 +46,7 @@ def _doubling(vector: Tensor, place: int, paired: int, num_folded: int, group: d
         else:
             group.recv([theirs], partner_rank, 0).wait()
             group.send([vector], partner_rank, 0).wait()
-        # Both ranks take the lower place first, so that both get the same bits.
+        # Both ranks take the lower place first, so both get the same bits.
         vector = _combined(vector, theirs) if place < partner else _combined(theirs, vector)
         distance *= 2
     return vector

@@ -1,4 +1,4 @@
-"""Operations without arithmetic: allgather, broadcast and alltoall. They move bytes, so that they support every dtype."""
+"""Operations without arithmetic: allgather, broadcast and alltoall. They move bytes, so they support every dtype."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -42,7 +42,7 @@ class Executor:
         }
 
     def perform(self, response: Response, operations: list[Operation | None]) -> None:
-        """Runs an agreed operation; an entry is None where this rank has joined and contributes zeros."""
+        """Runs an agreed operation; an entry is None if this rank has joined and contributes zeros."""
         first = response.requests[0]
         run = self._runners[first.kind]
         # An allreduce shows its transport itself: copies into and out of the fusion buffer come before and after it.
@@ -60,7 +60,7 @@ class Executor:
         """
         present = [operation for operation in operations if operation is not None]
         if present:
-            # A script chooses its GPU after init(), so that it is learned from the tensors.
+            # A script chooses its GPU after init(), so it is learned from the tensors.
             self._gpu = present[0].inputs[0].device
         # A rank that has joined sends its zeros from the GPU it used last.
         device = self._gpu or torch.device("cuda", torch.cuda.current_device())

@@ -13,7 +13,7 @@ class Groups:
     """Chooses by the request alone, which all ranks have agreed on: a rank that chose otherwise would hang."""
 
     def __init__(self, rank: int, sets: ProcessSetTable, *, uses_nccl: bool) -> None:
-        """uses_nccl: every rank has a GPU of its own, so that tensors on GPUs are sent from there."""
+        """uses_nccl: every rank has a GPU of its own, so tensors on GPUs are sent from there."""
         self.rank = rank
         self._uses_nccl = uses_nccl
         self._sets = sets
@@ -41,7 +41,7 @@ class Groups:
         return self._uses_nccl or tensor.device.type == "cpu"
 
     def staged(self, tensor: Tensor, run: Callable[[Tensor], object]) -> None:
-        """Runs on a copy in main memory where NCCL cannot be used, because not every rank has its own GPU."""
+        """Runs on a copy in main memory if NCCL cannot be used, because not every rank has its own GPU."""
         if self.is_direct(tensor):
             run(tensor)
             return

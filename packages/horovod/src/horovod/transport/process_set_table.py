@@ -1,6 +1,6 @@
 """The process sets of a job, and this rank's connections to the other members of each.
 
-The engine thread changes the table, at the same place in the order of operations on every rank, so that all ranks number the
+The engine thread changes the table, at the same place in the order of operations on every rank, so all ranks number the
 sets alike. Other threads only read it.
 """
 

@@ -171,7 +171,7 @@ def small_payload(operations: list[Operation], num_ranks: int) -> bytes:
     if sum([operation.request.terms.num_bytes for operation in operations]) > _SMALL_BYTES // max(1, num_ranks - 1):
         return b""
     # All operations must be combined and scaled in the same way, and all tensors have one dtype. Requests of one shape share
-    # their terms, so that the comparison is rarely needed.
+    # their terms, so the comparison is rarely needed.
     for operation in operations[1:]:
         terms = operation.request.terms
         if terms is not first.terms and (terms.kind, terms.reduction) != (first.kind, first.terms.reduction):
@@ -295,7 +295,7 @@ class Reductions:
         request: Request,
         shown: list[str],
     ) -> None:
-        """Reduces tensors of one dtype through one buffer, so that all of them pay one latency.
+        """Reduces tensors of one dtype through one buffer, so all of them pay one latency.
 
         A single tensor needs a buffer only if it is sent in another dtype.
         """

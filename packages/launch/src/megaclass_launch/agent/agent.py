@@ -120,7 +120,7 @@ class Agent:
             self._note_exits()
 
     def _balance(self) -> None:
-        """Reads the workers only as fast as the driver reads the agent, so that no memory grows."""
+        """Reads the workers only as fast as the driver reads the agent, so no memory grows."""
         self._driver.watch_room()
         self._output.pause_if(self._driver.is_full)
 
@@ -151,7 +151,7 @@ class Agent:
                 self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
 
     def _on_driver_lost(self, is_silent: bool) -> None:
-        # After a silence shorter, so that all is over within the heartbeat limit on both sides.
+        # After a silence shorter, so all is over within the heartbeat limit on both sides.
         self._end(self._silence_grace_s if is_silent else None)
 
     def _on_signals(self) -> None:
@@ -235,9 +235,9 @@ class Agent:
             self._end_leftovers()
 
     def _note_exit(self, worker: Worker) -> None:
-        # Before its exit, upon which the driver decides whether the job may be restarted.
+        # Before its exit, because the driver then decides whether the job may be restarted.
         self._heartbeat.report_progress()
-        # Before its exit, too: the driver quotes its last lines in the report.
+        # Also before its exit: the driver quotes its last lines in the report.
         self._output.read_last(worker)
         self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
 

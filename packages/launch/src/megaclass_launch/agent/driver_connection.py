@@ -1,6 +1,6 @@
 """The agent's connection to its driver: messages in both directions, and the loss of the driver. Standard library only.
 
-    connected --stdin ends, stdout is closed, silence, or bytes that are no message--> lost, for good
+    connected --stdin ends, stdout is closed, silence, or bytes of no message -------> lost, for good
 
 The connection never comes back: a driver that has lost an agent gives up its host, so the ranks must end. Everything happens in
 the agent's one thread.
@@ -73,7 +73,7 @@ class DriverPipe:
 
     def send(self, data: bytes) -> None:
         """Queues the bytes and writes as much as the pipe takes now."""
-        # The ends of the ranks are reported after the loss of the driver, too, and then go nowhere.
+        # The ends of the ranks are also reported after the loss of the driver, and then go nowhere.
         if self._is_open:
             self._queue.append(data)
             self._num_bytes += len(data)

@@ -2,7 +2,7 @@
 
     every beat        "status": how long ago a rank of this host made progress, and whether one is late
     "stacks" arrives  "kept" if they were written into the run folder, then one "stacks" message per rank
-    "verdict" arrives the verdict is written beside them, and the event into events.jsonl
+    "verdict" arrives the verdict is written next to them, and the event into events.jsonl
 
 Used by the agent's one thread. Standard library only.
 """
@@ -139,7 +139,7 @@ class HangReporter:
         return next((Path(folder) for folder in folders if folder), None)
 
     def _show_output(self, report: RankReport) -> None:
-        """Passes on what a program printed that is no Python stack: it is output like any other."""
+        """Passes on what a program printed that is not a Python stack: it is output like any other."""
         printed = bytes(self._aborted.pop(report.rank, b""))
         if printed:
             self._say({"say": "output", "rank": report.rank, "stream": "stderr"}, printed)

@@ -3,12 +3,12 @@
 Every worker carries its run's id in the environment, and so do the processes it starts, whatever sessions they open. The
 supervisor (of an agent, or of `megaclass train` with local ranks) starts this file as two processes, each of which holds
 the reading end of a pipe. If the supervisor dies without a goodbye, or falls silent, they kill every process that carries
-the id. There are two, so that killing the supervisor together with one of them leaves the other.
+the id. There are two, so killing the supervisor together with one of them leaves the other.
 
 The driver of `megaclass run` is a third watcher: when it loses an agent, it starts this file on that host (over ssh if that
 is another machine) with the run's id on stdin, and kills from there what the agent should have ended.
 
-The file is given to the interpreter on stdin: its command line does not name the package, so that a `pkill -9 -f megaclass`
+The file is given to the interpreter on stdin: its command line does not name the package, so a `pkill -9 -f megaclass`
 aimed at the supervisor misses it. Therefore it imports nothing of the package.
 """
 
@@ -112,7 +112,7 @@ def main(run_id: str, lifeline: int, supervisor: int, silence_s: float) -> None:
     events.register(lifeline, select.POLLIN)
     while True:
         if not events.poll(1000 * silence_s if silence_s else None):
-            # Still our parent, so that the pid cannot belong to another process by now.
+            # Still our parent, so the pid cannot belong to another process by now.
             if os.getppid() == supervisor:
                 send(supervisor, signal.SIGKILL)
             break
@@ -126,7 +126,7 @@ def main(run_id: str, lifeline: int, supervisor: int, silence_s: float) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:
-        # Started by the driver. The id is not on the command line, by which a pkill might find this process, too.
+        # Started by the driver. The id is not on the command line, by which a pkill might also find this process.
         _run_id, _agent, _grace_s = sys.stdin.readline().split()
         kill_after(_run_id, int(_agent), float(_grace_s))
     else:

@@ -64,7 +64,7 @@ class Supervisor:
     The end has two phases: `end` sends SIGTERM and sets `_kill_at`; from then on `continue_ending` is called repeatedly,
     sends SIGKILL when that time has come, and gives up at `_give_up_at`. All of it happens in the caller's thread.
 
-    adopts: this process has no children except for the run's, so that orphans below it belong to the run, too.
+    adopts: this process has no children except for the run's, so orphans below it also belong to the run.
     captures: stdout and stderr of the workers are pipes. silence_s: see orphan_killer.main.
     """
 
@@ -115,7 +115,7 @@ class Supervisor:
         pass_fds: Sequence[int] = (),
     ) -> Worker:
         """Starts one worker. Raises LaunchError if the command cannot be started."""
-        # stdin stays the terminal's where output is not captured: a debugger in a local rank needs it.
+        # stdin stays the terminal's if output is not captured: a debugger in a local rank needs it.
         pipe = subprocess.PIPE if self._captures else None
         reader, lifeline = os.pipe()
         try:
@@ -156,7 +156,7 @@ class Supervisor:
         """Sends a signal to every worker that runs, and to its children in the same process group."""
         for worker in self.running():
             with contextlib.suppress(ProcessLookupError):
-                # The worker leads its own session, so that its pid is also the number of its process group.
+                # The worker leads its own session, so its pid is also the number of its process group.
                 os.killpg(worker.pid, number)
 
     def end(self, grace_s: float | None = None, first: int = signal.SIGTERM) -> None:
@@ -206,7 +206,7 @@ class Supervisor:
         To be called repeatedly, with `reap`, until it returns True. It also does so for processes that cannot be killed.
         """
         left = self._processes()
-        # A zombie is no process that is left, but its exit code is still to be reaped.
+        # A zombie does not count as a process that is left, but its exit code is still to be reaped.
         if not left:
             return not self.running()
         now = time.monotonic()
@@ -249,7 +249,7 @@ class Supervisor:
         reader, lifeline = os.pipe()
         # A stopped orphan killer must not block this process once the pipe is full.
         os.set_blocking(lifeline, False)
-        # The real path: a virtual environment in a folder called megaclass would let `pkill -9 -f megaclass` end it, too.
+        # The real path: a virtual environment in a folder called megaclass would also let `pkill -9 -f megaclass` end it.
         python = os.path.realpath(sys.executable)
         with Path(orphan_killer.__file__).open("rb") as program:
             process = subprocess.Popen(
@@ -291,7 +291,7 @@ def _die_with_pipe(reader: int) -> None:
     """Makes the kernel kill this process group when the writing end of the pipe is closed, which is when the supervisor dies.
 
     PR_SET_PDEATHSIG reaches direct children only; a rank behind a shell is a grandchild, but inherits the group and the pipe.
-    The kernel itself sends the signal, so that killing every watcher at once does not help the ranks to live on.
+    The kernel itself sends the signal, so killing every watcher at once does not help the ranks to live on.
     """
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)

@@ -62,7 +62,7 @@ class WorkerOutput:
         )
 
     def read_last(self, worker: Worker) -> None:
-        """Reads what a worker that has ended left in its pipes, so that its last output is sent before its exit code."""
+        """Reads what a worker that has ended left in its pipes, so its last output is sent before its exit code."""
         for pipe in [pipe for pipe, (owner, _) in self._pipes.items() if owner is worker]:
             # Not to the end of the stream: a process that the worker started may hold the pipe open and write without end.
             for _ in range(_READS_OF_A_FULL_PIPE):

@@ -35,7 +35,7 @@ class WorkerSetup:
         """Returns what the driver must know before the workers may start. Raises LaunchError if they cannot."""
         if not self.workdir.is_dir():
             raise LaunchError(f"There is no working folder {str(self.workdir)!r}; give another with --workdir.")
-        # Found out now, so that nothing is started anywhere if one host lacks the program.
+        # Found out now, so nothing is started anywhere if one host lacks the program.
         find_command(self._job["command"], self.base, self.workdir)
         found: Message = {}
         if self._job["interfaces"]:

@@ -62,7 +62,7 @@ def difference_findings(
 
 
 def _version_findings(facts_by_host: Mapping[str, Facts], python: str) -> list[Finding]:
-    """Compares versions; where hosts differ, the first host that has the package is the reference."""
+    """Compares versions; if hosts differ, the first host that has the package is the reference."""
     versions = {host: facts["versions"] for host, facts in facts_by_host.items()}
     first = next(iter(versions.values()))
     findings = []

@@ -2,9 +2,9 @@
 
     watching --a rank is late, or nothing moves for --hang-timeout--> asking --all answered, or ASK_S passed--> verdict
        ^                                                                                                       |
-       +----- late by its own account, and no rank waits for another: a report, and the job continues <--------+----> end
+       +----- late by its own limit, and no rank waits for another: a report, and the job continues <----------+----> end
 
-A rank is late by its own account: `megaclass train` knows how long a step takes, hvd how long a collective may take. With
+A rank itself reports that it is late: `megaclass train` knows how long a step takes, hvd how long a collective may take. With
 --hang-timeout, progress is what any rank prints, a finished step, or a finished collective of hvd.
 
     field            changed by                              read by
@@ -104,7 +104,7 @@ class HangWatch:
             self._limit_s and (silent_s := now - max(self._table.printed_at, self._progress_at, since)) > self._limit_s
         ):
             self._is_asked_for = True
-            # From here on the exit of a rank, which SIGABRT may cause, is no cause any more.
+            # From here on the exit of a rank, which SIGABRT may cause, does not count as a cause.
             self._end.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
             self._ask(now, silent_s, "no rank has printed anything or made progress (--hang-timeout)")
 
@@ -126,11 +126,11 @@ class HangWatch:
         # Something else has ended the job meanwhile.
         if self._end.is_ending and not self._is_asked_for:
             return
-        # A rank whose agent did not answer counts, too: the missing one is often the culprit.
+        # A rank whose agent did not answer also counts: the missing one is often the culprit.
         reports = [self._reports.get(rank) or self._lost_report(rank) for rank in self._table.running()]
         reports += [report for rank, report in self._reports.items() if rank in self._table.codes]
         verdict = find_verdict(reports)
-        # Ranks that are late by their own account may only be slow, and ending them would lose healthy work.
+        # Ranks that report themselves late may only be slow, and ending them would lose healthy work.
         if not self._is_asked_for and not verdict.may_end:
             if verdict.text != self._said and not self._end.is_ending:
                 self._messages.say(slow_sentence(self._silent_s, verdict, what=self._what) + self._where(verdict))

@@ -3,7 +3,7 @@
     a fault          JobEnd.end          SIGTERM to the ranks, SIGKILL after the short grace
     a signal         JobEnd.on_signals   Ctrl-C climbs a ladder (SIGINT, SIGTERM, SIGKILL); after SIGTERM and SIGHUP the
                                          ranks have the long grace, in which they can save; a second SIGTERM shortens it
-    exit code 75     JobEnd.resume       the other ranks have 60 s to save, then they are ended, too
+    exit code 75     JobEnd.resume       the other ranks have 60 s to save, then they are also ended
 
 Field and who changes it; all of it happens in the driver's one thread:
 
@@ -30,7 +30,7 @@ _SAVE_S = 60.0
 
 
 class JobEnd:
-    """Ends the ranks of one start, once or several times: each order may only shorten the time that is left."""
+    """Ends the ranks of one start. May be called repeatedly; later calls can only shorten the time that is left."""
 
     def __init__(self, pipes: AgentPipes, table: RankTable, io: DriverIo, options: RunOptions) -> None:
         self.decision = OutcomeDecision()
@@ -45,7 +45,7 @@ class JobEnd:
 
     @property
     def is_ending(self) -> bool:
-        """Returns True once the ranks have been told to end, so that their exit codes say nothing about the cause."""
+        """Returns True once the ranks have been told to end, so their exit codes say nothing about the cause."""
         return self.decision.is_ending
 
     def end(

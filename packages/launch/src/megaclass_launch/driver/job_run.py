@@ -132,11 +132,11 @@ class JobRun:
                 # The first problem sets this moment, and later passes do not move it.
                 start_deadline = min(start_deadline, now + _SETTLE_S)
             if now >= start_deadline:
-                # Where other hosts have problems, the silent ones have not had the whole time: they are not blamed.
+                # If other hosts have problems, the silent ones have not had the whole time: they are not blamed.
                 if not self._start.problems:
                     self._start.note_silent_hosts(self._pipes)
                 return
-            # Agents that do not report the end in time are abandoned, so that the driver always ends.
+            # Agents that do not report the end in time are abandoned, so the driver always ends.
             if now >= self._end.give_up_at:
                 self._lost.abandon_unfinished()
                 return

@@ -42,7 +42,7 @@ class JobStart:
     ) -> None:
         self.problems: list[tuple[str, str]] = []
         """Host, or an empty text for all together, and why the job cannot start."""
-        # Random, so that the output of a login script on that host cannot be taken for it.
+        # Random, so the output of a login script on that host cannot be taken for it.
         self.token = secrets.token_hex(16)
         """The agents' greeting: what login scripts print before it is skipped."""
         self._placements = placements
@@ -133,7 +133,7 @@ class JobStart:
         return Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=hosts)
 
     def go(self, pipes: AgentPipes) -> None:
-        """Tells every agent where rank 0 listens, upon which it starts its ranks."""
+        """Tells every agent where rank 0 listens; the agent then starts its ranks."""
         if self._speaks_as_horovodrun and self._remote_hosts:
             # Every agent has answered, and those of other hosts did so over ssh.
             self._messages.as_horovodrun("SSH was successful into all the remote hosts.")
@@ -151,7 +151,7 @@ class JobStart:
 
 
 def _grouped(problems: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Groups problems that differ in the host's name only. What ssh printed, in the lines below the first, may differ, too."""
+    """Groups problems that differ in the host's name only. What ssh printed, in the lines below the first, may also differ."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for host, problem in problems:
         first = problem.partition("\n")[0]

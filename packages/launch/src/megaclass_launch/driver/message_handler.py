@@ -69,7 +69,7 @@ class MessageHandler:
             case "note":
                 self._messages.say(f"{agent.name}: {message['text']}")
             case "progress":
-                # Agents report on their own, so that an older step may come later.
+                # Agents report on their own, so an older step may come later.
                 self.checkpoint_step = max(self.checkpoint_step or 0, message["step"])
             case "status" | "stacks" | "kept":
                 self._hang_watch.note(agent, message, payload)
@@ -78,7 +78,7 @@ class MessageHandler:
 
     def _refuse(self, agent: AgentPipe, why: str) -> None:
         if agent.state is PipeState.STARTING:
-            # It has answered, so that the start does not wait for it any longer.
+            # It has answered, so the start does not wait for it any longer.
             agent.state = PipeState.READY
             self._start.problems.append((agent.name, f"{agent.name}: {why}"))
         else:
@@ -86,7 +86,7 @@ class MessageHandler:
             self._end.end(Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=(agent.name,)))
 
     def _note_exit(self, rank: int, pid: int, code: int) -> None:
-        # The rest of its last line first, so that the report about its end contains it.
+        # The rest of its last line first, so the report about its end contains it.
         self._table.note_lines(rank, self._output.finish(rank))
         self._table.note_exit(rank, pid, code)
         # Once the ranks were told to end, their exit codes say nothing about the cause.

@@ -34,7 +34,7 @@ class Outcome:
     failed_hosts: tuple[str, ...] = ()
     """Hosts that could not be reached, were lost, or had the first rank that failed."""
     may_restart: bool = True
-    """False after a signal, exit codes 2 and 75, and where stdout was closed."""
+    """False after a signal, exit codes 2 and 75, and if stdout was closed."""
 
 
 class OutcomeDecision:
@@ -48,7 +48,7 @@ class OutcomeDecision:
 
     @property
     def is_ending(self) -> bool:
-        """True once the ranks have been told to end, so that their exit codes say nothing about the cause."""
+        """True once the ranks have been told to end, so their exit codes say nothing about the cause."""
         return self.reason >= Reason.FAULT
 
     def decide(self, reason: Reason, outcome: Outcome, report: str = "") -> bool:

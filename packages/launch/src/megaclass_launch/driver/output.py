@@ -28,7 +28,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 class LineCutter:
     """Cuts the bytes of one stream of one rank into lines, without their ends.
 
-    A carriage return ends a line too: every state of a progress bar becomes a line, instead of overwriting what another
+    A carriage return also ends a line: every state of a progress bar becomes a line, instead of overwriting what another
     rank has printed.
     """
 
@@ -160,7 +160,7 @@ class DriverMessages:
             self.say(text)
 
     def as_horovodrun(self, text: str) -> None:
-        """Shows one of horovodrun's messages where horovodrun does: on stdout, as it is, with --verbose only."""
+        """Shows one of horovodrun's messages as horovodrun does: on stdout, as it is, with --verbose only."""
         if self.is_verbose:
             self.screen.put("stdout", f"{plain_lines(text)}\n".encode())
 
@@ -225,7 +225,7 @@ class RankOutput:
         return self._folder
 
     def write_stacks(self, rank: int, stacks: str) -> None:
-        """Writes the stacks of a rank that hangs beside its output, if that is written to files."""
+        """Writes the stacks of a rank that hangs next to its output, if that is written to files."""
         if self._folder is not None:
             self._store(rank, "stacks", stacks.encode(errors="replace"))
 
@@ -289,7 +289,7 @@ class DriverIo:
     @classmethod
     def open(cls, options: RunOptions, num_ranks: int, signals: SignalQueue) -> "DriverIo":
         """Opens the screen and, on request, the files of all ranks."""
-        # By number: where stdout or stderr was closed at the start, Python has no object for it.
+        # By number: if stdout or stderr was closed at the start, Python has no object for it.
         call = CallPipes(options.call_fds) if options.call_fds else None
         screen = Screen({"stdout": 1, "stderr": 2, **({RESULT_STREAM: call.results_fd} if call else {})})
         messages = DriverMessages(screen, options.is_verbose)

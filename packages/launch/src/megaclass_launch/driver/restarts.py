@@ -86,7 +86,7 @@ class RestartLimit:
         self.num_without_progress = 0
 
     def pause_s(self) -> float:
-        """Returns the pause before the next start: 0, 0, 1, 3, 7 … 60 s, so that a booting host does not use all of them up."""
+        """Returns the pause before the next start: 0, 0, 1, 3, 7 … 60 s, so a booting host does not use all of them up."""
         # No pause after the first short start: most failures are single ones, and the ranks of a large job wait for it.
         return min(_LONGEST_PAUSE_S, 2.0 ** (self.num_short - 1) - 1) if self.num_short else 0.0
 

@@ -133,7 +133,7 @@ class ElasticAgents:
         self._tell_all({"do": "changed", "token": token, **change})
 
     def announce_break(self, token: str) -> None:
-        """Tells all workers of the generation that a member is gone, so that they do not wait for it."""
+        """Tells all workers of the generation that a member is gone, so they do not wait for it."""
         self._tell_all({"do": "broken", "token": token})
 
     def _tell_all(self, message: Message) -> None:

@@ -91,7 +91,7 @@ class Channel:
         while True:
             if (found := self.receive()) or not self.is_open:
                 return found
-            # At least one read comes before this, so that a timeout of 0 asks for what is there.
+            # At least one read comes before this, so a timeout of 0 asks for what is there.
             left_s = ends_at - time.monotonic()
             if left_s <= 0:
                 return []
@@ -118,9 +118,9 @@ def _parsed(line: bytes) -> Message:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ChannelError("a line that is no message") from error
+        raise ChannelError("a line that is not a message") from error
     if not isinstance(message, dict):
-        raise ChannelError("a line that is no message")
+        raise ChannelError("a line that is not a message")
     return message
 
 

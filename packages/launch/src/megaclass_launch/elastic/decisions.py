@@ -116,7 +116,7 @@ class RankMinimum:
             # The next shortage has the whole time again, and a message of its own.
             self._short_since, self._has_told_user = None, False
             return True
-        # The time counts from the first moment, although the user is told later: a host that never connects uses it up, too.
+        # The time counts from the first moment, although the user is told later: a host that never connects also uses it up.
         self._short_since = self._short_since or now
         # No message while hosts are still being found or connected to: at every start there are too few for a moment.
         if not self._hosts.listed or self._agents.is_any_starting():
@@ -150,7 +150,7 @@ class NewWorkers:
 
     def open_agents(self, now: float) -> None:
         """Opens agents until their hosts have enough slots, and lets those leave whose hosts were removed."""
-        # Those of banned hosts count, too: their agents stay, and so do the ranks that run there.
+        # Those of banned hosts also count: their agents stay, and so do the ranks that run there.
         num_slots = sum(self._hosts.slots(name) for name in self._agents.by_host)
         for name, host in list(self._hosts.listed.items()):
             if num_slots >= self._job.options.max_ranks:
@@ -217,7 +217,7 @@ class NewWorkers:
 # one is published, for which there is a new object of this class.
 
 _JOIN_TOGETHER_S = 30.0
-"""Workers that were started within this time are waited for, so that they join in one generation."""
+"""Workers that were started within this time are waited for, so they join in one generation."""
 _LEAVE_HUNG_S = 20.0
 """Time for the members of a generation that hangs to leave it: those that only wait for another one do so at once."""
 
@@ -250,7 +250,7 @@ class RunningGeneration:
         room = self._job.options.max_ranks - self.size
         unwanted = frozenset(worker.number for worker in self._table.members() if not self._job.is_wanted(worker))
         ready = [worker.number for worker in new if worker.is_ready and self._job.is_wanted(worker)]
-        # A member that leaves makes room for a new worker, also where --max-np is reached.
+        # A member that leaves makes room for a new worker, also if --max-np is reached.
         joining = frozenset(ready[: max(0, room + len(unwanted))])
         # If all hosts were replaced, the old ranks train until new ones can take over their state.
         is_useful = bool(joining) or 0 < len(unwanted) < self.size
@@ -343,7 +343,7 @@ class Generations:
 
     def _form_first(self) -> None:
         workers = self._table.staying()
-        # All of them, so that the job does not begin with a change: a rank that is left out now could only join through the
+        # All of them, so the job does not begin with a change: a rank that is left out now could only join through the
         # next generation.
         if workers and all(worker.is_ready for worker in workers):
             self._publish(workers)
@@ -355,11 +355,11 @@ class Generations:
         wanted = [worker for worker in members if self._job.is_wanted(worker)]
         new = [w for w in self._table.staying() if w.rank is None and w.is_ready and self._job.is_wanted(w)]
         if not wanted:
-            # All hosts were replaced: the old ranks stay for one more generation, so that the new ones get the state.
+            # All hosts were replaced: the old ranks stay for one more generation, so the new ones get the state.
             candidates = [*members, *new]
             num_needed = len(members) + min(1, len(new))
         else:
-            # Before the count, so that they leave now, although the others may have to wait for further hosts.
+            # Before the count, so they leave now, although the others may have to wait for further hosts.
             self._leavers.dismiss([worker for worker in members if worker not in wanted], "its host has left the job")
             candidates = chosen([*wanted, *new], self._job.options.max_ranks, list(self._hosts.listed))
             num_needed = self._job.options.min_ranks

@@ -54,7 +54,7 @@ def hosts_from_script(command: str, default_slots: int) -> list[Host]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A session of its own, so that what it started can be ended with it.
+        # A session of its own, so what it started can be ended with it.
         start_new_session=True,
     )
     assert process.stdout is not None and process.stderr is not None
@@ -172,7 +172,7 @@ class Discovery:
                 answer = DiscoveryAnswer(tuple(self._source.ask()))
             except (LaunchError, OSError) as error:
                 answer = DiscoveryAnswer(problem=str(error).rstrip("."))
-            # Only news, so that the driver reports a script that keeps failing once.
+            # Only news, so the driver reports a script that keeps failing once.
             if answer != last:
                 last = answer
                 self._answers.put(answer)

@@ -83,7 +83,7 @@ class ElasticRun:
         try:
             while not self._is_over():
                 now = time.monotonic()
-                # Agents that do not report the end in time are abandoned, so that the driver always ends.
+                # Agents that do not report the end in time are abandoned, so the driver always ends.
                 if now >= self._end.give_up_at:
                     self._abandon()
                     break
@@ -137,7 +137,7 @@ class ElasticRun:
             timeout = f"(--start-timeout {self._options.start_timeout_s:g} s)"
             self._lose(agent, f"{agent.name} did not report in time {timeout}")
         for worker in self._table.staying():
-            # A stopped worker keeps its connections open, so that the other ranks wait for it until it is killed.
+            # A stopped worker keeps its connections open, so the other ranks wait for it until it is killed.
             if worker.stopped_at is not None and now - worker.stopped_at > self._heartbeats.silence_s:
                 worker.stopped_at = now
                 # Only its agent knows whether it still is stopped: no message tells of a SIGCONT.

@@ -21,14 +21,14 @@ class WorkerRecord:
     """Unique in the whole job; agents use it in place of a rank."""
     host: str
     slot: int
-    """Place on its host. It stays the same as long as the process lives, so that the process keeps its GPU."""
+    """Place on its host. It stays the same as long as the process lives, so the process keeps its GPU."""
     rank: int | None = None
     """Rank in the current generation; None for a process that is not a member of it."""
     is_ready: bool = False
     """Waits at the rendezvous."""
     why: Why = Why.START
     is_leaving: bool = False
-    """Was dismissed by the driver: its end is no failure."""
+    """Was dismissed by the driver: its end is not a failure."""
     since: float = 0.0
     """Time at which it was started, or told to leave."""
     stopped_at: float | None = None

@@ -22,7 +22,7 @@ class WorkerTable(RankTable):
 
     def add(self, host: str, slot: int, now: float) -> WorkerRecord:
         """Adds a worker that is about to be started."""
-        # Rows are never removed, so that no number is given twice.
+        # Rows are never removed, so no number is given twice.
         number = len(self.hosts)
         self.hosts[number] = host
         self._last_lines[number] = LastLines()

@@ -8,7 +8,7 @@ is new: the port, the secret, the token. A process that belongs to an old genera
     worker.hosts_changed()                 one system call, no network: True if the driver wants another generation
     worker.committed(step)                 the state of this step is safe
     worker.is_broken()                     whether a member of this generation is gone
-    worker.when_broken(end_connections)    a thread calls the function when a member of this generation is gone, so that
+    worker.when_broken(end_connections)    a thread calls the function when a member of this generation is gone, so
                                            collectives that wait for it fail at once instead of after a time limit
     worker.rendezvous(Why.FAILED)          after a failed collective: leaves this generation, waits for the next one
     worker.rendezvous(Why.CHANGED)         after hosts_changed(), when all ranks have agreed to leave
@@ -153,7 +153,7 @@ class ElasticWorker:
 
     @property
     def has_only_removals(self) -> bool:
-        """True if the change that hosts_changed() reported only removes hosts, so that no new rank needs the state."""
+        """True if the change that hosts_changed() reported only removes hosts, so no new rank needs the state."""
         return self._has_only_removals
 
     @property

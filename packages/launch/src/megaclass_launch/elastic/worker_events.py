@@ -17,7 +17,7 @@ from megaclass_launch.wire.protocol import Message
 from megaclass_launch.world import World
 
 _SETTLED_S = 5.0
-"""Time after the start of a generation from which on a rank that is late belongs to it; first steps may take minutes."""
+"""Late ranks are ignored for this long after the start of a generation; first steps can take minutes."""
 
 
 class WorkerEvents:
@@ -33,7 +33,7 @@ class WorkerEvents:
         self.first_failure: tuple[Outcome, str] | None = None
         """Outcome and report of the first failure since the last commit; decides the exit code if the job ends by it."""
         self.hung_s: float | None = None
-        """How long a rank has been without a step, if that is longer than it may by its own account (train.hang_after_s)."""
+        """Seconds since a rank's last step, if they exceed the limit that the rank itself reported (train.hang_after_s)."""
         self._published_at = 0.0
         self._table, self._agents, self._hosts, self._end = job.table, job.agents, job.hosts, job.end
         self._output, self._messages = job.io.output, job.io.messages
@@ -104,7 +104,7 @@ class WorkerEvents:
             self._table.remove(worker.number, self._table.pids.get(worker.number, 0), -9)
         if self._end.is_ending:
             return
-        # Ranks that were leaving anyway are no loss.
+        # Ranks that were leaving anyway do not count as lost.
         num_members = sum(worker.rank is not None and not worker.is_leaving for worker in lost)
         with_it = f" with {num_members} rank(s)" if num_members else ""
         self._messages.say(f"{why.rstrip('.')}{with_it}. {self._ban(name)}")

@@ -46,7 +46,7 @@ _OTHERS_S = 5.0
 _LOADERS_S = 1.0
 """How long its loader processes have for their stacks."""
 _PRINT_FIRST_S = 2.0
-"""Ranks that do not print the verdict stay so much longer: launchers end all ranks as soon as one is gone."""
+"""Other ranks exit this much later, because launchers end all ranks when the first one exits."""
 _MAX_ERROR = 500
 _NO_SIGN = "wrote no stacks: it is stopped, in native code that keeps the interpreter lock, or its host is lost"
 
@@ -92,7 +92,7 @@ def _report_late_rank(seen: RankStatus, world: World, said: str) -> str:
     silent_s = time.monotonic() - seen.progress_at
     own = _report(seen, world)
     reports = [own]
-    # The step is the same on all ranks, so that they find each other's files without exchanging anything.
+    # The step is the same on all ranks, so they find each other's files without exchanging anything.
     name = f"step-{seen.step}"
     folder = Path(seen.folder) if seen.folder else None
     begun = time.time()

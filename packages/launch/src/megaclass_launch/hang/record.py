@@ -34,7 +34,7 @@ def keep_stacks(run_folder: Path, name: str, reports: Sequence[RankReport]) -> P
 
 
 def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: HangVerdict, step: int | None) -> None:
-    """Writes verdict.txt beside the stacks, and the event."""
+    """Writes verdict.txt next to the stacks, and the event."""
     groups = describe_groups(verdict)
 
     def write() -> None:

@@ -133,7 +133,7 @@ watcher, which looks once per second, is stopped with it and sees the pause as a
 """
 
 PAUSE_S = 5.0
-"""A gap between two looks from which on the watcher counts as paused; an overloaded host delays a look by less."""
+"""A gap between two looks that is at least this long means that the watcher was paused; overload delays less."""
 
 
 class LookClock:
@@ -227,7 +227,7 @@ def loader_stacks(loaders: list[AskedLoader]) -> str:
 
 
 def _stacks_file(pid: int) -> Path | None:
-    """Returns the file into which a process writes its stacks; None if it is no loader process."""
+    """Returns the file into which a process writes its stacks; None if it is not a loader process."""
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             # A file that is closed meanwhile is passed over.

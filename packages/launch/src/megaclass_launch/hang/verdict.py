@@ -182,7 +182,7 @@ def _describe(place: _Place) -> str:
             return f"{name}: {report.detail or 'its host is unreachable'}"
         case "stopped":
             where = f" in step {report.step + 1:,}" if report.step >= 0 else ""
-            return f"{name}: stopped{where} by SIGSTOP (pid {report.pid}), so that it gives no stacks; SIGCONT continues it"
+            return f"{name}: stopped{where} by SIGSTOP (pid {report.pid}), so it gives no stacks; SIGCONT continues it"
         case "kernel":
             call = f", in {report.waits_for}" if report.waits_for else ""
             return f"{name}: in the kernel{call} and cannot be interrupted: a disk, network file system or GPU hangs"

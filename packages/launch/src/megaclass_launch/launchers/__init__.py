@@ -1,7 +1,7 @@
 """The table of launchers: the ways in which `megaclass run --launcher NAME` starts the processes of a job.
 
 To add a launcher, write a module with a function `launch` of the type below and add one line to the table. Modules are
-imported when they are used, so that a launcher may depend on packages that others do not need. Standard library only.
+imported when they are used, so a launcher may depend on packages that others do not need. Standard library only.
 """
 
 import importlib

@@ -43,7 +43,7 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
         raise LaunchError("--launcher ray: Ray chooses the hosts; leave -H and --hostfile out, and give -np N.")
     if options.is_dry_run:
         ranks = f"{options.num_processes} ranks" if options.num_processes else "one rank per GPU of the cluster"
-        print(f"{ranks}, packed onto as few nodes as possible, each with a CPU, and a GPU where the cluster has any")
+        print(f"{ranks}, packed onto as few nodes as possible, each with a CPU, and a GPU if the cluster has any")
         print(f"command: {shlex.join(options.command)}\nworking folder: {options.workdir}")
         return 0
     options = with_network_variables(options)
@@ -73,7 +73,7 @@ class _RayJob:
         bundle = {"CPU": 1, "GPU": 1} if self._has_gpus else {"CPU": 1}
         group = _requested_group(self._ray, self._num_processes, bundle)
         try:
-            # Ray reserves all bundles or none, so that two jobs never wait for each other's rest.
+            # Ray reserves all bundles or none, so two jobs never wait for each other's rest.
             number = self._wait_for(group, bundle)
             if number is not None:
                 outcome = Outcome(exit_code=exit_status(-number), may_restart=False)
@@ -198,7 +198,7 @@ class _RayRun:
         return self._decision.final()
 
     def _start(self) -> None:
-        """Sorts the ranks by node, so that those of one host are neighbours, and starts them."""
+        """Sorts the ranks by node, so those of one host are neighbours, and starts them."""
         try:
             places = self._ray.get([actor.where.remote() for actor in self._actors])
         except self._ray.exceptions.RayError as error:

@@ -21,7 +21,7 @@ _log = logging.getLogger("megaclass.bench")
 _ELEMENT_BYTES = 4
 _SETTINGS_BYTES = 1024
 _PERIOD = 251
-"""Values repeat with a prime period, so that a block at the wrong position does not look right by chance."""
+"""Values repeat with a prime period, so a block at the wrong position does not look right by chance."""
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -189,7 +189,7 @@ def _trial(operation: str, size: int, device: torch.device, group: dist.ProcessG
     """Returns the operation on a tensor of about `size` bytes, in which every rank has values of its own."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     count = _elements(size)
-    # The whole tensor consists of a block per rank where an operation gathers or scatters.
+    # The whole tensor consists of a block per rank if an operation gathers or scatters.
     block = max(1, count // num_ranks)
     whole = {"all_gather": num_ranks * block, "reduce_scatter": num_ranks * block}.get(operation, count)
     num_given = block if operation == "all_gather" else whole
@@ -225,7 +225,7 @@ def _trial(operation: str, size: int, device: torch.device, group: dist.ProcessG
 def _seconds(
     call: Callable[[], object], repetitions: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Returns the mean time of a call on the slowest rank; equal on all ranks, so that all choose the same repetitions."""
+    """Returns the mean time of a call on the slowest rank; equal on all ranks, so all choose the same repetitions."""
     dist.barrier(group=group)
     begun = time.perf_counter()
     for _ in range(repetitions):
@@ -285,6 +285,6 @@ def _footer(rows: list[Row]) -> str:
 
 
 def warn_of_one_rank(world: World) -> None:
-    """Warns if there is only one rank, so that nothing can be measured."""
+    """Warns if there is only one rank, so nothing can be measured."""
     if world.size == 1:
         _log.warning("a single rank sends nothing. Start several: megaclass run -np 2 megaclass bench allreduce")

@@ -43,7 +43,7 @@ def ranks_sharing_a_gpu(gpus_W: Sequence[str]) -> tuple[int, int] | None:
 
 
 def usable_device(given: str | torch.device, asker: str) -> torch.device:
-    """Returns the device, or raises an error in one line if torch cannot use it here. asker: whose argument it is."""
+    """Returns the device, or raises an error in one line if torch cannot use it here. asker: name used in the error message."""
     try:
         device = torch.device(given)
     except RuntimeError:

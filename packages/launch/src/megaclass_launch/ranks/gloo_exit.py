@@ -10,7 +10,7 @@ to a tensor, it needs the GIL to release the tensor's Python object. Python, whi
 for the GIL with pthread_exit, and the forced unwinding meets a C++ destructor that must not throw.
 
 So the threads have to be done while Python still hands out the GIL: in a function registered with atexit at the latest.
-Destroying the group joins its threads. Where something else still refers to the group (DistributedDataParallel in a global
+Destroying the group joins its threads. If something else still refers to the group (DistributedDataParallel in a global
 variable does), the threads stay but become idle, because waiting here leaves them the GIL to release what they hold.
 
 A DistributedDataParallel that is garbage must not be collected before that: its C++ part destroys the group while this thread

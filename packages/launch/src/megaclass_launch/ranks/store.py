@@ -65,7 +65,7 @@ def make_store(world: World, timeout_s: float, *, waits_for_all: bool = False) -
 def _wait_while_refused(world: World, limit_s: float) -> None:
     """Connects to rank 0's port once, and again while the connection is refused; raises when that lasts for `limit_s`.
 
-    Rank 0 may start later than this rank, so a refusal alone is no error. torch retries refused connections silently for its
+    Rank 0 may start later than this rank, so one refusal is not an error. torch retries refused connections silently for its
     whole timeout, and its error names neither host nor port. ConnectionWatch cannot see refusals: such an attempt is over
     before the watch looks. All other failures are left to torch and to the watch. A limit of 0 disables the check.
     """

@@ -1,7 +1,7 @@
 """Batch norm over the global batch, on CPU and GPU: the same statistics on any number of ranks.
 
 Traffic per layer and step: one all-reduce of 2 x channels + 1 float64 forward and one of 2 x channels float64 backward.
-In evaluation nothing is sent. How sums over ranks are made is a method, so that `horovod.torch` shares this arithmetic.
+In evaluation nothing is sent. How sums over ranks are made is a method, so `horovod.torch` shares this arithmetic.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def moments_over_ranks(
     """Combines the ranks' own moments (C,), each of `count` values per channel.
 
     Returns mean, biased variance and count of all values, in float64. The sums of x and x² are formed here, in float64,
-    because a rank's own mean and variance are exact in float32 where a sum of x² is not.
+    because a rank's own mean and variance are exact in float32; a sum of x² is not.
     """
     mean, variance = mean.double(), variance.double()
     sums = sum_over_ranks(torch.cat([count * mean, count * (variance + mean * mean), mean.new_full((1,), count)]))

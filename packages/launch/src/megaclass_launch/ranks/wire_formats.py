@@ -9,7 +9,7 @@ Both steps send the narrow format, so the traffic falls by two or four on any nu
 rounding lost is added to the next vector.
 
 The 8-bit formats share one exponent (one byte) per block: scaled float8 (E4M3) in blocks of 128 numbers, or linear int8 in
-blocks of 32, because its even steps lose numbers that are small beside their neighbours. A block that contains an infinity
+blocks of 32, because its even steps lose numbers much smaller than their neighbours. A block that contains an infinity
 or NaN arrives as NaN.
 """
 
@@ -152,7 +152,7 @@ class HookState:
     group: dist.ProcessGroup | None = None
     remainders: dict[int, Tensor] = field(default_factory=dict)
     stream: torch.cuda.Stream | None = None
-    """On a GPU the exchange runs on this stream, beside the rest of the backward."""
+    """On a GPU the exchange runs on this stream, during the rest of the backward."""
 
 
 def _average_bucket(
@@ -161,7 +161,7 @@ def _average_bucket(
 ) -> torch.futures.Future[torch.Tensor]:
     """Called by DDP during backward, bucket by bucket.
 
-    On a GPU rounding and exchange run on a stream of their own, so that the backward of earlier layers runs meanwhile; DDP
+    On a GPU rounding and exchange run on a stream of their own, so the backward of earlier layers runs meanwhile; DDP
     waits for the future at the end. On a CPU the backward waits here, as it does without compression.
     """
     gradients: Tensor = bucket.buffer()

@@ -3,7 +3,7 @@
 gloo, NCCL over TCP, torch's store and Horovod's connections wait for minutes on a connection whose packets a firewall drops,
 and their errors name neither end. All of these connections are file descriptors of this process, and for each of them the
 kernel knows when the other host last answered. A thread reads that about once per second. It sends nothing itself, but it
-enables TCP keep-alive, so that the kernel probes connections without traffic. A process that is stopped or busy is not
+enables TCP keep-alive, so the kernel probes connections without traffic. A process that is stopped or busy is not
 affected, because its kernel answers for it.
 
 Phases:
@@ -141,7 +141,7 @@ class ConnectionWatch:
                 training loop (hvd) the closed connections raise errors, which the user may handle; uncaught, they end the
                 process with the same code.
         """
-        # Once more in the caller's thread, so that connections of the last moment are among those seen.
+        # Once more in the caller's thread, so connections of the last moment are among those seen.
         self._find_dead(time.monotonic())
         self._ends_process = ends_process
         self._peers = frozenset(self._seen | set(map(_plain, peers)))
@@ -248,7 +248,7 @@ class ConnectionWatch:
 class OwnConnections:
     """The TCP sockets that this process has opened for one generation of an elastic job, to end all of them at once.
 
-    While joining, these are all sockets since the object was created; after note_sockets() those that existed then, so that
+    While joining, these are all sockets since the object was created; after note_sockets() those that existed then, so
     connections that the program makes for other purposes stay.
     """
 

@@ -74,7 +74,7 @@ class LocalSecret:
                 try:
                     connection, _ = self._listener.accept()
                     with connection:
-                        # The kernel names the user at the other end, so that no message has to be trusted for it.
+                        # The kernel names the user at the other end, so no message has to be trusted for it.
                         if user_of(connection) == os.geteuid():
                             connection.sendall(self.secret)
                             self._num_left -= 1

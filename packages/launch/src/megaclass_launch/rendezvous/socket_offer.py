@@ -1,6 +1,6 @@
 """Hands the listening socket of the job's store from the launcher to rank 0. Standard library only.
 
-The launcher listens before it starts any rank, so that the port cannot become another user's. Rank 0 asks for the socket at an
+The launcher listens before it starts any rank, so the port cannot become another user's. Rank 0 asks for the socket at an
 abstract Unix socket, whose name is in its environment. Inheritance would be simpler, but programs between launcher and rank 0
 that close files for their children (Python's subprocess does) would keep the listening socket without ever accepting.
 """
@@ -55,7 +55,7 @@ def take_socket(name: str) -> socket.socket | None:
         caller.settimeout(_WAIT_S)
         try:
             caller.connect(f"\0{name}")
-            # Checked on this side, too: another user could have bound the name after the launcher ended.
+            # Also checked on this side: another user could have bound the name after the launcher ended.
             files = socket.recv_fds(caller, 1, 1)[1] if user_of(caller) == os.geteuid() else []
         except OSError:
             return None

@@ -2,7 +2,7 @@
 
 An agent runs on another host, which an attacker may control. It may report about its own ranks only, each field has a type
 and a range, control characters are removed from texts, and the number of remarks that are shown is limited. Everything else
-is a ProtocolError, upon which the driver treats the host as failed.
+is a ProtocolError; the driver then treats the host as failed.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,7 @@
 """The protocol between the driver and its agents: one JSON object per line, some followed by bytes. Standard library only.
 
 A message with `size` is followed by that many raw bytes of a worker's output: no encoding is assumed, nothing is escaped.
-Lines and payloads have a maximum length, so that neither side can fill the other's memory.
+Lines and payloads have a maximum length, so neither side can fill the other's memory.
 """
 
 import json
@@ -48,7 +48,7 @@ class MessageReader:
         self._message: Message | None = None
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
-        """Yields the messages that are complete. Raises ProtocolError for bytes that are no message."""
+        """Yields the messages that are complete. Raises ProtocolError for bytes that are not a message."""
         self._buffer += data
         if self._after and not self._skip_noise():
             return
@@ -115,7 +115,7 @@ _LONGEST_END_S = 1.5
 
 
 def silence_limits(heartbeat_s: float, grace_s: float) -> tuple[float, float]:
-    """Returns the longest silence and the grace after it, so that everything is over within the heartbeat limit."""
+    """Returns the longest silence and the grace after it, so everything is over within the heartbeat limit."""
     grace_s = min(grace_s, heartbeat_s / 4, _LONGEST_GRACE_S)
     return heartbeat_s - min(heartbeat_s / 10, _LONGEST_END_S) - grace_s, grace_s
 

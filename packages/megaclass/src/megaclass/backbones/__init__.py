@@ -1,6 +1,6 @@
 """Backbones: networks from images (B, 3, H, W) in [-1, 1] to embeddings (B, D), which are not normalised.
 
-A new one is a file and a line in `BACKBONES`; with a static method `arguments_of` its state dicts are recognised, too.
+A new one is a file and a line in `BACKBONES`; with a static method `arguments_of` its state dicts are also recognised.
 """
 
 import difflib

@@ -65,7 +65,7 @@ class IResNet(nn.Module):
         height, width = height_and_width(image_size)
         self.fc = nn.Linear(in_width * (height // 16) * (width // 16), embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim, eps=_BN_EPS)
-        # The head normalises embeddings, which would undo a learned scale; InsightFace fixes it, too.
+        # The head normalises embeddings, which would undo a learned scale; InsightFace also fixes it.
         nn.init.constant_(self.features.weight, 1.0)
         self.features.weight.requires_grad = False
         self._initialise()

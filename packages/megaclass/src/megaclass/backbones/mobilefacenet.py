@@ -81,10 +81,10 @@ class MobileFaceNet(nn.Module):
     def arguments_of(
         state: Mapping[str, Tensor], image_size: ImageSize | None
     ) -> tuple[tuple[int, ...], int, int, ImageSize] | None:
-        """See `SizedBackbone`. The last convolution covers the whole map, so the weights tell rectangles, too."""
+        """See `SizedBackbone`. The last convolution covers the whole map, so the weights also tell rectangles."""
         if "conv_sep.layers.0.weight" not in state:
             return None
-        # The first chain is a single convolution where it stands for one block.
+        # The first chain is a single convolution if it stands for one block.
         first = 1 if "layers.1.layers.0.weight" in state else count_blocks(state, "layers.1.layers.")
         blocks = (first, *(count_blocks(state, f"layers.{chain}.layers.") for chain in (3, 5, 7)))
         height, width = state["features.layers.0.layers.0.weight"].shape[2:]

@@ -18,7 +18,7 @@ class SizedBackbone(Protocol):
     def arguments_of(state: Mapping[str, Tensor], image_size: ImageSize | None) -> tuple[Any, ...] | None:
         """Returns the constructor's arguments for the network that `state` fits; None: it is another network's.
 
-        image_size: where it is known. Weights alone tell squares; most networks keep only the area of rectangles.
+        image_size: if it is known. Weights alone tell squares; most networks keep only the area of rectangles.
         """
         ...
 
@@ -28,7 +28,7 @@ def side_of(area: int) -> int:
     side = math.isqrt(area)
     if side**2 != area:
         raise CheckpointError(
-            f"The weights belong to a backbone whose last feature map has {area} places, which is no square, so they do not "
+            f"The weights belong to a backbone whose last feature map has {area} places, which is not a square, so they do not "
             f"tell the size of its images. Open the run folder or its model.safetensors, which state it."
         )
     return side

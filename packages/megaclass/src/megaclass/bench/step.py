@@ -133,7 +133,7 @@ def verdict(speeds: Sequence[SourceSpeed], parts_ms: dict[str, float], decoders:
 _ADVICE = {
     "host-to-device": "Use fewer augmentations, or smaller images.",
     "backbone": "Use a smaller backbone, bf16, or train.compile.",
-    "head": "Lower head.sample_rate, or add ranks, so that each holds fewer classes.",
+    "head": "Lower head.sample_rate, or add ranks, so each holds fewer classes.",
     "communication": "Use a faster network, a larger train.global_batch, or gradient accumulation.",
 }
 

@@ -146,7 +146,7 @@ class PlannedJob:
 
     @property
     def replays_backbone(self) -> bool:
-        """True where the backbone's steps are replayed as CUDA graphs (train/model/graphed_backbone.py).
+        """True if the backbone's steps are replayed as CUDA graphs (train/model/graphed_backbone.py).
 
         On several ranks `auto` decides by measurement; the plan then counts ordinary steps.
         """

@@ -125,7 +125,7 @@ def _moments(job: PlannedJob, head: HeadCosts) -> dict[str, dict[str, int]]:
 
 
 def _graph_pool(job: PlannedJob, most: int) -> int:
-    """Returns the bytes that stay allocated between steps where the backbone is replayed as CUDA graphs, otherwise 0.
+    """Returns the bytes that stay allocated between steps if the backbone is replayed as CUDA graphs, otherwise 0.
 
     most: bytes of activations at the peak of forward and backward, for which the graphs' pool has room all the time.
     """

@@ -202,7 +202,7 @@ def _advice(job: PlannedJob) -> list[Advice]:
         peak, speed, fits = _numbers(changed)
         gain = speed / now[1] - 1
         saved = 1 - peak / now[0]
-        # Where the job does not fit, memory decides; where it does, speed.
+        # If the job does not fit, memory decides; if it does, speed.
         worth = gain if now[2] and fits else saved + (10 if fits and not now[2] else 0)
         if worth > _WORTH_SAYING and (fits or not now[2]):
             found.append((worth, Advice(setting, peak, speed, fits, remark)))

@@ -12,7 +12,7 @@ from megaclass.capacity.head import head_costs
 from megaclass.capacity.job import PlannedJob
 
 _LATENCY_S = {"in a host": 50e-6, "between hosts": 200e-6}
-"""Per collective, beside its bytes, as in benchmarks/head-h200.md."""
+"""Per collective, in addition to its bytes, as in benchmarks/head-h200.md."""
 _OVERLAPPED = 0.6
 """Share of backward during which DDP's all-reduce can hide: the first buckets are ready after a while only."""
 
@@ -46,9 +46,9 @@ def exchanges(job: PlannedJob) -> list[Exchange]:
 
 
 def exposed_seconds(job: PlannedJob, sent: list[Exchange], backbone_s: float) -> float:
-    """Returns the time that the exchanges add to a step: the backbone's runs beside its backward, the head's do not.
+    """Returns the time that the exchanges add to a step: the backbone's overlap with its backward, the head's do not.
 
-    Nothing runs beside a backward that is replayed as one CUDA graph.
+    Nothing overlaps with a backward that is replayed as one CUDA graph.
     """
     if not sent:
         return 0.0

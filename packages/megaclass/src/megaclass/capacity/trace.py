@@ -105,7 +105,7 @@ def trace_backbone(build: Callable[[], nn.Module], image_size: tuple[int, int], 
 def _trace_step(backbone: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype) -> StepTrace:
     for parameter in backbone.parameters():
         if parameter.requires_grad:
-            # As with DDP, whose buckets hold the gradients all the time: they are no temporary memory.
+            # As with DDP, whose buckets hold the gradients all the time: they are not temporary memory.
             parameter.grad = torch.zeros_like(parameter)
     recorder = _Recorder()
     with recorder:

@@ -1,4 +1,4 @@
-"""Class names, saved with the centres, so that training can resume on a changed list of identities.
+"""Class names, saved with the centres, so training can resume on a changed list of identities.
 
 `classes.txt` holds one name per line, line i for class i. Without names, classes are identified by their numbers.
 """
@@ -49,7 +49,7 @@ class ClassList:
 
 
 def class_list(path: str, source: ImageSource) -> ClassList:
-    """Reads names from a classes.txt beside the data, or takes those of its folders if each is an identity.
+    """Reads names from a classes.txt next to the data, or takes those of its folders if each is an identity.
 
     Without names (train.rec and its property file have numbers only), classes are identified by their numbers.
     """
@@ -104,7 +104,7 @@ def match_classes(saved: ClassList, current: ClassList, start: int, stop: int) -
 
 
 def _check_names_differ(classes: ClassList) -> None:
-    """Refuses two classes of the same name. All classes are compared, so that every rank comes to the same result."""
+    """Refuses two classes of the same name. All classes are compared, so every rank comes to the same result."""
     if not classes.text:
         return
     # Hashes take 8 bytes per class, a set of names ten times as much. Only names whose hashes collide are compared.
@@ -139,7 +139,7 @@ def describe_difference(saved: ClassList, current: ClassList) -> str:
     if saved.kind_of_name != current.kind_of_name:
         return (
             f"the saved classes are identified by {saved.kind_of_name}, those of the data by {current.kind_of_name}. "
-            f"A file classes.txt beside the data (line i for class i) gives them names; if the classes are the same, copy "
+            f"A file classes.txt next to the data (line i for class i) gives them names; if the classes are the same, copy "
             f"it from the checkpoint"
         )
     known, now = set(saved.names()), set(current.names())
@@ -154,5 +154,5 @@ def describe_difference(saved: ClassList, current: ClassList) -> str:
         parts.append(f"{match.num_renumbered:,} with another number")
     keeps = f"--match-classes keeps the centres of those with the same {current.kind_of_name}"
     if not current.text:
-        keeps += "; names would come from a file classes.txt beside the data"
+        keeps += "; names would come from a file classes.txt next to the data"
     return f"{'; '.join(parts)}. {keeps}"

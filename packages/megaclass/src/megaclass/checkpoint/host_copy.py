@@ -1,4 +1,4 @@
-"""Copies the state of a step to host memory, so that training continues while the copy is written.
+"""Copies the state of a step to host memory, so training continues while the copy is written.
 
 Copies from a GPU need pinned memory: otherwise the host waits for them. torch's own pinned memory (`pin_memory=True`) is
 rounded up to a power of two per tensor, up to twice what is needed, which counts for centres of many gigabytes. Here all
@@ -33,7 +33,7 @@ class HostCopy:
 
     @torch.no_grad()
     def reserve(self, tensors: Mapping[str, Tensor], num_rows: int | None = None) -> dict[str, Tensor]:
-        """Allocates the memory for these tensors and returns it; pinned for GPU tensors, so that the GPU copies alone.
+        """Allocates the memory for these tensors and returns it; pinned for GPU tensors, so the GPU copies alone.
 
         num_rows: room for so many rows of each tensor, instead of those it has.
         """

@@ -97,7 +97,7 @@ def first_whole_on_all_ranks(
         own = [name for name, saved in manifest.files.items() if _hashing_rank(saved, manifest, world_size) == rank]
         try:
             on_every_rank_for_long(partial(check_digests, folder, manifest, own), device, group)
-        # Raised on all ranks, so that all of them ask for the next candidate.
+        # Raised on all ranks, so all of them ask for the next candidate.
         except (UserError, OSError) as error:
             reasons.append(str(error))
         else:
@@ -106,13 +106,13 @@ def first_whole_on_all_ranks(
 
 
 def _hashing_rank(saved: SavedFile, manifest: Manifest, world_size: int) -> int:
-    """Returns the rank that hashes a file: the one that loads its centres next, so that its host reads them once.
+    """Returns the rank that hashes a file: the one that loads its centres next, so its host reads them once.
 
     Ranks get about equal numbers of bytes. Files without centres go to the last rank.
     """
     if saved.class_start == saved.class_stop:
         return world_size - 1
-    # Not the exact range of a rank, whose rounding does not matter here: every file has one rank, and all ranks agree which.
+    # An approximation is enough: each file is assigned to exactly one rank, the same on all ranks.
     return saved.class_start * world_size // manifest.num_classes
 
 
@@ -161,13 +161,13 @@ def load_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Te
     """Returns the state that this rank saved for itself; useful only with the same number of ranks."""
     from safetensors import safe_open
 
-    # Ranks hold ascending ranges of classes, so that the r-th shard is the one that rank r wrote.
+    # Ranks hold ascending ranges of classes, so the r-th shard is the one that rank r wrote.
     shards = sorted((s.class_start, name) for name, s in manifest.files.items() if s.class_start < s.class_stop)
     if rank >= len(shards):
         raise CheckpointError(
             f"{folder} holds {len(shards)} shards of centres, but its manifest says that {manifest.world_size} ranks saved it."
         )
-    # Opened lazily: only these few small tensors are read, not the centres beside them.
+    # Opened lazily: only these few small tensors are read, not the centres next to them.
     with safe_open(folder / shards[rank][1], framework="pt") as file:
         names = [name for name in file.keys() if name.startswith(RANK_PREFIX)]  # noqa: SIM118 (not a dict)
         return {name.removeprefix(RANK_PREFIX): file.get_tensor(name) for name in names}

@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} has format {values['format']!r}, not {FORMAT}: it was written by another version."
             )
-        # The digest covers everything else in the file, so that it is taken out before the rest is hashed.
+        # The digest covers everything else in the file, so it is taken out before the rest is hashed.
         if values.pop("sha256") != _digest(values):
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one it states.")
         del values["format"]
@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Checks every field before it is used: the digest proves nothing, because a forger can compute it too."""
+    """Checks every field before it is used: the digest proves nothing, because a forger can also compute it."""
 
     def require(field_name: str, value: object, is_right: bool, expected: str) -> None:
         if not is_right:
@@ -138,7 +138,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, saved in manifest.files.items():
         path = folder / name
         if Path(name).name != name:
-            raise CheckpointError(f"{folder / NAME} lists {name!r}, which is not the name of a file beside it.")
+            raise CheckpointError(f"{folder / NAME} lists {name!r}, which is not the name of a file next to it.")
         if not path.is_file():
             raise CheckpointError(f"{path} is missing, though {NAME} lists it.")
         if path.stat().st_size != saved.num_bytes:
@@ -146,7 +146,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_digests(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
-    """Compares the digests of these files. Hashing releases the GIL, so that other threads run."""
+    """Compares the digests of these files. Hashing releases the GIL, so other threads run."""
     with ThreadPoolExecutor(_NUM_HASHERS) as hashers:
         digests = hashers.map(lambda name: _file_digest(folder / name), names)
         for name, digest in zip(names, digests, strict=True):

@@ -45,12 +45,12 @@ def unfinished_saves(checkpoints: Path) -> list[Path]:
 
 
 def written_by_runs(checkpoints: Path) -> list[Path]:
-    """Returns all published, unfinished and set-aside checkpoints, but nothing that users put beside them."""
+    """Returns all published, unfinished and set-aside checkpoints, but nothing that users put next to them."""
     return [path for path in _entries(checkpoints) if re.fullmatch(rf"\.?{_NAME}(\..*)?", path.name)]
 
 
 def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
-    """Renames the checkpoints of later steps, so that no run resumes from them; returns their new paths."""
+    """Renames the checkpoints of later steps, so no run resumes from them; returns their new paths."""
     return [folder.rename(_free_name(folder)) for folder in published(checkpoints) if step_of(folder) > step]
 
 

@@ -4,7 +4,7 @@ A save on rank r of W, while training continues:
 
     loop      copies the state to host memory; it waits for nothing else
     thread    writes, hashes and flushes the files of the rank in a folder that is not a checkpoint yet,
-              then writes a note beside them: rank-r.json, with sizes and digests
+              then writes a note next to them: rank-r.json, with sizes and digests
     thread 0  waits for W notes, writes the manifest, renames the folder, removes checkpoints that are not kept
     loop      at the next save, or at the end: all ranks agree on the outcome
 
@@ -154,7 +154,7 @@ class CheckpointWriter:
             self._thread.shutdown()
 
     def reserve(self, head_rows: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
-        """Allocates the host memory now, so that the first save takes no longer than the others."""
+        """Allocates the host memory now, so the first save takes no longer than the others."""
         self._rows_copy.reserve(head_rows)
         if self._rank == 0:
             self._shared_copy.reserve(shared)
@@ -230,7 +230,7 @@ class CheckpointWriter:
                 save.published.exception()
                 # No rank writes there any more: all ranks have reported.
                 shutil.rmtree(save.unfinished, ignore_errors=True)
-            # Errors of these types are raised on all ranks or none, so that the collective below is called by all.
+            # Errors of these types are raised on all ranks or none, so the collective below is called by all.
             if not isinstance(error, UserError | OSError) or not self._is_transient_for_all(error):
                 raise
             self._failure = error
@@ -316,7 +316,7 @@ class CheckpointWriter:
             data=self._data,
             files=entries,
         ).write(save.unfinished)
-        # The manifest has what the notes said; they are no part of a checkpoint.
+        # The manifest has what the notes said; they are not part of a checkpoint.
         for rank in range(self._world_size):
             save.note(rank).unlink()
         # Everything in the folder is on the disk before the folder gets the name of a checkpoint.

@@ -1,7 +1,7 @@
 """Reads and writes safetensors files of checkpoints; a written file is hashed on the way and on the disk at the end.
 
 The format is written here rather than by its own library for two reasons: the library's files would have to be read again
-to hash them, and it holds the GIL while it writes, so that a save in the background would stop the training loop.
+to hash them, and it holds the GIL while it writes, so a save in the background would stop the training loop.
 """
 
 import json

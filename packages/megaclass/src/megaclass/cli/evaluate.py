@@ -71,7 +71,7 @@ def add_evaluate_commands(commands: "Commands") -> None:
     report.add_argument(
         "--out",
         type=Path,
-        help="page to write (default: report.html in the run; for several runs, A-and-B.html beside the first)",
+        help="page to write (default: report.html in the run; for several runs, A-and-B.html next to the first)",
     )
     report.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device for comparing class centres (default: cpu)"
@@ -99,7 +99,7 @@ def add_evaluate_commands(commands: "Commands") -> None:
     embed.add_argument("model", type=Path, help=_MODEL_HELP)
     embed.add_argument("folder", type=Path, help="folder of images, including subfolders")
     embed.add_argument(
-        "--out", type=Path, required=True, help="embeddings.npy; the paths are written to a .txt file beside it"
+        "--out", type=Path, required=True, help="embeddings.npy; the paths are written to a .txt file next to it"
     )
     _add_running(embed)
     embed.set_defaults(run=_embed)
@@ -224,7 +224,7 @@ def _report(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _place_of_report(runs: list[Path]) -> Path:
-    """Returns where the report goes: into a single run, or beside the first of several, whose own reports stay."""
+    """Returns where the report goes: into a single run, or next to the first of several, whose own reports stay."""
     if len(runs) == 1:
         return runs[0] / "report.html"
     first, *others = (run.resolve() for run in runs)

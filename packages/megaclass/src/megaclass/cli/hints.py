@@ -49,7 +49,7 @@ def _commands_of(parser: argparse.ArgumentParser) -> Collection[str]:
 
 
 def settings_for_options(given: Sequence[str], unknown: Sequence[str]) -> str:
-    """Returns the line with `--epochs 3` written as `train.epochs=3`; empty if the options are no settings either."""
+    """Returns the line with `--epochs 3` written as `train.epochs=3`; empty if the options are not settings either."""
     line, rest = list(given), list(unknown)
     while rest:
         option = rest.pop(0)

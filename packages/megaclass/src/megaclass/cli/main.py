@@ -98,7 +98,7 @@ def _call(options: argparse.Namespace, given: list[str]) -> int:
         check_torch()
         code: int = options.run(options, given)
     except AgreedError as error:
-        # The failed rank prints the error and must end first, so that its launcher names it as the cause.
+        # The failed rank prints the error and must end first, so its launcher names it as the cause.
         is_printed = _speaks_for_its_host()
         if is_printed:
             print_error(error)

@@ -14,7 +14,7 @@ def own_class(setting: str, name: str, example: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        # `python -m megaclass` looks in the working folder, too; last, so that nothing there hides an installed package.
+        # `python -m megaclass` also looks in the working folder; last, so nothing there hides an installed package.
         sys.path.append(here)
     try:
         found = getattr(importlib.import_module(module_name), attribute)

@@ -295,7 +295,7 @@ class TrainConfig:
     evaluate_epochs: float = field(default=0.0, metadata=MAY_CHANGE)
     """Number of epochs between evaluations, by which the best checkpoint is chosen; 0 evaluates at the end only."""
     evaluate_sets: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
-    """Names of the .bin files beside the data to evaluate on, such as ["lfw", "agedb_30"]; empty means all."""
+    """Names of the .bin files next to the data to evaluate on, such as ["lfw", "agedb_30"]; empty means all."""
     checkpoint_epochs: float = field(default=1.0, metadata=MAY_CHANGE)
     """Number of epochs between checkpoints; one is always written at the end."""
     keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE)
@@ -369,7 +369,7 @@ class Config:
         return self.train.compile
 
     def may_replay_backbone(self) -> bool:
-        """Returns True where the settings allow CUDA graphs of the backbone on a GPU.
+        """Returns True if the settings allow CUDA graphs of the backbone on a GPU.
 
         `auto` also limits their memory, and measures on several ranks whether they are faster. Several parts of a batch would
         share the memory of one. Random layers learn from the host which images come. A backbone of the user's own, which may

@@ -129,7 +129,7 @@ def affine(images: Tensor, draws: Tensor) -> Tensor:
     shear = _between(draws[:, 3], -0.2, 0.2)
     shift_u, shift_v = (_between(draws[:, number], -0.2, 0.2) for number in (4, 5))
     # The grid says where each new pixel comes from, so these are the inverses of what happens to the image. Rows are scaled
-    # by the ratio of the sides, so that a rotated rectangle is not sheared.
+    # by the ratio of the sides, so a rotated rectangle is not sheared.
     ratio = images.shape[-2] / images.shape[-1]
     width, height = scale * shape.sqrt(), scale / shape.sqrt()
     row_u = torch.stack([width * angle.cos(), (shear * width - angle.sin()) * ratio, shift_u], 1)
@@ -156,7 +156,7 @@ def warp(images: Tensor, draws: Tensor) -> Tensor:
 
 def low_resolution(images: Tensor, draws: Tensor) -> Tensor:
     """Shrinks by a factor from 1.5 to 6 and enlarges again, like a face far from the camera."""
-    # A few sizes instead of one per image, so that images of equal size are resized together. The choice is made on the host,
+    # A few sizes instead of one per image, so images of equal size are resized together. The choice is made on the host,
     # which otherwise would wait for the device.
     factors = LOW_RESOLUTION_FACTORS
     choice = (draws[:, 0] * len(factors)).long().clamp(max=len(factors) - 1)
@@ -222,7 +222,7 @@ def occlusion(images: Tensor, draws: Tensor) -> Tensor:
 def erase(images: Tensor, draws: Tensor) -> Tensor:
     """Covers 2 to 33 % of the image with a rectangle of noise (random erasing)."""
     height, width = images.shape[-2:]
-    # The noise is a hash of the pixel's place and of two draws, so that a GPU can compute the same.
+    # The noise is a hash of the pixel's place and of two draws, so a GPU can compute the same.
     whole = (draws[:, 4:6].double().cpu().numpy() * 2**24).astype(np.uint64)
     keys_R = whole[:, 0] + (whole[:, 1] << np.uint64(24))
     bits_RN = mix64(keys_R[:, None] ^ mix64(np.arange(height * width, dtype=np.uint64))[None])

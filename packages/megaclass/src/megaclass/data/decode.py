@@ -65,7 +65,7 @@ class ReadsImages(Protocol):
 def decode_image(encoded: bytes, where: str) -> NDArray[np.uint8]:
     """Returns RGB pixels (H, W, 3), upright. `where` names the image in errors, for example `train.rec, key 17`.
 
-    Any exception of a decoder becomes a DataError, so that one odd image does not end a run.
+    Any exception of a decoder becomes a DataError, so one odd image does not end a run.
     """
     if encoded.startswith(_JPEG_MARK):
         return _decode_jpeg(encoded, where)
@@ -193,7 +193,7 @@ def _decode_jpeg(encoded: bytes, where: str) -> NDArray[np.uint8]:
     try:
         image_HW3: NDArray[np.uint8] = simplejpeg.decode_jpeg(encoded, colorspace="RGB")
     except Exception as error:
-        # CMYK, 4:4:1 and other rarities that Pillow converts, or damage that Pillow reports too.
+        # CMYK, 4:4:1 and other rarities that Pillow converts, or damage that Pillow also reports.
         try:
             return _decode_with_pillow(encoded, where)
         except DataError:

@@ -60,7 +60,7 @@ def foreign_class(saved: DataFingerprint, source: ImageSource) -> int | None:
 
 def _images_of(source: ImageSource, labels: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
     """Returns the indices of the images of these classes, in order; classes without images are left out."""
-    # np.isin builds a table of all classes only where there are enough images for them: a file may claim any number.
+    # np.isin builds a table of all classes only if there are enough images for them: a file may claim any number.
     found = np.flatnonzero(np.isin(source.labels, labels))
     found_labels = source.labels[found]
     images = {int(label): found[found_labels == label] for label in labels}

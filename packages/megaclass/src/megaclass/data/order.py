@@ -83,7 +83,7 @@ class ImageOrder:
 class ClassOrder:
     """Order in which every class occurs equally often, in groups of k images of one class.
 
-    One permutation of all classes follows another, across epochs. The images of a class follow permutations, too, so none
+    One permutation of all classes follows another, across epochs. The images of a class also follow permutations, so none
     occurs twice before all have occurred. An epoch has as many steps as with `ImageOrder`.
     """
 
@@ -173,7 +173,7 @@ def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[n
     # Floating point may round, which is harmless: any rectangle that holds all values will do.
     num_rows = np.ceil(np.sqrt(limits)).astype(np.uint64)
     num_columns = (limits + num_rows - np.uint64(1)) // num_rows
-    # (rounds, 1) where all share a permutation, (rounds, N) where they do not.
+    # (rounds, 1) if all share a permutation, otherwise (rounds, N).
     round_keys = mix64(mix64(np.arange(_NUM_ROUNDS, dtype=np.uint64))[:, None] ^ np.atleast_1d(keys)[None])
     permuted = _feistel(values.astype(np.uint64), num_rows, num_columns, round_keys)
     # Few values fall outside: the rectangle is larger than the size by less than a column.

@@ -1,4 +1,4 @@
-"""Shares the outcome of work between ranks, so that no rank waits for one that has failed.
+"""Shares the outcome of work between ranks, so no rank waits for one that has failed.
 
 A rank that raised an error would leave the others waiting in their next collective until its timeout. Here every rank first
 tells the others whether it failed, and all of them raise together.
@@ -137,6 +137,6 @@ def _started(action: Callable[[], T], device: torch.device) -> Future[T]:
         except BaseException as error:  # raised again by result()
             work.set_exception(error)
 
-    # A daemon thread, so that Ctrl-C ends the rank at once, whatever the action is doing.
+    # A daemon thread, so Ctrl-C ends the rank at once, whatever the action is doing.
     threading.Thread(target=run, daemon=True, name="megaclass-long-work").start()
     return work

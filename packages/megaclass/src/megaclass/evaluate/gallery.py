@@ -155,7 +155,7 @@ def read_embeddings(path: Path) -> tuple[Rows, list[str]]:
 
 
 def read_rows_and_names(path: Path) -> tuple[Rows, list[str]]:
-    """Reads `embeddings.npy`, and the paths from `embeddings.txt` beside it, as `megaclass embed` writes them."""
+    """Reads `embeddings.npy`, and the paths from `embeddings.txt` next to it, as `megaclass embed` writes them."""
     listing = path.with_suffix(".txt")
     try:
         rows_ND = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -111,7 +111,7 @@ class Curves:
     """Cosine above which a pair is called "same"."""
     num_different: int
     thresholds: Floats | None = None
-    """Cosine from which on a pair is called "same" at each point of the ROC; None in older files."""
+    """Smallest cosine of a pair called "same", at each point of the ROC; None in older files."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -198,7 +198,7 @@ class EvaluationProtocol(ABC):
         """Returns the table rows of a set in the report, one cell for the numbers of each model."""
 
     def remark(self, numbers: Numbers) -> str:
-        """Returns a sentence that belongs beside the numbers wherever they are shown; may be empty."""
+        """Returns a sentence that belongs next to the numbers wherever they are shown; may be empty."""
         return ""
 
     def fault(self, numbers: Numbers) -> str:

@@ -1,7 +1,7 @@
 """Writes and reads the results of an evaluation.
 
 evaluation.json holds the numbers of all sets, or the reason why a set was not evaluated. evaluation/<set>.npz holds what the
-report draws: ROC, histogram and the images of the hardest pairs, so that a report needs neither the model nor the data.
+report draws: ROC, histogram and the images of the hardest pairs, so a report needs neither the model nor the data.
 """
 
 import io
@@ -57,7 +57,7 @@ def result_lines(result: SetResult) -> list[str]:
 
 
 def remarks_on(result: SetResult) -> list[str]:
-    """Returns the sentences that belong beside the numbers wherever they are shown: terminal, report and model card."""
+    """Returns the sentences that belong next to the numbers wherever they are shown: terminal, report and model card."""
     mirrored = "" if result.numbers.get("mirror") is not False else "Without the embeddings of mirrored images."
     return [said for said in (mirrored, PROTOCOLS[result.kind].remark(result.numbers)) if said]
 
@@ -198,7 +198,7 @@ def _curves_in(arrays: Mapping[str, NDArray[Any]]) -> Curves:
     if curves.thresholds is not None and len(curves.thresholds) != len(curves.far):
         raise ValueError("an ROC needs one threshold per point")
     if len(curves.far) != len(curves.tar) or not (curves.far == 0).any():
-        raise ValueError("an ROC must start where nothing is accepted")
+        raise ValueError("an ROC must start at the point that accepts nothing")
     if (
         not len(curves.edges) == len(curves.same) + 1 == len(curves.different) + 1
         or not (np.diff(curves.edges) > 0).all()

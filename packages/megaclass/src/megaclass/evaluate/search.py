@@ -21,7 +21,7 @@ from megaclass_launch.even_parts import even_part
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
 NO_LABEL = -1
-"""Label of a gallery entry that is no mate of any probe: a distractor."""
+"""Label of a gallery entry that is not a mate of any probe: a distractor."""
 _NOTHING = float("-inf")
 _BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 _MAX_GALLERY_BLOCK = 2**16
@@ -137,7 +137,7 @@ def search_shard(
             for first in range(0, num_probes, probe_block):
                 here = slice(first, first + probe_block)
                 block_PB = probes_PD[here] @ rows_BD.T
-                # First the probe's own image is removed, so that it counts neither as a mate nor as another.
+                # First the probe's own image is removed, so it counts neither as a mate nor as another.
                 if keys_P is not None and keys_B is not None:
                     block_PB.masked_fill_(keys_P[here, None] == keys_B, _NOTHING)
                 if labels_P is not None and labels_B is not None:
@@ -186,8 +186,8 @@ def _search_shard_with_faiss(
 ) -> Neighbours:
     """Searches the shard with faiss's exact index on the CPU.
 
-    faiss knows no labels. It is asked for so many neighbours that k others remain when mates and the probe's own image are
-    removed from them.
+    faiss ignores labels. Enough neighbours are requested that k remain after mates and the probe's own image are
+    removed.
     """
     try:
         import faiss

@@ -1,7 +1,7 @@
 """Looks at a sample of the training images with the trained model: classes far from their centre, and images closer to the
 centre of another class than to their own. Both are where wrong labels show.
 
-The findings, with small pictures, are kept in the run folder, so that a report needs neither the model nor the data.
+The findings, with small pictures, are kept in the run folder, so a report needs neither the model nor the data.
 Letters: N images, D numbers per embedding, R rows of centres.
 """
 
@@ -166,7 +166,7 @@ def _embedded_sample(
     source = images.source
     classes = np.unique(np.linspace(0, source.num_classes - 1, _MAX_CLASSES).astype(np.int64))
     by_class = _images_of(source, classes.tolist(), _MAX_IMAGES_PER_CLASS)
-    # Classes in random order, so that those embedded before the deadline are a fair sample.
+    # Classes in random order, so those embedded before the deadline are a fair sample.
     order = np.random.default_rng(0).permutation(sorted(by_class))
     chosen = [index for label in order.tolist() for index in by_class[label]]
     kept: list[int] = []

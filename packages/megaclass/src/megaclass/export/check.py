@@ -72,7 +72,7 @@ def _compare(path: Path, got_BD: NDArray[np.float64], backbone: nn.Module, input
     with np.errstate(divide="ignore", invalid="ignore"):
         cosines_B = (got_BD * want_BD).sum(axis=1) / (got_norms_B * want_norms_B)
         norm_differences_B = np.abs(got_norms_B / want_norms_B - 1)
-    # Written with `not`, so that NaN is a failure too.
+    # Written with `not`, so NaN is also a failure.
     if not (cosines_B.min() >= MIN_COSINE and norm_differences_B.max() <= MAX_NORM_DIFFERENCE):
         raise ExportError(
             f"Not written: {path}. For {len(inputs)} image(s) {what}'s embeddings differ from the backbone's: "

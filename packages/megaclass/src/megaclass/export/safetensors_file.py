@@ -49,7 +49,7 @@ def save_model(path: Path, backbone: nn.Module, *, metadata: Mapping[str, str]) 
 
 
 def _sort_metadata(path: Path) -> None:
-    """Sorts the metadata, which the library writes in the random order of a hash map, so that equal models are equal files.
+    """Sorts the metadata, which the library writes in the random order of a hash map, so equal models are equal files.
 
     The header (u64 length, then JSON padded with spaces) is rewritten in place: sorting does not change its length.
     """

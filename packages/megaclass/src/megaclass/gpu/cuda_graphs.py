@@ -98,7 +98,7 @@ class ShapeGraphs(Generic[_ShapeT, _CapturedT]):
     """Keeps the graphs of the shape that was captured last, if there is one.
 
     State, used by the thread that trains: `_captured` is the last step captured, `_shape` and `_num_equal` count ordinary
-    steps of the same shape in a row. A step of another shape takes the ordinary way and changes nothing, for example the
+    steps of the same shape in a row. A step of another shape runs without graphs and changes nothing, for example the
     last batch of an epoch; if its shape stays, it replaces what was captured.
     """
 
@@ -132,11 +132,11 @@ class ShapeGraphs(Generic[_ShapeT, _CapturedT]):
         return self._is_on and (shape == self._shape if self._captured is None else shape == self._captured.shape)
 
     def switch_off(self) -> None:
-        """Drops what was captured; all further steps take the ordinary way."""
+        """Drops what was captured; all further steps run without graphs."""
         self._is_on, self._captured = False, None
 
     def find(self, shape: _ShapeT, num_bytes: int, capture: Callable[[_ShapeT], _CapturedT]) -> _CapturedT | None:
-        """Returns the graphs for the next forward; None: it takes the ordinary way. capture: raises if it cannot."""
+        """Returns the graphs for the next forward, or None to run it without graphs. `capture` may raise."""
         if not self.allows(num_bytes):
             return None
         if self._captured is not None and self._captured.shape == shape:
@@ -146,12 +146,12 @@ class ShapeGraphs(Generic[_ShapeT, _CapturedT]):
         self._shape = shape
         if self._num_equal <= self._num_ordinary:
             return None
-        # Before the new one is captured, so that both are not held at once.
+        # Before the new one is captured, so both are not held at once.
         self._captured = None
         try:
             self._captured = capture(shape)
         except RuntimeError as error:
-            # Nothing was run, so the ordinary way is still open. torch.OutOfMemoryError is a RuntimeError, too. The end of a
+            # Nothing has run yet: the step runs without graphs. torch.OutOfMemoryError is also a RuntimeError. The end of a
             # capture that has failed raises an error of its own.
             self._is_on = False
             warnings.warn(

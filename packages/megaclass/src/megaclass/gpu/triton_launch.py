@@ -40,7 +40,7 @@ def launch(program: Any, num_programs: int, *arguments: Any, **settings: Any) ->
         elif argument is None or kind is float:
             add(kind)
         elif isinstance(argument, Tensor):
-            # Tensors at multiples of 16 bytes are compiled specially, too.
+            # Tensors at multiples of 16 bytes are also compiled specially.
             add(argument.dtype if argument.data_ptr() & 15 == 0 else (argument.dtype, "unaligned"))
             device = argument.get_device()
         else:
@@ -114,7 +114,7 @@ class _AheadCompiler:
 
 @dataclass(frozen=True)
 class _TensorType:
-    """Stands for a tensor where Triton compiles: it asks for the dtype, and for the address because of its alignment."""
+    """Stands for a tensor while Triton compiles: it asks for the dtype, and for the address because of its alignment."""
 
     dtype: torch.dtype
     address: int

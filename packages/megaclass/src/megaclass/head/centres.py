@@ -29,8 +29,8 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
 class Centres:
     """R = K * M rows of D numbers; the M sub-centres of a class are adjacent.
 
-    Not a module, and its tensors are no buffers: DistributedDataParallel and FSDP give every rank the buffers of rank 0,
-    and every rank holds classes of its own here. PartialFC moves and saves them as it does buffers.
+    Neither a module nor a holder of buffers: DistributedDataParallel and FSDP would overwrite buffers with those of rank 0,
+    but here every rank holds other classes. PartialFC moves and saves them as it does buffers.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Centres:
         """Moves these rows by the gradient of their unit vectors; rows where mask_R is False stay as they are.
 
         rows: a slice or a list of rows; entries of a list that mask_R leaves out (padding) may repeat a row.
-        squares: where given, the sum of squares of the rows' gradient is added to the list, 0-d float64.
+        squares: if given, the sum of squares of the rows' gradient is added to the list, 0-d float64.
         """
         # Without a list of rows, a mask or a narrower storage dtype, the update writes into the centres and copies nothing.
         in_place = isinstance(rows, slice) and mask_R is None and self.weight_RD.dtype == self.work_dtype
@@ -168,7 +168,7 @@ class Centres:
     def _rounded(self, new: Tensor, dtype: torch.dtype, rows: slice | Tensor, step: int, place: int) -> Tensor:
         if dtype != torch.bfloat16:
             return new
-        # Rounding is keyed by the number of the row over all ranks, so that another number of ranks rounds alike.
+        # Rounding is keyed by the number of the row over all ranks, so another number of ranks rounds alike.
         ids = torch.arange(rows.start, rows.stop, device=new.device) if isinstance(rows, slice) else rows
         keys = stream_keys(Stream.ROUND_WEIGHTS, self.seed, step, place)
         return round_stochastically(new, random_bits_rows(keys, ids + self._first_row, new.shape[1]))

@@ -23,7 +23,7 @@ def stream_state(*parts: int) -> int:
     """The 64 bits the keys are cut from. One more part is mixed in as state ^ mix(part), then mixed again."""
     state = 0
     for part in parts:
-        # Each part is mixed before it enters, so that (1, 2) and (2, 1), and parts that differ in one bit, have unrelated keys.
+        # Each part is mixed before it enters, so (1, 2) and (2, 1), and parts that differ in one bit, have unrelated keys.
         state = mix64_int(state ^ mix64_int(part & MASK_64))
     return state
 

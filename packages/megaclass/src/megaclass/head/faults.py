@@ -21,7 +21,7 @@ _NUM_WORDS = 6
 # On a GPU an optimizer of the backbone has run meanwhile, on gradients of zero: its momentum and decay may have moved weights.
 _KEPT = "No centre was updated, and from that step on the embeddings' gradient was zero."
 
-# A label that no image can have. A rank whose data failed sends batches of it (train/data_errors.py), so that every rank
+# A label that no image can have. A rank whose data failed sends batches of it (train/data_errors.py), so every rank
 # refuses the step through the check of labels below, and no rank is left waiting.
 NO_CLASS = -1
 
@@ -38,7 +38,7 @@ def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int)
     fault = _first(not_finite_G, NOT_FINITE, batch, fault, step)
     fault = _first(bad_label_G, LABEL, batch, fault, step)
     has_changed_W, is_overwritten = overwritten(batch.steps_W)
-    # A negative word is a hash of changed centres, not a step, so that such ranks are not compared.
+    # A negative word is a hash of changed centres, not a step, so such ranks are not compared.
     out_of_step_W = (batch.steps_W != batch.steps_W[0]) & ~has_changed_W & ~has_changed_W[0]
     first = out_of_step_W.to(torch.int64).argmax()
     first_step = batch.steps_W[0]
@@ -87,11 +87,11 @@ class FaultWatch:
         # Pinned, because a copy to pageable memory would make the host wait. Not those that are still under way.
         copy, event = self._spare or (torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
         copy.copy_(self.first_fault, non_blocking=True)
-        # On the stream of the copy, also where another GPU is the current one.
+        # On the stream of the copy, also if another GPU is the current one.
         event.record(torch.cuda.current_stream(self.first_fault.device))
         self._copies.append((copy, event))
         self._spare = None
-        # Counted in forwards, not in time, so that all ranks read the copy of the same step and raise together.
+        # Counted in forwards, not in time, so all ranks read the copy of the same step and raise together.
         if len(self._copies) > _LAG:
             self._spare = copy, event = self._copies.popleft()
             event.synchronize()
@@ -122,7 +122,7 @@ class FaultWatch:
 def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor, step: int) -> Tensor:
     if not bad_G.numel():
         return otherwise
-    # argmax of 0 and 1 returns the first 1, so that every rank names the same image.
+    # argmax of 0 and 1 returns the first 1, so every rank names the same image.
     place = bad_G.to(torch.int64).argmax()
     values = torch.stack(
         [

@@ -38,7 +38,7 @@ class BlockLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Rounded up to 8, so that each rank's block can be viewed as int64."""
+        """Rounded up to 8, so each rank's block can be viewed as int64."""
         return -(-self.rows_end // 8) * 8
 
 
@@ -51,7 +51,7 @@ class GlobalBatch:
     is_image_G: Tensor
     counts_W: Tensor
     steps_W: Tensor
-    """Step counter of each rank; they must agree. Below 0 where a rank's centres were written to (overwrite_check.py)."""
+    """Step counter of each rank; they must agree. Below 0 if a rank's centres were written to (overwrite_check.py)."""
     max_batch: int
 
 
@@ -65,7 +65,7 @@ def gather_batch(
 ) -> GlobalBatch:
     """Collective: all-gathers W * (16 + max_batch * (8 + D * itemsize)) bytes; nothing waits when max_batch is given.
 
-    step: the control word; a tensor where the device forms it.
+    step: the control word; a tensor if the device forms it.
     Without max_batch the sizes are gathered first (8 bytes per rank) and the host waits for them.
     """
     count, width = embeddings_BD.shape

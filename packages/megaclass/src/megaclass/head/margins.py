@@ -89,7 +89,7 @@ class Margin:
 
 
 def add_angle(cosines_G: Tensor, margin: Tensor | float) -> Tensor:
-    """cos(theta + margin); where theta + margin passes pi, cos(theta) - margin * sin(margin), which keeps falling.
+    """cos(theta + margin); if theta + margin passes pi, cos(theta) - margin * sin(margin), which keeps falling.
 
     The second form is the one of ArcFace's authors. The derivative at |cos| = 1, where that of sin(theta) is infinite,
     is taken as cos(margin): the embedding's gradient is zero there anyway.

@@ -32,7 +32,7 @@ class OverwriteCheck:
         num_numbers = smallest_shard * weight_RD.shape[1]
         self.stride = max(1, num_numbers // NUM_WATCHED)
         bits = weight_RD.view(_BITS[weight_RD.dtype]).view(-1)
-        # A view, spread evenly: a broadcast or an average of the whole tensor changes these places, too.
+        # A view, spread evenly: a broadcast or an average of the whole tensor also changes these places.
         # Bits, not values: NaN differs from itself, and -0.0 equals 0.0.
         self.watched = bits[: num_numbers : self.stride][:NUM_WATCHED]
         self.kept = self.watched.clone()
@@ -53,7 +53,7 @@ class OverwriteCheck:
         return self._noted is not None
 
     def control_word(self, step: int) -> Tensor:
-        """(), int64: the step; where the centres changed, a number below 0 that depends on them alone."""
+        """(), int64: the step; if the centres changed, a number below 0 that depends on them alone."""
         if self._noted is not None:
             return self._noted
         digest = (self.watched.to(torch.int64) * self._factors).sum() & ((1 << _HASH_BITS) - 1)

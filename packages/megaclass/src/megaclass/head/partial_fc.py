@@ -127,13 +127,13 @@ class PartialFC(nn.Module):
         seed: determines initial centres, drawn classes and rounding, independently of the number of ranks.
         group: the ranks that share the head; by default all of torch.distributed's. A process set of Horovod's API will do.
         max_batch: largest number of images per rank and forward; with it no step waits for the batch sizes.
-        gradient_scale: "mean" where the backbone's gradients are averaged over ranks afterwards (DDP), "sum" where
+        gradient_scale: "mean" if the backbone's gradients are averaged over ranks afterwards (DDP), "sum" if
             they are summed.
         kernel: "auto", "triton_fused", "chunked" or "reference".
         storage: dtype of the centres; "bf16" rounds stochastically.
         num_subcentres: centres per class; an image is compared with the closest one.
         filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
-        correct_sampling: weight drawn negatives by 1 / sample rate, so that the softmax denominator is unbiased.
+        correct_sampling: weight drawn negatives by 1 / sample rate, so the softmax denominator is unbiased.
         stored_bytes: most bytes of exponentials kept for backward; the rest is computed again. By default an eighth of the
             GPU's memory.
         module_state: behaviour of state_dict() of a module around a head on several ranks. "refuse" raises, "whole"
@@ -251,7 +251,7 @@ class PartialFC(nn.Module):
         """Collective. Opens a step of several forwards (gradient accumulation). Two small all-gathers.
 
         labels: all labels this rank will bring in the step, in order. The classes that take part and the mean are then
-        those of the whole step, so that the parts add up to what one big batch gives.
+        those of the whole step, so the parts add up to what one big batch gives.
         """
         self._open_step.check_closed()
         check_tensors(labels=labels)
@@ -277,9 +277,9 @@ class PartialFC(nn.Module):
 
         skip: a flag, on the host or on the device, that leaves everything as it was. It must be the same on all ranks.
         loss_scale: the factor that the loss was multiplied by before backward and that is not meant as a weight. By default
-            that of the scaler given to follow_scaler(), whose verdict is then followed, too; without a scaler 1.
-        is_measured: returns statistics of the step, for which 16 bytes are all-reduced; None where the host saw skip,
-            without meaning where skip masked the update on the device. The same on all ranks.
+            that of the scaler given to follow_scaler(), whose verdict is then also followed; without a scaler 1.
+        is_measured: returns statistics of the step, for which 16 bytes are all-reduced; None if the host saw skip,
+            without meaning if skip masked the update on the device. The same on all ranks.
         """
         plan, parts = self._open_step.for_update()
         if self._scaler is not None:
@@ -300,7 +300,7 @@ class PartialFC(nn.Module):
         )
         if self._scaler is not None:
             self._engine.faults.forgive_not_finite()
-        # Not before: where the update raises, the step stays open, and abandon_step() drops it.
+        # Not before: if the update raises, the step stays open, and abandon_step() drops it.
         self._close_step()
         return stats
 
@@ -334,7 +334,7 @@ class PartialFC(nn.Module):
     def abandon_step(self) -> None:
         """Drops the open step after an error in forward; the step counter advances as if it had been skipped."""
         self._engine.faults.clear()
-        # The other ranks close theirs, too: step counters that differ are a fault in the next forward.
+        # The other ranks also close theirs: step counters that differ are a fault in the next forward.
         self._close_step()
 
     def forgive_fault(self) -> None:
@@ -547,7 +547,7 @@ class PartialFC(nn.Module):
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    # Entering torch's context costs 20 microseconds, also where there is nothing to switch off.
+    # Entering torch's context costs 20 microseconds, also if there is nothing to switch off.
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

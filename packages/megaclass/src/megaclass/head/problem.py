@@ -36,22 +36,22 @@ class Problem:
     classes_S: Tensor | None
     """Local ids of the classes that take part, ascending; None: all of them. Ids of K and above are padding."""
     target_slot_G: Tensor
-    """Place of each image's class among the S, -1 where another rank owns it."""
+    """Place of each image's class among the S, -1 if another rank owns it."""
     class_weight_S: Tensor | None
     """Factor of each class's exponential (sampling correction; 0 for padding); None: 1."""
     num_drawn: Tensor | None
-    """0-d int32, where padding is not marked by weights: how many of classes_S are no padding."""
+    """0-d int32, where padding is not marked by weights: how many of classes_S are not padding."""
     num_subcentres: int
     scale: float
     logit_bound: float
     filter_above: float | None
     """Negatives with a larger cosine count as cosine 0, without gradient: probably the same identity twice."""
     wants_grad_images: bool
-    """True where grad_images will be called; a kernel may form it ahead."""
+    """True if grad_images will be called; a kernel may form it ahead."""
     stored_bytes: int
     """Most bytes of exponentials kept between forward and backward; the rest is computed again."""
     negative_logits: Callable[[Tensor], Tensor] | None = None
-    """Cosines -> logits where a margin changes the negatives; None: scale * cosine."""
+    """Cosines -> logits if a margin changes the negatives; None: scale * cosine."""
     curriculum: tuple[Tensor, Tensor] | None = None
     """CurricularFace's borders (G,) and t (), where negative_logits is its rule: fused kernels know it."""
     stored: "Stored | None" = None
@@ -64,12 +64,12 @@ class Problem:
 
     @property
     def work_dtype(self) -> torch.dtype:
-        """Accumulators, norms and updates: float32, or float64 where the centres are."""
+        """Accumulators, norms and updates: float32, or float64 if the centres are."""
         return torch.float64 if self.weight_RD.dtype == torch.float64 else torch.float32
 
     @property
     def exp_dtype(self) -> torch.dtype:
-        """Exponentials: as the products, but float16 would overflow where bfloat16 has the range of float32."""
+        """Exponentials: as the products, but float16 would overflow; bfloat16 has the range of float32."""
         return torch.bfloat16 if self.unit_GD.dtype == torch.float16 else self.unit_GD.dtype
 
     @property

@@ -73,7 +73,7 @@ class RowSGD(RowOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowAdamW(RowOptimizer):
-    """AdamW with a step count per row, so that the bias correction of a rarely drawn row is right."""
+    """AdamW with a step count per row, so the bias correction of a rarely drawn row is right."""
 
     weight_decay: float = 0.01
     beta1: float = 0.9

@@ -71,7 +71,7 @@ def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, devi
     for first in range(0, num_local, block):
         last = min(first + block, num_local)
         classes = torch.arange(start + first, start + last, dtype=torch.int32, device=device)
-        # Signed comparison: threshold - 1 fits int32 where the threshold itself, at rate 1, does not.
+        # Signed comparison: threshold - 1 fits int32; the threshold itself, at rate 1, does not.
         torch.le(random_bits(keys, classes), threshold - 1, out=drawn_K[first:last])
     return drawn_K
 

@@ -70,7 +70,7 @@ class HeadSettings:
             "filter_above": (self.filter_above is None or 0 < self.filter_above <= 1, "None or a cosine in (0, 1]"),
             "correct_sampling": (
                 not (self.correct_sampling and 0 in self.rates.rates),
-                "False where a sample rate is 0: no negative is drawn, so none can represent the others",
+                "False if a sample rate is 0: no negative is drawn, so none can represent the others",
             ),
         }
         for name, (is_allowed, allowed) in limits.items():
@@ -169,7 +169,7 @@ def default_stored_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return _STORED_ON_CPU
     free, total = torch.cuda.mem_get_info(device)
-    # What torch's allocator has reserved and does not use is free, too.
+    # What torch's allocator has reserved and does not use is also free.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(total // SHARE_OF_DEVICE, free // _SHARE_OF_FREE)
 
@@ -270,7 +270,7 @@ def _check_alone() -> None:
 
 
 def check_tensors(**given: object) -> None:
-    """Raises for a list or an array where a tensor is expected."""
+    """Raises for a list or an array given instead of a tensor."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise HeadError(

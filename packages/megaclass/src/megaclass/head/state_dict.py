@@ -84,7 +84,7 @@ def gather_whole_rows(store: Centres, num_classes: int, group: dist.ProcessGroup
     whole = {}
     for name, tensor in store.rows().items():
         rows = torch.empty((num_classes * num_subcentres, *tensor.shape[1:]), dtype=tensor.dtype)
-        # Bounded, because the gathered block is W times as large and lives on the device beside the centres.
+        # Bounded, because the gathered block is W times as large and lives on the device next to the centres.
         num_at_once = max(1, _GATHERED_BYTES // (tensor[0].numel() * tensor.element_size()))
         for start in range(0, most_rows, num_at_once):
             block = tensor.new_zeros((min(num_at_once, most_rows - start), *tensor.shape[1:]))
@@ -104,7 +104,7 @@ def refuse_part(what: str, classes: ClassRange, num_classes: int, rank: int, wor
     return HeadError(
         f"{what} holds only the classes [{classes.start}, {classes.stop}) of {num_classes}, those of rank {rank} of "
         f"{world_size}; a checkpoint written by one rank would lose the others. Build the head with "
-        f"PartialFC(..., module_state='whole') where every rank calls state_dict(), as under Lightning and Accelerate: "
-        f"then it holds all classes. Use module_state='local' where every rank writes a file of its own. Or save the "
+        f"PartialFC(..., module_state='whole') if every rank calls state_dict(), as under Lightning and Accelerate: "
+        f"then it holds all classes. Use module_state='local' if every rank writes a file of its own. Or save the "
         f"head separately: head.whole_state_dict() on every rank."
     )

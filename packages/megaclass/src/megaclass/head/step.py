@@ -1,7 +1,7 @@
 """The parts that the two steps of a head share: data of a step, and functions over it.
 
 A step is three calls: forward, backward, update. cpu/step.py writes them in PyTorch operations for any device, gpu/step.py in
-Triton programs; each is a straight line from top to bottom, and calls the functions below where both do the same.
+Triton programs; each is a straight line from top to bottom, and calls the functions below for what both do.
 
 Collectives of a step, in order (sizes in partial_fc.py):
 
@@ -122,7 +122,7 @@ class DrawnClasses:
     class_weight_S: Tensor | None = None
     """Factor of each class's exponential: the sampling correction, and 0 for padding; None: 1 for all."""
     num_drawn: Tensor | None = None
-    """0-d int32: how many of classes_S are no padding, if weights do not mark it."""
+    """0-d int32: how many of classes_S are not padding, if weights do not mark it."""
     overflowed: Tensor | None = None
     """0-d float64: 1 if more classes were drawn than the list holds."""
 
@@ -308,7 +308,7 @@ def finish_losses(
     """Computes the losses from the softmax mass of the negatives and the target cosine; slopes by autograd."""
     margin, is_image_G = context.margin, targets.is_image_G
     with torch.enable_grad():
-        # Autograd runs over G numbers only, so that a margin needs no derivative of its own; the G x S matrix is the kernel's.
+        # Autograd runs over G numbers only, so a margin needs no derivative of its own; the G x S matrix is the kernel's.
         leaf = targets.with_cosines(cosines_G, requires_grad=True)
         logits_G = margin.target_logits(leaf)
         penalty_G = margin.penalty(leaf)

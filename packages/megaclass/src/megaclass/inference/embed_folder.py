@@ -3,7 +3,7 @@
 Images that cannot be read are left out and listed in a separate file: one bad file among millions costs one row.
 
 Images are taken in the order of their names, in chunks. Rank r of W embeds chunks r, r + W, … and writes each to a file
-in a folder beside the result; existing chunks are skipped, whichever rank wrote them. At the end rank 0 joins all chunks.
+in a folder next to the result; existing chunks are skipped, whichever rank wrote them. At the end rank 0 joins all chunks.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def embed_folder(
     group: dist.ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> EmbeddedFolder:
-    """Collective. Writes `out`, float32 (N, D), normalised, and beside it a .txt file with the N paths.
+    """Collective. Writes `out`, float32 (N, D), normalised, and next to it a .txt file with the N paths.
 
     Images that cannot be read are logged and listed in a .bad.txt file; it is an error if none can be read.
     fit: how images of another size are fitted; None raises an error for them.

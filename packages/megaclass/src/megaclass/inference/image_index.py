@@ -85,7 +85,7 @@ class ImageIndex:
         ]
 
     def save(self, path: str | Path) -> None:
-        """Writes the embeddings as .npy and the paths as .txt beside it; `LoadedModel.index` opens them again."""
+        """Writes the embeddings as .npy and the paths as .txt next to it; `LoadedModel.index` opens them again."""
         path = Path(path)
         if path.suffix != ".npy":
             raise DataError(f"Embeddings are written as .npy, not to {path}.")

@@ -148,7 +148,7 @@ def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _stated_size(given: object) -> ImageSize | None:
-    """Returns `data.size` of a run, or None where it is not stated (0) or is damaged."""
+    """Returns `data.size` of a run, or None if it is not stated (0) or is damaged."""
     if isinstance(given, int) and given > 0:
         return given
     if isinstance(given, list) and len(given) == 2 and all(isinstance(side, int) for side in given):

@@ -52,7 +52,7 @@ class ImageTreatment:
         )
 
     def chosen(self, fit: Fit | None, mirror: bool | None, *, resize: bool) -> tuple[Fit | None, bool]:
-        """Returns the user's choices; where they are None, those of the model."""
+        """Returns the user's choices; if they are None, those of the model."""
         return fit or self.fit or ("squash" if resize else None), self.mirror if mirror is None else mirror
 
 
@@ -144,7 +144,7 @@ class LoadedModel:
 
     @property
     def batch_size(self) -> int:
-        """Images per batch where the caller gives none."""
+        """Images per batch if the caller gives none."""
         return _BATCH_SIZE.get(self.device.type, _BATCH_SIZE["cpu"])
 
     def similarity(self, first: Comparable, second: Comparable | None = None, **embedding: Any) -> NDArray[np.float32]:

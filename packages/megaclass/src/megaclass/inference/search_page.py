@@ -46,7 +46,7 @@ def write_search_page(
 def _place(gallery: Path, name: str) -> Path | None:
     """Returns where the image lies; `megaclass embed` lists paths relative to the folder that it was given.
 
-    A list beside an .npy file may come from another user. It may name files below the current folder and below its own folder;
+    A list next to an .npy file may come from another user. It may name files below the current folder and below its own folder;
     others are not opened, because the page would show them.
     """
     if gallery.suffix != ".npy":

@@ -1,6 +1,6 @@
 """The thresholds of a model: from which cosine on two images are called the same, and how often that is wrong.
 
-They come from the evaluation of a run (evaluation.json), or from config.json beside an exported model. A threshold belongs to
+They come from the evaluation of a run (evaluation.json), or from config.json next to an exported model. A threshold belongs to
 the weights it was measured with: an evaluation of other weights is not used.
 """
 

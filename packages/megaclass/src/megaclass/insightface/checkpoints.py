@@ -64,7 +64,7 @@ def check_fits(backbone: nn.Module, state: Mapping[str, Tensor], path: Path) -> 
 def read_centre_shards(folder: Path) -> list[tuple[int, Tensor]]:
     """Returns (first class, centres) of each file `checkpoint_gpu_{rank}.pt`, or MXNet's `{rank}_centers.param`, in order.
 
-    The files of all ranks must be present. torch maps its files, so that rows are read when they are used.
+    The files of all ranks must be present. torch maps its files, so rows are read when they are used.
     """
     if not folder.is_dir():
         raise CheckpointError(f"There is no folder {folder} to read centres from.")

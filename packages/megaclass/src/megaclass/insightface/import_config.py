@@ -284,7 +284,7 @@ def optimizer_settings(given: ConfigFile, lr_power: int, remarks: list[str]) -> 
         remarks.append("warmup_epoch is not set: optimizer.warmup_epochs is 0")
     if warmup < 0:
         if lr_power == 2:
-            # The earlier scheduler starts counting at the negative step, so that the decay has already begun.
+            # The earlier scheduler starts counting at the negative step, so the decay has already begun.
             lr *= (epochs / (epochs - warmup)) ** lr_power
             remarks.append(
                 f"warmup_epoch = {warmup:g}: the earlier scheduler starts as if {-warmup:g} epochs had passed, therefore "
@@ -375,7 +375,7 @@ def evaluation_settings(given: ConfigFile, num_gpus: int, remarks: list[str]) ->
 
 
 def output_settings(given: ConfigFile, file_name: str) -> Sections:
-    """Translates the run folder and the steps between reports. file_name: names the folder where the file does not."""
+    """Translates the run folder and the steps between reports. file_name: names the folder if the file does not."""
     train: Settings = {"run_dir": f"runs/{file_name}", "report_steps": given.integer("frequent", least=1)}
     if "output" in given and given.value("output") is not None:
         train["run_dir"] = given.text("output")

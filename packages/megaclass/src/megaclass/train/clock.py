@@ -23,7 +23,7 @@ _Moment = float | torch.cuda.Event
 class StepClock:
     """Records moments. Called by the thread that works on the step: the loop, or autograd's on a GPU.
 
-    _moments   (phase that begins, moment), since the last reading; the phase is empty where nothing counts
+    _moments   (phase that begins, moment), since the last reading; the phase is empty if nothing counts
     _ends      moments at which steps ended; the last one of the previous reading comes first
     _spare     events that have been read and are recorded again
     """

@@ -19,7 +19,7 @@ _logger = logging.getLogger("megaclass.train")
 
 
 def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[SetResult]:
-    """Collective. Evaluates the *.bin files beside the data by the published ten-fold protocol; all ranks embed a part.
+    """Collective. Evaluates the *.bin files next to the data by the published ten-fold protocol; all ranks embed a part.
 
     A set that cannot be evaluated has the error in its result, because it must not end a long run.
     has_bar: rank 0 shows the progress; not between steps, where the bar of the training is on the screen.
@@ -56,7 +56,7 @@ def _no_bar(done: int, total: int) -> None:
 
 
 def _missing(name: str, data_path: str) -> SetResult:
-    reason = f"train.evaluate_sets names {name}, but there is no {name}.bin beside the data at {data_path}."
+    reason = f"train.evaluate_sets names {name}, but there is no {name}.bin next to the data at {data_path}."
     return SetResult(name=name, kind="pairs", path=f"{name}.bin", error=reason)
 
 

@@ -93,7 +93,7 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
     summary["verification"] = {result.name: result.to_json() for result in results}
     run.folder.write_summary(summary)
     with _optional(f"The report, which megaclass report {folder} can make later,"):
-        # Under the same key as `megaclass evaluate` on this run, so that sets evaluated later are added to these.
+        # Under the same key as `megaclass evaluate` on this run, so sets evaluated later are added to these.
         write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
         write_faces(folder, _sample_faces(source))
         cpu = torch.device("cpu")
@@ -219,6 +219,6 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]
     return [
-        f"No accuracy was measured: there is no .bin file beside {data}. Hold identities out:",
+        f"No accuracy was measured: there is no .bin file next to {data}. Hold identities out:",
         *how_to_verify(data, recipe=str(folder / "config.toml"))[1:],
     ]

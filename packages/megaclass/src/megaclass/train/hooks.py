@@ -8,7 +8,7 @@
 The order matters. The accuracies are part of the row. An error that the report finds must end the run before a state with it
 is kept. A commit comes before the checkpoint of the same step: ranks never go back behind a checkpoint that is complete.
 
-Every condition depends on the step alone or on what all ranks have agreed, so that all ranks call the same collectives.
+Every condition depends on the step alone or on what all ranks have agreed, so all ranks call the same collectives.
 """
 
 import logging
@@ -125,7 +125,7 @@ class ReportMetrics:
         now.detail = describe_row(row, self.observer.describe_slow())
         if row["skipped_steps"]:
             self.run.events.note("skip", now.done, num_steps=row["skipped_steps"])
-        # Signals are exchanged at reports only, so that other steps need no additional collective.
+        # Signals are exchanged at reports only, so other steps need no additional collective.
         now.stop = Stop.NO if now.duties.is_last else self.signals.of_any_rank(device)
 
     def _check_and_send(self, row: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def open_hooks(
     signals: StopSignals,
     commits: Commits | None,
 ) -> Sequence[Hook]:
-    """Collective. Begins the run in its diary and returns the hooks; what they hold open is closed with `held`."""
+    """Collective. Logs the start of the run and returns the hooks; what they hold open is closed with `held`."""
     is_main = run.world.is_main
     new_sinks = open_sinks(run.config, run.folder, is_new=now.done == 0) if is_main else no_sinks()
     new_bar = progress_bar("training", now.num_steps, start=now.done) if is_main else no_bar()
@@ -231,7 +231,7 @@ def describe_row(row: dict[str, Any], slow_rank: str = "") -> str:
         f"{row['images_per_second']:,.0f} images/s",
         f"lr {row['learning_rate']:.3g}",
     ]
-    # Shown only if it matters, so that the line usually fits into 80 columns.
+    # Shown only if it matters, so the line usually fits into 80 columns.
     if row["data_wait_share"] >= _SHOWN_WAIT_SHARE:
         parts.append(f"waiting for data {row['data_wait_share']:.0%}")
     if "gpu_memory_gib" in row:

@@ -67,7 +67,7 @@ def train(
     # The order of the data is a function of (seed, epoch, step), so a resumed run just starts in the middle of an epoch.
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=now.num_steps - first_step)
-    # After an error in its data a rank keeps sending this batch, so that no other rank waits for it (data_errors.py).
+    # After an error in its data a rank keeps sending this batch, so no other rank waits for it (data_errors.py).
     refused = batch_of_no_class(-(-config.train.global_batch // run.world.size), loader.image_size)
     model.parallel.train()
     with ExitStack() as held:

@@ -264,7 +264,7 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
             last_wait_s=None if commits is None else _LAST_WAIT_S,
             is_asked_to_stop=lambda: signals.is_asked,
         ) as writer:
-            # Host memory for the copies is allocated now, so that the first save takes no longer than the others.
+            # Host memory for the copies is allocated now, so the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())
             outcome = train(run, model, first_step, writer, signals, commits)
             if run.world.is_main and not outcome.stop and not outcome.is_regrouping:

@@ -50,7 +50,7 @@ class Schedule:
             is_evaluated=is_evaluated,
             is_committed=is_committed,
             is_saved=is_saved,
-            # At every commit, too: if the ranks change there, the rows are still those of a run that was never disturbed.
+            # Also at every commit: if the ranks change there, the rows are still those of a run that was never disturbed.
             is_reported=is_saved or is_evaluated or is_committed or done % train.report_steps == 0,
         )
 

@@ -63,7 +63,7 @@ def training_step(
 def compile_programs(
     model: Model, batch: Batch, config: Config, *, step: int, device: torch.device, num_threads: int
 ) -> None:
-    """Collective. Compiles the Triton programs of a step, several at a time, so that the first step does not wait for each.
+    """Collective. Compiles the Triton programs of a step, several at a time, so the first step does not wait for each.
 
     Takes two steps in which programs are compiled and not run, one of them measured, because that one has programs of its own.
     Weights, statistics, counters and random generators are the same afterwards.

@@ -10,7 +10,7 @@ A cycle (the requests of one message) takes one of two ways:
     opened   otherwise, into the table: each operation waits for its other members
 
 pending_table.py is the table, comparison.py compares, fusion.py joins, stall_check.py looks for operations that wait too long.
-Only rank 0's engine thread calls the coordinator, so that it needs no lock.
+Only rank 0's engine thread calls the coordinator, so it needs no lock.
 """
 
 from collections import deque
@@ -76,8 +76,8 @@ class Coordinator:
                 self._remember(digest, answer)
         payloads = [cycle.payload for cycle in firsts]
         is_one = len(answer.responses) == 1 and not answer.responses[0].error
-        # An answer is reused, so that the payloads of this cycle replace those of the last one.
-        # The lists are equal, so that either all ranks have sent their tensors or none has.
+        # An answer is reused, so the payloads of this cycle replace those of the last one.
+        # The lists are equal, so either all ranks have sent their tensors or none has.
         answer.payloads = payloads if is_one and all(payloads) else []
         return answer
 
@@ -88,7 +88,7 @@ class Coordinator:
             # No rank has joined: a cycle is opened at once after a join.
             ready = [respond(dict.fromkeys(members, request), self._hosts, has_joined=False) for request in requests]
             return Answer(fuse(ready, self._settings))
-        # An allreduce of which all ranks know the same has neither errors nor sizes, so that it needs no response of its own.
+        # An allreduce of which all ranks know the same has neither errors nor sizes, so it needs no response of its own.
         parts = fused_positions([request.terms for request in requests], self._settings)
         responses = [Response(tuple([requests[i] for i in part])) for part in parts]
         return Answer(responses, Agreement(digest, parts))

@@ -34,7 +34,7 @@ def fused_positions(all_terms: Sequence[Terms | None], settings: Settings) -> li
         if terms is None or label is None:
             fused.append([position])
             continue
-        # Parts of different labels are open at the same time, so that alternating dtypes still fuse.
+        # Parts of different labels are open at the same time, so alternating dtypes still fuse.
         used, part = open_parts.get(label, (settings.fusion_threshold, None))
         if part is None or used + terms.num_bytes > settings.fusion_threshold:
             used, part = 0, []

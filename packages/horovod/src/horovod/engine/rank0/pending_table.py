@@ -4,7 +4,7 @@
     settle()   pending     ---->  ready: every member has announced it or has joined; it leaves the table as a response
     fail()     pending     ---->  ready: it can never be complete; it leaves the table as an error
 
-Only rank 0's engine thread uses it, so that it needs no lock.
+Only rank 0's engine thread uses it, so it needs no lock.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Looks for pending operations that wait too long, or that can never become ready. The caller passes the time.
 
-crossed    ranks use one name for different operations, so that each waits for the others: an error after CROSSED_S
+crossed    ranks use one name for different operations, so each waits for the others: an error after CROSSED_S
 stalled    some ranks have not announced it: a warning per interval, in the end a reason to stop the job
 """
 

@@ -1,4 +1,4 @@
-"""Runs collectives of the engine on TensorFlow's tensors, without copies where the framework allows it.
+"""Runs collectives of the engine on TensorFlow's tensors, without copies if the framework allows it.
 
 run            one or more calls, eagerly or in a graph; names, gradients and questions of graphs
 call           `Call` describes one collective; how to submit calls and to fetch their results

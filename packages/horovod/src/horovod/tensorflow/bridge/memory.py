@@ -7,7 +7,7 @@ import tensorflow as tf
 import torch
 from torch import Tensor
 
-# What the public functions call. After an exchange with other ranks little code is in the processor's caches, so that every
+# What the public functions call. After an exchange with other ranks little code is in the processor's caches, so every
 # function of Python on the way takes microseconds.
 _torch_to_dlpack, _torch_from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
 try:

@@ -4,7 +4,7 @@
     v1 session     one node that submits and waits
 
 Why three nodes: a Python node that waits for other ranks occupies a thread of TensorFlow's pool. Ranks may run independent
-nodes in different orders, so that with a small pool each rank could wait inside a different collective, without end.
+nodes in different orders, so with a small pool each rank could wait inside a different collective, without end.
 TensorFlow's queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished
 operations to `_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not
 wait. A v1 session offers no queue that another thread could fill.
@@ -30,7 +30,7 @@ from horovod.tensorflow.bridge.memory import to_numpy, to_tensorflow, to_torch
 
 
 class _Notifier:
-    """A thread that tells TensorFlow's queues about finished operations, so that the engine's thread never runs TensorFlow."""
+    """A thread that tells TensorFlow's queues about finished operations, so the engine's thread never runs TensorFlow."""
 
     def __init__(self) -> None:
         self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -43,7 +43,7 @@ class _Notifier:
     def _run(self) -> None:
         token = tf.constant(True)
         while True:
-            # The queue has room for any number of tokens, so that this does not block.
+            # The queue has room for any number of tokens, so this does not block.
             tf.raw_ops.QueueEnqueueV2(handle=self._finished.get().queue_ref, components=[token])
 
 

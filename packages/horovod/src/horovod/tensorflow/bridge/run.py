@@ -3,7 +3,7 @@
     eager   submits all calls, then waits for them, as in the torch API
     graph   nodes that submit when their inputs are there, and return the results (nodes.py)
 
-Nodes are exempted from the automatic control dependencies, which would run all of them in the order of tracing, so that only
+Nodes are exempted from the automatic control dependencies, which would run all of them in the order of tracing, so only
 data decides when a collective starts.
 """
 
@@ -50,7 +50,7 @@ def not_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that users call inside of tf.function. AutoGraph would otherwise rewrite it, and all it calls."""
     in_graphs = tf.autograph.experimental.do_not_convert(function)
 
-    # Copies the mark, too. Eagerly there is nothing to rewrite, and TensorFlow's wrapper is slow.
+    # Also copies the mark. Eagerly there is nothing to rewrite, and TensorFlow's wrapper is slow.
     @functools.wraps(in_graphs)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if tf.executing_eagerly() else in_graphs(*args, **kwargs)

@@ -24,7 +24,7 @@ __all__ = [
 class _Callback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        # Keras compiles the step with XLA where it finds a GPU. XLA cannot compile nodes that communicate.
+        # Keras compiles the step with XLA if it finds a GPU. XLA cannot compile nodes that communicate.
         if model is not None and getattr(model, "compiled", False) and model.jit_compile:
             model.jit_compile = False
 
@@ -205,7 +205,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # One step further, so that an epoch ends at a round number.
+            # One step further, so an epoch ends at a round number.
             epoch += 1.0 / (self.steps_per_epoch or 1)
             return 1.0 / size() * (epoch * (size() - 1) / warmup_epochs + 1)
 

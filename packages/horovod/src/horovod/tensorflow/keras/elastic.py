@@ -44,7 +44,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps `state.batch` at the number of the last batch of this epoch, so that fit() may leave out those before it."""
+    """Keeps `state.batch` at the number of the last batch of this epoch, so fit() may leave out those before it."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """DistributedOptimizer for Keras 3: combines gradients over ranks before it applies them.
 
-The wrapped optimizer's state is shared, not copied, and the class keeps its name, so that saved models load without hvd.
+The wrapped optimizer's state is shared, not copied, and the class keeps its name, so saved models load without hvd.
 """
 
 import sys
@@ -59,7 +59,7 @@ class _Distributed:
         aggregation.step(
             gradients,
             lambda sums: self._step(sums, variables),
-            # As in Horovod, every pass counts as an iteration, so that schedules of the learning rate keep their pace.
+            # As in Horovod, every pass counts as an iteration, so schedules of the learning rate keep their pace.
             lambda: self._iterations.assign_add(1),  # type: ignore[attr-defined]
         )
 
@@ -103,7 +103,7 @@ def DistributedOptimizer(
 ) -> Any:
     """Returns an optimizer of the same class and state that combines gradients over ranks before it applies them.
 
-    backward_passes_per_step: gradients of so many steps are added up on each rank before they are combined and applied.
+    backward_passes_per_step: number of local steps whose gradients are added up before they are combined and applied.
     op=Adasum combines the changes of the weights instead of the gradients.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -82,7 +82,7 @@ class SamplerStateHandler(_StateDictHandler):
     """Handles ElasticSampler."""
 
     def reset(self) -> None:
-        # Also where no state is sent, because hosts were only removed: the ranks have changed.
+        # Also if no state is sent, because hosts were only removed: the ranks have changed.
         self.value.reset()
 
 

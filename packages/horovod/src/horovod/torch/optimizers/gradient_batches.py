@@ -8,7 +8,7 @@ from torch import Tensor
 
 from horovod.engine.rank0.fusion import FUSED_TENSOR_BYTES
 
-# The sizes of DistributedDataParallel's buckets: the first one is small, so that sending starts early.
+# The sizes of DistributedDataParallel's buckets: the first one is small, so sending starts early.
 _FIRST_BYTES = 1024 * 1024
 _BATCH_BYTES = 25 * 1024 * 1024
 
@@ -38,7 +38,7 @@ class GradientBatches:
         """Records that the parameter's gradient is ready and returns the parameters to submit now.
 
         These are a whole batch, this parameter alone if it is in no batch, or none while the batch is incomplete. Also
-        none for the last batch, which synchronize() submits itself, so that the controller's thread is not woken.
+        none for the last batch, which synchronize() submits itself, so the controller's thread is not woken.
         """
         self._arrived.append(parameter)
         number = self._batch_of.get(parameter)

@@ -198,7 +198,7 @@ class _DistributedOptimizer(DistributedBase):
             (counted if reduction.handle is None else sent).update(key if isinstance(key, tuple) else (key,))
         # Scripts empty _requires_update to leave out parameters without a gradient; the others are still reduced.
         wanted = (self._requires_update | counted) - sent
-        # In the order of param_groups, so that all ranks submit them in the same order.
+        # In the order of param_groups, so all ranks submit them in the same order.
         missing = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
         self._submit_together(missing)
 

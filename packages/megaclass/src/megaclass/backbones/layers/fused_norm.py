@@ -27,8 +27,8 @@ _MAX_PROGRAMS = norm_programs.GROUP.value * norm_programs.MAX_GROUPS.value
 class FusedNorm(torch.autograd.Function):
     """Batch norm of (B, C, H, W), channels last, C a power of two up to 512, over the batch or (SyncBatchNorm) all ranks.
 
-    Returns prelu(norm(x)) + skip, and x itself if `gives_input`: a second use of x takes that one, so that its gradient is
-    added where that of the norm is computed. Over ranks, forward all-reduces 2C + 1 float64 and backward 2C.
+    Returns prelu(norm(x)) + skip, and x itself if `gives_input`: a second use of x takes that one, so its gradient is
+    added in the kernel that computes that of the norm. Over ranks, forward all-reduces 2C + 1 float64 and backward 2C.
     """
 
     @staticmethod

@@ -24,7 +24,7 @@ def norm_act(norm: nn.Module, x: Tensor, *, slope: Tensor | None = None, skip: T
 
 
 def norm_and_input(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns norm(x), and x for the shortcut, whose gradient is then added where that of the norm is computed."""
+    """Returns norm(x), and x for the shortcut, whose gradient is then added in the kernel that computes that of the norm."""
     return _fused(norm, x, None, None, gives_input=True) if _is_fused(norm, x) else (norm(x), x)
 
 

@@ -29,7 +29,7 @@ def image_moments(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Computes the moments of x - x[0], so that a large mean costs no precision."""
+    """Computes the moments of x - x[0], so a large mean costs no precision."""
     columns = tl.arange(0, C)
     shift = tl.load(x + columns, mask=columns < C * tl.minimum(num_rows, 1), other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, C), tl.float32)

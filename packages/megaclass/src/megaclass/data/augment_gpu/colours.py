@@ -15,7 +15,7 @@ def _rounded(x):
 
 @triton.jit
 def _cosines(line, tables, at, is_inside, STRIDE: tl.constexpr, IS_INVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """The cosine transform, or its inverse, of 8 numbers in a row or column: the number that belongs at place `at` of it.
+    """One output of an 8-point cosine transform (or its inverse) of a row or column, at position `at`.
 
     line: where the row or column begins. STRIDE: from one of its numbers to the next.
     """

@@ -134,7 +134,7 @@ def prepare(
 def _constants(
     mirror_key: int, augment: Augment, seed: int, height: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what the program reads beside the images: keys, shares, sizes of low_resolution, tables of the JPEG."""
+    """Returns what the program reads in addition to the images: keys, shares, sizes of low_resolution, tables of the JPEG."""
     keys = [mirror_key, *(int(augmentation_key(seed, name)) for name, _ in augment.shares)]
     # The same 64 bits as a signed number.
     signed = [(key + _SIGN) % 2**64 - _SIGN for key in keys]

@@ -15,7 +15,7 @@ from megaclass_launch.errors import ConfigError
 from megaclass_launch.operating_system import num_cores
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# Each decodes 4,700 to 5,700 JPEGs per second (benchmarks/loader.md): eight are enough for the small backbones, too.
+# Each decodes 4,700 to 5,700 JPEGs per second (benchmarks/loader.md): eight are enough even for the small backbones.
 _MAX_PROCESSES = 8
 # The thread of the training loop, and those of NCCL, autograd and the checkpoint writer.
 _CORES_OF_TRAINING = 2
@@ -26,7 +26,7 @@ def choose_processes(
 ) -> LoaderSettings | None:
     """Returns the loader processes of this rank; None: its own threads read.
 
-    workers: data.workers; auto means none where training itself runs on the CPU.
+    workers: data.workers; auto means none if training itself runs on the CPU.
     """
     unknown = _outside_format(path)
     if workers == "auto":

@@ -28,7 +28,7 @@ _MAX_TEXT = 2000
 _MAX_REPORT_TEXT = 500
 # Bad images of one piece that are reported with their error; further ones are counted, without a text of their own.
 _MAX_REPORTS = 32
-# Where most images are bad, each row tries many of them: a piece may have more reports than a packet takes.
+# If most images are bad, each row tries many of them: a piece may have more reports than a packet takes.
 _REPORTS_PER_PACKET = 1000
 
 
@@ -74,7 +74,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
         return {
             "kind": "data",
             "text": str(error)[:_MAX_TEXT],
-            # The number tells the rank whether the error may pass (is_transient), upon which a job is restarted.
+            # The number tells the rank whether the error may pass (is_transient); a job is then restarted.
             "errno": cause.errno if isinstance(cause, OSError) else None,
         }
     if isinstance(error, OSError):

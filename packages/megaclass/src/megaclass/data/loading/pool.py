@@ -5,7 +5,7 @@ training for the interpreter):
 
     _workers    one entry per process, with the pieces that it has been given and not yet reported
     _missing    per slot: number of its pieces that are not filled yet
-    _crashes    images on which a decoder has crashed; every process is told, so that none decodes them again
+    _crashes    images on which a decoder has crashed; every process is told, so none decodes them again
 
 A process that ends is started again and given the same pieces: a piece is filled with the same bytes however often it is
 tried. The ring records which image each thread was decoding. If a decoder crashed (SIGSEGV and its like) and the process had
@@ -196,7 +196,7 @@ class LoaderProcesses:
         has_told = False
         while self._missing[slot]:
             wait_for_helper(lambda: self._handle_messages(1.0))
-            # Only a message: slow disks are no error, and a process that died is replaced in _handle_messages.
+            # Only a message: slow disks are not an error, and a process that died is replaced in _handle_messages.
             if not has_told and time.monotonic() - begun > _SLOW_S:
                 _log.warning("the loader processes have not delivered the next batch for %.0f s", _SLOW_S)
                 has_told = True
@@ -240,14 +240,14 @@ class LoaderProcesses:
     def _replace(self, worker: _Worker) -> None:
         """Starts a process again that has ended, with the pieces that it left; gives up if that keeps happening."""
         code = worker.end()
-        # Shared memory outlives the process, so that it still says what each of its threads was decoding.
+        # Shared memory outlives the process, so it still says what each of its threads was decoding.
         images = [int(self.ring.decoding[thread]) for thread in worker.threads]
         images = [index for index in images if index != NO_IMAGE]
         names = ", ".join(self._source.name_of(index) for index in images) or "no image"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         has_crashed = code < 0 and -code in _CRASHES
         worker.num_failed_starts += 1
-        # With one thread there is no doubt which image it was; after a crash, the next start has only one.
+        # With one thread it is certain which image it was; after a crash, the next start has only one.
         if has_crashed and len(worker.threads) == 1 and images:
             self._crashes[images[0]] = f"the decoder crashed on it ({signal.Signals(-code).name})"
             worker.num_failed_starts = 0

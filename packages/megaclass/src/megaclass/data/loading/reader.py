@@ -1,6 +1,6 @@
 """Reads the images of a batch into memory of the caller. Free of torch: loader processes start without it.
 
-`BatchPlan` holds all that decides the images of one rank in a step, and their pixels, so that a thread and a process that are
+`BatchPlan` holds all that decides the images of one rank in a step, and their pixels, so a thread and a process that are
 given the same plan fill the same bytes.
 """
 
@@ -140,7 +140,7 @@ class BatchReader:
                 return index, self._decode(out_HW3, index)
             except DataError as error:
                 self._on_bad(index, error)
-            # Neither the rank nor the time decides, so that a resumed run replaces it by the same image.
+            # Neither the rank nor the time decides, so a resumed run replaces it by the same image.
             # The salt keeps this stream apart from those of the order and of the augmentations, which hash the same indices.
             chain = combine64(self.plan.seed, _REPLACE_SALT, wanted, attempt)
             index = int(chain % np.uint64(self.source.num_images))

@@ -109,7 +109,7 @@ def _by_threads(
 def _require_room(num_bytes: int, device: torch.device) -> None:
     if device.type != "cuda":
         return
-    # What the driver reports, which counts the memory of other processes on this GPU, too.
+    # What the driver reports, which counts also the memory of other processes on this GPU.
     free, _ = torch.cuda.mem_get_info(device)
     if num_bytes > _LARGEST_SHARE * free:
         raise DataError(

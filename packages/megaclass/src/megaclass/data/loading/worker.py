@@ -54,7 +54,7 @@ class Filler:
             piece = wait_for_work(pieces.get)
             try:
                 num_resized = self._fill(piece)
-                # In packets, and before "done", so that the rank judges the share of bad images with each of them.
+                # In packets, and before "done", so the rank judges the share of bad images with each of them.
                 for reports in bad_reports(self._bad):
                     send(self._connection, bad=reports)
                 send(self._connection, done=piece.number, resized=num_resized)

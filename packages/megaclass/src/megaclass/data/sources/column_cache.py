@@ -1,8 +1,8 @@
-"""Columns of integers that are collected once and then mapped, so that all processes of a host share one copy.
+"""Columns of integers that are collected once and then mapped, so all processes of a host share one copy.
 
-A cache file is one line of JSON, padded to a page, followed by the int64 columns. It lies beside the data, or in the user's
+A cache file is one line of JSON, padded to a page, followed by the int64 columns. It lies next to the data, or in the user's
 cache folder if that folder is read-only or full. It is valid as long as the files that it was made of keep their sizes and
-modification times. Where neither folder takes it, every process keeps the columns in memory, and the caller learns why.
+modification times. If neither folder takes it, every process keeps the columns in memory, and the caller learns why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megaclass.file_lock import locked
 from megaclass_launch.files import published_file
 
 _HEADER_BYTES = 4096
-# Raised whenever the meaning of a column changes, so that older files are written again.
+# Raised whenever the meaning of a column changes, so older files are written again.
 _FORMAT = 1
 
 
@@ -48,7 +48,7 @@ def describe_uncached(why: str) -> str:
 
 
 class ColumnWriter:
-    """Appends rows block by block, so that a build never holds all of them in memory."""
+    """Appends rows block by block, so a build never holds all of them in memory."""
 
     def __init__(self, files: Sequence[IO[bytes]]) -> None:
         self._files = files
@@ -60,7 +60,7 @@ class ColumnWriter:
             try:
                 file.write(np.ascontiguousarray(column, dtype="<i8").data)
             except OSError as error:
-                # Builders read files, too: their errors must not be mistaken for a full disk here.
+                # Builders also read files: their errors must not be mistaken for a full disk here.
                 raise _NoRoomError(error) from error
         self.num_rows += len(columns[0])
 
@@ -75,7 +75,7 @@ Build = Callable[[ColumnWriter], dict[str, Any]]
 def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: Build) -> Columns:
     """Returns the columns that `build` writes, from the cache if it is valid for the files `made_of`.
 
-    `name` is the name of the cache file beside the first of `made_of`. If several processes ask at once, one builds and the
+    `name` is the name of the cache file next to the first of `made_of`. If several processes ask at once, one builds and the
     others wait for it.
     """
     stamp = {"format": _FORMAT, "columns": num_columns, "made_of": _stamp(made_of)}

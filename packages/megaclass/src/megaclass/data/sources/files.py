@@ -139,7 +139,7 @@ class FolderFormat(SourceFormat):
 
     def check(self) -> None:
         if (self.place / "train.idx").exists():
-            # An index without its records: the folders beside it are hardly identities.
+            # An index without its records: the folders next to it are hardly identities.
             require_index(self.place / "train.rec")
 
     def open(self) -> FileSource:

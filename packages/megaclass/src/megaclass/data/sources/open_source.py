@@ -107,7 +107,7 @@ def format_of(path: Path | str) -> SourceFormat:
 
 
 def split_path(text: str) -> list[str]:
-    """Splits a path of several sources at its commas; a path that exists as it stands is one source."""
+    """Splits a path of several sources at its commas; an existing path is never split."""
     if Path(text).exists():
         return [text]
     return [part.strip() for part in text.split(",") if part.strip()]
@@ -120,7 +120,7 @@ def data_folders(path: Path | str) -> list[Path]:
 
 
 def verification_files(path: Path | str) -> list[Path]:
-    """Returns every *.bin beside the data."""
+    """Returns every *.bin next to the data."""
     return [file for folder in data_folders(path) if folder.is_dir() for file in sorted(folder.glob("*.bin"))]
 
 

@@ -153,7 +153,7 @@ def _opened(path: Path, num_bytes: int) -> BinaryIO:
     file = path.open("rb", buffering=0)
     found = os.fstat(file.fileno()).st_size
     if found != num_bytes:
-        raise DataError(f"Cannot read {path}: it has {found} bytes; {FACTS_FILE} beside it tells of {num_bytes}.")
+        raise DataError(f"Cannot read {path}: it has {found} bytes; {FACTS_FILE} next to it states {num_bytes}.")
     return file
 
 

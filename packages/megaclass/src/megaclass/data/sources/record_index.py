@@ -129,7 +129,7 @@ def _parse_block(block: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]] | 
         block = block.replace(b"\r\n", b"\n")
     if not block.endswith(b"\n"):
         block += b"\n"
-    # Sixteen zeros in front, so that the first number is read like the others, together with the bytes before it.
+    # Sixteen zeros in front, so the first number is read like the others, together with the bytes before it.
     padded = np.frombuffer(bytes(_MAX_DIGITS) + block, dtype=np.uint8)
     characters = padded[_MAX_DIGITS:]
     ends = np.flatnonzero((characters - np.uint8(ord("0"))) > 9)

@@ -91,7 +91,7 @@ def unpack_record(packed: bytes, where: str) -> Record:
 
 
 class RecordReader:
-    """Random access to the records of one `.rec` file. Pickles as its path, so that another process opens the file itself."""
+    """Random access to the records of one `.rec` file. Pickles as its path, so another process opens the file itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -228,7 +228,7 @@ class RecordReader:
 
 
 class RecordWriter:
-    """Appends records to a `.rec` file, and writes the `.idx` beside it when the block ends without an error.
+    """Appends records to a `.rec` file, and writes the `.idx` next to it when the block ends without an error.
 
     The file is new unless `keys` and `offsets` list the whole records that it holds already.
     """
@@ -251,7 +251,7 @@ class RecordWriter:
         self._file.close()
         if error is None:
             keys, offsets = np.array(self._keys, dtype=np.int64), np.array(self._offsets, dtype=np.int64)
-            # Sorted by key, so that readers need not sort.
+            # Sorted by key, so readers need not sort.
             order = np.argsort(keys, kind="stable")
             write_index(self.path.with_suffix(".idx"), RecordIndex(keys[order], offsets[order]))
 

@@ -1,6 +1,6 @@
 """Images of one `.rec` file, InsightFace's with a header record or im2rec's without.
 
-The images among the records, and their classes, are found once by array operations and cached beside the data.
+The images among the records, and their classes, are found once by array operations and cached next to the data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_IMAGE = -1
 
 @dataclass(frozen=True)
 class Property:
-    """Content of the file `property`; None where it says nothing."""
+    """Content of the file `property`; None if it says nothing."""
 
     num_classes: int | None = None
     image_size: tuple[int, int] | None = None
@@ -78,7 +78,7 @@ class RecordSource:
 
 
 class RecordFormat(SourceFormat):
-    """A folder with train.rec or one other *.rec, or the file itself; with its .idx and perhaps `property` beside it."""
+    """A folder with train.rec or one other *.rec, or the file itself; with its .idx and perhaps `property` next to it."""
 
     suffix = ".rec"
     contents = "train.rec and train.idx"
@@ -136,7 +136,7 @@ def require_index(record_file: Path) -> None:
 
 
 def open_records(path: Path) -> RecordSource:
-    """Opens a `.rec` file; its `.idx` lies beside it, and perhaps `property`."""
+    """Opens a `.rec` file; its `.idx` lies next to it, and perhaps `property`."""
     reader = RecordReader(path)
     index = open_index(path.with_suffix(".idx"))
     properties = read_property(path.parent / "property")

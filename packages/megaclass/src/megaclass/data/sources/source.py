@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megaclass.errors import DataError
 
 CLASSES_FILE = "classes.txt"
-"""Beside any data: names of its classes, one per line, line i for class i."""
+"""Next to any data: names of its classes, one per line, line i for class i."""
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ class SourceFormat(ABC):
     notation: ClassVar[str] = ""
     """How a path is written that names no file, for error messages."""
     caches: ClassVar[Sequence[str]] = ()
-    """Patterns of the files that opening the data writes beside it."""
+    """Patterns of the files that opening the data writes next to it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class SourceFormat(ABC):
         return ()
 
     def folders(self) -> Iterable[str]:
-        """Returns names of folders below `folder` that a copy needs even where they are empty."""
+        """Returns names of folders below `folder` that a copy needs even if they are empty."""
         return ()
 
     def class_names(self) -> list[bytes] | None:

@@ -157,7 +157,7 @@ class _ShortReads(io.BufferedReader):
 
 
 def _members(shard: Path) -> Iterator[tuple[str, int, int, bytes]]:
-    """Yields (name, offset, length, content where it may be a class) of the regular files."""
+    """Yields (name, offset, length, content if it may be a class) of the regular files."""
     try:
         with _ShortReads(io.FileIO(shard)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:

@@ -2,7 +2,7 @@
 
 An identity is a point in the space `IDENTITY` spans (head, eyes, brows, nose, mouth, hair, marks, glasses). An image of
 it adds a point of `IMAGE` (pose, expression, light, occlusion, blur, noise, background). Both points are hashed from
-(seed, identity, image), so that an image never depends on which others are drawn beside it.
+(seed, identity, image), so an image never depends on which others are drawn.
 
 Features that must not reveal an identity differ in each image: colour cast, exposure, background, clothes, place in the
 frame. The identity is in the geometry: over thirty measures, each uniform in a range that is visible at 48 pixels.
@@ -138,7 +138,7 @@ IMAGE: dict[str, tuple[float, float]] = {
 
 # Separate the random numbers of the two spaces and of the pixel noise.
 _IDENTITY_SALT, _IMAGE_SALT, _NOISE_SALT = 1, 2, 3
-# A few images at a time, so that the intermediate maps stay in the processor's cache.
+# A few images at a time, so the intermediate maps stay in the processor's cache.
 _CHUNK_PIXELS = 16 * 64 * 64
 
 

@@ -49,7 +49,7 @@ SHARE_OCCLUDED = 0.25
 class Head:
     """Positions of all pixels: (x, y) in the plane of the head, (u, v) on its turned surface, z towards the viewer.
 
-    `side` is |u|, so that features in pairs are drawn once. `inside` is the coverage of the head.
+    `side` is |u|, so features in pairs are drawn once. `inside` is the coverage of the head.
     """
 
     x: Map

@@ -72,7 +72,7 @@ def tone(tones: Map, value: Map) -> Colour:
 
 
 def steps(value: Map, num_steps: int) -> Map:
-    """Rounds a value down to one of `num_steps` levels in [0, 1], so that many identities share one."""
+    """Rounds a value down to one of `num_steps` levels in [0, 1], so many identities share one."""
     return np.asarray(
         np.minimum(np.floor(value * np.float32(num_steps)), np.float32(num_steps - 1)) / np.float32(num_steps - 1)
     )

@@ -114,7 +114,7 @@ class SizeSurvey:
     """True if these are all images of the source."""
     num_other_size: int
     num_other_shape: int
-    """Number of those whose aspect ratio differs, too."""
+    """Number of those whose aspect ratio also differs."""
 
     def looked_at(self) -> str:
         return f"all {self.num_looked_at:,} images" if self.is_all else f"{self.num_looked_at:,} images examined"

@@ -23,7 +23,7 @@ _MAX_ATTEMPTS = 1000
 def make_pairs(
     source: ImageSource, num_pairs: int, seed: int = 0, on_progress: Callable[[int, int], None] | None = None
 ) -> PairSet:
-    """Returns pairs of one class and of two classes in turn, so that every fold is balanced. No pair occurs twice.
+    """Returns pairs of one class and of two classes in turn, so every fold is balanced. No pair occurs twice.
 
     A pair with an image that cannot be decoded is drawn again, and a warning names the image.
     """

@@ -79,12 +79,12 @@ def find_overlaps(
 ) -> dict[str, Overlap]:
     """Compares the images of each set with all training images, or with a sample spread over them, in one pass.
 
-    The sample shrinks where the data is slow to read; the result tells how many images were compared.
+    The sample shrinks if the data is slow to read; the result tells how many images were compared.
     """
     by_digest = {name: {_digest(image): image for image in images} for name, images in sets.items()}
     pictures = _Pictures({digest: image for images in by_digest.values() for digest, image in images.items()})
     chosen = np.linspace(0, source.num_images - 1, min(source.num_images, max_looked_at)).astype(np.int64)
-    # In random order, so that the part read before the deadline is a fair sample.
+    # In random order, so the part read before the deadline is a fair sample.
     order = np.random.default_rng(0).permutation(chosen).tolist()
     found: set[bytes] = set()
     num_looked_at, deadline = 0, time.monotonic() + _MAX_SECONDS

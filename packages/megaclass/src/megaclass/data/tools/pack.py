@@ -1,6 +1,6 @@
 """Packs any source into `train.rec` with `train.idx` and `property`, tar shards or pixels; `classes.txt` if classes have names.
 
-The files are written in a hidden folder beside the target and published by one rename. They are a pure function of the
+The files are written in a hidden folder next to the target and published by one rename. They are a pure function of the
 source and the options, so an interrupted run resumes after the last whole record or shard. The hidden folder of a run with
 other data or options is cleared.
 """
@@ -327,5 +327,5 @@ def _suffix(payload: bytes) -> str:
         return image_suffix(payload, "an image to pack")
     except DataError:
         raise DataError(
-            f"Unknown format of an image that starts with {payload[:8]!r}: give a size, so that images are encoded again."
+            f"Unknown format of an image that starts with {payload[:8]!r}: give a size, so images are encoded again."
         ) from None

@@ -19,7 +19,7 @@ from typing import IO
 from megaclass.errors import DataError
 from megaclass_launch.operating_system import open_flags
 
-# Flags that Windows lacks are 0 there, so that the module can be imported; staging itself is for Linux.
+# Flags that Windows lacks are 0 there, so the module can be imported; staging itself is for Linux.
 _FOLDER = os.O_RDONLY | open_flags("O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC")
 
 
@@ -40,7 +40,7 @@ class SafeFolder:
         self.path = path
         if path.is_symlink():
             raise DataError(
-                f"{path} is a symbolic link: name the folder itself, so that the link cannot be changed meanwhile."
+                f"{path} is a symbolic link: name the folder itself, so the link cannot be changed meanwhile."
             )
         self.handle = os.open(path, _FOLDER)
         try:
@@ -149,7 +149,7 @@ def _open_folder(name: str, above: int) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=above)
     except NotADirectoryError:
-        # Linux reports a link in place of a folder like this, too.
+        # Linux also reports a link in place of a folder like this.
         if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, f"{name} is a symbolic link, which is not followed") from None
         raise

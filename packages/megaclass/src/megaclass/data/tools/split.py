@@ -1,7 +1,7 @@
 """Splits data into a part to train on and a held-out part, by identities or by images of every identity.
 
-A hash of the seed and of the numbers of identities or images decides which are held out, so that `data split` and `data
-pairs --holdout` agree. A mark with the ID of the split lies in each part and beside the pairs. By it an evaluation knows that
+A hash of the seed and of the numbers of identities or images decides which are held out, so `data split` and `data
+pairs --holdout` agree. A mark with the ID of the split lies in each part and next to the pairs. By it an evaluation knows that
 the identities of a .bin were held out of the data that was trained on, instead of assuming it.
 """
 
@@ -119,7 +119,7 @@ def split_data(
 ) -> SplitResult:
     """Writes out/train to train on, out/holdout, and train/holdout.bin with pairs of held-out images.
 
-    A run on out/train evaluates holdout.bin automatically, since it lies beside the data. class_names: as for `pack`.
+    A run on out/train evaluates holdout.bin automatically, since it lies next to the data. class_names: as for `pack`.
     """
     held_out = split.is_held_out(source)
     by_identities = split.by == "identities"
@@ -164,7 +164,7 @@ def _write_holdout_pairs(holdout: SplitPart, path: Path, split: Split, split_id:
 
 
 def mark_pairs(path: Path, split: Split, split_id: str) -> None:
-    """Writes beside a .bin of held-out images the split that they belong to, with a digest to notice a replaced file."""
+    """Writes next to a .bin of held-out images the split that they belong to, with a digest to notice a replaced file."""
     _write_mark(_pairs_mark(path), split_id, split, pairs=_digest_of(path))
 
 

@@ -99,7 +99,7 @@ _List = list[tuple[str, int, int]]
 
 
 def _match_folders(wanted: set[str], own: SafeFolder, copy: PurePosixPath) -> None:
-    """Makes the folders below `copy` those that are wanted: an identity without images has a label, too."""
+    """Makes the folders below `copy` those that are wanted: an identity without images also has a label."""
     for name in wanted:
         with own.opened(copy / name, create=True):
             pass

@@ -30,7 +30,7 @@ from megaclass_launch.operating_system import num_cores
 JPEG_QUALITY = 92
 _ARGUMENTS_FILE = "synth.json"
 _FILES = ("train.rec", "train.idx", "property", "verification.bin", _ARGUMENTS_FILE)
-# Raised whenever the same arguments would draw other images, so that an old folder is not mistaken for the new set.
+# Raised whenever the same arguments would draw other images, so an old folder is not mistaken for the new set.
 _DRAWING_VERSION = 1
 _BLOCK_IMAGES = 128
 # A process draws these in about the time that its start takes.

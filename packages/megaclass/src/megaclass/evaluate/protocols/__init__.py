@@ -1,4 +1,4 @@
-"""The table of evaluation protocols. A new protocol is a file beside this one and a line here."""
+"""The table of evaluation protocols. A new protocol is a file next to this one and a line here."""
 
 from megaclass.evaluate.protocol import EvaluationProtocol
 from megaclass.evaluate.protocols.distractors import DistractorProtocol

@@ -1,6 +1,6 @@
 """The identification protocol: probes are searched in a gallery -> rank-1/5/10 and TPIR at FPIR.
 
-A tie between a mate and another identity counts against the model, so that a model that maps all images to one point
+A tie between a mate and another identity counts against the model, so a model that maps all images to one point
 identifies no probe.
 """
 

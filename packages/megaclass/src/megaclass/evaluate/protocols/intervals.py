@@ -35,7 +35,7 @@ def rank_interval(num_trials: int, share: float, *, confidence: float = 0.975) -
     steps = np.log((num_trials - counts + 1) / counts) + math.log(share) - math.log1p(-share)
     log_chances = np.concatenate([[0.0], np.cumsum(steps)]) + num_trials * math.log1p(-share)
     below = np.cumsum(np.exp(log_chances))
-    # The probability of a count below low is at most the tail, and that of one above high too.
+    # The probability of a count below low is at most the tail, and likewise that of one above high.
     low = int(np.searchsorted(below, tail, side="right"))
     high = int(np.searchsorted(below, 1 - tail, side="left"))
     return low, min(high, num_trials)

@@ -298,7 +298,7 @@ def _require_templates(wanted: set[int], known: set[int], path: Path) -> None:
     if missing:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
         raise DataError(
-            f"Template {missing[0]}{more} in {path} has no images: every template must be in the _face_tid_mid.txt beside it."
+            f"Template {missing[0]}{more} in {path} has no images: every template must be in the _face_tid_mid.txt next to it."
         )
 
 

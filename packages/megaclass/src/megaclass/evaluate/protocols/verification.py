@@ -45,7 +45,7 @@ class PairRates:
     num_same: int
     auc: float
     eer: float
-    """Error rate where false accepts and false rejects are equally frequent."""
+    """Error rate at which false accepts and false rejects are equally frequent."""
     tar_at_far: dict[float, float | None]
     """Largest TAR whose FAR does not exceed the target; None with fewer than 1 / target different pairs."""
     tar_intervals: dict[float, Interval | None]

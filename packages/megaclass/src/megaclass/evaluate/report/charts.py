@@ -1,6 +1,6 @@
 """Draws charts as SVG text: lines and histograms, axes with round ticks, no dependency.
 
-Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label`) of report.css, so that one drawing serves the light and
+Colours and fonts are CSS classes (`series-0`, `grid`, `axis-label`) of report.css, so one drawing serves the light and
 the dark page. A drawing has coordinates of its own, `size` units wide and high. The page scales it to the width of its
 column, so a drawing for a narrow column gets a smaller size to keep its text readable.
 """

@@ -75,7 +75,7 @@ def centres_section(
 
 
 def _pairs_of_classes(health: CentreHealth, pictures: Mapping[int, bytes]) -> list[dict[str, Any]]:
-    """Returns the closest pairs of classes, with a picture of each class where there is one."""
+    """Returns the closest pairs of classes, with a picture of each class if there is one."""
     numbers = health.closest_numbers or [(-1, -1)] * len(health.closest_pairs)
     found = []
     for (first, second, score), pair in zip(health.closest_pairs, numbers, strict=True):

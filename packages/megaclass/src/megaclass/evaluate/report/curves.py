@@ -46,7 +46,7 @@ _MOST_NEEDED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class HealthyRange:
-    """Values that a run in good order reaches, and why."""
+    """Expected range of a metric in a healthy run, and the reason."""
 
     low: float
     high: float
@@ -179,7 +179,7 @@ def _figure(
 
 
 def _note(healthy: Sequence[tuple[str, HealthyRange]]) -> str:
-    """Returns the words about the ranges; where they differ, those of the first run and the limits of the others."""
+    """Returns the words about the ranges; if they differ, those of the first run and the limits of the others."""
     if not healthy:
         return ""
     words = healthy[0][1].words

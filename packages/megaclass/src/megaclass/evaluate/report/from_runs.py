@@ -73,7 +73,7 @@ def versions() -> dict[str, str]:
 
 
 def write_faces(run: Path, rows: Sequence[Sequence[bytes]]) -> None:
-    """Stores a few training images in the run folder, so that a report does not need the data."""
+    """Stores a few training images in the run folder, so a report does not need the data."""
     arrays = {
         f"{row:03d}_{column:03d}": np.frombuffer(encoded, dtype=np.uint8)
         for row, images in enumerate(rows)

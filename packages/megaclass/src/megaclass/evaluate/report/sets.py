@@ -126,7 +126,7 @@ def _panel(name: str, models: Sequence[ModelResults]) -> Panel | None:
 
 
 def _remarks(done: Sequence[tuple[ModelResults, SetResult]]) -> str:
-    """Returns the remarks on all models, with their names where the remarks differ."""
+    """Returns the remarks on all models, with their names if the remarks differ."""
     remarks = [(model.name, " ".join(remarks_on(result))) for model, result in done if not model.is_baseline]
     if len({said for _, said in remarks}) == 1:
         return remarks[0][1]
@@ -156,7 +156,7 @@ def _roc_figure(drawn: Sequence[tuple[int, str, Curves]]) -> Figure:
     # Good models differ near the top: the axis starts at the multiple of 0.2 below the lowest point.
     lowest = min(4, int(5 * min(min(curve.ys) for curve in curves)))
     svg = line_chart(
-        # Reversed, so that the first model lies on top.
+        # Reversed, so the first model lies on top.
         curves[::-1],
         log_axis("false accept rate", 1 / max(most_different, 10), 1.0),
         fixed_axis("true accept rate", [fifth / 5 for fifth in range(lowest, 6)]),

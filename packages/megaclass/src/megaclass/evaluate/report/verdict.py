@@ -26,7 +26,7 @@ _WAITING = 0.1
 _SLOW_SHARE = 0.2
 _FEWEST_EVALUATIONS = 4
 _WORSE = 0.03
-"""Loss of accuracy since the best evaluation that is no chance with a few hundred pairs or more."""
+"""Loss of accuracy since the best evaluation that is not due to chance with a few hundred pairs or more."""
 _CHANCE = 0.6
 """Share of pairs that even raw pixels judge correctly; a model that stays below has learned nothing about identities."""
 _LEARNED = 0.7
@@ -147,7 +147,7 @@ def _low_cosine(history: History) -> str | None:
         return None
     _, losses = history.smooth_loss()
     return (
-        f"the run stays on a plateau: loss {losses[-1]:.2f} at last, cosine with the own centre only {cosine:.2f} where "
+        f"the run stays on a plateau: loss {losses[-1]:.2f} at last, cosine with the own centre only {cosine:.2f}, but "
         f"{history.cosines.low:.2f} is needed; lower optimizer.lr, or start with a smaller margin"
     )
 
@@ -210,7 +210,7 @@ RULES: dict[str, Callable[[History], str | None]] = {
     "waiting for data": _waiting_for_data,
     "slow rank": _slow_rank,
 }
-"""The rules, the most serious first: each returns a sentence where it applies."""
+"""The rules, the most serious first: each returns a sentence if it applies."""
 
 
 def _is_finished(history: History) -> bool:

@@ -122,7 +122,7 @@ def _exponentials(problem: Problem, start: int, stop: int) -> tuple[_Chunk, Tens
     values_GS.exp_()
     if problem.class_weight_S is not None:
         values_GS *= problem.class_weight_S[start:stop].to(values_GS.dtype)
-    # After the exponential: a logit of -inf before it would be NaN where the shift is -inf as well.
+    # After the exponential: a logit of -inf before it would be NaN if the shift is also -inf.
     _clear_targets_(values_GS, problem.target_slot_G - start)
     # The mass needs the plain exponentials, the gradients those times d logit / d cosine, which replaces them in place.
     sums_G = values_GS.sum(1)
@@ -146,7 +146,7 @@ def _logits_and_slopes(problem: Problem, cosines_GS: Tensor) -> tuple[Tensor, Te
 
 
 def _clear_targets_(values_GS: Tensor, slots_G: Tensor) -> None:
-    """Zero where a column is the image's own class. Without asking the device how many there are."""
+    """Zero if a column is the image's own class. Without asking the device how many there are."""
     is_here_G = (slots_G >= 0) & (slots_G < values_GS.shape[1])
     places_G1 = torch.where(is_here_G, slots_G, 0)[:, None]
     values_GS.scatter_(1, places_G1, torch.where(is_here_G[:, None], 0, values_GS.gather(1, places_G1)))

@@ -102,7 +102,7 @@ class PlainStep:
         plan = planned if planned is not None else self.plan(images.labels_G, images.counts_W, step)
         slots_G, classes_S = images.local_ids_G, plan.drawn.classes_S
         if classes_S is not None:
-            # classes_S is ascending and contains every positive, so that the search always finds the class itself.
+            # classes_S is ascending and contains every positive, so the search always finds the class itself.
             slots_G = torch.where(slots_G >= 0, torch.searchsorted(classes_S, slots_G), -1)
         problem = new_problem(context, plan, images, slots_G, for_backward)
         targets = margin_targets(context, plan, images, step)

@@ -52,13 +52,13 @@ def prepare_images(
     weight,  # (K * M, D)
     units,  # (G, D) float32, out
     products,  # (G, WIDTH) in the dtype of the products, out
-    targets,  # (G, D) float32, out: unit centre of the own class; zero where it is on another rank
+    targets,  # (G, D) float32, out: unit centre of the own class; zero if it is on another rank
     norms,  # (G,) float64, out
-    cosines,  # (G,) float64, out: with the own class; zero where it is on another rank
+    cosines,  # (G,) float64, out: with the own class; zero if it is on another rank
     labels,  # (G,) int64, out
     is_image,  # (G,) bool, out
-    target_rows,  # (G,) int64, out: row of the closest centre of the own class, -1 where on another rank
-    slots,  # (G,) int64, out: local id of the own class, -1 where on another rank
+    target_rows,  # (G,) int64, out: row of the closest centre of the own class, -1 if on another rank
+    slots,  # (G,) int64, out: local id of the own class, -1 if on another rank
     words_stride,
     rows_stride,
     max_batch,
@@ -329,20 +329,20 @@ def embedding_gradients(
     tl.store(out + cells, (grad * factor).to(out.dtype.element_ty), mask=inside)
 
 
-# Key of an image whose class is on another rank. It is larger than all others, so that it comes last.
+# Key of an image whose class is on another rank. It is larger than all others, so it comes last.
 NO_PULL = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
 def key_pulls(
-    slots,  # (P,) int64: place of the image's class among those that take part, -1 where on another rank
+    slots,  # (P,) int64: place of the image's class among those that take part, -1 if on another rank
     target_rows,  # (P,) int64: its row; the sub-centre is the remainder
     keys,  # (P,) int64, out: row among those that take part, then image
     num_pulls,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys by which the images of a row lie beside each other once they are sorted, in the order of the batch."""
+    """Keys by which the images of a row are neighbours once they are sorted, in the order of the batch."""
     images = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_image = images < num_pulls
     slot = tl.load(slots + images, mask=is_image, other=-1)

@@ -1,4 +1,4 @@
-"""Host side of the programs over the images of the global batch: one launch each where plain PyTorch needs dozens.
+"""Host side of the programs over the images of the global batch: one launch each; plain PyTorch needs dozens.
 
 On a fast GPU the products of a sampled step take a millisecond, in which the host can start about fifty launches.
 """

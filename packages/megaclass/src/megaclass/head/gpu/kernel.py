@@ -35,7 +35,7 @@ _UNSHIFTED_LOGIT = 64.0
 MAX_LOGIT = 128.0
 
 _ALIGNED = 32
-"""Rows of a product are a multiple of this; tiles of classes are too."""
+"""Rows of a product are a multiple of this; so are tiles of classes."""
 
 
 def mass(problem: Problem) -> Tensor:
@@ -71,7 +71,7 @@ def grad_centres(problems: list[Problem], coefficients: list[Tensor]) -> Iterato
     weighted = [_weighted_images(run, c) for run, c in zip(runs, coefficients, strict=True)]
     first = problems[0]
     width, num_subcentres = first.weight_RD.shape[1], first.num_subcentres
-    # A part of several must be added up in float32; one alone comes in the precision of its factors, at half the bytes.
+    # Accumulate several parts in float32; a single part keeps the precision of its factors, at half the bytes.
     dtype = runs[0].exp_dtype if len(runs) == 1 else torch.float32
     step = max(256, GRADIENT_BYTES // (dtype.itemsize * runs[0].width * num_subcentres) // 256 * 256)
     buffer = torch.empty((min(step, runs[0].plane) * num_subcentres, runs[0].width), dtype=dtype, device=runs[0].device)
@@ -281,7 +281,7 @@ def _product_into_(out: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
 
 
 def _by_class(grad_RD: Tensor, num_subcentres: int) -> Tensor:
-    """Planes of sub-centres -> the sub-centres of a class beside each other."""
+    """Planes of sub-centres -> neighbouring sub-centres of a class."""
     if num_subcentres == 1:
         return grad_RD
     planes_MSD: Tensor = grad_RD.unflatten(0, (num_subcentres, -1))

@@ -1,7 +1,7 @@
 """The Triton programs of `triton_fused`: unit centres, and exponentials of all negatives' logits in one pass.
 
 Letters as elsewhere; R counts rows of one chunk: M planes of P rows each (P: the chunk's classes, rounded up to whole
-tiles), so that sub-centre m of the chunk's class s is row m * P + s. Rows and columns of padding hold zeros.
+tiles), so sub-centre m of the chunk's class s is row m * P + s. Rows and columns of padding hold zeros.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -51,8 +51,8 @@ def exponentials(
     centres,  # (M * P, WIDTH)
     exps,  # (G, M * P), out
     masses,  # (SPLITS, G) float32, out: partial sums over classes
-    won,  # (M * P,) int32, out where M > 1: some image's closest sub-centre
-    target_slots,  # (G,) int64, -1 where not on this rank
+    won,  # (M * P,) int32, out if M > 1: some image's closest sub-centre
+    target_slots,  # (G,) int64, -1 if not on this rank
     class_weights,  # (S,) float32, or None
     num_drawn,  # () int32: slots from this one on are padding; or None
     has_direction,  # (G,) bool, where M > 1: not padding, not of length zero

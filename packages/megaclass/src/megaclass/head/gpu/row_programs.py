@@ -21,7 +21,7 @@ def update_rows(
     grad_squares,  # (programs,) float32 zeros, out: sum of squares of the rows' gradient, or None
     first_fault,  # a fault masks the update
     step,  # (1,) int64
-    factors,  # (3,) float32: learning rate, loss scale, and a flag that masks the update, too
+    factors,  # (3,) float32: learning rate, loss scale, and a flag that also masks the update
     key_prefix,  # counter_random.stream_state of (purpose, seed)
     first_row,  # among all S * M
     num_rows,
@@ -66,7 +66,7 @@ def update_rows(
         tl.float32
     )
 
-    # Images whose own class this is. In the order of the batch, so that the sum is the same in every run.
+    # Images whose own class this is. In the order of the batch, so the sum is the same in every run.
     pulls = tl.where(is_row, heads, 0)
     while tl.max(pulls, 0) > 0:
         is_pulled = pulls > 0
@@ -181,7 +181,7 @@ def draw_classes(
     counts,  # (blocks,) int32: out of the first pass; in the second, running totals
     classes,  # (capacity,) int64, out of the second pass
     weights,  # (capacity,) float32, likewise; or None
-    overflowed,  # () float64, likewise: 1 where more were drawn than fit
+    overflowed,  # () float64, likewise: 1 if more were drawn than fit
     step,  # (1,) int64
     key_prefix,  # counter_random.stream_state of (purpose, seed)
     first_class,

@@ -23,7 +23,7 @@ _LINK_BLOCK = 256
 
 
 class StepNumbers:
-    """The step's number and the factors of its update, on the device, from where the programs read them.
+    """The step's number and the factors of its update, on the device, where the programs read them.
 
     Learning rate, loss scale and skip flag may be tensors, which the host does not read. The keys of random numbers follow from
     the step's number and a prefix that the seed determines; the programs derive them.
@@ -37,7 +37,7 @@ class StepNumbers:
         """Learning rate, loss scale, and a flag that leaves all rows as they are; float32."""
         self._places = self.factors.split(1)
         self._known_step = 0
-        # None where a tensor was given, whose value the host does not know.
+        # None if a tensor was given, whose value the host does not know.
         self._known_factors: list[float | None] = [0.0, 0.0, 0.0]
 
     def set_step(self, step: int) -> None:
@@ -63,7 +63,7 @@ class Pulls:
     """The images' pulls on their own centres, as a list of images for each row."""
 
     heads_R: Tensor
-    """(S * M,) int32: 1 + the first image of the row's class, 0 where there is none."""
+    """(S * M,) int32: 1 + the first image of the row's class, 0 if there is none."""
     links_P: Tensor
     images_PD: Tensor
     weights_P: Tensor
@@ -115,7 +115,7 @@ def update_(
 ) -> None:
     """Adds the pulls to the chunk's gradient and moves its rows: one launch, every row read and written once.
 
-    squares: as in Move. Where it is None another program runs, which does not form them.
+    squares: as in Move. If it is None another program runs, which does not form them.
     """
     rows, optimizer = store.rows(), store.optimizer
     width, num_rows = rows["weight"].shape[1], chunk.grad_RD.shape[0]
@@ -124,7 +124,7 @@ def update_(
     block_d = next_power_of_2(width)
     # Small programs; larger ones are equally fast (docs/decisions/head-gpu.md).
     block_r = max(1, 512 // block_d)
-    assert chunk.grad_RD.stride(1) == 1, "the numbers of a row lie beside each other"
+    assert chunk.grad_RD.stride(1) == 1, "the numbers of a row are contiguous"
     num_programs = -(-num_rows // block_r)
     squares_P = None if squares is None else torch.zeros(num_programs, device=chunk.grad_RD.device)
     launch(

@@ -89,7 +89,7 @@ class FusedStep:
             # The only wait of this step: the gathered buffer cannot be allocated without the size.
             max_batch = largest_batch(len(labels_B), labels_B.device, context.group)
         self._numbers.set_step(step)
-        # Also compares and renews the watched numbers of the centres, so that a change counts once.
+        # Also compares and renews the watched numbers of the centres, so a change counts once.
         block = gpu_images.pack(
             embeddings_BD, labels_B, max_batch, check=context.store.overwrite_check, step=self._numbers.step
         )
@@ -172,7 +172,7 @@ class FusedStep:
 
     def _update_rows(self, parts: list[LossPart], squares: list[Tensor] | None) -> None:
         """Moves the rows by the factors that self._numbers holds."""
-        # All parts of a step share the drawn classes, so that slots of the first one's problem are those of all.
+        # All parts of a step share the drawn classes, so slots of the first one's problem are those of all.
         problem, num_subcentres = parts[0].problem, self.context.store.num_subcentres
         slots, rows, images, weights = (
             values[0] if len(parts) == 1 else torch.cat(values)

@@ -1,4 +1,4 @@
-"""How the GPU kernel cuts its classes into chunks; without Triton, so that `megaclass plan` knows it on any machine."""
+"""How the GPU kernel cuts its classes into chunks; without Triton, so `megaclass plan` knows it on any machine."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 _CHUNK_BYTES = 1 << 30
-"""Most exponentials of one chunk: large enough to fill the GPU, small beside the centres."""
+"""Most exponentials of one chunk: large enough to fill the GPU, small compared with the centres."""
 _LEAST_CHUNK_BYTES = 128 << 20
 _START_TILES = 8
 """Time in which a program starts, as a number of tiles: it loads its images and waits for its first centres."""
@@ -37,7 +37,7 @@ TILES: list[tuple[tuple[int, int], Tiles]] = [
     ((8, 6), Tiles(128, 128, 64, warps=8, stages=2)),
     ((8, 0), Tiles(128, 128, 64, warps=8, stages=3)),
 ]
-# Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far beside the new
+# Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far and the new
 # one; float32 operands take twice the room.
 LADEN_TILES = Tiles(128, 128, 64, warps=4, stages=3, programs_per_sm=2, flatten=True, parts=2)
 SUBCENTRE_TILES = Tiles(128, 128, 64, warps=8, stages=2)
@@ -72,7 +72,7 @@ def cut_classes(
     tiles: Tiles, *, num_images: int, num_classes: int, bytes_per_class: int, stored_bytes: int, num_sms: int
 ) -> Cut:
     """bytes_per_class: of the exponentials of one class, over all images and sub-centres."""
-    # A chunk that is not kept takes room beside those that are: where little is kept, chunks are smaller.
+    # A chunk that is not kept takes room in addition to those that are: if little is kept, chunks are smaller.
     chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, stored_bytes // 4))
     num_chunks = max(1, -(-num_classes // max(tiles.classes, chunk_bytes // bytes_per_class)))
     per_chunk = -(-num_classes // num_chunks)
@@ -88,7 +88,7 @@ def cut_classes(
 def _choose_splits(num_image_tiles: int, num_class_tiles: int, num_places: int) -> int:
     """Returns how many programs share a tile of images. num_places: for programs that run at the same time.
 
-    One round of programs where they nearly fill the places; otherwise several, so that few places are idle in the last one.
+    One round of programs if they nearly fill the places; otherwise several, so few places are idle in the last one.
     """
 
     def duration(splits: int) -> int:

@@ -91,9 +91,9 @@ def transfers(plan: RestorePlan, world_size: int) -> list[Transfer]:
 
 
 def copy_distance(hosts: Sequence[str]) -> int:
-    """Returns d: rank r sends a copy of its centres to rank (r + d) % W, for as many ranks as possible on another host.
+    """Returns the offset d that puts most copies on another host: rank r sends its centres to rank (r + d) % W.
 
-    hosts: by rank. 0 in a world of one. Every rank then holds one copy, whatever the distance is.
+    hosts: by rank. 0 for a single rank. Every rank then holds one copy, whatever the offset is.
     """
     size = len(hosts)
 

@@ -6,7 +6,7 @@ A rank has two places for a commit and fills the one that does not hold the last
     agree       all-gather: every rank has filled its place                           the place becomes the last good one
 
 A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
-all ranks have a whole copy, so that at most one of two commits is unfinished at any time. After a loss the ranks compare what
+all ranks have a whole copy, so at most one of two commits is unfinished at any time. After a loss the ranks compare what
 they hold (commit_plan.py) and restore the newest commit of which nothing is missing.
 
 State of Commits, used by the training thread only. It outlives the generations of the job:
@@ -163,7 +163,7 @@ class Commits:
         average_buffers_(model.backbone)
         head = model.head
         rows = head.rows()
-        # On a GPU both copies are started here and waited for below, so that they overlap with the exchange between ranks.
+        # On a GPU both copies are started here and waited for below, so they overlap with the exchange between ranks.
         place.shared = place.shared_copy.take(model.shared_state())
         place.rows = place.rows_copy.take(rows)
         place.generators = generator_states(device)
@@ -195,7 +195,7 @@ class Commits:
         rank, size = self._joined.world.rank, self._joined.world.size
         place = next((place for place in self._places if _is_of(place, plan)), None)
         shared: Mapping[str, Tensor] = place.shared if place is not None else {}
-        # All ranks know the plan, so that either all of them broadcast or none does.
+        # All ranks know the plan, so either all of them broadcast or none does.
         if len(plan.ranks) < size:
             shared = tensors_of_rank(shared, plan.ranks[0], device)
         model.load_shared_state(dict(shared))

@@ -215,7 +215,7 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
 
 def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
-    # Fused optimizers read `found_inf` on the device, so that a bad step is skipped without waiting for the host.
+    # Fused optimizers read `found_inf` on the device, so a bad step is skipped without waiting for the host.
     fused = parameters[0].device.type == "cuda"
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)

@@ -1,4 +1,4 @@
-"""A backbone whose forward and backward are replayed as CUDA graphs where shapes stay the same.
+"""A backbone whose forward and backward are replayed as CUDA graphs while shapes stay the same.
 
     forward     copy of the images        into the memory that the graph reads
                 forward graph             all layers; leaves the activations in the graphs' pool
@@ -12,13 +12,13 @@ read and written where they are: optimizers, checkpoints, evaluation and the mov
 that have moved (`.to()`) have other addresses, which are part of the shape and end the use of the graphs.
 
 Activations belong to one step at a time: from its forward to its backward, or until nothing refers to its embeddings any
-more. Another forward in between takes the ordinary way.
+more. Another forward in between runs without graphs.
 
 On several ranks both ways have a price. Launch by launch the host may be the limit. Replayed, all
-gradients arrive at the end of backward, and their exchange does not run beside it. `auto` measures
+gradients arrive at the end of backward, and their exchange does not overlap with it. `auto` measures
 both at the start (StepTrial) and keeps the faster one.
 
-Memory: the pool keeps the activations until the graphs are dropped, where an ordinary step frees them in backward; beside it
+Memory: the pool keeps the activations until the graphs are dropped, while an ordinary step frees them in backward; next to it
 are a copy of the images and the gradients. `auto` bounds it (gpu/cuda_graphs.py).
 """
 
@@ -57,7 +57,7 @@ _LEAST_GAIN = 0.02
 
 
 def can_capture(device: torch.device, backbone: nn.Module) -> bool:
-    """Returns True where forward and backward are launches on a GPU and nothing else, as far as the layers tell.
+    """Returns True if forward and backward are launches on a GPU and nothing else, as far as the layers tell.
 
     Keyed dropout learns from the host which images come, and a hook of a module runs Python in every forward. What the
     settings exclude: Config.may_replay_backbone().
@@ -251,7 +251,7 @@ class CapturedBackbone:
             with torch.autocast(device, dtype, enabled=False):
                 return torch.autograd.grad(embeddings, list(aliases.values()), self._grad_embeddings)
 
-        # Activations are freed while this is captured, so that later ones take their memory, as in an ordinary backward.
+        # Activations are freed while this is captured, so later ones take their memory, as in an ordinary backward.
         self._backward_graph, self._gradients = recorder.record(backward)
         self._embeddings = embeddings.detach()
         self._last: weakref.ref[_OpenForward] | None = None

@@ -123,7 +123,7 @@ class Observer:
         slow = find_slow_rank(phases)
         is_same = slow is not None and self._slow is not None and slow.rank == self._slow.rank
         self._num_slow = self._num_slow + 1 if is_same else 1
-        # Chance makes one rank or the other slow in single reports; the diary names those that stay slow, once.
+        # Chance makes one rank or the other slow in single reports; the event log names those that stay slow, once.
         if slow is not None and self._num_slow == _SLOW_REPORTS:
             host, slower = self._run.hosts[slow.rank], round(slow.slower, 3)
             self._run.events.note("slow_rank", step, rank=slow.rank, host=host, phase=slow.phase, slower=slower)

@@ -41,7 +41,7 @@ class RunView:
 
 
 def watch_run(folder: Path, *, interval_s: float, is_once: bool) -> int:
-    """Draws the run until Ctrl-C, or once where the output is no terminal; returns the exit code."""
+    """Draws the run until Ctrl-C, or once if the output is not a terminal; returns the exit code."""
     try:
         from rich.console import Console
         from rich.live import Live

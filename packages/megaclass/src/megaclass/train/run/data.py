@@ -95,11 +95,11 @@ def check_classes(source: ImageSource, path: str) -> str:
 
 
 def how_to_verify(path: str, recipe: str = "RECIPE") -> list[str]:
-    """Returns the commands that make a verification set for data that has none beside it."""
+    """Returns the commands that make a verification set for data that has none next to it."""
     place = Path(path).name or "data"
     split = f"megaclass data split {path} --identities 0.1 --out {place}-split"
     return [
-        f"there is no .bin file beside {path}: hold identities out with `{split}`, and train on the others",
+        f"there is no .bin file next to {path}: hold identities out with `{split}`, and train on the others",
         f"  {split}",
         f"  megaclass train {recipe} data.path={place}-split/train train.run_dir=runs/{place}-split",
     ]

@@ -18,7 +18,7 @@ _MAX_WARNINGS = 200
 
 @dataclass(slots=True)
 class RunEvents:
-    """The diary of one start of a run. Used by the loop and by the thread that publishes checkpoints."""
+    """The event log of one start of a run. Used by the loop and by the thread that publishes checkpoints."""
 
     folder: Path
     is_main: bool

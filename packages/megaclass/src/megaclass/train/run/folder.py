@@ -212,7 +212,7 @@ class RunFolder:
                 with open_private(path, "a", follows_links=False, encoding="utf-8") as file:
                     file.write(json.dumps(dict(row)) + "\n")
             except OSError:
-                # A partial row would make the next one unreadable, too.
+                # A partial row would also make the next one unreadable.
                 with suppress(OSError):
                     os.truncate(path, size)
                 raise

@@ -25,7 +25,7 @@ class Stop(enum.IntEnum):
     ASKED = 1
     """By SIGTERM or a similar signal: exit code 75, "resume me"."""
     BY_HAND = 2
-    """By Ctrl-C: exit code 130, so that no launcher starts the run again."""
+    """By Ctrl-C: exit code 130, so no launcher starts the run again."""
 
 
 class StopSignals:

@@ -39,7 +39,7 @@ def load_initial_weights(run: Run, model: Model, mode: StartMode) -> None:
     A run folder stands for its newest whole checkpoint in both. Each byte of a checkpoint is checked by one of the ranks.
     """
     config, device, classes = run.config.train, run.device, run.classes
-    # One path for both is resolved once, so that backbone and centres come from the same checkpoint.
+    # One path for both is resolved once, so backbone and centres come from the same checkpoint.
     is_one_path = config.init_backbone == config.init_centres
     backbone = Path()
     if config.init_backbone is not None:

@@ -114,7 +114,7 @@ def prepare_run(
     """Collective. Rank 0 locks the folder, decides how the run starts, and makes the data; returns the decision.
 
     The lock is entered into `held`, or taken as `lock`, which may have it already. is_continued: an elastic job has begun this
-    run with other ranks, so that rank 0 decides as after a restart.
+    run with other ranks, so rank 0 decides as after a restart.
     """
     decided = mode
     # Under torchrun, srun or megaclass run no parent has called check_start. The ranks that our own parent starts cannot

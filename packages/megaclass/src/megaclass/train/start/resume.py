@@ -47,7 +47,7 @@ from megaclass_launch.errors import ConfigError
 from megaclass_launch.ranks.collectives import gather_blocks
 
 _logger = logging.getLogger("megaclass.train")
-# Relative change of the learning rate on resume from which on it is announced.
+# A relative change of the learning rate on resume is announced from this size.
 _LR_JUMP = 0.05
 
 
@@ -188,7 +188,7 @@ def check_same_people(
     Classes without names can be told apart by their images alone: each class that still exists must hold one of the images
     recorded in its fingerprint. More or fewer images of the same classes are accepted, in any order or format, and so is
     everything if the classes have names both in the checkpoint and in the data. If only one of them has names, a name that
-    looks like a number is matched with that number, so the images decide here, too.
+    looks like a number is matched with that number, so the images also decide here.
     """
     is_same_data = saved_list == classes and saved.fingerprint == current.fingerprint
     if (saved_list.text and classes.text) or not saved.fingerprint or is_same_data:
@@ -201,7 +201,7 @@ def check_same_people(
         raise CheckpointError(
             f"{where} was trained on other data: class {foreign} holds none of the images recorded in the checkpoint "
             f"({_describe_fingerprints(saved, current, where)}). If the classes have the same numbers and their images were "
-            f"only encoded again, use --same-numbers; with a classes.txt beside the data of both runs, classes are matched "
+            f"only encoded again, use --same-numbers; with a classes.txt next to the data of both runs, classes are matched "
             f"by name instead."
         )
 
@@ -229,7 +229,7 @@ def _saved_config(manifest: Manifest, folder: Path) -> Config:
 
 
 def how_to_change(run_dir: str, changed: Sequence[str], command: Sequence[str]) -> str:
-    """Returns the two ways out: continue the run as it was, or start a new one from its weights where they fit."""
+    """Returns the two ways out: continue the run as it was, or start a new one from its weights if they fit."""
     unchanged = f"Continue it as it was: megaclass train {run_dir}/config.toml --resume"
     settings = [f"train.run_dir={run_dir}-2"]
     if not any(name.startswith("backbone.") for name in changed):
