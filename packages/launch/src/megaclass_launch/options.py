@@ -87,7 +87,7 @@ class RunOptions:
     remarks: tuple[str, ...]
     """One line per option that is accepted but has no effect."""
     call_fds: tuple[int, int] | None = None
-    """Pipes from and to the process that called hvd.run(); see wire/call.py."""
+    """Pipes from and to the process that called horovod.run(); see wire/call.py."""
 
     @property
     def is_elastic(self) -> bool:

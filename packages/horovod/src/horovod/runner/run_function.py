@@ -121,7 +121,7 @@ def pickled_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> by
 
     Without cloudpickle functions are pickled by name, and the ranks import the main script, as multiprocessing's do.
     """
-    prepared = multiprocessing.spawn.get_preparation_data("hvd.run")
+    prepared = multiprocessing.spawn.get_preparation_data("horovod.run")
     place = {"sys_path": prepared["sys_path"], "sys_argv": prepared["sys_argv"]}
     name = repr(getattr(func, "__name__", func))
     if not has_cloudpickle():

@@ -118,7 +118,7 @@ class JobRun:
     def _on_caller_gone(self) -> None:
         assert self._call is not None
         self._pipes.selector.unregister(self._call.caller_fd)
-        self._messages.say("the process that called hvd.run() has ended; ending the ranks.")
+        self._messages.say("the process that called horovod.run() has ended; ending the ranks.")
         self._end.end(Outcome(exit_code=EXIT_USER_ERROR, may_restart=False))
 
     def _have_all_hosts_answered(self) -> bool:
