@@ -17,8 +17,7 @@ from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.errors import CheckpointError, ExportError, TrainError
 from megaclass.train.elastic.commits import Commits
-from megaclass.train.elastic.generations import joined_group, through_generations
-from megaclass.train.elastic.joining import check_most_ranks, open_to_join
+from megaclass.train.elastic.generations import check_most_ranks, joined_group, open_to_join, through_generations
 from megaclass.train.evaluation import evaluate_model
 from megaclass.train.finish import finish_run
 from megaclass.train.loop import TrainingResult, train

@@ -13,16 +13,29 @@ Nothing of a generation outlives it except for the commits in memory (commits.py
 import contextlib
 import gc
 import logging
+import socket
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from megaclass.config.read import flat_values, load_config_values
+from megaclass.config.schema import Config
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.source import ImageSource
+from megaclass.errors import DataError, HeadError
+from megaclass.head.shards import class_range
+from megaclass.train.run.data import make_loader, staged_path
+from megaclass.train.run.same_start import OF_EACH_HOST
 from megaclass_launch.elastic.worker import Assignment, ElasticWorker, Why
-from megaclass_launch.errors import ConnectionLostError, UserError
+from megaclass_launch.errors import ConfigError, ConnectionLostError, LaunchError, UserError
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.process_group import abort_nccl, is_echo, process_group
 from megaclass_launch.rendezvous.connection_watch import OwnConnections
+from megaclass_launch.world import World
 
 _logger = logging.getLogger("megaclass.train")
 _MOST_ATTEMPTS = 10
@@ -113,3 +126,31 @@ def _is_by_loss(worker: ElasticWorker, error: Exception) -> bool:
     # An error of this rank's own needs no news, except over NCCL: what it gathers from a lost rank is garbage, such as a loss
     # that is not a number.
     return worker.is_broken(0.0 if isinstance(error, UserError) and not torch.cuda.is_initialized() else _NEWS_S)
+
+
+def open_to_join(config: Config) -> ImageSource:
+    """Opens the data of a process that joins a running job, and compares its settings with those in the run folder."""
+    host, file = socket.gethostname(), Path(config.train.run_dir) / "config.toml"
+    try:
+        saved = load_config_values(tomllib.loads(file.read_text(encoding="utf-8")), where=str(file))
+    except (OSError, ValueError, ConfigError) as error:
+        raise LaunchError(
+            f"{host} cannot join the job, because it does not see its run folder: {error}. The run folder must be the same on "
+            f"all hosts: put train.run_dir on a file system that they share."
+        ) from error
+    theirs, own = flat_values(saved), flat_values(config)
+    different = [name for name in own if name not in OF_EACH_HOST and own[name] != theirs[name]]
+    if different:
+        listed = "; ".join(f"{name} is {theirs[name]!r} there and {own[name]!r} here" for name in different[:8])
+        raise LaunchError(f"{host} cannot join the job of {file}, because its settings differ: {listed}.")
+    return open_source(staged_path(config))
+
+
+def check_most_ranks(config: Config, source: ImageSource, max_ranks: int) -> None:
+    """Refuses a largest number of ranks with which there would not be enough images per step, or classes, for each."""
+    most = World(size=max_ranks, local_size=max_ranks)
+    try:
+        class_range(source.num_classes, 0, max_ranks)
+        make_loader(replace(config, data=replace(config.data, on_gpu=False)), source, most, torch.device("cpu"))
+    except (DataError, HeadError) as error:
+        raise LaunchError(f"--max-np {max_ranks} is too much for this run: {error}") from error
