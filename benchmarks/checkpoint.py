@@ -60,7 +60,7 @@ class Steps:
 
 
 def measure(folder: Path, state: Snapshot, device: torch.device, num_saves: int) -> dict[str, float]:
-    """Medians in seconds; the two kinds take turns, so that a disk that slows down does so for both."""
+    """Medians in seconds; the two kinds take turns, so a disk that slows down does so for both."""
     steps = Steps(device)
     stalls: dict[str, list[float]] = {SYNCHRONOUS: [], BACKGROUND: []}
     writing, alone, beside = [], [], []

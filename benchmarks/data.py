@@ -1,6 +1,6 @@
 """The data layer in numbers, as ratios in one run: python benchmarks/data.py [--out benchmarks/data.md] [--records N]
 
-The machine may be busy, so CPU seconds decide where they can, runs alternate, and the median of the ratios counts.
+The machine may be busy, so CPU seconds decide if they can, runs alternate, and the median of the ratios counts.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from megaclass.data.loading import reader as reader_module
 from megaclass.data.order import ImageOrder, rank_batch
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.even_parts import even_part
+from megaclass_launch.even_parts import even_part
 
 BATCH, REPEATS = 256, 7
 

@@ -244,7 +244,7 @@ def error_table() -> list[str]:
 
 
 def cpu_table() -> list[str]:
-    """One thread, and its processor time beside the clock's: on a busy machine only the former says something."""
+    """One thread, and its processor time next to the clock's: on a busy machine only the former means something."""
     size, num_classes, rounds = 256, 100_000, 5
     device = torch.device("cpu")
     torch.set_num_threads(1)
@@ -254,7 +254,7 @@ def cpu_table() -> list[str]:
         "dense eager": dense_step(num_classes, device, is_compiled=False),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for index in range(rounds + 1):  # alternating, so that a busy machine slows both alike
+    for index in range(rounds + 1):  # alternating, so a busy machine slows both alike
         for name, step in steps.items():
             x, y = data[index % len(data)]
             start = time.process_time(), time.perf_counter()
@@ -343,7 +343,7 @@ def simulation_table() -> list[str]:
     """Rank 0 of 64 with a process group that sends nothing; what the other ranks would send is a copy of its own."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import megaclass.distributed.collectives as collectives
+    import megaclass_launch.ranks.collectives as collectives
     from megaclass.head import gather_batch, settings
     from megaclass.head import step as head_step_module
     from megaclass.head.gpu import images as gpu_images
@@ -397,7 +397,7 @@ def simulation_table() -> list[str]:
         lines.append(f"| {name} | {num_bytes:,} | {costs[0]:.2f} ms | {costs[1]:.2f} ms |")
     lines.append(f"| step, nothing overlapped | | **{totals[0]:.2f} ms** | **{totals[1]:.2f} ms** |")
     lines.append("")
-    lines.append("Each exchange is charged 0.05 ms (NVLink) or 0.2 ms (Ethernet) of latency beside its bytes.")
+    lines.append("Each exchange is charged 0.05 ms (NVLink) or 0.2 ms (Ethernet) of latency in addition to its bytes.")
     return lines
 
 

@@ -1,10 +1,10 @@
-"""megaclass.hvd against plain torch.distributed, in the same processes and the same minutes.
+"""horovod.torch against plain torch.distributed, in the same processes and the same minutes.
 
     python benchmarks/hvd.py [--pairs 40] [--out benchmarks/hvd.md] [--ranks 2] [--only-small | --only-step | --phases]
 
 Two ranks (or --ranks), gloo, float32, one thread each. Each figure is the median over alternating pairs (plain, hvd, hvd,
 plain, …) of the ratio of their times, with the 95 % interval of that median by order statistics: a machine that is busy with
-other things slows both halves of a pair. CPU time is that of all threads of rank 0: what is left to compare where the machine
+other things slows both halves of a pair. CPU time is that of all threads of rank 0: what is left to compare if the machine
 has other work. Targets are those of the project's issue on Horovod's API.
 """
 
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import megaclass.hvd as hvd
-from megaclass.world import World, environment_of
+import horovod.torch as hvd
+from megaclass_launch.world import World, environment_of
 
 SIZES = [("4 KB", 1024, 40, 2.0), ("1 MiB", 256 * 1024, 15, 1.3), ("64 MiB", 16 * 1024 * 1024, 1, 1.1)]
 
@@ -288,7 +288,7 @@ def render(rows: list[list[str]], pairs: int, load: float) -> str:
         "|---" * len(titles) + "|",
         *(f"| {' | '.join(entry)} |" for entry in rows),
         "",
-        "Horovod 0.28.1 as measured for the issue, on another machine: 4 KB 2.4, 1 MiB 1.5, 64 MiB 1.25, step 1.08, idle",
+        "Horovod 0.28.1 as measured earlier, on another machine: 4 KB 2.4, 1 MiB 1.5, 64 MiB 1.25, step 1.08, idle",
         "7–10 %.",
     ]
     return "\n".join(lines) + "\n"

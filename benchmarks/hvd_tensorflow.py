@@ -1,8 +1,8 @@
-"""megaclass.hvd.tensorflow against megaclass.hvd for torch, and a step of model.fit() with and without communication.
+"""horovod.tensorflow against horovod.torch for torch, and a step of model.fit() with and without communication.
 
     python benchmarks/hvd_tensorflow.py [--pairs 40] [--ranks 2] [--only-bridge | --only-step] [--out FILE]
 
-Two ranks on this machine, float32, one thread each. Both APIs use the same engine in the same processes, so that the ratio of
+Two ranks on this machine, float32, one thread each. Both APIs use the same engine in the same processes, so the ratio of
 their times is the cost of the bridge between TensorFlow and the engine. Figures are medians over alternating pairs, as in
 benchmarks/hvd.py. The aim of the project's issue: the bridge adds at most 15 % at 1 MiB and above.
 
@@ -30,12 +30,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 import torch
-
-import megaclass.hvd as torch_hvd
-import megaclass.hvd.keras as keras_hvd
-import megaclass.hvd.tensorflow as hvd
 from hvd import Time, alternate, milliseconds, ratio, start_ranks, verdict
-from megaclass.hvd.tensorflow import bridge
+
+import horovod.keras as keras_hvd
+import horovod.tensorflow as hvd
+import horovod.torch as torch_hvd
+from horovod.tensorflow import bridge
 
 # Name, count of numbers, repeats per pair, collectives in a row.
 SIZES = [
@@ -75,7 +75,7 @@ def main() -> None:
 def reductions(pairs: int) -> list[list[str]]:
     rows = []
     for label, count, repeats, length in SIZES:
-        # Ones: torch maps zeros to a single page of memory until they are written, so that they would be read from the cache.
+        # Ones: torch maps zeros to a single page of memory until they are written, so they would be read from the cache.
         ours, theirs = tf.ones([count]), torch.ones(count)
         one = tf.function(functools.partial(in_a_row, name=f"graph {label}", length=1))
         several = tf.function(functools.partial(in_a_group, name=f"group {label}", length=length))

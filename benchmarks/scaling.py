@@ -202,7 +202,7 @@ What follows:
   first thing that shows. What helps then: bf16 gradients of the embeddings (4 bytes in all), a smaller embedding, or classes
   that are split within a host and replicated over hosts: each host then all-gathers its own images only, and the gradients
   of the centres are averaged over hosts, which pays for few classes. Neither is built.
-- A large global batch makes the positives themselves a large sample. From there on r is no longer the knob; the batch is.
+- A large global batch makes the positives themselves a large sample. From there on the batch decides, not r.
 - Beyond some ten thousand images the limit is the optimization, not the machine: 512 GPUs with 512 images each mean a
   global batch of 262,144.
 """
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     title = [
-        "# Scale on paper",
+        "# Scale, calculated",
         "",
         "Made by `python benchmarks/scaling.py`. A model, not a measurement: no run had more than one GPU.",
     ]

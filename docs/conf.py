@@ -1,6 +1,6 @@
 """Settings of the documentation site, which `make docs` builds with Sphinx, MyST and furo.
 
-The source folder is the root of the repository, so that pages link to README, SECURITY and the benchmark tables as on the web
+The source folder is the root of the repository, so pages link to README, SECURITY and the benchmark tables as on the web
 view of the repository. Any broken link or reference fails the build.
 """
 
@@ -24,7 +24,7 @@ if importlib.util.find_spec("tensorflow") is None:
     exclude_patterns.append("docs/reference/horovod-tensorflow.md")
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
-# Anchors are made as GitHub makes them, so that links between pages work on both.
+# Anchors are made as GitHub makes them, so links between pages work on both.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 # Tables and remarks in the style of this project use these freely.
@@ -69,6 +69,13 @@ def as_field_lists(app: object, what: str, name: str, documented: object, option
     lines[:] = "\n".join(lines).split("\n")
 
 
+def leave_out_of_navigation(app: object, page: str, source: list[str]) -> None:
+    """Keeps the tables of single benchmarks out of the sidebar; docs/benchmarks.md links to each."""
+    if page.startswith("benchmarks/"):
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", as_field_lists)
+    app.connect("source-read", leave_out_of_navigation)

@@ -3,7 +3,7 @@
     python examples/compression_lab.py [--epochs 3] [--seeds 5] [--drawn 4000] [--data-dir DIR] [--out FILE]
 
 Trains the same net on the same images for the same number of epochs: serially, on 2 and 4 processes, and on 2 and 4
-processes with gradients of 16 and 8 bits. The batch over all processes is the same in each row, so that only the
+processes with gradients of 16 and 8 bits. The batch over all processes is the same in each row, so only the
 arithmetic of the gradients differs. Prints time per epoch, bytes sent by all processes in an epoch (counted by the
 kernel's TCP), and the final accuracy: means over `--seeds` runs, each with weights and an order of images of its own.
 "Against uncompressed" is the mean over seeds of the difference, in points, with its standard error.
@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-import megaclass.hvd as hvd
-from megaclass.distributed.wire_bytes import SentBytes
+import horovod.torch as hvd
+from megaclass_launch.ranks.wire_bytes import SentBytes
 
 ROWS = [
     ("serial", 1, "none"),

@@ -1,4 +1,4 @@
-"""`be_host`: lets several ranks share a GPU. Imports nothing else, so that a rank can call it before it loads torch."""
+"""`be_host`: lets several ranks share a GPU. Imports nothing else, so a rank can call it before it loads torch."""
 
 import ctypes
 import os

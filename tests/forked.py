@@ -4,7 +4,7 @@
     run_forked(python_script, Path("mnist.py"), "-x")      # python mnist.py -x
     ended_ranks(2, python_script, "import torch; …")       # megaclass run -np 2 python -c "import torch; …"
     torchrun(2, python_script, Path("mnist.py"))           # torchrun --nproc-per-node 2 mnist.py
-    with Forked(function, 1, 2) as process:                # beside the test, which sends signals
+    with Forked(function, 1, 2) as process:                # next to the test, which sends signals
 
 Coverage does not trace them, which makes Python code a third faster than in the test process.
 """
@@ -28,8 +28,8 @@ import pytest
 from tests.conftest import fork_server, free_port
 
 from megaclass.cli.main import main
-from megaclass.launch.placement import rank_environment
-from megaclass.world import World
+from megaclass_launch.placement import rank_environment
+from megaclass_launch.world import World
 
 
 class Forked:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaclass.errors import UserError
+from megaclass_launch.errors import UserError
 
 MAX_SECONDS = 60
 """A reader that takes longer is killed by SIGALRM, in C code as well."""
@@ -78,7 +78,7 @@ def mutate(whole: bytes, rng: np.random.Generator) -> bytes:
 
 
 def mutate_json(whole: bytes, rng: np.random.Generator) -> bytes:
-    """As bytes in three of ten cases, otherwise one to three values of the tree, so that it stays JSON."""
+    """As bytes in three of ten cases, otherwise one to three values of the tree, so it stays JSON."""
     if rng.random() < 0.3:
         return mutate(whole, rng)
     tree = json.loads(whole)

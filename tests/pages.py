@@ -50,7 +50,7 @@ def commands(page: Path) -> list[Snippet]:
 
 
 def _without_fences(text: str) -> str:
-    """Replaces fenced blocks by empty lines, so that line numbers stay."""
+    """Replaces fenced blocks by empty lines, so line numbers stay."""
     return re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
 
 

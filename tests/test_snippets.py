@@ -24,15 +24,15 @@ from tests.pages import ROOT, Snippet, run_in_this_process, unused_reasons, why_
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NOT_RUN = {
-    r"^make ": "make is what runs these tests, and the demo; tests/examples and CI run the targets",
+    r"^make ": "make is what runs these tests, and the demo; tests/megaclass/examples and CI run the targets",
     r"^pip install": "installs into the environment that runs these tests",
     r"(-H |--hostfile|-hostfile)\S*(gpu-1|ip1|h1)": "several hosts; tests/launch runs these with hosts in network namespaces",
     r"^(mpirun|srun|sbatch|ray) |--launcher (slurm|ray|mpi)": "needs that scheduler; tests/launch/test_starters*.py run them",
     r"^torchrun --standalone --nproc-per-node 8": "eight processes; tests/launch/test_starters.py runs it with two",
-    r"import-config|work_dirs": "InsightFace's own files; tests/train/test_import_command.py and test_insightface.py have some",
+    r"import-config|work_dirs": "InsightFace's own files; tests/megaclass/train has some",
     r"--host-discovery-script": "needs a script of the user; tests/launch has one",
-    r"--distractors": "MegaFace's folders; tests/evaluate/test_identification.py runs it",
-    r"^megaclass push": "publishes; tests/evaluate/test_trained_models.py pushes to a small hub of its own",
+    r"--distractors": "MegaFace's folders; tests/megaclass/evaluate/test_identification.py runs it",
+    r"^megaclass push": "publishes; tests/megaclass/evaluate/test_trained_models.py pushes to a small hub of its own",
     r"^megaclass demo": "the demo's recipe in full; tests/test_package.py runs it small from the wheel",
     r"^torch.save": "one line of Python about a file of the user",
     r"^megaclass check$|check --json": "tests/launch/test_check.py runs it",
@@ -40,7 +40,7 @@ NOT_RUN = {
 # Python blocks that are no whole programs, by a part of their text.
 BLOCKS_NOT_RUN = {
     "hvd.elastic.TorchState": "an outline; examples/elastic_torch.py is the whole program, which tests start",
-    "make_store(world": "two lines of a script under a launcher; tests/hvd runs them",
+    "make_store(world": "two lines of a script under a launcher; tests/horovod runs them",
 }
 # Without torchvision timm cannot be imported.
 HAS_TIMM = all(importlib.util.find_spec(name) for name in ("timm", "torchvision"))
@@ -52,7 +52,7 @@ SMALLER = [
     (r"data\.size=\[112,96\]", "data.size=[48,32]"),
     (r"\bmodel\.onnx", "exported/model.onnx"),  # that of an earlier command
     (r"^(megaclass plan .*)", r"\1 backbone.name=slim"),
-    (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/evaluate/test_templates.py draws one
+    (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/megaclass/evaluate/test_templates.py draws one
     (r"train\.nproc=8", "train.nproc=1"),
     (r"\bRECIPE\b", "recipe.toml"),
     (r"train\.epochs=\d+", "train.epochs=0.1"),
@@ -95,7 +95,7 @@ def draw(folder: Path, num_identities: int, images_per_identity: int, size: int 
 
 
 def fill_folder() -> None:
-    """Make what a reader of the pages has: own images, a packed set with lfw.bin beside it, trained runs and exports."""
+    """Make what a reader of the pages has: own images, a packed set with lfw.bin next to it, trained runs and exports."""
     shutil.copytree(ROOT / "recipes", "recipes")
     for name in ("own", "faces", "photos"):
         draw(Path("data") / name, 12, 4)
@@ -217,14 +217,14 @@ def test_python_blocks_of_several_ranks_run_under_torchrun(tmp_path):
         # Each block gets processes of its own: torch's store keeps the keys of a group that was destroyed, and a second group
         # of the same processes can wait for ranks of the first one.
         done = torchrun(2, run_blocks, [block], cwd=tmp_path)
-        assert_blocks_ran(done, [block], num_losses=10 if block.page == "README.md" else 0)
+        assert_blocks_ran(done, [block], num_losses=10 if "# started by torchrun" in block.text else 0)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_loop_of_the_readme_runs_there_as_it_stands(capsys):
+def test_on_a_gpu_the_whole_loop_runs_there_as_it_stands(capsys):
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
-    (loop,) = [block for block in python_blocks() if block.page == "README.md"]
+    (loop,) = [block for block in python_blocks() if "# started by torchrun" in block.text]
     names = {"__name__": "__main__"}
     exec(compile(loop.text, loop.place, "exec"), names)
     assert names["head"].device.type == "cuda" and names["embeddings"].device.type == "cuda"

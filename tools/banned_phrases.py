@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".md", ".toml", ".yaml", ".j2", ".js", ".css"}
-FOLDERS = ("src/", "docs/", "examples/", "recipes/", "benchmarks/", "deploy/")
+FOLDERS = ("packages/", "docs/", "examples/", "recipes/", "benchmarks/", "deploy/")
 _THINGS = (
     "rank|process|host|image|class|step|second|epoch|embedding|line|file|folder|batch|row|identity|GPU|thread|index"
 )
@@ -35,6 +35,17 @@ PHRASES = {
     r"\bleft to itself\b": "by default",
     r"\bwithout a word\b": "silently",
     r"\bgo(es)? on from\b": "resume(s) from",
+    r",\s+(?:# )?so that\b": ", so",
+    r",\s+too(?=[,.;:)])": "also",
+    r"\b(none|empty|zero|false|true|also|even|[01]) where\b(?!, how)": "if",
+    r"(?<!there )\b(is|are) no (?!longer\b|more\b|one\b)\w+": "is not a, is not",
+    r"\bbeside\s+(?!=|if\b)\w": "next to, in addition to, during",
+    r"\bfrom which on\b": "name the limit: if it is at least, above",
+    r"\bby (its|their) own account\b": "reported by",
+    r"\bon paper\b": "calculated, without running",
+    r"\bdoubts?\b": "ask the question, or say what is not known",
+    r"\bthe ordinary way\b": "without, as usual",
+    r"\b(the|a) diary\b": "the event log",
 }
 # A docstring that starts with a relative clause or with "The same" leaves the reader without a subject.
 DOCSTRING = re.compile(r'^\s*(?:r|f)?"""(What|Who|Which|Where|When|Whether|The same[,.])\b')
@@ -42,16 +53,19 @@ DOCSTRING = re.compile(r'^\s*(?:r|f)?"""(What|Who|Which|Where|When|Whether|The s
 
 def problems(path: Path) -> list[str]:
     """Returns one line per banned phrase in the file."""
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        where = f"{path.relative_to(ROOT)}:{number}"
+    text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+    # In the whole text, because a phrase may continue on the next line.
+    found = [
+        f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}: write {better}."
+        for phrase, better in PHRASES.items()
+        for match in re.finditer(phrase, text, re.IGNORECASE)
+    ]
+    if path.suffix == ".py" and "src" in name.parts:
         found += [
-            f"{where}: {match[0]!r}: write {better}."
-            for phrase, better in PHRASES.items()
-            for match in re.finditer(phrase, line, re.IGNORECASE)
+            f"{name}:{number}: a docstring starts with {match[1]!r}: start with a verb or a noun phrase."
+            for number, line in enumerate(text.splitlines(), start=1)
+            if (match := DOCSTRING.match(line))
         ]
-        if path.suffix == ".py" and path.is_relative_to(ROOT / "src") and (match := DOCSTRING.match(line)):
-            found.append(f"{where}: a docstring starts with {match[1]!r}: start with a verb or a noun phrase.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Ten classes of drawn images in the shape of MNIST, so that the examples run without a download."""
+"""Ten classes of drawn images in the shape of MNIST, so the examples run without a download."""
 
 import numpy as np
 from numpy.typing import NDArray

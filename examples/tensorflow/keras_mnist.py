@@ -2,15 +2,16 @@
 
     megaclass run --horovod -np 2 python examples/tensorflow/keras_mnist.py
 
-The images are drawn, so that nothing is downloaded. `Horovod:` marks what Horovod adds to a script for one process.
+The images are drawn, so nothing is downloaded. `Horovod:` marks what Horovod adds to a script for one process.
 """
 
 import argparse
 
-import horovod.tensorflow.keras as hvd
 import keras
 import tensorflow as tf
 from drawn_digits import drawn_digits
+
+import horovod.tensorflow.keras as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--images", type=int, default=8192)

@@ -1,7 +1,7 @@
 """A backbone for `backbone.name=counting_backbone:CountingNet` that writes down every image that it is trained on.
 
 COUNT_DIR names a folder. Each process appends a line per training step to `seen-<pid>`: generation of the elastic job, step,
-rank, number of ranks, and a checksum of each image. The number of the step is a buffer of the network, so that it goes back
+rank, number of ranks, and a checksum of each image. The number of the step is a buffer of the network, so it goes back
 with the rest of the state. While a file `hold-<step>` exists there, all ranks wait before they do that step, counted from 0.
 In an elastic job each process also prints its place in every generation. COUNT_STEP_S is the least time of a step, until there
 is a file `stop`. counted_run.py is the side of the test.
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megaclass.backbones.slim import SlimNet
-from megaclass.launch.elastic.worker import elastic_worker
+from megaclass_launch.elastic.worker import elastic_worker
 
 STEP_S = float(os.environ.get("COUNT_STEP_S", "0"))
 

@@ -43,7 +43,7 @@ def hang(cause: str) -> None:
             time.sleep(0.1)
     elif cause == "read":
         pipe = Path(os.environ["HANG_PIPE"])
-        # Opened for writing, too, so that opening does not wait and reading does.
+        # Opened for writing, too, so opening does not wait and reading does.
         os.read(os.open(pipe, os.O_RDWR), 1)
     elif cause == "collective":
         # One rank alone waits for a message that is never sent.

@@ -1,4 +1,4 @@
-"""Ranks that a command starts do not execute files of the current folder, which may lie beside downloaded data."""
+"""Ranks that a command starts do not execute files of the current folder, which may lie next to downloaded data."""
 
 import os
 import subprocess

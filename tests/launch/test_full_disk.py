@@ -86,7 +86,7 @@ def test_where_one_rank_cannot_write_the_last_save_the_last_words_name_it(run, t
     counted.hold(5)
     started = run.start("-np", "2", *counted.train("train.epochs=1"), env=counted.env)
     counted.wait_for(5, started, num_ranks=2)
-    # Rank 1 may open no further files in the last step, so that only its part of the checkpoint fails.
+    # Rank 1 may open no further files in the last step, so only its part of the checkpoint fails.
     for pid in pids_of_rank(run, 1):
         subprocess.run(["prlimit", f"--pid={pid}", "--nofile=3:3"], check=True)
     counted.release(5)

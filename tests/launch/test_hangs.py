@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.forked import Forked, megaclass_command, run_forked
 
-from megaclass.events_file import read_events
+from megaclass_launch.events_file import read_events
 
 HERE = Path(__file__).parent
 HUNG = 134
@@ -106,7 +106,7 @@ stuck() if rank else waits()
     assert len(verdicts) == 3, run.story()
     waiting = r"; rank 0 waits for it in \S+worker\.py:\d+ \(waits\)\."
     assert re.fullmatch(r"rank 1 \(h2\): in \S+worker\.py:\d+ \(stuck\), computing" + waiting, verdicts[0])
-    stopped = r"rank 1 \(h2\): stopped by SIGSTOP \(pid \d+\), so that it gives no stacks"
+    stopped = r"rank 1 \(h2\): stopped by SIGSTOP \(pid \d+\), so it gives no stacks"
     assert re.fullmatch(stopped + ".*" + waiting, verdicts[1])
     assert re.fullmatch(r"rank 1 \(h2\): in \S+worker\.py:\d+ \(stuck\), asleep" + waiting, verdicts[2])
     # Without a run folder the stacks are shown, each once, and not a second time as output of the ranks.
@@ -118,7 +118,7 @@ stuck() if rank else waits()
 
 HVD = """
 import sys, time, torch
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 hvd.init()
 for number in range(3):
     hvd.allreduce(torch.ones(3), name=f"gradient.{number}")

@@ -1,6 +1,6 @@
 """usage: as_host.py PROGRAM ARGUMENTS…: becomes `python PROGRAM ARGUMENTS…`; PROGRAM may be `-m MODULE`.
 
-Prints its process number. With MEGACLASS_TEST_ONE_GPU=1 the process is a host of its own (`be_host`), so that ranks that
+Prints its process number. With MEGACLASS_TEST_ONE_GPU=1 the process is a host of its own (`be_host`), so ranks that
 `megaclass run` starts can share a GPU.
 """
 

@@ -138,7 +138,7 @@ class Soak:
         if len(workers) < 2:
             return None
         pid = self.rng.choice(sorted(workers))
-        # The time until a stopped rank is killed is the heartbeat's, so that it is not counted.
+        # The time until a stopped rank is killed is the heartbeat's, so it is not counted.
         num_before = self.run.err.count("s after the failure.")
         os.kill(pid, signal.SIGSTOP)
         return self.wait(lambda: self.run.err.count("s after the failure.") > num_before)

@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-MODULES = ("tests.data.test_fuzz", "tests.evaluate.test_fuzz", "tests.test_fuzz_lists")
+MODULES = ("tests.megaclass.data.test_fuzz", "tests.megaclass.evaluate.test_fuzz", "tests.test_fuzz_lists")
 PART = 1_000
 ADDRESS_SPACE = 4 * 2**30
 """Beyond what a process has at its start. More gives a MemoryError, which is a traceback."""
@@ -178,7 +178,7 @@ class Reader:
 
 
 def parts(kinds: list[str], count: int, seed: int, done: set[tuple[str, int, int, int]]) -> Iterator[Part]:
-    """Kinds in turn, so that a run that is stopped early has read some of each."""
+    """Kinds in turn, so a run that is stopped early has read some of each."""
     for number in range(math.ceil(count / PART)):
         for kind in kinds:
             part = Part(kind, seed, number * PART, min(count, (number + 1) * PART))

@@ -21,8 +21,8 @@ from types import ModuleType
 
 PROGRAM = """
 import time, torch, torch.distributed as dist
-from megaclass.distributed.process_group import process_group
-from megaclass.world import world_from_environment
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import world_from_environment
 with process_group(world_from_environment(), device="cpu"):
     while True:
         dist.all_reduce(torch.ones(100_000))

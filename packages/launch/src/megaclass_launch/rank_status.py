@@ -1,0 +1,250 @@
+"""The current place of a rank, on a page of memory that it shares with its agent. Standard library only.
+
+The agent (or `megaclass train` with train.nproc) creates one file in memory per rank and passes its descriptor. The rank
+writes its step, its phase and how long it may stay there; the agent reads them without the rank's help, over no network, also
+while the rank is stopped. Behind the page, in the same file, Python's faulthandler writes the stacks of all threads when the
+agent sends STACKS_SIGNAL; it does so from C, without the interpreter lock. A rank that was started in another way has a page
+of its own, which no other process reads.
+
+    bytes       field
+    0 …         a counter that is odd while the rank writes, then the numbers of RankStatus
+    128 …       four texts of fixed length: phase, detail, folder, package
+    4096 …      stacks
+
+The training loop writes it, or under hvd the threads that wait for operations, one at a time under a lock.
+"""
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+FD_NAME = "MEGACLASS_STATUS_FD"
+HANG_TIMEOUT = "MEGACLASS_HANG_TIMEOUT"
+"""Tells the ranks the --hang-timeout of their job, in seconds."""
+# Real-time signals exist on Linux, as do the agents that send this one.
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
+"""No other software is known to use it; it is sent only to a process whose page says that it handles it."""
+PAGE_BYTES = 4096
+_FILE_NAME = "megaclass-status"
+LOADER_FILE_NAME = "megaclass-loader-stacks"
+"""File in memory into which a loader process writes its stacks. Its name tells the agent that it handles STACKS_SIGNAL."""
+_COUNTER = struct.Struct("<Q")
+# pid, thread id of the main thread, whether stacks can be asked for, step, operations done, time of the last progress,
+# seconds allowed from then on.
+_NUMBERS = struct.Struct("<QQQqQdd")
+_TEXTS = {"phase": (128, 64), "detail": (192, 832), "folder": (1024, 2048), "package": (3072, 1024)}
+_READS = 5
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One reading of a rank's page."""
+
+    pid: int
+    """0 if the rank has written nothing: another kind of program, or one that has not got there yet."""
+    main_thread: int
+    """Identifier of the main thread, as it appears in the stacks."""
+    gives_stacks: bool
+    step: int
+    """Steps of training done; -1 if the rank does not train."""
+    num_done: int
+    """Number of times that the rank made progress: steps, or operations of hvd."""
+    progress_at: float
+    """Time of the last progress; time.monotonic() of this host, which all its processes share."""
+    allowed_s: float
+    """How long the rank may take for its next progress; 0 for any time."""
+    phase: str
+    detail: str
+    folder: str
+    """The run folder, where stacks are kept; empty if there is none."""
+    package: str
+    """The folder of the package that the rank runs: its files are shown shortly in a verdict."""
+
+    def late_s(self, now: float, *, since: float = 0.0) -> float:
+        """Returns for how long the rank has been without progress beyond what it may; 0 or less if it is on time.
+
+        since: time before which nothing counts.
+        """
+        return now - max(self.progress_at, since) - self.allowed_s if self.allowed_s else 0.0
+
+
+class StatusPage:
+    """The page as its reader, the agent, has it; leaving it to the garbage collector closes it."""
+
+    def __init__(self) -> None:
+        self._handle = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._handle, PAGE_BYTES)
+            self._memory = mmap.mmap(self._handle, PAGE_BYTES)
+        except OSError:
+            # A limit on the size of files (ulimit -f) also holds for files in memory. The rank then finds no page.
+            self._memory = mmap.mmap(-1, PAGE_BYTES)
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def read(self) -> RankStatus:
+        """Returns the rank's status; after several attempts also one that is half written, of a rank stopped in the middle."""
+        for _ in range(_READS):
+            before = _COUNTER.unpack_from(self._memory)[0]
+            status = _unpacked(self._memory)
+            if before % 2 == 0 and before == _COUNTER.unpack_from(self._memory)[0]:
+                break
+        return status
+
+    def forget_stacks(self) -> None:
+        """Prepares the file for new stacks: the rank writes at the offset that this descriptor shares with it."""
+        os.ftruncate(self._handle, PAGE_BYTES)
+        os.lseek(self._handle, PAGE_BYTES, os.SEEK_SET)
+
+    def stacks(self, max_bytes: int) -> bytes:
+        """Returns what the rank has written since forget_stacks."""
+        return os.pread(self._handle, max_bytes, PAGE_BYTES)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._handle)
+
+
+class OwnStatus:
+    """The page as the rank itself has it."""
+
+    def __init__(self, handle: int | None) -> None:
+        """handle: the descriptor of the page; None makes a page that only this process sees."""
+        self._handle = handle
+        self._memory = mmap.mmap(-1 if handle is None else handle, PAGE_BYTES)
+        self._counter = 0
+        self._step, self._num_done, self._progress_at, self._allowed_s = -1, 0, 0.0, 0.0
+        self._gives_stacks = False
+        # Threads of a script that uses hvd may wait for different operations at the same time.
+        self._lock = threading.Lock()
+
+    @property
+    def has_reader(self) -> bool:
+        """True if an agent, or the parent that started the ranks, reads this page."""
+        return self._handle is not None
+
+    def give_stacks(self, package: str = "") -> None:
+        """Lets the reader ask for the stacks of this process at any time. Main thread only. package: see RankStatus."""
+        if self._handle is not None:
+            faulthandler.register(STACKS_SIGNAL, file=self._handle, all_threads=True)
+            self._gives_stacks = True
+        self._write({"package": package})
+
+    def progress(self, *, allowed_s: float, step: int | None = None, phase: str = "", detail: str = "") -> None:
+        """Notes that this rank has made progress and may take `allowed_s` for the next one; 0 allows any time."""
+        self._step = self._step if step is None else step
+        self._num_done += 1
+        self._progress_at, self._allowed_s = time.monotonic(), allowed_s
+        self._write({"phase": phase, "detail": detail})
+
+    @contextmanager
+    def long_work(self, phase: str, *, allowed_s: float = 0.0) -> Iterator[None]:
+        """Allows `allowed_s`, or any time, while the block runs, and starts the time of the next step after it."""
+        usual_s, before = self._allowed_s, self.read().phase
+        self.progress(allowed_s=allowed_s, phase=phase)
+        try:
+            yield
+        finally:
+            self.progress(allowed_s=usual_s, phase=before)
+
+    def name_folder(self, folder: Path) -> None:
+        """Tells the reader where stacks and verdicts of this run are kept."""
+        self._write({"folder": str(folder)})
+
+    def read(self) -> RankStatus:
+        return _unpacked(self._memory)
+
+    def _write(self, texts: dict[str, str]) -> None:
+        with self._lock:
+            self._write_locked(texts)
+
+    def _write_locked(self, texts: dict[str, str]) -> None:
+        _COUNTER.pack_into(self._memory, 0, self._counter + 1)
+        _NUMBERS.pack_into(
+            self._memory,
+            _COUNTER.size,
+            os.getpid(),
+            threading.main_thread().ident or 0,
+            self._gives_stacks,
+            self._step,
+            self._num_done,
+            self._progress_at,
+            self._allowed_s,
+        )
+        for name, text in texts.items():
+            start, size = _TEXTS[name]
+            encoded = text.encode(errors="replace")[: size - 1]
+            self._memory[start : start + len(encoded) + 1] = encoded + b"\0"
+        self._counter += 2
+        _COUNTER.pack_into(self._memory, 0, self._counter)
+
+
+# ---- what a thread waits for ----
+#
+# The frames of these functions in a stack say what the thread waits for; the code that looks for hangs (launch/hang) knows
+# nothing of the programs that call them. They cost a call each.
+
+
+def wait_for_ranks(call: Callable[[], _T]) -> _T:
+    """Returns call(), which waits for other ranks; the page's `detail` may say in which operation."""
+    return call()
+
+
+def wait_for_gpu(call: Callable[[], _T]) -> _T:
+    """Returns call(), which waits for queued work of a GPU, in which a collective may be."""
+    return call()
+
+
+def wait_for_helper(call: Callable[[], _T]) -> _T:
+    """Returns call(), which waits for a helper process of this rank, such as a loader."""
+    return call()
+
+
+def wait_for_work(call: Callable[[], _T]) -> _T:
+    """Returns call(), in which a thread of a helper process waits for its next task."""
+    return call()
+
+
+def give_loader_stacks() -> None:
+    """Lets the agent of this loader process's rank ask for its stacks at any time. Main thread only."""
+    faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(LOADER_FILE_NAME, os.MFD_CLOEXEC), all_threads=True)
+
+
+@cache
+def own_status() -> OwnStatus:
+    """Returns the page of this process; the same object on every call."""
+    number = os.environ.get(FD_NAME, "")
+    if number.isdecimal():
+        with contextlib.suppress(OSError, ValueError):
+            # A program between the agent and this process may have closed the file; its number may now be another file.
+            if str(Path(f"/proc/self/fd/{number}").readlink()).startswith(f"/memfd:{_FILE_NAME}"):
+                return OwnStatus(int(number))
+    return OwnStatus(None)
+
+
+def _unpacked(memory: mmap.mmap) -> RankStatus:
+    pid, main_thread, gives_stacks, step, num_done, progress_at, allowed_s = _NUMBERS.unpack_from(memory, _COUNTER.size)
+    texts = {name: memory[start : start + size] for name, (start, size) in _TEXTS.items()}
+    return RankStatus(
+        pid=pid,
+        main_thread=main_thread,
+        gives_stacks=bool(gives_stacks),
+        step=step if pid else -1,
+        num_done=num_done,
+        progress_at=progress_at,
+        allowed_s=allowed_s,
+        **{name: text.partition(b"\0")[0].decode(errors="replace") for name, text in texts.items()},
+    )

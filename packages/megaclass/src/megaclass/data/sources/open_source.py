@@ -1,0 +1,129 @@
+"""Opens images at a path. The table `FORMATS` lists what such a path may be; the first format that matches reads it.
+
+To add a format from outside the package, insert its class: `FORMATS.insert(0, MyFormat)`. See docs/contributing.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megaclass.data.sources.files import FolderFormat, ListFormat, has_image_name
+from megaclass.data.sources.in_memory import DebugSource, DrawnSource, SyntheticFormat
+from megaclass.data.sources.joined import JoinedSource
+from megaclass.data.sources.pixel_file import PixelFormat
+from megaclass.data.sources.records import RecordFormat
+from megaclass.data.sources.source import ImageSource, SourceFormat, list_names
+from megaclass.data.sources.tar import TarFormat
+from megaclass.errors import DataError
+
+
+class DebugFormat(SourceFormat):
+    """`debug` or `debug:PATH`: one batch, repeated from memory."""
+
+    notation = "debug or debug:PATH"
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        return path == "debug" or path.startswith("debug:")
+
+    def open(self) -> ImageSource:
+        _, colon, inner = self.path.partition(":")
+        return DebugSource(open_source(inner) if colon else DrawnSource())
+
+
+class JoinedFormat(SourceFormat):
+    """`PATH,PATH,…`: several sources, whose classes are numbered one source after another."""
+
+    notation = "several of these, separated by commas"
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        return "," in path and not Path(path).exists()
+
+    def parts(self) -> list[SourceFormat]:
+        return [format_of(part) for part in split_path(self.path)]
+
+    def check(self) -> None:
+        for part in self.parts():
+            part.check()
+
+    def open(self) -> ImageSource:
+        return JoinedSource([part.open() for part in self.parts()])
+
+
+FORMATS: list[type[SourceFormat]] = [
+    SyntheticFormat,
+    DebugFormat,
+    JoinedFormat,
+    RecordFormat,
+    PixelFormat,
+    ListFormat,
+    TarFormat,
+    FolderFormat,
+]
+
+
+def open_source(path: Path | str) -> ImageSource:
+    """Opens the data at the path; `describe()` of the result tells what was found."""
+    found = format_of(path)
+    found.check()
+    return found.open()
+
+
+def check_source(path: Path | str) -> None:
+    """Raises the error that `open_source` would raise for a missing file. Reads no file."""
+    format_of(path).check()
+
+
+def format_of(path: Path | str) -> SourceFormat:
+    """Returns the format of the data at a path, not opened yet."""
+    text, place = str(path), Path(path)
+    try:
+        for candidate in FORMATS:
+            if candidate.matches(text):
+                return candidate(text)
+        if place.is_file():
+            suffixes = _any_of(candidate.suffix for candidate in FORMATS)
+            raise DataError(f"Cannot open the data at {place}: expected a folder, or a {suffixes} file.")
+        if place.is_dir():
+            contents = ", ".join(filter(None, (candidate.contents for candidate in FORMATS)))
+            if any(has_image_name(file.name) for file in place.iterdir()):
+                raise DataError(
+                    f"Cannot open the data at {place}: it holds images, but one folder per identity is expected; "
+                    f"{list_names(place)}. If they show one identity, set data.path={place.parent}; otherwise move the images "
+                    f"of each identity into a folder of their own."
+                )
+            raise DataError(
+                f"Cannot open the data at {place}: looked for {contents}, all of them missing; {list_names(place)}."
+            )
+    except OSError as error:
+        raise DataError(f"Cannot open the data at {place}: {error.strerror}.") from error
+    raise DataError(
+        f"Cannot open the data at {place}: there is no such folder. "
+        f"Expected one with {_any_of(candidate.contents for candidate in FORMATS)}; "
+        f"or {_any_of(candidate.notation for candidate in FORMATS)}."
+    )
+
+
+def split_path(text: str) -> list[str]:
+    """Splits a path of several sources at its commas; an existing path is never split."""
+    if Path(text).exists():
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def data_folders(path: Path | str) -> list[Path]:
+    """Returns the folder of each source in a path. Nothing needs to exist: a run may outlive its data."""
+    places = [Path(part.removeprefix("debug:")) for part in split_path(str(path))]
+    return [place.parent if place.is_file() else place for place in places]
+
+
+def verification_files(path: Path | str) -> list[Path]:
+    """Returns every *.bin next to the data."""
+    return [file for folder in data_folders(path) if folder.is_dir() for file in sorted(folder.glob("*.bin"))]
+
+
+def _any_of(names: Iterable[str]) -> str:
+    *others, last = filter(None, names)
+    return f"{', '.join(others)} or {last}"

@@ -1,0 +1,170 @@
+"""Bad labels, embeddings that are not finite, ranks out of step: found on the device, raised on every rank.
+
+Every rank sees the whole gathered batch, so all ranks find the same fault without communication. On a CPU it is raised
+at once. On a GPU reading it would make the host wait, so the fault stays on the device, where it masks the update and the
+gradient of the embeddings, and the host reads a copy a few steps later: all ranks at the same step.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from megaclass.errors import HeadError, NotFiniteError
+from megaclass.head.gather_batch import GlobalBatch
+from megaclass.head.overwrite_check import overwritten
+
+LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5
+# Forwards between a fault and the host's reading of it, on a GPU. The copy has finished by then, so nothing waits.
+_LAG = 8
+_NUM_WORDS = 6
+# On a GPU an optimizer of the backbone has run meanwhile, on gradients of zero: its momentum and decay may have moved weights.
+_KEPT = "No centre was updated, and from that step on the embeddings' gradient was zero."
+
+# A label that no image can have. A rank whose data failed sends batches of it (train/data_errors.py), so every rank
+# refuses the step through the check of labels below, and no rank is left waiting.
+NO_CLASS = -1
+
+
+def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int) -> Tensor:
+    """Returns (6,) int64: kind (0 = none), rank, position in that rank's batch, value, how many, step."""
+    bad_label_G = batch.is_image_G & ((batch.labels_G < 0) | (batch.labels_G >= num_classes))
+    not_finite_G = batch.is_image_G & ~torch.isfinite(norms_G)
+    fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
+    if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any() or (batch.steps_W != step).any()):
+        return fault  # the usual case; on a CPU the test costs nothing
+    # From the weakest to the strongest: each overwrites those before it. A rank out of step explains strange labels, and
+    # overwritten centres explain everything else.
+    fault = _first(not_finite_G, NOT_FINITE, batch, fault, step)
+    fault = _first(bad_label_G, LABEL, batch, fault, step)
+    has_changed_W, is_overwritten = overwritten(batch.steps_W)
+    # A negative word is a hash of changed centres, not a step, so such ranks are not compared.
+    out_of_step_W = (batch.steps_W != batch.steps_W[0]) & ~has_changed_W & ~has_changed_W[0]
+    first = out_of_step_W.to(torch.int64).argmax()
+    first_step = batch.steps_W[0]
+    values = [first * 0 + OUT_OF_STEP, first, batch.steps_W.take(first), first_step, out_of_step_W.sum(), first_step]
+    fault = torch.where(out_of_step_W.any(), torch.stack(values), fault)
+    first, zero = has_changed_W.to(torch.int64).argmax(), first * 0
+    values = [zero + OVERWRITTEN, first, zero, zero, has_changed_W.sum(), zero + step]
+    return torch.where(is_overwritten, torch.stack(values), fault)
+
+
+def overflow_fault(fault: Tensor, num_overflowed: Tensor) -> Tensor:
+    """Returns the fault of ranks whose drawn classes did not fit the capacity, unless there is another fault already."""
+    zero = torch.zeros_like(fault[0])
+    values = torch.stack([zero + OVERFLOW, zero, zero, zero, num_overflowed.to(torch.int64), zero])
+    return torch.where((fault[0] == 0) & (num_overflowed > 0), values, fault)
+
+
+class FaultWatch:
+    """Keeps the first fault until the host has seen it.
+
+    `first_fault` is written on the device by forward (`note`, or the fused program) and read there as a mask; always in
+    place, because captured graphs have its address. `_copies` are copies on their way to the host, one per forward; the
+    oldest is read when its transfer has long finished. `_spare` is the memory of one that has been read, for the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.first_fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
+        self.is_scaled = False
+        """The head follows a GradScaler, which skips steps whose gradients are not finite."""
+        self._copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._spare: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def note(self, fault: Tensor) -> None:
+        torch.where(self.first_fault[0] == 0, fault, self.first_fault, out=self.first_fault)
+
+    def masked(self, grad_BD: Tensor) -> Tensor:
+        """Returns the embeddings' gradient; after a fault zeros, or NaN if a GradScaler sees it and skips the step."""
+        # Not a product: zero times NaN is NaN.
+        return grad_BD.masked_fill_(self.first_fault[0] != 0, torch.nan if self.is_scaled else 0.0)
+
+    def look(self, num_classes: int) -> None:
+        """Raises the first fault: at once on a CPU; on a GPU the one of a few steps ago, whose copy has arrived."""
+        if self.first_fault.device.type == "cpu":
+            self._raise(self.first_fault, num_classes)
+            return
+        # Pinned, because a copy to pageable memory would make the host wait. Not those that are still under way.
+        copy, event = self._spare or (torch.empty(_NUM_WORDS, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+        copy.copy_(self.first_fault, non_blocking=True)
+        # On the stream of the copy, also if another GPU is the current one.
+        event.record(torch.cuda.current_stream(self.first_fault.device))
+        self._copies.append((copy, event))
+        self._spare = None
+        # Counted in forwards, not in time, so all ranks read the copy of the same step and raise together.
+        if len(self._copies) > _LAG:
+            self._spare = copy, event = self._copies.popleft()
+            event.synchronize()
+            self._raise(copy, num_classes)
+
+    def look_now(self, num_classes: int) -> None:
+        self._raise(self.first_fault.cpu(), num_classes)
+
+    def clear(self) -> None:
+        """Drops the fault without reading it: for loops that skip bad steps and count them."""
+        self.first_fault.zero_()
+        # Copies under way may hold the fault that is being cleared: it must not be raised again.
+        self._copies.clear()
+
+    def forgive_not_finite(self) -> None:
+        """Drops embeddings that were not finite, and nothing else: the GradScaler has skipped their step."""
+        self.first_fault.mul_(self.first_fault[0] != NOT_FINITE)
+
+    def _raise(self, fault: Tensor, num_classes: int) -> None:
+        kind, rank, position, value, count, step = fault.tolist()
+        if not kind or (self.is_scaled and kind == NOT_FINITE):
+            return
+        self.clear()
+        error = NotFiniteError if kind == NOT_FINITE else HeadError
+        raise error(_text(kind, rank, position, value, count, step, num_classes))
+
+
+def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor, step: int) -> Tensor:
+    if not bad_G.numel():
+        return otherwise
+    # argmax of 0 and 1 returns the first 1, so every rank names the same image.
+    place = bad_G.to(torch.int64).argmax()
+    values = torch.stack(
+        [
+            # Constants are formed from a tensor on the device: torch.tensor(kind) would copy from the host and wait.
+            place * 0 + kind,
+            place // batch.max_batch,
+            place % batch.max_batch,
+            batch.labels_G.take(place),
+            bad_G.sum(),
+            place * 0 + step,
+        ]
+    )
+    return torch.where(bad_G.any(), values, otherwise)
+
+
+def _text(kind: int, rank: int, position: int, value: int, count: int, step: int, num_classes: int) -> str:
+    if kind == LABEL:
+        return (
+            f"Label {value} at position {position} of the batch of rank {rank} is outside [0, {num_classes}) "
+            f"({count} such label(s) in the global batch of step {step}, counted from 0). {_KEPT} "
+            f"Check num_classes against the data."
+        )
+    if kind == NOT_FINITE:
+        return (
+            f"{count} embedding(s) of the global batch are NaN or infinite, the first at position {position} of rank {rank} "
+            f"(label {value}) in step {step}, counted from 0. {_KEPT} Lower the learning rate or the loss "
+            f"scale, or look at that image."
+        )
+    if kind == OUT_OF_STEP:
+        return (
+            f"Rank {rank} is at step {position} of the head while rank 0 is at step {value}: every rank must call "
+            f"forward, backward and step equally often. {_KEPT}"
+        )
+    if kind == OVERWRITTEN:
+        return (
+            f"The centres of {count} rank(s), the first of them rank {rank}, were written to by something other than the "
+            f"head before step {step}, counted from 0: a broadcast, an average over ranks, or another rank's state. Every "
+            f"rank holds classes of its own, so this loses them. {_KEPT} Keep the head's tensors out of "
+            f"such calls, then load a checkpoint. Centres are changed with load_rows() or load_state_dict(); after "
+            f"writing to rows() yourself call accept_rows()."
+        )
+    return (
+        f"More classes were drawn than fit the capacity on {count} rank(s). {_KEPT} "
+        f"Raise max_batch, which the capacity is computed from, to the largest batch in use."
+    )

@@ -1,0 +1,273 @@
+"""A trained model: embeds, compares, verifies and searches images.
+
+Its methods may be called from several threads at once: the network is in eval mode, and a call keeps what it needs to itself.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megaclass.data.decode import Fit
+from megaclass.errors import DataError
+from megaclass.evaluate.embed import OnBad, embed_part
+from megaclass.evaluate.images import GivenImages, Images
+from megaclass.evaluate.onnx_network import OnnxNetwork
+from megaclass.evaluate.results import NUMBERS_FILE, read_results, weights_in
+from megaclass.image_size import ImageSize, height_and_width
+from megaclass.inference.image_index import ImageIndex, index_of
+from megaclass.inference.image_inputs import Comparable, ImageInput, listed_images
+from megaclass.inference.thresholds import Threshold, Verdict, choose_threshold, points_of_results
+
+_logger = logging.getLogger("megaclass.inference")
+# Large enough to fill the device, and small enough for the memory of a small card with a large backbone.
+_BATCH_SIZE = {"cpu": 64, "cuda": 256}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTreatment:
+    """How images are prepared for a model: as in its training."""
+
+    fit: Fit | None = None
+    """How images of another size are fitted; None if the model does not state it."""
+    mirror: bool = True
+    """Add the embedding of the mirrored image; false if training did not mirror."""
+
+    @classmethod
+    def of(cls, said: Mapping[str, object]) -> "ImageTreatment":
+        """Reads the `data` settings of a run, or the metadata of a model file; ignores missing or invalid values."""
+        fits: dict[object, Fit] = {"pad": "pad", "crop": "crop", "squash": "squash"}
+        fit = said.get("fit")
+        return cls(
+            fit=fits.get(fit) if isinstance(fit, str) else None, mirror=said.get("mirror") not in (False, "false")
+        )
+
+    def chosen(self, fit: Fit | None, mirror: bool | None, *, resize: bool) -> tuple[Fit | None, bool]:
+        """Returns the user's choices; if they are None, those of the model."""
+        return fit or self.fit or ("squash" if resize else None), self.mirror if mirror is None else mirror
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A network in eval mode, with its name, sizes and device."""
+
+    name: str
+    """Name in tables and reports."""
+    path: Path
+    """The file that was read, or the checkpoint of a run folder."""
+    network: nn.Module
+    """(B, 3, H, W) in [-1, 1] -> (B, D), not normalised."""
+    backbone: str
+    image_size: ImageSize
+    embedding_dim: int
+    device: torch.device
+    treatment: ImageTreatment = field(default_factory=lambda: ImageTreatment())
+    """How training prepared images."""
+    run: Path | None = None
+    """Folder of the run, whose evaluation has the thresholds; None for a model file."""
+    points: Mapping[str, Any] = field(default_factory=dict)
+    """Thresholds by evaluation set, as config.json of an exported model states them."""
+
+    def __call__(self, images_B3HW: Tensor) -> Tensor:
+        """Returns (B, D), not normalised, of (B, 3, H, W) images in [-1, 1]; gradients as torch's mode says."""
+        height, width = height_and_width(self.image_size)
+        is_tensor = isinstance(images_B3HW, Tensor)
+        is_input = is_tensor and images_B3HW.ndim == 4 and images_B3HW.shape[1:] == (3, height, width)
+        if not is_input or not images_B3HW.is_floating_point():
+            shape = f"a tensor of shape {tuple(images_B3HW.shape)} and {images_B3HW.dtype}" if is_tensor else ""
+            raise DataError(
+                f"{self.name} was called with {shape or f'an object of {type(images_B3HW).__name__}'}: it takes a tensor "
+                f"(B, 3, {height}, {width}) of a floating dtype with values in [-1, 1]. Files, Pillow images and bytes go to "
+                f"embed()."
+            )
+        dtype = next((weight.dtype for weight in self.network.parameters()), torch.float32)
+        embeddings: Tensor = self.network(images_B3HW.to(self.device, dtype))
+        return embeddings
+
+    def embed(
+        self,
+        images: ImageInput | Sequence[ImageInput],
+        *,
+        resize: bool = False,
+        fit: Fit | None = None,
+        mirror: bool | None = None,
+        batch_size: int | None = None,
+    ) -> NDArray[np.float32]:
+        """Returns (N, D): f(x) + f(mirrored x) of each image, normalised; the product of two rows is their cosine.
+
+        Images of another size are fitted as `fit` says, otherwise as in training if the model states it, otherwise refused
+        unless `resize` allows to stretch them.
+
+        images: one image or a list of them: paths of files, Pillow images, RGB bytes as arrays (H, W, 3) or tensors
+        (3, H, W); or a batch in one array (N, H, W, 3) or tensor (N, 3, H, W); or a folder, whose images are taken in the
+        order of their paths. A floating tensor is taken as the network's input: (N, 3, H, W) with values in [-1, 1]. One
+        image gives one row.
+        mirror: False gives f(x); None mirrors as in training.
+        batch_size: images per batch; None chooses it by the device.
+        """
+        fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
+        given = listed_images(images)
+        if not given:
+            return np.empty((0, self.embedding_dim), dtype=np.float32)
+        if all(isinstance(image, Tensor) and image.is_floating_point() for image in given):
+            return self._embed_inputs(torch.stack(given), mirror, batch_size or self.batch_size)
+        source = GivenImages(images=given, image_size=self.image_size, fit=fit)
+        return self.embed_source(source, mirror=mirror, batch_size=batch_size)
+
+    def embed_source(
+        self, source: Images, *, mirror: bool, batch_size: int | None = None, on_bad: OnBad | None = None
+    ) -> NDArray[np.float32]:
+        """Returns (N, D), normalised.
+
+        on_bad: is told of an image that cannot be read, whose row is NaN.
+        """
+        rows = embed_part(
+            self.network,
+            source,
+            range(len(source)),
+            device=self.device,
+            batch_size=batch_size or self.batch_size,
+            num_threads=min(4, os.cpu_count() or 1),
+            mirror=mirror,
+            on_bad=on_bad,
+        )
+        return nn.functional.normalize(rows[:, :-1]).cpu().numpy()
+
+    @property
+    def batch_size(self) -> int:
+        """Images per batch if the caller gives none."""
+        return _BATCH_SIZE.get(self.device.type, _BATCH_SIZE["cpu"])
+
+    def similarity(self, first: Comparable, second: Comparable | None = None, **embedding: Any) -> NDArray[np.float32]:
+        """Returns the cosines (N, M) of N images with M others; without others, of the images with each other.
+
+        Each side is anything that `embed` takes, or embeddings: floating numbers of shape (N, D) or (D,).
+
+        embedding: further arguments of `embed`.
+        """
+        rows_ND = self.rows(first, **embedding)
+        cosines: NDArray[np.float32] = rows_ND @ (rows_ND if second is None else self.rows(second, **embedding)).T
+        return cosines
+
+    def verify(
+        self,
+        first: Comparable,
+        second: Comparable,
+        *,
+        far: float | None = None,
+        threshold: float | None = None,
+        evaluation_set: str | None = None,
+        **embedding: Any,
+    ) -> Verdict:
+        """Tells whether two images show the same identity: their cosine lies above a threshold.
+
+        A model without an evaluation has no threshold, which is an error.
+
+        far: the highest allowed false accept rate, such as 1e-3; None takes the threshold with the highest accuracy.
+        threshold: a cosine of your own instead.
+        evaluation_set: the set whose thresholds are used; None takes the one with the most different pairs.
+        embedding: further arguments of `embed`.
+        """
+        rows_ND, rows_MD = self.rows(first, **embedding), self.rows(second, **embedding)
+        if len(rows_ND) != 1 or len(rows_MD) != 1:
+            raise DataError(
+                f"verify() compares one image with one other, but was given {len(rows_ND)} and {len(rows_MD)}: "
+                f"similarity() compares many."
+            )
+        if threshold is None:
+            chosen = self.threshold(far=far, evaluation_set=evaluation_set)
+        else:
+            chosen = Threshold(similarity=float(threshold), far=None, evaluated_on="")
+        cosine = float(rows_ND[0] @ rows_MD[0])
+        return Verdict(is_same=cosine > chosen.similarity, similarity=cosine, threshold=chosen)
+
+    def threshold(self, *, far: float | None = None, evaluation_set: str | None = None) -> Threshold:
+        """Returns the threshold that `verify` uses, with the false accept rate that was measured for it."""
+        return choose_threshold(self.known_thresholds, far=far, evaluation_set=evaluation_set, model=self.name)
+
+    def index(
+        self,
+        gallery: ImageInput | Sequence[ImageInput],
+        *,
+        faiss: str | None = None,
+        resize: bool = False,
+        fit: Fit | None = None,
+    ) -> ImageIndex:
+        """Embeds a gallery to search in: a folder, a list of images, or an .npy file of `megaclass embed`.
+
+        Images that cannot be read are left out and logged.
+
+        faiss: None searches exactly, with torch. A description for faiss's index_factory, such as "Flat" or "HNSW32",
+        searches with faiss (megaclass[retrieval]).
+        """
+        fit, mirror = self.treatment.chosen(fit, None, resize=resize)
+        return index_of(self, gallery, fit=fit, mirror=mirror, faiss=faiss)
+
+    @functools.cached_property
+    def known_thresholds(self) -> Mapping[str, Any]:
+        """Thresholds and their rates by evaluation set, from the run's evaluation or an exported model's config.json."""
+        if self.run is None or not (self.run / NUMBERS_FILE).is_file():
+            return self.points
+        if weights_in(self.run) != self.fingerprint():
+            _logger.warning(
+                f"The evaluation in {self.run} is of other weights: it gives no thresholds. Evaluate again."
+            )
+            return self.points
+        return points_of_results(read_results(self.run))
+
+    def rows(self, given: Comparable, **embedding: Any) -> NDArray[np.float32]:
+        """Returns normalised rows of images, or of embeddings that the caller has already."""
+        array = given.detach().cpu().numpy() if isinstance(given, Tensor) else given
+        is_rows = isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.ndim <= 2
+        if not is_rows:
+            return self.embed(cast(ImageInput, given), **embedding)
+        rows_ND = np.atleast_2d(np.asarray(array, dtype=np.float32))
+        norms_N1 = np.linalg.norm(rows_ND, axis=1, keepdims=True)
+        if rows_ND.shape[1] != self.embedding_dim or not (np.isfinite(norms_N1) & (norms_N1 > 0)).all():
+            raise DataError(
+                f"Cannot compare embeddings of shape {rows_ND.shape}: {self.name} gives {self.embedding_dim} finite numbers "
+                f"per image, not all of them 0."
+            )
+        scaled: NDArray[np.float32] = rows_ND / norms_N1
+        return scaled
+
+    @torch.no_grad()
+    def _embed_inputs(self, images_N3HW: Tensor, mirror: bool, batch_size: int) -> NDArray[np.float32]:
+        """Embeds what is the network's input already."""
+        low, high = (float(value) for value in images_N3HW.aminmax())
+        if not (low >= -1.01 and high <= 1.01):
+            raise DataError(
+                f"Cannot embed a floating tensor with values from {low:g} to {high:g}: they must lie in [-1, 1], as "
+                f"(bytes / 127.5 - 1) gives; tensors of bytes (uint8) are taken as they are."
+            )
+        if low >= 0 and high > 0:
+            _logger.warning(
+                f"embed() was given a floating tensor with values from {low:.3g} to {high:.3g}, none of them below 0: the "
+                f"network expects [-1, 1]. Images in [0, 1] are 2 * x - 1."
+            )
+        parts = [self(part) + self(part.flip(3)) if mirror else self(part) for part in images_N3HW.split(batch_size)]
+        return nn.functional.normalize(torch.cat(parts).float()).cpu().numpy()
+
+    def fingerprint(self) -> str:
+        """Returns a digest of the weights, by which resumed embeddings and stored results are recognised."""
+        if isinstance(self.network, OnnxNetwork):
+            return hashlib.sha256(self.path.read_bytes()).hexdigest()
+        return weights_fingerprint(self.network)
+
+
+def weights_fingerprint(network: nn.Module) -> str:
+    """Returns a digest of the weights, independent of their device and memory layout."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
