@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megaclass.capacity.head import head_costs
-from megaclass.capacity.job import PlannedJob, gpu_named
+from megaclass.capacity.job import PlannedJob, gpu_named, head_costs
 from megaclass.capacity.memory import plan_memory
 from megaclass.capacity.speed import step_time
 from megaclass.config.read import load_config_values

@@ -10,14 +10,14 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaclass.config.schema import MAY_CHANGE, Config
+from megaclass.config.schema import Config
 from megaclass.head.margins import MARGINS
 
 
 def describe_settings() -> Iterator[tuple[str, str, str, str, str]]:
     """Yields (section.key, type, default, whether it may change on resume, description) of every setting.
 
-    Descriptions are the strings under the fields, which only the source code holds.
+    Descriptions are the strings under the fields, which only the source code holds, and the range of the numbers.
     """
     for section_name, section in typing.get_type_hints(Config).items():
         fields = {field.name: field for field in dataclasses.fields(section)}
@@ -28,9 +28,11 @@ def describe_settings() -> Iterator[tuple[str, str, str, str, str]]:
                 assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
                 field = fields[statement.target.id]
                 default = "required" if field.default is dataclasses.MISSING else repr(field.default)
-                resume = "yes" if field.metadata == MAY_CHANGE else "no"
+                resume = "yes" if field.metadata.get("may_change_on_resume") else "no"
+                allowed = str(field.metadata.get("allowed", ""))
+                limits = f" {allowed[0].upper()}{allowed[1:]}." if allowed else ""
                 name, kind = f"{section_name}.{field.name}", ast.unparse(statement.annotation)
-                yield name, kind, default, resume, str(following.value.value)
+                yield name, kind, default, resume, f"{following.value.value}{limits}"
 
 
 def configuration_page() -> str:

@@ -10,7 +10,7 @@ import pytest
 import megaclass
 from megaclass.cli.main import main
 from megaclass.config.read import changes_refused_on_resume, load_config, to_toml
-from megaclass.config.schema import Config, DataConfig, HeadConfig, OptimizerConfig, SynthConfig, TrainConfig
+from megaclass.config.schema import Config, DataConfig, HeadConfig, OptimizerConfig, SynthConfig, TrainConfig, is_within
 from megaclass.head.margins import MARGINS
 from megaclass_launch.errors import ConfigError
 
@@ -332,3 +332,19 @@ def test_a_folder_in_the_working_directory_does_not_hide_the_recipe_of_that_name
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     assert load_config(Path("demo")).backbone.name == "slim"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "inside", "outside"),
+    [
+        ("0 or more", (0, 7), (-1,)),
+        ("at least 20: ten folds of two", (20, 21), (19,)),
+        ("above 0", (1e-9,), (0, -1)),
+        ("in [0, 1)", (0, 0.5), (-0.1, 1)),
+        ("a cosine in (0, 1]", (1e-9, 1), (0, 1.1)),
+        ("in [0, pi / 2]: an angle in radians", (0, 1.57), (-1, 1.58)),
+    ],
+)
+def test_the_words_of_a_range_are_its_check(allowed, inside, outside):
+    assert all(is_within(value, allowed) for value in inside)
+    assert not any(is_within(value, allowed) for value in outside)

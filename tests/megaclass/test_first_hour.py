@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 import megaclass
-from megaclass.cli.main import main
-from megaclass.torch_version import check_torch
+from megaclass.cli.main import check_torch, main
 from megaclass_launch.messages import wrapped
 
 RECIPE = """

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaclass.backbones.layers import convolutions
-from megaclass.backbones.layers.convolutions import StridedPointwise, with_zeros
+from megaclass.backbones import iresnet
+from megaclass.backbones.iresnet import StridedPointwise, with_zeros
 
 
 @pytest.mark.parametrize("size", [(8, 8), (7, 5), (1, 1)])
@@ -51,5 +51,5 @@ def test_on_a_cpu_the_layer_itself_is_called(name: str, conv: nn.Module):
     conv.register_forward_hook(lambda module, given, output: called.append(output))
     x = torch.randn(2, 3, 6, 6)
     with torch.autocast("cpu", torch.bfloat16):
-        result = getattr(convolutions, name)(conv, x)
+        result = getattr(iresnet, name)(conv, x)
     assert called == [result]

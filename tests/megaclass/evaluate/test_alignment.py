@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megaclass.errors import DataError
-from megaclass.evaluate.alignment import STANDARD_POINTS, align, similarity_transform
+from megaclass.evaluate.images import STANDARD_POINTS, align, similarity_transform
 
 
 def _turned(points, degrees, scale, shift):

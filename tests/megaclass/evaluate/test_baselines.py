@@ -8,7 +8,7 @@ from PIL import Image
 
 from megaclass.data.pair_file import PairSet
 from megaclass.errors import DataError
-from megaclass.evaluate.protocols.baselines import histogram_overlap, pixel_cosine, score_histograms, score_pixels
+from megaclass.evaluate.protocols.baselines import pixel_cosine, score_pixels
 
 
 def _png(pixels: np.ndarray) -> bytes:
@@ -21,10 +21,6 @@ def _plain(red: int, green: int, blue: int) -> np.ndarray:
     return np.full((4, 4, 3), (red, green, blue), dtype=np.uint8)
 
 
-def _halves(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return np.concatenate([left[:, :2], right[:, 2:]], axis=1)
-
-
 def test_the_cosine_of_pixels_sees_direction_not_brightness():
     assert pixel_cosine(_plain(100, 50, 20), _plain(200, 100, 40)) == pytest.approx(1)
     assert pixel_cosine(_plain(255, 0, 0), _plain(0, 255, 0)) == 0
@@ -32,23 +28,12 @@ def test_the_cosine_of_pixels_sees_direction_not_brightness():
     assert pixel_cosine(_plain(0, 0, 0), _plain(9, 9, 9)) == 0
 
 
-def test_the_overlap_of_histograms_sees_colours_not_places():
-    red, green = _plain(255, 0, 0), _plain(0, 255, 0)
-    assert histogram_overlap(_halves(red, green), _halves(green, red)) == pytest.approx(1)
-    assert histogram_overlap(red, green) == 0
-    # All red against half red: sqrt(1 * 0.5).
-    assert histogram_overlap(red, _halves(red, green)) == pytest.approx(math.sqrt(0.5))
-    # 32 values share a bin: 0..31 and 32..63 are neighbours.
-    assert histogram_overlap(_plain(0, 0, 0), _plain(31, 31, 31)) == pytest.approx(1)
-    assert histogram_overlap(_plain(0, 0, 0), _plain(32, 0, 0)) == 0
-
-
 def _noise(rng: np.random.Generator, *, low: int, high: int) -> np.ndarray:
     return rng.integers(low, high, (4, 4, 3), dtype=np.uint8)
 
 
-def test_pairs_told_apart_by_pixels_alone_are_left_to_the_pixels():
-    """Same pairs repeat a picture with little noise, different pairs permute its pixels: no histogram sees that."""
+def test_pixels_tell_apart_a_picture_and_a_permutation_of_it():
+    """Same pairs repeat a picture with little noise, different pairs permute its pixels."""
     rng = np.random.default_rng(0)
     images, is_same = [], np.arange(100) % 2 == 0
     for same in is_same:
@@ -57,12 +42,11 @@ def test_pairs_told_apart_by_pixels_alone_are_left_to_the_pixels():
         shown = first if same else rng.permutation(first.reshape(16, 3)).reshape(4, 4, 3)
         images += [_png(first), _png((shown + _noise(rng, low=0, high=3)).astype(np.uint8))]
     pair_set = PairSet(images, is_same)
-    pixels, histograms = score_pixels(pair_set, image_size=4), score_histograms(pair_set, image_size=4)
+    pixels = score_pixels(pair_set, image_size=4)
     assert pixels.verification.auc == 1
     assert pixels.verification.accuracy > 0.95
-    assert histograms.verification.accuracy == pytest.approx(0.5)
-    assert (pixels.name, histograms.name) == ("raw pixels", "colour histograms")
-    assert math.isfinite(histograms.verification.threshold)
+    assert pixels.name == "raw pixels"
+    assert math.isfinite(pixels.verification.threshold)
 
 
 def test_thresholds_are_as_fine_as_the_scores():
@@ -88,7 +72,6 @@ def test_memory_does_not_grow_with_the_number_of_pairs():
         tracemalloc.start()
         try:
             score_pixels(pair_set, image_size=64)
-            score_histograms(pair_set, image_size=64)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -107,4 +90,4 @@ def test_an_image_that_does_not_decode_is_named():
 
 def test_too_few_pairs_are_refused():
     with pytest.raises(DataError, match="0 pairs cannot be split into 10 folds"):
-        score_histograms(PairSet([], np.zeros(0, dtype=bool)), image_size=4)
+        score_pixels(PairSet([], np.zeros(0, dtype=bool)), image_size=4)

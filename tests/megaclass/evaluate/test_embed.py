@@ -10,7 +10,7 @@ from torch import nn
 
 from megaclass.data.pair_file import PairSet
 from megaclass.errors import DataError
-from megaclass.evaluate.embed import embed_images, embed_pairs, evaluating, part_of_rank
+from megaclass.evaluate.embed import embed_images, evaluating, part_of_rank
 from megaclass.evaluate.images import GivenImages, PairImages
 from megaclass_launch.errors import UserError
 from megaclass_launch.messages import messages_on_stderr
@@ -18,6 +18,13 @@ from megaclass_launch.ranks.collectives import gather_blocks
 
 _SIZE = 8
 _CPU = torch.device("cpu")
+
+
+def embed_pairs(model, pair_set, *, image_size, name="the pairs", fit=None, **options):
+    """Returns normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm."""
+    images = PairImages(pair_set=pair_set, image_size=image_size, set_name=name, fit=fit)
+    embedded = embed_images(model, images, **options)
+    return embedded.normalised_ND(), embedded.xnorm
 
 
 class TinyBackbone(nn.Module):

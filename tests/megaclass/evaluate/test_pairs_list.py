@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megaclass.errors import DataError
-from megaclass.evaluate.pairs_list import read_pairs_list
+from megaclass.evaluate.protocols.pairs import read_pairs_list
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megaclass.errors import DataError
-from megaclass.evaluate.alignment import STANDARD_POINTS, align
+from megaclass.evaluate.images import STANDARD_POINTS, align
 from megaclass.evaluate.protocol import EvaluationSet, Evaluator
 from megaclass.evaluate.protocols.templates import evaluate_ijb, read_ijb, template_features
 from megaclass.evaluate.sets import evaluate_sets, find_sets

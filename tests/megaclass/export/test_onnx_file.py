@@ -15,8 +15,8 @@ from megaclass.backbones.iresnet import IResNet
 from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.vit import VisionTransformer
 from megaclass.errors import CheckpointError, ExportError
-from megaclass.evaluate.onnx_network import OnnxNetwork
 from megaclass.export.onnx_file import export_onnx
+from megaclass.inference.loaded_model import OnnxNetwork
 
 pytest.importorskip("onnxruntime")
 # Whole exports, of which each takes seconds.

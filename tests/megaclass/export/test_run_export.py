@@ -11,8 +11,8 @@ from megaclass.errors import DataError, ExportError
 from megaclass.evaluate.protocol import SetResult
 from megaclass.evaluate.protocols.centre_health import read_run_centres
 from megaclass.evaluate.results import write_results
-from megaclass.export.centres_file import load_centres
 from megaclass.export.run_export import export_model
+from megaclass.export.safetensors_file import load_centres
 from megaclass.inference import ImageTreatment, load
 from megaclass_launch.errors import UserError
 from megaclass_launch.files import published_folder

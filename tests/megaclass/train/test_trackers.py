@@ -13,8 +13,7 @@ import pytest
 from tests.launch.conftest import wait_until
 
 from megaclass.config.read import load_config_values
-from megaclass.train.observe.sinks import open_sinks
-from megaclass.train.observe.trackers import TRACKERS
+from megaclass.train.observe.sinks import TRACKERS, open_sinks
 from megaclass.train.run.folder import RunFolder
 from megaclass_launch.errors import ConfigError
 

@@ -28,6 +28,7 @@ from megaclass_launch.elastic.worker import Why, elastic_worker
 from megaclass_launch.errors import ConnectionLostError, UserError
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.gloo_exit import end_gloo
+from megaclass_launch.ranks.process_group import outlive_lost_ranks
 from megaclass_launch.rendezvous.connection_watch import ConnectionWatch, OwnConnections
 
 _BROKEN_S = 5.0
@@ -84,8 +85,7 @@ class _Basics:
         if worker is None:
             return self._start_once(ranks, wanted)
         _import_before_ready()
-        # torch's watchdog would otherwise end the survivors of a lost rank. 2: it only aborts the communicators.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        outlive_lost_ranks()
         failure: Exception | None = None
         for _ in range(_MOST_ATTEMPTS):
             worker.rendezvous(self.why_joining)

@@ -33,7 +33,7 @@ from megaclass_launch.ranks.store import SignedStore, allow_many_connections, ma
 from megaclass_launch.rendezvous.addresses import interfaces, is_own
 from megaclass_launch.rendezvous.connection_watch import ConnectionWatch, network_timeout
 from megaclass_launch.rendezvous.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
-from megaclass_launch.rendezvous.rank0_address import interface_names, meeting_point
+from megaclass_launch.rendezvous.rank0_address import meeting_point, name_interfaces
 from megaclass_launch.world import World, is_horovods, world_from_environment
 
 
@@ -76,7 +76,7 @@ class Rendezvous:
         uses_default_group = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
         if not uses_default_group:
             world = meeting_point(world)
-            os.environ.update(interface_names(world))
+            name_interfaces(world)
         here, size = (dist.get_rank(), dist.get_world_size()) if uses_default_group else (world.rank, world.size)
         members = tuple(sorted(set(ranks))) if ranks else tuple(range(size))
         if here not in members:

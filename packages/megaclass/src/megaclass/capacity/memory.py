@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaclass.capacity.head import HeadCosts, head_costs
-from megaclass.capacity.job import PlannedJob
+from megaclass.capacity.job import HeadCosts, PlannedJob, head_costs
 from megaclass.data.loader import batches_of_threads, prefetched_by_threads
 from megaclass.data.loading.choose import automatic_processes
 from megaclass.data.loading.prefetch import num_slots

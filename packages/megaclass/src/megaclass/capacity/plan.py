@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megaclass.capacity.head import head_costs
-from megaclass.capacity.job import PlannedJob
+from megaclass.capacity.job import PlannedJob, head_costs
 from megaclass.capacity.memory import OUTSIDE_TORCH, USABLE, LoaderPlan, Memory, plan_loader, plan_memory
 from megaclass.capacity.speed import Exchange, StepTime, exchanges, exposed_seconds, step_time
 from megaclass.progress import duration_text, size_text

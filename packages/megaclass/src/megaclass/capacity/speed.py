@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaclass.capacity.head import head_costs
-from megaclass.capacity.job import PlannedJob
+from megaclass.capacity.job import PlannedJob, head_costs
 
 _LATENCY_S = {"in a host": 50e-6, "between hosts": 200e-6}
 """Per collective, in addition to its bytes, as in benchmarks/head-h200.md."""

@@ -80,7 +80,7 @@ def _search(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _push(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.export.hub import push
+    from megaclass.export.run_export import push
 
     address = push(
         options.model,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from megaclass.config.recipes import recipe_names, recipe_path
-from megaclass.config.schema import MAY_CHANGE, REMOVED, Config
+from megaclass.config.schema import REMOVED, Config
 from megaclass_launch.errors import ConfigError
 
 T = TypeVar("T")
@@ -42,7 +41,7 @@ def changes_refused_on_resume(old: Config, new: Config) -> Iterator[tuple[str, A
         before, now = getattr(old, section.name), getattr(new, section.name)
         for key in dataclasses.fields(now):
             values = getattr(before, key.name), getattr(now, key.name)
-            if values[0] != values[1] and key.metadata != MAY_CHANGE:
+            if values[0] != values[1] and not key.metadata.get("may_change_on_resume"):
                 yield f"{section.name}.{key.name}", *values
 
 
@@ -262,3 +261,30 @@ def _toml_value(value: Any) -> str:
         return text if any(c in text for c in ".en") else text + ".0"
     # JSON's strings, numbers and booleans are TOML's, except that TOML wants DEL escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+_FOLDER = Path(__file__).parents[1] / "recipes"
+
+
+def recipe_path(given: Path) -> Path:
+    """Returns the file that the user means: the given one if it is a file, otherwise a recipe of the package with that name."""
+    if given.is_file() or len(given.parts) != 1:
+        return given
+    shipped = _FOLDER / f"{given.name.removesuffix('.toml')}.toml"
+    return shipped if shipped.is_file() else given
+
+
+def recipe_names() -> list[str]:
+    """Returns the names of the package's recipes, sorted."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def recipe_summaries() -> Iterator[tuple[str, str]]:
+    """Yields the name of each recipe of the package, and the first sentence of its opening comment."""
+    for name in recipe_names():
+        comment = []
+        for line in (_FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#") or line == "#":
+                break
+            comment.append(line.removeprefix("# "))
+        yield name, " ".join(comment).split(". ")[0].rstrip(".") + "."

@@ -7,15 +7,16 @@ docs/configuration.md is generated from this file by `make docs`.
 
 import itertools
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from megaclass_launch.errors import ConfigError
 
 CLASS_MEANS = "class_means"
 """Value of train.init_centres: start each class centre at the mean embedding of its images."""
 
-MAY_CHANGE = {"may_change_on_resume": True}
+MAY_CHANGE: dict[str, object] = {"may_change_on_resume": True}
 """Field metadata of settings that do not change what a run computes, only where, how long or how fast it runs."""
 
 REMOVED = {"data.decode": ("auto", "cpu"), "head.cuda_graph": ("auto", "on", "off")}
@@ -25,27 +26,52 @@ Every run folder and every checkpoint lists all settings of its version, so with
 """
 
 
+def within(allowed: str) -> dict[str, object]:
+    """Returns the field metadata of a setting whose numbers have a range, such as "at least 1" or "in [0, 1)"."""
+    return {"allowed": allowed}
+
+
+def _require(name: str, value: object, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise ConfigError(f"{name} is {value}; it must be {allowed}.")
+
+
+def _require_ranges(section: str, settings: Any) -> None:
+    """Checks the numbers of a section whose fields state a range; unset values are allowed."""
+    for one in fields(settings):
+        allowed, value = str(one.metadata.get("allowed", "")), getattr(settings, one.name)
+        if allowed and value is not None:
+            _require(f"{section}.{one.name}", value, is_within(value, allowed), allowed)
+
+
+def is_within(value: float, allowed: str) -> bool:
+    """Tells whether a number lies in a range that is written as "0 or more", "at least 1", "above 0" or "in [0, pi / 2]"."""
+    if interval := re.search(r"in ([\[(])([^,]+), ([^])]+)([])])", allowed):
+        low, high = (math.pi / 2 if end == "pi / 2" else float(end) for end in interval.group(2, 3))
+        is_above = value >= low if interval[1] == "[" else value > low
+        return is_above and (value <= high if interval[4] == "]" else value < high)
+    bound = re.match(r"(at least |above )?(\d+)( or more)?", allowed)
+    assert bound is not None and (bound[1] or bound[3]), allowed
+    return value > float(bound[2]) if bound[1] == "above " else value >= float(bound[2])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthConfig:
     """Synthetic identities, drawn into `data.path` if it holds no data yet."""
 
-    identities: int = 0
+    identities: int = field(default=0, metadata=within("0 or more"))
     """Number of training identities to draw; 0 draws none and expects existing data."""
-    images_per_identity: int = 20
+    images_per_identity: int = field(default=20, metadata=within("at least 1"))
     """Number of images per identity."""
-    size: int = 112
+    size: int = field(default=112, metadata=within("in [16, 512]"))
     """Side length of the square images in pixels."""
-    pairs: int = 1000
+    pairs: int = field(default=1000, metadata=within("at least 20: ten folds of two"))
     """Number of verification pairs, drawn from identities that are not in the training data."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=within("0 or more"))
     """Random seed; the same seed draws the same pixels."""
 
     def __post_init__(self) -> None:
-        _require("synth.identities", self.identities, self.identities >= 0, "0 or more")
-        _require("synth.images_per_identity", self.images_per_identity, self.images_per_identity >= 1, "at least 1")
-        _require("synth.size", self.size, 16 <= self.size <= 512, "in [16, 512]")
-        _require("synth.pairs", self.pairs, self.pairs >= 20, "at least 20: ten folds of two")
-        _require("synth.seed", self.seed, self.seed >= 0, "0 or more")
+        _require_ranges("synth", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,27 +96,25 @@ class DataConfig:
     """Also train on the images after the last full batch of an epoch: they are spread over its last two batches."""
     workers: int | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
     """Number of loader processes per rank; 0: threads of the rank itself. auto: by CPU cores on a GPU, 0 on a CPU."""
-    threads: int = field(default=1, metadata=MAY_CHANGE)
+    threads: int = field(default=1, metadata=MAY_CHANGE | within("in [1, 256]"))
     """Number of reader threads per loader process, or of the rank itself if it has none."""
     on_gpu: bool = field(default=False, metadata=MAY_CHANGE)
     """Decode all images once, at the start, and keep their pixels in the memory of every GPU; for sets that fit."""
-    max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE)
+    max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE | within("in [0, 1]"))
     """Largest fraction of unreadable images; they are replaced by others, and the run stops when there are more."""
     stage: str = field(default="", metadata=MAY_CHANGE)
     """Folder in memory, such as /dev/shm/faces, to which each host copies the data before reading it; empty for none."""
 
     def __post_init__(self) -> None:
+        _require_ranges("data", self)
         _require("data.path", self.path, bool(self.path), "a folder")
         sides = (self.size,) if isinstance(self.size, int) else self.size
         is_size = self.size == 0 or all(8 <= side <= 4096 for side in sides)
         _require("data.size", self.size, is_size, "0, one number in [8, 4096], or two: [height, width]")
         has_workers = self.workers == "auto" or 0 <= self.workers <= 256
         _require("data.workers", self.workers, has_workers, "auto, or a number in [0, 256]")
-        _require("data.threads", self.threads, 1 <= self.threads <= 256, "in [1, 256]")
         is_group = self.images_per_class == 1 or (self.images_per_class > 1 and self.order == "classes")
         _require("data.images_per_class", self.images_per_class, is_group, "1, or more with data.order=classes")
-        is_fraction = 0 <= self.max_bad_fraction <= 1
-        _require("data.max_bad_fraction", self.max_bad_fraction, is_fraction, "in [0, 1]")
         _require(
             "data.keep_last",
             self.keep_last,
@@ -105,15 +129,15 @@ class BackboneConfig:
 
     name: str = "iresnet50"
     """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class."""
-    embedding_dim: int = 512
+    embedding_dim: int = field(default=512, metadata=within("in [2, 65536]"))
     """Number of dimensions of an embedding."""
     batch_norm: Literal["local", "sync"] = "local"
     """local: statistics of each rank's own images; sync: statistics of the global batch, independent of the number of ranks."""
-    dropout: float = 0.0
+    dropout: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Dropout probability of the last feature map, for backbones that have such a layer."""
-    drop_path: float = 0.0
+    drop_path: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Stochastic depth of transformers: probability of dropping the last block, rising linearly from 0 in the first one."""
-    mask_patches: float = 0.0
+    mask_patches: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Fraction of each image's patches that transformers leave out in training."""
     freeze: tuple[str, ...] = ()
     """Name prefixes of frozen parameters, such as ["conv1", "layer1"]; batch statistics are still updated."""
@@ -121,18 +145,7 @@ class BackboneConfig:
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
-        _require("backbone.dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")
-        _require("backbone.drop_path", self.drop_path, 0 <= self.drop_path < 1, "in [0, 1)")
-        _require("backbone.mask_patches", self.mask_patches, 0 <= self.mask_patches < 1, "in [0, 1)")
-        _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
-
-
-# Setting, lowest value, highest value, and the allowed range in words; the limits are those of CombinedMargin.
-_COMBINED_RANGES = (
-    ("m1", 0.5, 8.0, "in [0.5, 8]"),
-    ("m2", 0.0, math.pi / 2, "in [0, pi / 2]: an angle in radians"),
-    ("m3", 0.0, 2.0, "in [0, 2]"),
-)
+        _require_ranges("backbone", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,15 +154,15 @@ class HeadConfig:
 
     margin: str = "arcface"
     """Margin: softmax, arcface, cosface, combined, adaface, magface, curricularface, elasticface, or package.module:Class."""
-    scale: float = 64.0
+    scale: float = field(default=64.0, metadata=within("in (0, 300]"))
     """Factor by which cosines are multiplied before the softmax."""
     margin_size: float | None = None
     """Size of the margin; unset uses the published value."""
-    m1: float | None = None
+    m1: float | None = field(default=None, metadata=within("in [0.5, 8]"))
     """m1 in cos(m1 * angle + m2) - m3, for the margin combined; unset means 1."""
-    m2: float | None = None
+    m2: float | None = field(default=None, metadata=within("in [0, pi / 2]: an angle in radians"))
     """m2 in cos(m1 * angle + m2) - m3, in radians, for the margin combined; unset means 0."""
-    m3: float | None = None
+    m3: float | None = field(default=None, metadata=within("in [0, 2]"))
     """m3 in cos(m1 * angle + m2) - m3, for the margin combined; unset means 0."""
     gradient: Literal["exact", "straight-through"] = "exact"
     """Derivative of arcface and combined: exact, or straight-through (the constant head.scale), as in InsightFace."""
@@ -157,26 +170,25 @@ class HeadConfig:
     """Fraction of the negative classes used per step, 1.0 for the full softmax; or a schedule [[first step, rate], ...]."""
     optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
     """Optimizer of the class centres."""
-    momentum: float = 0.9
+    momentum: float = field(default=0.9, metadata=within("in [0, 1)"))
     """Momentum of sgd for the class centres."""
-    weight_decay: float = 5e-4
+    weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
     """Weight decay of the class centres that are used in a step."""
-    subcentres: int = 1
+    subcentres: int = field(default=1, metadata=within("in [1, 255]"))
     """Number of centres per class; more than one tolerates noisy labels."""
-    filter_above: float | None = None
+    filter_above: float | None = field(default=None, metadata=within("a cosine in (0, 1]"))
     """Treat negatives with a larger cosine as cosine 0, because they are probably mislabelled; unset disables the filter."""
     storage: Literal["float32", "bf16"] = "float32"
     """Data type in which class centres are stored."""
-    stored_gib: float | None = field(default=None, metadata=MAY_CHANGE)
+    stored_gib: float | None = field(default=None, metadata=MAY_CHANGE | within("0 or more"))
     """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
     kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
     def __post_init__(self) -> None:
-        _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
-        for name, low, high, allowed in _COMBINED_RANGES:
+        _require_ranges("head", self)
+        for name in ("m1", "m2", "m3"):
             value = getattr(self, name)
-            _require(f"head.{name}", value, value is None or low <= value <= high, allowed)
             needed = "unset unless head.margin is combined; the other margins take head.margin_size"
             _require(f"head.{name}", value, value is None or self.margin == "combined", needed)
         is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
@@ -197,12 +209,6 @@ class HeadConfig:
         _require(
             "head.sample_rate", list(map(list, schedule)), is_rising, "a list of increasing steps that starts at 0"
         )
-        _require("head.stored_gib", self.stored_gib, self.stored_gib is None or self.stored_gib >= 0, "0 or more")
-        _require("head.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
-        _require("head.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
-        _require("head.subcentres", self.subcentres, 1 <= self.subcentres <= 255, "in [1, 255]")
-        is_cosine = self.filter_above is None or 0 < self.filter_above <= 1
-        _require("head.filter_above", self.filter_above, is_cosine, "a cosine in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,33 +217,27 @@ class OptimizerConfig:
 
     name: Literal["sgd", "adamw"] = "sgd"
     """Optimizer of the backbone."""
-    lr: float = 0.1
+    lr: float = field(default=0.1, metadata=within("above 0"))
     """Peak learning rate, reached after the warm-up."""
-    head_lr: float | None = None
+    head_lr: float | None = field(default=None, metadata=within("above 0"))
     """Peak learning rate of the class centres; unset uses optimizer.lr."""
-    momentum: float = 0.9
+    momentum: float = field(default=0.9, metadata=within("in [0, 1)"))
     """Momentum of sgd for the backbone."""
-    weight_decay: float = 5e-4
+    weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
     """Weight decay of the backbone."""
-    clip_norm: float = 5.0
+    clip_norm: float = field(default=5.0, metadata=within("0 or more"))
     """Clip the backbone's gradient to this norm; 0 disables clipping."""
-    warmup_epochs: float = 0.0
+    warmup_epochs: float = field(default=0.0, metadata=within("0 or more"))
     """Number of epochs over which the learning rate rises linearly from 0."""
     schedule: Literal["polynomial", "cosine", "step"] = "polynomial"
     """How the learning rate decreases after the warm-up."""
-    power: float = 2.0
+    power: float = field(default=2.0, metadata=within("0 or more"))
     """Exponent of the polynomial schedule: lr * (1 - progress) ** power."""
     step_epochs: tuple[float, ...] = ()
     """Epochs at which the step schedule divides the learning rate by ten."""
 
     def __post_init__(self) -> None:
-        _require("optimizer.lr", self.lr, self.lr > 0, "above 0")
-        _require("optimizer.head_lr", self.head_lr, self.head_lr is None or self.head_lr > 0, "above 0")
-        _require("optimizer.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
-        _require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
-        _require("optimizer.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
-        _require("optimizer.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
-        _require("optimizer.power", self.power, self.power >= 0, "0 or more")
+        _require_ranges("optimizer", self)
         is_rising = all(a < b for a, b in itertools.pairwise((0.0, *self.step_epochs)))
         _require("optimizer.step_epochs", list(self.step_epochs), is_rising, "increasing epochs above 0")
 
@@ -248,11 +248,11 @@ class TrainConfig:
 
     run_dir: str = field(metadata=MAY_CHANGE)
     """Run folder: config, metrics, checkpoints, report and model."""
-    epochs: float = field(default=20.0, metadata=MAY_CHANGE)
+    epochs: float = field(default=20.0, metadata=MAY_CHANGE | within("above 0"))
     """Number of passes over the data; fractions such as 0.5 are allowed."""
-    global_batch: int = 512
+    global_batch: int = field(default=512, metadata=within("at least 1"))
     """Number of images per step over all ranks together."""
-    nproc: int = field(default=1, metadata=MAY_CHANGE)
+    nproc: int = field(default=1, metadata=MAY_CHANGE | within("in [1, 1024]"))
     """Number of processes to start on this machine; ignored under a launcher such as megaclass run, torchrun or srun."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MAY_CHANGE)
     """auto uses one GPU per process if there are GPUs, otherwise the CPU."""
@@ -262,7 +262,7 @@ class TrainConfig:
     """auto uses bf16 on GPUs that support it, otherwise float32; fp16 uses a dynamic loss scale."""
     accumulate: int = 1
     """Number of parts into which each rank's batch is split to save memory; the step is the same as with the whole batch."""
-    ema: float = 0.0
+    ema: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Decay of an exponential moving average of the backbone's weights, which is then evaluated and exported; 0 disables it."""
     on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
     """Reaction to a loss or gradient that is not finite: stop the run, or skip the step."""
@@ -282,7 +282,7 @@ class TrainConfig:
     """Also send the metrics to this MLflow experiment, at MLFLOW_TRACKING_URI if that is set; empty disables it."""
     trackio_project: str = field(default="", metadata=MAY_CHANGE)
     """Also send the metrics to this trackio project; empty disables it."""
-    metrics_port: int = field(default=0, metadata=MAY_CHANGE)
+    metrics_port: int = field(default=0, metadata=MAY_CHANGE | within("in [0, 65535]"))
     """Port at which rank 0 offers the current metrics to Prometheus; 0 disables it."""
     metrics_address: str = field(default="127.0.0.1", metadata=MAY_CHANGE)
     """Address at which train.metrics_port listens; 0.0.0.0 for all networks of the host."""
@@ -290,17 +290,17 @@ class TrainConfig:
     """Steps of which a Chrome trace and, on a GPU, a memory snapshot are written: first:stop, for example 100:110."""
     profile_ranks: tuple[int, ...] = field(default=(0,), metadata=MAY_CHANGE)
     """Ranks that train.profile records."""
-    report_steps: int = field(default=20, metadata=MAY_CHANGE)
+    report_steps: int = field(default=20, metadata=MAY_CHANGE | within("at least 1"))
     """Number of steps per row of metrics.jsonl; evaluations and checkpoints always write a row."""
-    evaluate_epochs: float = field(default=0.0, metadata=MAY_CHANGE)
+    evaluate_epochs: float = field(default=0.0, metadata=MAY_CHANGE | within("0 or more"))
     """Number of epochs between evaluations, by which the best checkpoint is chosen; 0 evaluates at the end only."""
     evaluate_sets: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     """Names of the .bin files next to the data to evaluate on, such as ["lfw", "agedb_30"]; empty means all."""
-    checkpoint_epochs: float = field(default=1.0, metadata=MAY_CHANGE)
+    checkpoint_epochs: float = field(default=1.0, metadata=MAY_CHANGE | within("above 0"))
     """Number of epochs between checkpoints; one is always written at the end."""
-    keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE)
+    keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE | within("at least 1"))
     """Number of most recent checkpoints to keep, in addition to the best one."""
-    commit_steps: int = field(default=50, metadata=MAY_CHANGE)
+    commit_steps: int = field(default=50, metadata=MAY_CHANGE | within("at least 1"))
     """Elastic jobs: number of steps between commits, copies of the state in the ranks' memory; new ranks join at a commit."""
     async_checkpoints: bool = field(default=True, metadata=MAY_CHANGE)
     """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
@@ -310,28 +310,19 @@ class TrainConfig:
     """Initial centres: a checkpoint or run folder, a folder of checkpoint_gpu_N.pt or N_centers.param, or class_means."""
 
     def __post_init__(self) -> None:
+        _require_ranges("train", self)
         _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
-        _require("train.epochs", self.epochs, self.epochs > 0, "above 0")
-        _require("train.global_batch", self.global_batch, self.global_batch >= 1, "at least 1")
-        _require("train.nproc", self.nproc, 1 <= self.nproc <= 1024, "in [1, 1024]")
         _require("train.seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2^63)")
         _require(
             "train.accumulate", self.accumulate, 1 <= self.accumulate <= self.global_batch, "in [1, train.global_batch]"
         )
-        _require("train.ema", self.ema, 0 <= self.ema < 1, "in [0, 1)")
         is_time = self.hang_after_s is None or self.hang_after_s == 0 or self.hang_after_s >= 1
         _require("train.hang_after_s", self.hang_after_s, is_time, "0, or at least 1 second")
-        _require("train.metrics_port", self.metrics_port, 0 <= self.metrics_port < 65536, "in [0, 65535]")
         _require("train.metrics_address", self.metrics_address, bool(self.metrics_address), "an address of this host")
         is_range = self.profile == "" or self.profiled_steps()[0] < self.profiled_steps()[1]
         _require("train.profile", self.profile, is_range, "first:stop with 0 <= first < stop, for example 100:110")
         has_ranks = bool(self.profile_ranks) and all(rank >= 0 for rank in self.profile_ranks)
         _require("train.profile_ranks", list(self.profile_ranks), has_ranks, "a list of ranks, for example [0, 8]")
-        _require("train.report_steps", self.report_steps, self.report_steps >= 1, "at least 1")
-        _require("train.evaluate_epochs", self.evaluate_epochs, self.evaluate_epochs >= 0, "0 or more")
-        _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
-        _require("train.keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1")
-        _require("train.commit_steps", self.commit_steps, self.commit_steps >= 1, "at least 1")
         has_means = self.init_centres != CLASS_MEANS or self.init_backbone is not None
         needed = "a path if train.init_backbone is unset: class means are computed with the initial backbone"
         _require("train.init_centres", self.init_centres, has_means, needed)
@@ -386,8 +377,3 @@ class Config:
             and not layers.checkpoint_activations
             and not self.is_compiled(on_gpu=True)
         )
-
-
-def _require(name: str, value: object, is_allowed: bool, allowed: str) -> None:
-    if not is_allowed:
-        raise ConfigError(f"{name} is {value}; it must be {allowed}.")

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megaclass.data.augment import normalise, to_tensor
-from megaclass.data.decode import Fit
-from megaclass.data.pair_file import PairSet
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
-from megaclass.evaluate.images import Images, OtherSizeError, PairImages
+from megaclass.evaluate.images import Images, OtherSizeError
 from megaclass.image_size import ImageSize, height_and_width, shown_size
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
@@ -103,24 +101,6 @@ def log_resized(num_resized: int, num_images: int, image_size: ImageSize, which:
             which,
             shown_size(image_size),
         )
-
-
-def embed_pairs(
-    model: nn.Module,
-    pair_set: PairSet,
-    *,
-    image_size: ImageSize,
-    device: torch.device,
-    batch_size: int = 64,
-    mirror: bool = True,
-    group: dist.ProcessGroup | None = None,
-    name: str = "the pairs",
-    fit: Fit | None = None,
-) -> tuple[NDArray[np.float32], float]:
-    """Collective. Returns normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm."""
-    images = PairImages(pair_set=pair_set, image_size=image_size, set_name=name, fit=fit)
-    embedded = embed_images(model, images, device=device, batch_size=batch_size, mirror=mirror, group=group)
-    return embedded.normalised_ND(), embedded.xnorm
 
 
 def part_of_rank(num_images: int, rank: int, num_ranks: int) -> list[int]:

@@ -3,8 +3,7 @@
 import torch
 
 from megaclass.errors import ExportError
-from megaclass.export.check import require_same_when_opened
-from megaclass.export.exporter import Exporter, ExportJob
+from megaclass.export.check import Exporter, ExportJob, require_same_when_opened
 from megaclass.insightface.names import INSIGHTFACE_NAMES
 
 _FILE = "backbone.pth"

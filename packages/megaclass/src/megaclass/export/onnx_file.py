@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.errors import ExportError
-from megaclass.export.check import fixed_inputs, require_same_embeddings
-from megaclass.export.exporter import Exporter, ExportJob
+from megaclass.export.check import Exporter, ExportJob, fixed_inputs, require_same_embeddings
 from megaclass.image_size import ImageSize
 from megaclass_launch.files import published_file
 

@@ -1,18 +1,23 @@
-"""Writes model.safetensors: weights and a few lines of metadata. The file holds no code, and any tool reads it."""
+"""Writes model.safetensors and centres.safetensors. The files hold no code, and any tool reads them.
+
+model.safetensors: weights and a few lines of metadata. centres.safetensors: `centres` (C, M, D)
+float32 with M sub-centres per class; `names_utf8`, the bytes of all class names in a row; and
+`name_ends` (C,), the end of each name. One tensor per name would need a header of hundreds of
+megabytes for two million classes, which the format refuses.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megaclass.checkpoint.tensor_file import read_tensors
-from megaclass.errors import CheckpointError, ExportError
-from megaclass.evaluate.protocols.centre_health import read_run_centres
-from megaclass.export.centres_file import save_centres
-from megaclass.export.check import require_same_when_opened
-from megaclass.export.exporter import Exporter, ExportJob
+from megaclass.errors import CheckpointError, DataError, ExportError
+from megaclass.evaluate.protocols.centre_health import ClassCentres, read_run_centres
+from megaclass.export.check import Exporter, ExportJob, require_same_when_opened
 from megaclass_launch.files import published_file
 
 _FILE, _CENTRES_FILE = "model.safetensors", "centres.safetensors"
@@ -80,3 +85,53 @@ def _write(job: ExportJob) -> None:
 
 
 EXPORTER = Exporter(file=_FILE, write=_write, usage=_USAGE, extra_files=(_CENTRES_FILE,))
+
+
+class CentresByName(Mapping[str, Tensor]):
+    """Maps class names to centres: centres["anna"] is (M, D). Iteration yields the names in the order of the classes."""
+
+    def __init__(self, centres_CMD: Tensor, names: list[str]) -> None:
+        self.centres_CMD = centres_CMD
+        self._places = {name: place for place, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.centres_CMD[self._places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def save_centres(path: Path, centres: ClassCentres, *, metadata: Mapping[str, str]) -> None:
+    """Writes the centres; they are read back and compared before the file appears at `path`."""
+    from safetensors.torch import save_file
+
+    encoded = [name.encode() for name in centres.names]
+    tensors = {
+        "centres": centres.weight_RD.float().unflatten(0, (len(encoded), -1)).contiguous(),
+        "names_utf8": torch.from_numpy(np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()),
+        "name_ends": torch.from_numpy(np.cumsum([len(name) for name in encoded], dtype=np.int64)),
+    }
+    with published_file(path) as unfinished:
+        save_file(tensors, unfinished, metadata=dict(metadata))
+        read_back = load_centres(unfinished)
+        if list(read_back) != centres.names or not torch.equal(read_back.centres_CMD, tensors["centres"]):
+            raise ExportError(
+                f"Cannot write {path}: the centres read back differ. Check the disk, and that class names are unique."
+            )
+
+
+def load_centres(path: Path) -> CentresByName:
+    """Reads a file that `save_centres` wrote."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+        text, ends = tensors["names_utf8"].numpy().tobytes(), tensors["name_ends"].tolist()
+        names = [text[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
+        return CentresByName(tensors["centres"], names)
+    except (SafetensorError, OSError, KeyError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read {path} as class centres: {error}") from error

@@ -7,7 +7,7 @@ print(model.verify("anna.jpg", "anna-again.jpg"))
 print(model.index("photos/").search("anna.jpg", k=5))
 """
 
-from megaclass.inference.image_inputs import ImageInput as ImageInput
+from megaclass.inference.image_index import ImageInput as ImageInput
 from megaclass.inference.load import load as load
 from megaclass.inference.load import read_run_state as read_run_state
 from megaclass.inference.loaded_model import ImageTreatment as ImageTreatment

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +10,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
 from megaclass.data.decode import Fit
 from megaclass.errors import DataError
 from megaclass.evaluate.gallery import read_rows_and_names
-from megaclass.evaluate.images import GivenImages
+from megaclass.evaluate.images import GivenImages, find_images
 from megaclass.evaluate.search import GalleryShard, search_shard
-from megaclass.inference.image_inputs import Comparable, listed_images
 from megaclass_launch.files import published_file, write_text
+
+ImageInput = str | Path | Image.Image | NDArray[np.uint8] | Tensor
+"""One image for embed(), or a batch of images in one array or tensor."""
+Comparable = ImageInput | Sequence[ImageInput] | NDArray[np.floating[Any]]
+"""Images for embed(), or embeddings as floating numbers of shape (N, D) or (D,)."""
+
+
+def listed_images(images: object) -> list[Any]:
+    """Returns the images one by one: of a list, of a batch in one array or tensor, of a folder, or the only one."""
+    if isinstance(images, str | Path) and Path(images).is_dir():
+        return list(find_images(Path(images)))
+    if isinstance(images, str | Path | Image.Image) or (isinstance(images, np.ndarray | Tensor) and images.ndim <= 3):
+        return [images]
+    if isinstance(images, Iterable):
+        return list(images)
+    raise DataError(
+        f"Cannot embed an object of {type(images).__name__}: expected the path of an image or a folder, a Pillow image, an "
+        f"array, a tensor, or a list of these."
+    )
+
 
 if TYPE_CHECKING:
     from megaclass.inference.loaded_model import LoadedModel

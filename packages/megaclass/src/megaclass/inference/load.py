@@ -16,10 +16,8 @@ from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.errors import CheckpointError
-from megaclass.evaluate.onnx_network import OnnxNetwork
 from megaclass.image_size import ImageSize, height_and_width, shown_size, size_from_text
-from megaclass.inference.hub import HUB_PREFIX, pull
-from megaclass.inference.loaded_model import ImageTreatment, LoadedModel
+from megaclass.inference.loaded_model import ImageTreatment, LoadedModel, OnnxNetwork
 from megaclass.inference.thresholds import read_config
 from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone
 from megaclass_launch.errors import ConfigError
@@ -252,3 +250,37 @@ def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
         device=device,
         treatment=ImageTreatment.of(network.metadata),
     )
+
+
+HUB_PREFIX = "hf://"
+# The model in any of its forms, and what describes it. Nothing else of a repository is fetched, and no code.
+_FILES = ("config.json", "README.md", "model.safetensors", "model.onnx", "backbone.pth")
+
+
+def hub_library(purpose: str) -> Any:
+    """Returns the package huggingface_hub, or says how to install it."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise CheckpointError(f"{purpose} needs huggingface-hub: pip install 'megaclass[hub]'") from None
+    return huggingface_hub
+
+
+def pull(address: str) -> Path:
+    """Returns the folder in the Hub's cache that holds the model of `hf://user/name` or `hf://user/name@revision`."""
+    repository, _, revision = address.removeprefix(HUB_PREFIX).partition("@")
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise CheckpointError(f"Cannot read {address!r}: expected hf://user/name or hf://user/name@revision.")
+    hub = hub_library(f"Opening {address}")
+    try:
+        folder = Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(_FILES)))
+    # The library and its HTTP client raise many types, without a common base class.
+    except Exception as error:
+        raise CheckpointError(
+            f"Cannot fetch {address} from the Hugging Face Hub: {str(error).strip() or type(error).__name__}"
+        ) from error
+    if not any((folder / name).is_file() for name in _FILES[2:]):
+        raise CheckpointError(
+            f"{address} holds no model of Megaclass: expected {', '.join(_FILES[2:])}. `megaclass push` publishes one."
+        )
+    return folder

@@ -19,7 +19,7 @@ from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.evaluate.protocol import SetResult
-from megaclass.evaluate.protocols.baselines import score_histograms, score_pixels
+from megaclass.evaluate.protocols.baselines import score_pixels
 from megaclass.evaluate.protocols.centre_health import CentreHealth, read_run_centres
 from megaclass.evaluate.protocols.pairs import result_of_pairs
 from megaclass.evaluate.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
@@ -41,6 +41,7 @@ from megaclass_launch.files import make_private_folder
 from megaclass_launch.messages import wrapped
 
 _logger = logging.getLogger("megaclass.train")
+_BASELINE = "pixel_baseline_accuracy"
 # Faces in the report: classes, and images of each.
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
 
@@ -88,8 +89,8 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
     evaluated = [result for result in results if result.error is None]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
-        with _optional("The baselines"):
-            summary |= _write_baselines(folder, evaluated[0], image_size, config.data.fit)
+        with _optional("The baseline"):
+            summary[_BASELINE] = _write_baseline(folder, evaluated[0], image_size, config.data.fit)
     summary["verification"] = {result.name: result.to_json() for result in results}
     run.folder.write_summary(summary)
     with _optional(f"The report, which megaclass report {folder} can make later,"):
@@ -101,10 +102,7 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
             centres = measured_centres(folder, cpu, on_progress)
         with _optional("The section of the report on training images"):
             _examine_images(run, model, centres)
-        # Counting the memory of the backbone takes 2 s, most of it for imports that the export needs as well.
-        has_plan = run.device.type == "cuda" or config.export.onnx
-        report = report_of_runs([folder], device=cpu, known_centres={folder: centres}, has_plan=has_plan)
-        write_report(folder / "report.html", report)
+        write_report(folder / "report.html", report_of_runs([folder], device=cpu, known_centres={folder: centres}))
     # Last, because it is the step most likely to fail.
     if config.export.onnx:
         _logger.info("exporting model.onnx and comparing its embeddings with the model's")
@@ -139,19 +137,13 @@ def _optional(what: str) -> Iterator[None]:
         _logger.info(f"{what} could not be made: {error}")
 
 
-def _write_baselines(folder: Path, result: SetResult, image_size: ImageSize, fit: Fit) -> dict[str, float]:
-    """Writes what raw pixels and colour histograms achieve on the same pairs, which any model must beat."""
-    pair_set = read_pairs(Path(result.path))
-    accuracies = {}
-    for key, scored in (
-        ("pixel_baseline_accuracy", score_pixels(pair_set, image_size=image_size, fit=fit, name=result.path)),
-        ("histogram_baseline_accuracy", score_histograms(pair_set, image_size=image_size, fit=fit, name=result.path)),
-    ):
-        accuracies[key] = scored.verification.accuracy
-        baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
-        make_private_folder(folder / BASELINES_FOLDER)
-        write_results(folder / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
-    return accuracies
+def _write_baseline(folder: Path, result: SetResult, image_size: ImageSize, fit: Fit) -> float:
+    """Writes what raw pixels achieve on the same pairs, which any model must beat; returns their accuracy."""
+    scored = score_pixels(read_pairs(Path(result.path)), image_size=image_size, fit=fit, name=result.path)
+    baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
+    make_private_folder(folder / BASELINES_FOLDER)
+    write_results(folder / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
+    return scored.verification.accuracy
 
 
 def _sample_faces(source: ImageSource) -> list[list[bytes]]:
@@ -179,12 +171,7 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
         f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
         f"loss {summary['final_loss']:.3f}, {summary['images_per_second']:,.0f} images/s.",
     ]
-    floor = ""
-    if "pixel_baseline_accuracy" in summary:
-        floor = (
-            f" (raw pixels {summary['pixel_baseline_accuracy']:.1%}, "
-            f"colour histograms {summary['histogram_baseline_accuracy']:.1%})"
-        )
+    floor = f" (raw pixels {summary[_BASELINE]:.1%})" if _BASELINE in summary else ""
     for result in results:
         if result.error is None:
             lines.append(f"Verification on {result.name}: {result.numbers['accuracy']:.1%}{floor}.")

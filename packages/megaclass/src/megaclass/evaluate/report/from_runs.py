@@ -12,14 +12,12 @@ import numpy as np
 import torch
 
 import megaclass
-from megaclass.capacity.job import PlannedJob, gpu_named, known_gpu
-from megaclass.capacity.memory import plan_memory
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.errors import DataError
 from megaclass.evaluate.embed import OnProgress
 from megaclass.evaluate.protocols.centre_health import CentreHealth, centre_health, read_run_centres
-from megaclass.evaluate.report.curves import PlannedMemory, cosine_range, time_parts
+from megaclass.evaluate.report.curves import cosine_range, time_parts
 from megaclass.evaluate.report.page import ModelReport, ReportData
 from megaclass.evaluate.report.ranks import rank_rows
 from megaclass.evaluate.results import NUMBERS_FILE, read_arrays, read_results
@@ -41,17 +39,16 @@ def report_of_runs(
     device: torch.device,
     on_progress: OnProgress | None = None,
     known_centres: Mapping[Path, CentreHealth | None] | None = None,
-    has_plan: bool = True,
 ) -> ReportData:
     """Reads the runs (or folders that `megaclass evaluate --out` wrote) in the given order.
 
-    known_centres: of runs whose centres have been measured already. has_plan: False leaves the planned memory out.
+    known_centres: of runs whose centres have been measured already.
     """
     known_centres = known_centres or {}
     models: list[ModelReport] = []
     for run in runs:
         centres = known_centres[run] if run in known_centres else measured_centres(run, device, on_progress)
-        models.append(_read_run(run, _name_of(run, runs), centres, has_plan))
+        models.append(_read_run(run, _name_of(run, runs), centres))
         # Baselines are the same for every run on the same data; a comparison of runs goes without them.
         if len(runs) == 1:
             models += [
@@ -94,7 +91,7 @@ def read_faces(run: Path) -> list[list[bytes]]:
     return list(rows.values())
 
 
-def _read_run(run: Path, name: str, centres: CentreHealth | None, has_plan: bool) -> ModelReport:
+def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport:
     known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
@@ -115,7 +112,6 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None, has_plan: bool
         facts=_facts(summary, metrics, events),
         config_text=config_text,
         cosines=cosine_range(config.head, num_classes if isinstance(num_classes, int) else None) if config else None,
-        planned=_planned(config, summary) if config and has_plan else None,
         centres=centres,
         training_images=_training_images(run),
         sample_faces=read_faces(run),
@@ -128,38 +124,6 @@ def _config_of(text: str) -> Config | None:
         return load_config_values(tomllib.loads(text), where="config.toml") if text else None
     except (UserError, tomllib.TOMLDecodeError, RecursionError):
         return None
-
-
-def _planned(config: Config, summary: Mapping[str, Any]) -> PlannedMemory | None:
-    """Returns what `megaclass plan` counts for the run; None if the run is too young or its backbone is the user's own.
-
-    The settings come from a run folder, which must not decide which code is imported: a `module:Class` is not built.
-    """
-    num_classes, num_images, size = (summary.get(key) for key in ("num_classes", "num_images", "image_size"))
-    num_ranks = summary.get("world_size")
-    counts = (num_classes, num_images, num_ranks)
-    if ":" in config.backbone.name or not all(isinstance(one, int) and 0 < one < 10**12 for one in counts):
-        return None
-    sides: list[Any] = size if isinstance(size, list) else [size, size]
-    if len(sides) != 2 or not all(isinstance(side, int) and 8 <= side <= 4096 for side in sides):
-        return None
-    gpu = known_gpu(str(summary.get("gpu") or ""), summary.get("gpu_bytes"))
-    job = PlannedJob(
-        config=config,
-        gpu=gpu or gpu_named("h200"),
-        num_ranks=int(summary["world_size"]),
-        ranks_per_host=8,
-        num_classes=int(summary["num_classes"]),
-        num_images=int(summary["num_images"]),
-        image_size=(sides[0], sides[1]),
-        network=1e10,
-    )
-    try:
-        memory = plan_memory(job)
-    except (UserError, RuntimeError, ValueError) as error:
-        _log.warning("The report has no section on memory: %s", error)
-        return None
-    return PlannedMemory(memory=memory, gpu_name=job.gpu.name, gpu_bytes=job.gpu.memory, is_gpu_known=gpu is not None)
 
 
 def _name_of(run: Path, runs: Sequence[Path]) -> str:
@@ -209,6 +173,8 @@ def _facts(
     facts = _begun(events)
     if seconds := sum(time_parts(metrics).values()):
         facts["Duration"] = duration_text(seconds)
+    if peaks := [row["gpu_memory_gib"] for row in metrics if row.get("gpu_memory_gib")]:
+        facts["Largest allocation on the GPU"] = f"{max(peaks):.2f} GiB on rank 0"
     for key, (title, text) in shown.items():
         value = summary.get(key)
         if value is not None:

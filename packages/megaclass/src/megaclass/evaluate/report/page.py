@@ -21,7 +21,7 @@ from megaclass.evaluate.protocol import Cell, Row, SetResult
 from megaclass.evaluate.protocols.centre_health import CentreHealth
 from megaclass.evaluate.report.charts import colour
 from megaclass.evaluate.report.classes import centres_section, picture, training_images_section
-from megaclass.evaluate.report.curves import HealthyRange, PlannedMemory, memory_section, times, training_figures
+from megaclass.evaluate.report.curves import HealthyRange, times, training_figures
 from megaclass.evaluate.report.ranks import RankRow, rank_section, time_line, time_line_picture
 from megaclass.evaluate.report.sets import ModelResults, set_sections
 from megaclass.evaluate.report.verdict import History, verdict
@@ -48,7 +48,6 @@ class ModelReport:
     """Rows of events.jsonl."""
     cosines: HealthyRange | None = None
     """Healthy range of the target cosine, by the settings."""
-    planned: PlannedMemory | None = None
     profiles: Sequence[Path] = ()
     """Traces and memory snapshots of train.profile."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -105,9 +104,6 @@ def render_report(report: ReportData, path: Path | None = None) -> str:
         )
         if trained
         else [],
-        memory=[
-            memory_section(model.name, model.planned, model.metrics) for _, model in runs if model.planned is not None
-        ],
         times=times(trained),
         ranks=[
             section
@@ -143,7 +139,6 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "panels": ("set-by-set", "Set by set"),
     "training_figures": ("training", "Training"),
     "ranks": ("ranks", "Ranks"),
-    "memory": ("memory", "Memory"),
     "time_lines": ("time-line", "Time line"),
     "centres": ("centres", "Class centres"),
     "training_images": ("labels", "Images that do not fit their class"),

@@ -2,8 +2,8 @@
 
 A rank has two places for a commit and fills the one that does not hold the last good commit:
 
-    take        copies the state to host memory, exchanges copies of the centres      place: not whole -> whole
-    agree       all-gather: every rank has filled its place                           the place becomes the last good one
+    take        copies the state to host memory, exchanges copies of the centres      place: holds nothing
+    agree       all-gather: every rank has filled its place                           place: whole, and the last good one
 
 A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
 all ranks have a whole copy, so at most one of two commits is unfinished at any time. After a loss the ranks compare what
@@ -15,12 +15,13 @@ State of Commits, used by the training thread only. It outlives the generations 
     _last         the place with the last good commit     written by commit, restore
     _joined       this generation                         written by join
     has_begun     the run has been put into its folder    written by join, begin
+    is_state_lost no member holds a commit any more       written by join
     last_step     steps done by this process              written by the loop
     spent_s       seconds in commits since the last row   written by commit, take_seconds
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,7 @@ from megaclass.train.elastic.commit_plan import (
 from megaclass.train.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
 from megaclass.train.model.build import Model, generator_states, restore_generators
 from megaclass_launch.elastic.worker import Assignment, ElasticWorker
+from megaclass_launch.errors import ConnectionLostError
 from megaclass_launch.ranks.collectives import gather_blocks
 
 
@@ -84,6 +86,8 @@ class Commits:
         self.has_begun = False
         """True once the run of this job is in its folder: a later generation continues it."""
         self.last_step = 0
+        self.is_state_lost = False
+        """True if the job has made progress, but no member of this generation holds a commit of it; the same on every rank."""
         self._worker = worker
         self._places = (_Place(), _Place())
         self._last = self._places[0]
@@ -96,20 +100,41 @@ class Commits:
     def join(self, joined: Assignment, device: torch.device) -> RestorePlan | None:
         """Collective. Begins a generation; returns the commit to restore. has_begun is then the same on every rank.
 
-        One all-gather of 15 numbers per rank.
+        One all-gather of 16 numbers per rank.
         """
         self._joined = joined
         # In each generation, because hosts have come and gone, and the copy should be on another host than its original.
         self._distance = copy_distance([member.host for member in joined.members])
+        # A job that has made progress has begun, also if all ranks that did so are lost.
+        self.has_begun |= joined.has_progressed
         own = [int(self.has_begun), *(number for place in self._places for number in place.held.numbers())]
-        rows_W = gather_blocks(torch.tensor(own, device=device), None).tolist()
+        rows_W = self._gather(own, device)
         # A rank that is new in the job has begun nothing, but must take the same way as the others.
         self.has_begun = any(row[0] for row in rows_W)
         held_W = [
             [HeldCommit(*row[start : start + NUM_NUMBERS]) for start in range(1, len(row), NUM_NUMBERS)]
             for row in rows_W
         ]
+        # Where progress was reported, a commit was made: each generation begins with one.
+        self.is_state_lost = joined.has_progressed and not any(
+            commit.generation for commits in held_W for commit in commits
+        )
         return newest_whole_commit(held_W)
+
+    def _gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Collective. Returns the numbers of every rank.
+
+        ConnectionLostError if NCCL's group was aborted meanwhile: its operations then end without an error, and leave what was
+        in the memory before.
+        """
+        assert self._joined is not None
+        generation = self._joined.generation
+        rows_W = gather_blocks(torch.tensor([generation, *map(int, numbers)], device=device), None).tolist()
+        if any(row[0] != generation for row in rows_W):
+            raise ConnectionLostError(
+                f"{self._joined.world.name()}: an exchange of generation {generation} was aborted."
+            )
+        return [row[1:] for row in rows_W]
 
     def begin(self) -> None:
         """Notes that the run is in its folder."""
@@ -139,22 +164,25 @@ class Commits:
         """Collective. Keeps the state of this step; returns whether the ranks are about to change, the same on every rank.
 
         Traffic: an all-reduce of batch norm's statistics, the centres of one rank from each rank to another one, an
-        all-gather of three numbers per rank.
+        all-gather of four numbers per rank.
         """
         begun = time.monotonic()
         place = self._places[1] if self._last is self._places[0] else self._places[0]
-        self._take(place, model, step, device)
+        held = self._take(place, model, step, device)
         # News of the driver reach the ranks at different times: what one of them knows, all of them do after the exchange.
         is_changed = self._worker.hosts_changed()
-        said = torch.tensor([step, is_changed, self._worker.has_removals], device=device)
-        steps_W, changed_W, removals_W = gather_blocks(said, None).T.tolist()
-        assert len(set(steps_W)) == 1, f"the ranks commit different steps: {steps_W}"
-        # Not before: if a rank dies earlier, some ranks have filled their place and others have not.
-        self._last = place
+        steps_W, changed_W, removals_W = zip(
+            *self._gather([step, is_changed, self._worker.has_removals], device), strict=True
+        )
+        assert set(steps_W) == {step}, f"the ranks commit different steps: {steps_W}"
+        # Not before: if a rank dies earlier, some ranks have filled their place and others have not, and what NCCL has received
+        # from that rank is garbage, which only the exchange above shows.
+        place.held, self._last = held, place
         self._spent_s += time.monotonic() - begun
         return Change(any(changed_W), any(removals_W))
 
-    def _take(self, place: _Place, model: Model, step: int, device: torch.device) -> None:
+    def _take(self, place: _Place, model: Model, step: int, device: torch.device) -> HeldCommit:
+        """Fills the place; returns what it holds, if the exchange with the other ranks has succeeded."""
         assert self._joined is not None
         rank, size = self._joined.world.rank, self._joined.world.size
         # First: a place that is half overwritten must not be offered if this process survives an error in the lines below.
@@ -177,7 +205,7 @@ class Commits:
         place.rows_copy.wait()
         kept_classes = (kept.start, kept.stop) if size > 1 else (0, 0)
         own = head.classes
-        place.held = HeldCommit(self._joined.generation, step, head.num_classes, own.start, own.stop, *kept_classes)
+        return HeldCommit(self._joined.generation, step, head.num_classes, own.start, own.stop, *kept_classes)
 
     def take_seconds(self) -> float:
         """Returns the seconds spent on commits since the last call."""

@@ -21,11 +21,9 @@ from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
 from megaclass.image_size import ImageSize, compact_size, height_and_width
-from megaclass.train.model.ema import Ema
 from megaclass.train.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.train.model.keyed_dropout import KeyedDropout, key_dropout
-from megaclass.train.model.precision import LossScale, Precision, choose_precision
-from megaclass.train.model.running_statistics import RunningStatistics
+from megaclass.train.model.precision import Ema, LossScale, Precision, RunningStatistics, choose_precision
 from megaclass_launch.errors import ConfigError
 from megaclass_launch.ranks.sync_batch_norm import synchronise_batch_norm
 from megaclass_launch.ranks.wire_formats import compression_hook

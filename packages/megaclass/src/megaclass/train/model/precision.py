@@ -1,9 +1,15 @@
-"""Number format of the backbone, and the dynamic loss scale for float16."""
+"""Number format of the backbone, and the state that follows every step: loss scale, moving average, running statistics.
 
+All of it stays on the device: a skipped step changes nothing, and the host never waits to learn of
+it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaclass.config.schema import TrainConfig
 from megaclass_launch.errors import ConfigError
@@ -68,3 +74,82 @@ class LossScale:
 
     def load(self, state: dict[str, Tensor]) -> None:
         self.scale, self._good_steps = state["scale"].to(self.scale.device), state["good_steps"].to(self.scale.device)
+
+
+class Ema:
+    """mean <- decay * mean + (1 - decay) * weights, after every step not skipped. Batch statistics are not averaged."""
+
+    def __init__(self, backbone: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._parameters = dict(backbone.named_parameters())
+        self.means = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def follow(self, found_inf: Tensor) -> None:
+        """Updates the means. found_inf: 0-d bool on the device; a skipped step changes nothing, without waiting for it."""
+        weight = torch.where(found_inf, 0.0, 1 - self._decay)
+        for name, parameter in self._parameters.items():
+            self.means[name].lerp_(parameter, weight.to(parameter.dtype))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the means into the backbone while the block runs, and its own weights back afterwards."""
+        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._copy(self.means)
+        try:
+            yield
+        finally:
+            self._copy(own)
+
+    def load(self, means: dict[str, Tensor]) -> None:
+        for name, mean in self.means.items():
+            mean.copy_(means[name])
+
+    @torch.no_grad()
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(tensors[name])
+
+
+class RunningStatistics:
+    """Saves and restores all buffers of a backbone in place, with a few kernel launches per step and without waiting.
+
+    The decision to restore is a tensor on the device, so both copies are always made.
+    """
+
+    def __init__(self, backbone: nn.Module) -> None:
+        # One contiguous block per dtype, so that a few launches copy all buffers.
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in backbone.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        self._copies = [(buffers, _Row.like(buffers), _Row.like(buffers)) for buffers in by_dtype.values()]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Saves the buffers; called before the first forward of a step."""
+        for buffers, kept, _ in self._copies:
+            torch._foreach_copy_(kept.parts, buffers)
+
+    @torch.no_grad()
+    def put_back(self, was_skipped: Tensor) -> None:
+        """Restores the saved buffers if `was_skipped`, a 0-d bool on the device; called after the last backward."""
+        for buffers, kept, now in self._copies:
+            torch._foreach_copy_(now.parts, buffers)
+            # Selected, not blended by weights: the discarded values may be NaN.
+            torch.where(was_skipped, kept.whole, now.whole, out=now.whole)
+            torch._foreach_copy_(buffers, now.parts)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Contiguous memory for tensors of one dtype."""
+
+    whole: Tensor
+    parts: list[Tensor]
+    """Views of `whole`, in the shapes of the tensors."""
+
+    @classmethod
+    def like(cls, tensors: list[Tensor]) -> "_Row":
+        sizes = [tensor.numel() for tensor in tensors]
+        whole = tensors[0].new_empty(sum(sizes))
+        return cls(whole, [part.view(t.shape) for part, t in zip(whole.split(sizes), tensors, strict=True)])

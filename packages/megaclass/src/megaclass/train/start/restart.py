@@ -36,7 +36,7 @@ from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_main_rank_for_long, text_of_main_rank
 from megaclass.errors import CheckpointError
 from megaclass.progress import size_text
-from megaclass.train.observe.trackers import TRACKERS
+from megaclass.train.observe.sinks import TRACKERS
 from megaclass.train.run.data import make_data
 from megaclass.train.run.folder import RunFolder
 from megaclass_launch.errors import ConfigError
