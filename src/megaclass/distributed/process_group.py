@@ -1,5 +1,6 @@
 """Joins the default process group and chooses the device. The only caller of init_process_group (hvd/ has its own groups)."""
 
+import contextlib
 import ipaddress
 import json
 import logging
@@ -8,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -33,8 +34,15 @@ _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
 _is_left_by_error = False
 """True if the default group is one that an error has ended."""
-_ABORT_ONLY = "2"
-"""torch's CleanUpOnly."""
+_WITHOUT_LOST_RANKS = {
+    # torch's watchdog then only aborts the communicators (CleanUpOnly). By default it ends the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # By default the watchdog sleeps for four times 15 s before that, for the sake of a dump of its flight recorder, and holds a
+    # lock that the next collective and the end of the group wait for. Another thread sleeps for 480 s after the dump.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""What lets a process outlive its process group. Read by torch whenever it creates a group of NCCL."""
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -54,7 +62,7 @@ def process_group(
     Every rank logs its device, and warns about GPUs that are present but unused.
 
     After an error the group stays until the process ends or joins another group: destroying it may wait for the other ranks,
-    and the error is not printed yet. In an elastic job it is destroyed, because the process goes on.
+    and the error is not printed yet. In an elastic job it is ended, without waiting for anyone, because the process goes on.
 
     Args:
         timeout_s: limit of each collective.
@@ -75,8 +83,7 @@ def process_group(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if not ends_process:
-            # After the loss of a rank, torch's watchdog only aborts the communicators. By default it ends the process.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _ABORT_ONLY)
+            outlive_lost_ranks()
     _drop_group_left_by_error()
     with watched_connections(world, ends_process=ends_process) as watch:
         try:
@@ -114,10 +121,38 @@ def process_group(
             _end_group()
 
 
+def outlive_lost_ranks(env: MutableMapping[str, str] = os.environ) -> None:
+    """Makes this process outlive ranks that are lost: to be called in elastic jobs before a group of NCCL is created.
+
+    Settings that the user has given stay.
+    """
+    for name, value in _WITHOUT_LOST_RANKS.items():
+        env.setdefault(name, value)
+
+
+def abort_nccl(group: "dist.ProcessGroup | None" = None) -> None:
+    """Ends the operations of a group of NCCL, by default the default group, that wait for a rank that is gone.
+
+    Their results are garbage, and no error tells so; later operations of the group raise RuntimeError. Any thread may call it:
+    a thread that waits in an operation continues. The group stays registered, because without a default group the other
+    threads would take this rank for a world of one.
+    """
+    if group is None:
+        if not dist.is_initialized() or dist.get_backend() != dist.Backend.NCCL:
+            return
+        group = dist.group.WORLD
+    assert group is not None
+    with contextlib.suppress(RuntimeError):
+        group._get_backend(torch.device("cuda")).abort()
+
+
 def _leave_after_error(ends_process: bool) -> None:
     global _is_left_by_error
     if not ends_process:
-        _end_group()
+        end_gloo()
+        if dist.is_initialized():
+            # NCCL's: destroying it would wait for operations, and thus for a rank that may be gone.
+            dist.distributed_c10d._abort_process_group()
         return
     _is_left_by_error = True
     # By then the error is printed. gloo's threads have to end before Python does; a group of NCCL is not touched.
@@ -136,7 +171,6 @@ def _drop_group_left_by_error() -> None:
 
 def _end_group() -> None:
     end_gloo()
-    # An elastic job aborts a group of NCCL as soon as a rank is lost.
     if dist.is_initialized():
         dist.destroy_process_group()
 

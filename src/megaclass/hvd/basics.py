@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megaclass.distributed.gloo_exit import end_gloo
 from megaclass.distributed.network.connection_watch import ConnectionWatch, OwnConnections
+from megaclass.distributed.process_group import outlive_lost_ranks
 from megaclass.distributed.rank_status import own_status
 from megaclass.errors import ConnectionLostError, UserError
 from megaclass.hvd.engine.control_connection import close_listeners
@@ -84,8 +85,7 @@ class _Basics:
         if worker is None:
             return self._start_once(ranks, wanted)
         _import_before_ready()
-        # torch's watchdog would otherwise end the survivors of a lost rank. 2: it only aborts the communicators.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        outlive_lost_ranks()
         failure: Exception | None = None
         for _ in range(_MOST_ATTEMPTS):
             worker.rendezvous(self.why_joining)

@@ -4,14 +4,13 @@ The engine thread changes the table, at the same place in the order of operation
 sets alike. Other threads only read it.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
+from megaclass.distributed.process_group import abort_nccl
 from megaclass.hvd.engine.messages import Request
 from megaclass.hvd.engine.rendezvous import Meeting, new_group
 from megaclass.hvd.settings import Settings
@@ -42,8 +41,7 @@ class SetConnections:
         """Ends NCCL's operations that wait for a member that is gone; their results are garbage. Any thread may call it."""
         for group in (self.gpu, self.scripts):
             if group is not None and self.gpu is not None:
-                with contextlib.suppress(RuntimeError):
-                    group._get_backend(torch.device("cuda")).abort()
+                abort_nccl(group)
 
     def close(self) -> None:
         for group in (self.__dict__.get("cpu"), self.gpu, self.scripts):

@@ -2,8 +2,8 @@
 
 A rank has two places for a commit and fills the one that does not hold the last good commit:
 
-    take        copies the state to host memory, exchanges copies of the centres      place: not whole -> whole
-    agree       all-gather: every rank has filled its place                           the place becomes the last good one
+    take        copies the state to host memory, exchanges copies of the centres      place: holds nothing
+    agree       all-gather: every rank has filled its place                           place: whole, and the last good one
 
 A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
 all ranks have a whole copy, so that at most one of two commits is unfinished at any time. After a loss the ranks compare what
@@ -20,7 +20,7 @@ State of Commits, used by the training thread only. It outlives the generations 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.distributed.collectives import gather_blocks
 from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.errors import ConnectionLostError
 from megaclass.head.shards import class_range
 from megaclass.launch.elastic.worker import Assignment, ElasticWorker
 from megaclass.train.elastic.commit_plan import (
@@ -96,13 +97,13 @@ class Commits:
     def join(self, joined: Assignment, device: torch.device) -> RestorePlan | None:
         """Collective. Begins a generation; returns the commit to restore. has_begun is then the same on every rank.
 
-        One all-gather of 15 numbers per rank.
+        One all-gather of 16 numbers per rank.
         """
         self._joined = joined
         # In each generation, because hosts have come and gone, and the copy should be on another host than its original.
         self._distance = copy_distance([member.host for member in joined.members])
         own = [int(self.has_begun), *(number for place in self._places for number in place.held.numbers())]
-        rows_W = gather_blocks(torch.tensor(own, device=device), None).tolist()
+        rows_W = self._gather(own, device)
         # A rank that is new in the job has begun nothing, but must take the same way as the others.
         self.has_begun = any(row[0] for row in rows_W)
         held_W = [
@@ -110,6 +111,21 @@ class Commits:
             for row in rows_W
         ]
         return newest_whole_commit(held_W)
+
+    def _gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Collective. Returns the numbers of every rank.
+
+        ConnectionLostError if NCCL's group was aborted meanwhile: its operations then end without an error, and leave what was
+        in the memory before.
+        """
+        assert self._joined is not None
+        generation = self._joined.generation
+        rows_W = gather_blocks(torch.tensor([generation, *map(int, numbers)], device=device), None).tolist()
+        if any(row[0] != generation for row in rows_W):
+            raise ConnectionLostError(
+                f"{self._joined.world.name()}: an exchange of generation {generation} was aborted."
+            )
+        return [row[1:] for row in rows_W]
 
     def begin(self) -> None:
         """Notes that the run is in its folder."""
@@ -139,22 +155,25 @@ class Commits:
         """Collective. Keeps the state of this step; returns whether the ranks are about to change, the same on every rank.
 
         Traffic: an all-reduce of batch norm's statistics, the centres of one rank from each rank to another one, an
-        all-gather of three numbers per rank.
+        all-gather of four numbers per rank.
         """
         begun = time.monotonic()
         place = self._places[1] if self._last is self._places[0] else self._places[0]
-        self._take(place, model, step, device)
+        held = self._take(place, model, step, device)
         # News of the driver reach the ranks at different times: what one of them knows, all of them do after the exchange.
         is_changed = self._worker.hosts_changed()
-        said = torch.tensor([step, is_changed, self._worker.has_removals], device=device)
-        steps_W, changed_W, removals_W = gather_blocks(said, None).T.tolist()
-        assert len(set(steps_W)) == 1, f"the ranks commit different steps: {steps_W}"
-        # Not before: if a rank dies earlier, some ranks have filled their place and others have not.
-        self._last = place
+        steps_W, changed_W, removals_W = zip(
+            *self._gather([step, is_changed, self._worker.has_removals], device), strict=True
+        )
+        assert set(steps_W) == {step}, f"the ranks commit different steps: {steps_W}"
+        # Not before: if a rank dies earlier, some ranks have filled their place and others have not, and what NCCL has received
+        # from that rank is garbage, which only the exchange above shows.
+        place.held, self._last = held, place
         self._spent_s += time.monotonic() - begun
         return Change(any(changed_W), any(removals_W))
 
-    def _take(self, place: _Place, model: Model, step: int, device: torch.device) -> None:
+    def _take(self, place: _Place, model: Model, step: int, device: torch.device) -> HeldCommit:
+        """Fills the place; returns what it holds, if the exchange with the other ranks has succeeded."""
         assert self._joined is not None
         rank, size = self._joined.world.rank, self._joined.world.size
         # First: a place that is half overwritten must not be offered if this process survives an error in the lines below.
@@ -177,7 +196,7 @@ class Commits:
         place.rows_copy.wait()
         kept_classes = (kept.start, kept.stop) if size > 1 else (0, 0)
         own = head.classes
-        place.held = HeldCommit(self._joined.generation, step, head.num_classes, own.start, own.stop, *kept_classes)
+        return HeldCommit(self._joined.generation, step, head.num_classes, own.start, own.stop, *kept_classes)
 
     def take_seconds(self) -> float:
         """Returns the seconds spent on commits since the last call."""

@@ -13,13 +13,13 @@ Nothing of a generation outlives it except for the commits in memory (commits.py
 import contextlib
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 
 from megaclass.distributed.network.connection_watch import OwnConnections
-from megaclass.distributed.process_group import is_echo, process_group
+from megaclass.distributed.process_group import abort_nccl, is_echo, process_group
 from megaclass.distributed.rank_status import own_status
 from megaclass.errors import ConnectionLostError, UserError
 from megaclass.launch.elastic.worker import Assignment, ElasticWorker, Why
@@ -31,6 +31,8 @@ _NEWS_S = 5.0
 """How long the news of a lost rank may take: the connections to it end before its agent and the driver have noticed."""
 _TIMED_OUT = "Timed out waiting"
 """gloo, about a rank that hangs: it does not come to the rendezvous, and the driver kills it."""
+_ABORT_S = 2.0
+"""Time for NCCL to end its operations before its connections are closed."""
 _JOIN_S = 60.0
 """All members were ready when the generation was published: longer means that one of them is gone."""
 
@@ -70,9 +72,18 @@ def through_generations(worker: ElasticWorker, train: Callable[[Assignment], int
 @contextlib.contextmanager
 def joined_group(worker: ElasticWorker, here: Assignment, device_name: str) -> Iterator[torch.device]:
     """Joins the process group of a generation; its collectives fail as soon as a member is known to be gone."""
-    # Before the group exists: a member may be lost while the others connect to it, and they would wait for it until _JOIN_S.
     own = OwnConnections()
-    worker.when_broken(own.end)
+
+    def end() -> None:
+        # NCCL first: once it has ended by itself, because a connection has, torch prints pages about that. In a thread, because
+        # the connections must end in any case.
+        aborting = threading.Thread(target=abort_nccl, name="megaclass-abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_S)
+        own.end()
+
+    # Before the group exists: a member may be lost while the others connect to it, and they would wait for it until _JOIN_S.
+    worker.when_broken(end)
     with contextlib.ExitStack() as held:
         group = process_group(
             here.world, device=device_name, gpu=here.members[here.world.rank].slot, join_s=_JOIN_S, ends_process=False
@@ -83,24 +94,22 @@ def joined_group(worker: ElasticWorker, here: Assignment, device_name: str) -> I
             own.end()
             raise JoinError(str(error)) from error
         own.note_sockets()
-        if device.type == "cuda":
-            # NCCL may wait on a GPU for memory that a dead rank should write, which no socket ends.
-            worker.when_broken(_abort_nccl)
+        if worker.is_broken():
+            # The news came while NCCL's group was being created, which end() has not seen.
+            end()
+            raise JoinError("a member was lost while the group was being formed")
         try:
             yield device
         except BaseException:
             # The others must not wait for this rank, nor this rank, while it leaves the group, for one that is gone.
-            own.end()
+            end()
             raise
-
-
-def _abort_nccl() -> None:
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
 
 
 def _is_by_loss(worker: ElasticWorker, error: Exception) -> bool:
     """Tells whether a lost rank explains the error. Connections to it may fail before the driver knows of it."""
     if isinstance(error, ConnectionLostError) or is_echo(error) or _TIMED_OUT in str(error):
         return True
-    return worker.is_broken(0.0 if isinstance(error, UserError) else _NEWS_S)
+    # An error of this rank's own needs no news, except over NCCL: what it gathers from a lost rank is garbage, such as a loss
+    # that is not a number.
+    return worker.is_broken(0.0 if isinstance(error, UserError) and not torch.cuda.is_initialized() else _NEWS_S)
