@@ -27,6 +27,10 @@ class AgreedError(UserError):
         self.is_transient = is_transient
 
 
+class StateLostError(UserError):
+    """An elastic job whose state was lost with the ranks that held it; the job has to be started again."""
+
+
 class ConnectionLostError(UserError):
     """A connection between ranks whose other end no longer answers; the message names both ends."""
 

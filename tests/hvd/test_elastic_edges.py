@@ -1,13 +1,15 @@
 """Elastic states and samplers at their edges: updates that are old, handlers of programs, ranks that come and go."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.hvd.jobs import in_job
 
 import megaclass.hvd as hvd
-from megaclass.errors import LaunchError
+from megaclass.errors import StateLostError
 from megaclass.hvd.elastic import ElasticSampler, HostUpdateResult, ObjectState, State, TorchState, common, run_fn
 from megaclass.hvd.elastic import sampler as sampler_module
 from megaclass.hvd.elastic.common import notification_manager
@@ -240,32 +242,38 @@ def test_all_ranks_take_over_every_part_of_the_state_of_rank_0(run_ranks, size):
 
 
 class _Worker:
-    """A worker of an elastic job whose process was started while others had made progress."""
+    """A worker of an elastic job in whose earlier generations a rank has made a commit, or none has."""
 
-    def __init__(self, *, joins_running_job: bool) -> None:
-        self.joins_running_job = joins_running_job
+    def __init__(self, *, has_progressed: bool) -> None:
+        self.here = SimpleNamespace(has_progressed=has_progressed, needs_sync=True)
 
 
-@pytest.mark.parametrize("joins_running_job", [True, False])
+@pytest.mark.parametrize("has_progressed", [True, False])
 def test_a_job_whose_state_is_lost_ends_with_an_error_instead_of_starting_again_at_step_0(
-    monkeypatch, joins_running_job
+    monkeypatch, capsys, has_progressed
 ):
     """Rank 0 joined a running job, and the only rank that held the state was lost before it was sent."""
-    monkeypatch.setattr(common, "elastic_worker", lambda: _Worker(joins_running_job=joins_running_job))
+    monkeypatch.setattr(common, "elastic_worker", lambda: _Worker(has_progressed=has_progressed))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     trained = []
     train = run_fn(lambda state: trained.append(state.step), reset=lambda: None)
-    if joins_running_job:
-        with pytest.raises(LaunchError, match=r"No rank of this elastic job holds the state .* latest checkpoint"):
+    if has_progressed:
+        with pytest.raises(
+            StateLostError, match=r"No rank of this elastic job holds the state .* latest checkpoint"
+        ) as at:
             train(_state(step=0))
+        # A script that does not handle the error: the driver ends the job at once.
+        with pytest.raises(SystemExit, match="2"):
+            sys.excepthook(at.type, at.value, None)
+        assert "No rank of this elastic job holds the state" in capsys.readouterr().err
     else:
         train(_state(step=0))
-    assert trained == ([] if joins_running_job else [0])
+    assert trained == ([] if has_progressed else [0])
 
 
 def test_a_rank_that_received_the_state_holds_it_in_the_next_generation(monkeypatch):
     """A newcomer that took the state over from rank 0 may become rank 0 itself."""
-    worker = _Worker(joins_running_job=True)
-    worker.here = None
+    worker = _Worker(has_progressed=True)
     monkeypatch.setattr(common, "elastic_worker", lambda: worker)
     heard: list[bool] = []
 

@@ -40,6 +40,11 @@ class CountingNet(SlimNet):
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         self.printed_generation = 0
+        hold, worker = Path(os.environ["COUNT_DIR"]) / "hold-build", elastic_worker()
+        if worker is not None and hold.exists():
+            print(f"pid {os.getpid()} builds in generation {worker.here.generation}", flush=True)
+            while hold.exists():
+                time.sleep(0.05)
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

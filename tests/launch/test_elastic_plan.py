@@ -51,7 +51,7 @@ def test_a_process_keeps_its_gpu():
 )
 def test_the_state_is_sent_if_a_rank_is_new_or_has_gone_back_to_its_last_commit(members, needs_sync):
     generation = Generation(number=2, token="t", secret="s", address="127.0.0.1", port=1, store_port=2)
-    message = publication(generation, members, 3)
+    message = publication(generation, members, 3, has_progressed=True)
     assert message["needs_sync"] is needs_sync and message["previous_size"] == 3
 
 

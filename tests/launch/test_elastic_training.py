@@ -27,6 +27,8 @@ SETTINGS = (
     *("backbone.name=counting_backbone:CountingNet", "backbone.embedding_dim=16", "backbone.batch_norm=sync"),
     *("head.margin=adaface", "head.margin_size=0.1", "head.scale=16", "head.sample_rate=0.5", "train.ema=0.9"),
     *("train.global_batch=16", "train.epochs=6", "train.report_steps=1", "export.onnx=false"),
+    # The test itself holds all ranks back for as long as new ones take to start.
+    "train.hang_after_s=0",
     *("train.commit_steps=5", "train.checkpoint_epochs=2", "train.nproc=1", "optimizer.lr=0.0003"),
 )
 
@@ -138,6 +140,49 @@ def test_ranks_die_and_join_and_the_run_ends_like_one_never_disturbed(run, tmp_p
     ]
     page = (run_dir / "report.html").read_text()
     assert page.count("rank_change") == 3 and re.search(r"before 4, after 2, lost_ranks \[1, 3\]", page)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("step", [3, 14])
+def test_a_job_whose_state_is_lost_continues_from_a_checkpoint_and_never_starts_again_in_silence(run, tmp_path, step):
+    """The only rank that holds the state is killed while another one joins, before and after the first checkpoint (step 12)."""
+    count, run_dir, hosts = tmp_path / "count", tmp_path / "run", tmp_path / "hosts"
+    count.mkdir()
+    hosts.write_text("localhost slots=1\n")
+    (count / f"hold-{step}").touch()
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    options = ("--min-np", "1", "--max-np", "2", "--verbose", "--hostfile", str(hosts))
+    train = (
+        sys.executable,
+        "-m",
+        "megaclass",
+        "train",
+        str(RECIPE),
+        *SETTINGS,
+        f"train.run_dir={run_dir}",
+        "--overwrite",
+    )
+    job = run.start(*options, *train, env={"COUNT_DIR": str(count), "PYTHONPATH": path})
+    job.says("rank 0 of 1 from epoch ?, step 0", timeout_s=90)
+    wait_until(lambda: any(row[1] == step for row in rows_of(count)), 90, job.story)
+    (count / "hold-build").touch()
+    hosts.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    job.says("is ready (start)", 2, timeout_s=90)
+    (count / f"hold-{step}").unlink()
+    job.says("builds in generation 2", 2, timeout_s=90)
+    (old,) = {int(pid) for pid in re.findall(r"pid (\d+) rank 0 of 1", job.out)}
+    os.kill(old, signal.SIGKILL)
+    job.says(f"(pid {old}) ended with signal SIGKILL; 1 rank(s) continue.")
+    (count / "hold-build").unlink()
+    if step < 12:
+        assert job.wait(90) == 2, job.story()
+        assert "the run folder holds no checkpoint. The job does not start again at step 0 by itself" in job.err, (
+            job.story()
+        )
+        return
+    assert job.wait(120) == 0, job.story()
+    assert "the others had not received it yet: continuing from the checkpoint of step 12." in job.err, job.story()
+    assert [step for step, _ in losses_of(run_dir)] == list(range(1, NUM_STEPS + 1))
 
 
 @pytest.mark.hosts

@@ -32,7 +32,7 @@ def assignment(generation: int = 3, **more):
     return {
         "say": "assignment", "generation": generation, "token": f"token {generation}", "worker": 7, "members": members,
         "world": asdict(World(rank=1, size=3, local_rank=1, local_size=2, port=5)), "secret": "cd" * 32,
-        "previous_size": 4, "needs_sync": True, "env": {"RANK": "1", "WORLD_SIZE": "3"}, **more,
+        "previous_size": 4, "needs_sync": True, "has_progressed": True, "env": {"RANK": "1", "WORLD_SIZE": "3"}, **more,
     }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Exit codes of ranks and of whole jobs, and their description in words. Standard library only.
 
 0    every rank ended with 0
-2    the user has to change something: a wrong option or setting, a host that cannot take part
+2    the user has to do something: a wrong option or setting, a host that cannot take part, an elastic job whose state was lost
+     with the ranks that held it and that has to be started again
 74   an error that may pass, such as a full disk or a lost connection (megaclass.errors.EXIT_TRY_AGAIN); a restart may help
 75   the ranks were asked to stop, saved, and can be resumed
 255  a host or its agent was lost before any rank failed; ssh uses the same code. Also an elastic job that ends because of

@@ -17,7 +17,7 @@ from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.distributed.process_group import choose_device, process_group
 from megaclass.distributed.rank_status import own_status
-from megaclass.errors import CheckpointError, ExportError, TrainError
+from megaclass.errors import CheckpointError, ExportError, StateLostError, TrainError
 from megaclass.launch.elastic.worker import Assignment, elastic_worker
 from megaclass.launch.exit_codes import EXIT_RESUME_ME
 from megaclass.launch.hang.own_watch import watched_from_inside
@@ -43,6 +43,10 @@ _logger = logging.getLogger("megaclass.train")
 # The shell's code for a program that was ended by Ctrl-C.
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _STDERR = 2
+_STATE_LOST = (
+    "all ranks that held the state of this elastic job are lost, the others had not received it yet, and the run folder "
+    "holds no checkpoint. The job does not start again at step 0 by itself: start it again with --overwrite."
+)
 # How long rank 0 of an elastic job waits, after a loss, for the files of other ranks in a checkpoint that is under way: they
 # wait for it to continue.
 _LAST_WAIT_S = 2.0
@@ -164,9 +168,11 @@ def train_in_group(context: RankContext, device: torch.device) -> TrainedRun:
         # Rows of steps that are trained once more would be in the curve twice.
         on_main_rank(lambda: run.folder.forget_metrics_after(first_step), device)
     else:
+        if elastic is not None and elastic.commits.is_state_lost and mode.resume is None:
+            raise StateLostError(_STATE_LOST)
         first_step = _load_weights(run, model, mode)
         if is_continued and elastic is not None and world.is_main:
-            _announce_fallback(first_step, elastic.commits.last_step)
+            _announce_fallback(first_step, elastic.commits)
         # From here on a restart continues this run (see start/restart.py).
         on_main_rank(lambda: take_over(config, run.folder, mode), device)
     if elastic is not None:
@@ -234,8 +240,15 @@ def _load_weights(run: Run, model: Model, mode: StartMode) -> int:
     return 0
 
 
-def _announce_fallback(first_step: int, last_step: int) -> None:
-    """Rank 0. Says what the ranks continue from, because no commit in memory is whole. last_step: steps done by this rank."""
+def _announce_fallback(first_step: int, commits: Commits) -> None:
+    """Rank 0. Says what the ranks continue from, because no commit in memory is whole."""
+    last_step = commits.last_step
+    if commits.is_state_lost:
+        _logger.warning(
+            "all ranks that held the state of this job are lost, and the others had not received it yet: continuing from "
+            f"the checkpoint of step {first_step:,}."
+        )
+        return
     if first_step == last_step:
         _logger.info(
             "the ranks that left held centres that no other rank has: continuing from the checkpoint on the disk."

@@ -14,15 +14,17 @@ decides that (Assignment.needs_sync), because ranks may have left the generation
 import copy
 import functools
 import queue
+import sys
 import time
 from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any
 
-from megaclass.errors import LaunchError
+from megaclass.errors import StateLostError
 from megaclass.hvd.basics import _basics
 from megaclass.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from megaclass.launch.elastic.worker import Why, elastic_worker
+from megaclass.launch.exit_codes import EXIT_USER_ERROR
 
 
 class HostUpdateResult(IntFlag):
@@ -114,13 +116,15 @@ class State:
             raise HostsUpdatedInterrupt(result == HostUpdateResult.removed)
 
     def check_holder(self, holds_state: bool) -> None:
-        """Raises LaunchError on all ranks unless rank 0, from which all take the state, holds it.
+        """Raises StateLostError on all ranks unless rank 0, from which all take the state, holds it.
 
         The survivor with the lowest rank is rank 0. It holds no state if it joined a running job, and the last rank that had
-        the state was lost before it was sent.
+        the state was lost before it was sent. A script that does not handle the error ends with exit code 2, which
+        ends the job.
         """
         if not self._bcast_object(holds_state):
-            raise LaunchError(
+            sys.excepthook = functools.partial(_end_with_user_error, sys.excepthook)
+            raise StateLostError(
                 "No rank of this elastic job holds the state of the training any more: all ranks that had it were lost before "
                 "a new rank received it. The job does not start again at step 0 by itself. Start it again from the "
                 "latest checkpoint that the script has saved."
@@ -184,8 +188,8 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         needs_sync = True
         worker = elastic_worker()
-        # Processes that start with the job hold its state: that of the start. Later ones hold it once it was sent to them.
-        holds_state = worker is None or not worker.joins_running_job
+        # Until the first commit every process holds the state: that of the start. Later ones hold it once it was sent to them.
+        holds_state = worker is None or worker.here is None or not worker.here.has_progressed
         notification_manager.init()
         notification_manager.register_listener(state)
         try:
@@ -215,6 +219,13 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a training function whose first argument is a State: it is called again whenever the ranks have changed."""
     return run_fn(func, reset)
+
+
+def _end_with_user_error(hook: Callable[..., object], kind: type[BaseException], error: BaseException, at: Any) -> None:
+    """Is sys.excepthook once the state is lost: Python ends with the code of a SystemExit that leaves the hook."""
+    hook(kind, error, at)
+    if issubclass(kind, StateLostError):
+        raise SystemExit(EXIT_USER_ERROR)
 
 
 def _needs_sync(skips_sync: bool) -> bool:

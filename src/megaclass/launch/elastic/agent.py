@@ -116,7 +116,7 @@ class ElasticAgent(Agent):
 
     def _publish(self, generation: Message) -> None:
         """Tells the workers of this host their places in the next generation."""
-        fields = ("generation", "token", "secret", "members", "previous_size", "needs_sync")
+        fields = ("generation", "token", "secret", "members", "previous_size", "needs_sync", "has_progressed")
         for number, world in generation["worlds"].items():
             if (channel := self._channels.get(int(number))) is None:
                 continue  # it has ended meanwhile, which the driver learns as well

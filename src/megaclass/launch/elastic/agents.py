@@ -115,10 +115,12 @@ class ElasticAgents:
             agent.state = PipeState.RUNNING
             agent.send({"do": "start", "workers": entries, **job, **generation.where()})
 
-    def publish(self, generation: Generation, members: Sequence[WorkerRecord], previous_size: int) -> dict[int, World]:
+    def publish(
+        self, generation: Generation, members: Sequence[WorkerRecord], previous_size: int, *, has_progressed: bool
+    ) -> dict[int, World]:
         """Tells all members their places; returns their worlds."""
         worlds = worlds_of(members)
-        message = publication(generation, members, previous_size)
+        message = publication(generation, members, previous_size, has_progressed=has_progressed)
         for host in dict.fromkeys(member.host for member in members):
             uses_ports = host == members[0].host
             if uses_ports:

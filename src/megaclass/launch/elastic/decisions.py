@@ -380,7 +380,9 @@ class Generations:
         # The host of rank 0 has just given its ports to the last generation, and its message with new ones is on its way.
         if generation is None:
             return
-        worlds = self._job.agents.publish(generation, members, previous_size)
+        worlds = self._job.agents.publish(
+            generation, members, previous_size, has_progressed=self._events.has_progressed
+        )
         # After the messages, which name the old ranks.
         self._events.note_generation(generation.number, members, worlds, previous_size)
         self.current = RunningGeneration(self._job, generation, len(members))

@@ -120,7 +120,9 @@ class Generation:
         }
 
 
-def publication(generation: Generation, members: Sequence[WorkerRecord], previous_size: int) -> Message:
+def publication(
+    generation: Generation, members: Sequence[WorkerRecord], previous_size: int, *, has_progressed: bool
+) -> Message:
     """Returns the message that makes the members' agents tell them their places; the worlds of a host are added per agent."""
     # Survivors that left together after a commit have the same state; one that failed went back to its last commit.
     needs_sync = any(not member.is_survivor or member.why is not Why.CHANGED for member in members)
@@ -135,6 +137,7 @@ def publication(generation: Generation, members: Sequence[WorkerRecord], previou
         ],
         "previous_size": previous_size,
         "needs_sync": needs_sync,
+        "has_progressed": has_progressed,
     }
 
 

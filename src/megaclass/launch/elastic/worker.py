@@ -99,6 +99,8 @@ class Assignment:
     """Number of ranks of the previous generation; 0 in the first one."""
     needs_sync: bool
     """True if a member is new or comes from a failed generation: rank 0 then has to send its state to all ranks."""
+    has_progressed: bool
+    """True if a rank of an earlier generation has reported a commit: a member that has not received a state then holds none."""
 
     @property
     def previous_rank(self) -> int | None:
@@ -313,4 +315,5 @@ def _assignment(message: Message) -> Assignment:
         members=tuple(Member(**member) for member in message["members"]),
         previous_size=int(message["previous_size"]),
         needs_sync=bool(message["needs_sync"]),
+        has_progressed=bool(message["has_progressed"]),
     )

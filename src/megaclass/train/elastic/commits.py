@@ -15,6 +15,7 @@ State of Commits, used by the training thread only. It outlives the generations 
     _last         the place with the last good commit     written by commit, restore
     _joined       this generation                         written by join
     has_begun     the run has been put into its folder    written by join, begin
+    is_state_lost no member holds a commit any more       written by join
     last_step     steps done by this process              written by the loop
     spent_s       seconds in commits since the last row   written by commit, take_seconds
 """
@@ -85,6 +86,8 @@ class Commits:
         self.has_begun = False
         """True once the run of this job is in its folder: a later generation continues it."""
         self.last_step = 0
+        self.is_state_lost = False
+        """True if the job has made progress, but no member of this generation holds a commit of it; the same on every rank."""
         self._worker = worker
         self._places = (_Place(), _Place())
         self._last = self._places[0]
@@ -102,6 +105,8 @@ class Commits:
         self._joined = joined
         # In each generation, because hosts have come and gone, and the copy should be on another host than its original.
         self._distance = copy_distance([member.host for member in joined.members])
+        # A job that has made progress has begun, also if all ranks that did so are lost.
+        self.has_begun |= joined.has_progressed
         own = [int(self.has_begun), *(number for place in self._places for number in place.held.numbers())]
         rows_W = self._gather(own, device)
         # A rank that is new in the job has begun nothing, but must take the same way as the others.
@@ -110,6 +115,10 @@ class Commits:
             [HeldCommit(*row[start : start + NUM_NUMBERS]) for start in range(1, len(row), NUM_NUMBERS)]
             for row in rows_W
         ]
+        # Where progress was reported, a commit was made: each generation begins with one.
+        self.is_state_lost = joined.has_progressed and not any(
+            commit.generation for commits in held_W for commit in commits
+        )
         return newest_whole_commit(held_W)
 
     def _gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
