@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ import torch.distributed as dist
 from tests.conftest import free_port
 
 from megaclass.distributed import process_group as groups
-from megaclass.distributed.process_group import choose_device, process_group, unused_gpus
+from megaclass.distributed.network.rank0_address import name_interfaces
+from megaclass.distributed.process_group import (
+    abort_nccl,
+    choose_device,
+    outlive_lost_ranks,
+    process_group,
+    unused_gpus,
+)
 from megaclass.errors import LaunchError
 from megaclass.world import World
 
@@ -43,6 +51,63 @@ def test_a_process_of_an_elastic_job_goes_on_after_an_error_without_its_group():
     with pytest.raises(ZeroDivisionError), process_group(World(), device="cpu", ends_process=False):
         raise ZeroDivisionError
     assert not dist.is_initialized()
+
+
+def test_the_interface_of_a_group_is_not_that_of_the_next_one_and_not_that_of_other_programs(monkeypatch):
+    """Ranks of one machine talk over loopback. A generation with further hosts, or a job that is started later, must not."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    name_interfaces(World(rank=0, size=2, local_size=2, address="127.0.0.1"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    name_interfaces(World(rank=0, size=3, local_size=2, address="127.0.0.1"))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    world = World(rank=1, size=2, local_rank=1, local_size=2, address="127.0.0.1", port=free_port())
+    with pytest.raises(LaunchError), process_group(world, device="cpu", join_s=0.5):
+        pass
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    name_interfaces(World(rank=0, size=2, local_size=2, address="127.0.0.1"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_a_process_of_an_elastic_job_outlives_lost_ranks_unless_the_user_says_otherwise():
+    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    outlive_lost_ranks(env)
+    # Otherwise torch's watchdog sleeps for a minute before it aborts, and holds a lock that the training thread needs.
+    expected = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+    assert env == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **expected}
+
+
+class _NcclGroup:
+    """Stands for a group of NCCL, which is aborted twice: the second time torch raises."""
+
+    def __init__(self) -> None:
+        self.num_aborts = 0
+
+    def _get_backend(self, device: torch.device) -> "_NcclGroup":
+        assert device.type == "cuda"
+        return self
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        if self.num_aborts > 1:
+            raise RuntimeError("already aborted")
+
+
+def test_an_abort_ends_operations_of_nccl_and_leaves_the_default_group_in_place(monkeypatch):
+    """Without a default group the training thread would take this rank for a world of one and continue alone."""
+    abort_nccl()
+    with process_group(World(), device="cpu"):
+        abort_nccl()
+        # gloo's operations end with their connections.
+        dist.barrier()
+        group = _NcclGroup()
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "get_backend", lambda: dist.Backend.NCCL)
+            patch.setattr(dist, "group", SimpleNamespace(WORLD=group))
+            abort_nccl()
+            abort_nccl()
+        assert dist.is_initialized() and group.num_aborts == 2
 
 
 def test_every_rank_says_which_device_it_uses(capsys):

@@ -23,7 +23,7 @@ from megaclass.distributed.devices import gpu_of_rank, no_gpu, ranks_sharing_a_g
 from megaclass.distributed.gloo_exit import end_gloo, end_gloo_at_exit
 from megaclass.distributed.network.addresses import source_towards
 from megaclass.distributed.network.connection_watch import Address, ConnectionWatch, network_timeout
-from megaclass.distributed.network.rank0_address import interface_names, meeting_point
+from megaclass.distributed.network.rank0_address import forget_interfaces, meeting_point, name_interfaces
 from megaclass.distributed.network.store import make_store
 from megaclass.errors import ConnectionLostError, LaunchError
 from megaclass.world import World
@@ -73,7 +73,6 @@ def process_group(
     """
     join_s = timeout_s if join_s is None else join_s
     world = meeting_point(world)
-    os.environ.update(interface_names(world))
     chosen = choose_device(device, world if gpu is None else replace(world, local_rank=gpu))
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     sender = {"sender": world.name()}
@@ -85,7 +84,7 @@ def process_group(
         if not ends_process:
             outlive_lost_ranks()
     _drop_group_left_by_error()
-    with watched_connections(world, ends_process=ends_process) as watch:
+    with _interfaces_named(world), watched_connections(world, ends_process=ends_process) as watch:
         try:
             store = _store(world, join_s)
             if chosen.type == "cuda":
@@ -173,6 +172,15 @@ def _end_group() -> None:
     end_gloo()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def _interfaces_named(world: World) -> Iterator[None]:
+    name_interfaces(world)
+    try:
+        yield
+    finally:
+        forget_interfaces()
 
 
 def is_echo(error: Exception) -> bool:

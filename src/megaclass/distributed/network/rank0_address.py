@@ -60,6 +60,28 @@ def is_one_machine(world: World, env: Mapping[str, str] = os.environ) -> bool:
     return world.local_size == world.size and (is_counted or world.address in ("127.0.0.1", "localhost", "::1"))
 
 
+_named: dict[str, str] = {}
+"""Variables that this process has set by itself; see name_interfaces()."""
+
+
+def name_interfaces(world: World) -> None:
+    """Sets the variables of interface_names().
+
+    Those of an earlier call do not count as the user's: another world may need others.
+    """
+    forget_interfaces()
+    _named.update(interface_names(world))
+    os.environ.update(_named)
+
+
+def forget_interfaces() -> None:
+    """Takes back what name_interfaces() has set: programs that this process starts later may belong to other worlds."""
+    for name, value in _named.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _named.clear()
+
+
 def interface_names(world: World, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns variables that make gloo and NCCL use the interface towards rank 0; none if the user has set one of them.
 

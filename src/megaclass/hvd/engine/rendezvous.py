@@ -27,7 +27,7 @@ from megaclass.distributed.devices import ranks_sharing_a_gpu, visible_gpus
 from megaclass.distributed.network.addresses import interfaces, is_own
 from megaclass.distributed.network.connection_watch import ConnectionWatch, network_timeout
 from megaclass.distributed.network.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
-from megaclass.distributed.network.rank0_address import interface_names, meeting_point
+from megaclass.distributed.network.rank0_address import meeting_point, name_interfaces
 from megaclass.distributed.network.store import SignedStore, allow_many_connections, make_store
 from megaclass.distributed.process_group import explained
 from megaclass.errors import LaunchError
@@ -76,7 +76,7 @@ class Rendezvous:
         uses_default_group = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
         if not uses_default_group:
             world = meeting_point(world)
-            os.environ.update(interface_names(world))
+            name_interfaces(world)
         here, size = (dist.get_rank(), dist.get_world_size()) if uses_default_group else (world.rank, world.size)
         members = tuple(sorted(set(ranks))) if ranks else tuple(range(size))
         if here not in members:
