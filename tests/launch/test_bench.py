@@ -109,12 +109,13 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch):
         bench.run_bench(BenchSettings(backend="nccl"), World(), is_json=False)
 
 
-def test_two_ranks_on_one_gpu_are_refused_under_nccl_and_talk_through_gloo_otherwise(monkeypatch, capfd):
+def test_more_ranks_than_gpus_are_refused_under_nccl_and_talk_through_gloo_otherwise(monkeypatch, capfd):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    world = World(rank=0, size=2, local_size=2, port=1)
+    # A rank that sees one GPU may have it for itself: the process group finds out.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    world = World(rank=0, size=3, local_size=3, port=1)
     with pytest.raises(
-        LaunchError, match=r"asked for nccl, but torch .* sees 1 GPU\(s\) for 2 ranks: use --backend gloo"
+        LaunchError, match=r"asked for nccl, but torch .* sees 2 GPU\(s\) for 3 ranks: use --backend gloo"
     ):
         bench.run_bench(BenchSettings(backend="nccl"), world, is_json=False)
     chosen = []

@@ -174,10 +174,10 @@ def test_names_of_a_batch_system_that_are_too_long_never_reach_ssh(tmp_path):
     ],
 )
 def test_a_node_list_of_more_hosts_than_there_can_be_is_refused_at_once(nodes):
-    begun = time.monotonic()
+    begun = time.process_time()
     message = refusal(hosts_from_batch_system, {"SLURM_JOB_NODELIST": nodes})
     assert "not believable" in message and "at most 100,000" in message and len(message) < 400
-    assert time.monotonic() - begun < 5.0
+    assert time.process_time() - begun < 5.0
 
 
 def test_a_count_of_more_nodes_than_there_can_be_is_refused_at_once():
