@@ -1,11 +1,13 @@
-"""Network outages while ranks on two hosts exchange data: which lengths cost nothing.
+"""Network outages while ranks on two hosts exchange data: which lengths cost nothing, and how a longer one ends the job.
 
     python tests/soak/outages.py [--seconds 2 5 10 15 20] [--count 10]
 
 Each length has two hosts of its own (network namespaces, needs root) and one run of `megaclass run` with the default limits,
 which all of its outages meet in turn: the cable is pulled, or the packets vanish, in alternation, at a random moment of a step.
 The lengths are tried at the same time. An outage is survived when the ranks go on in the same start; a run that ended is
-started again for the next one. Prints one row per length.
+started again for the next one. Prints one row per length. Then the cable of one of three hosts is pulled for good, under a
+program of torch.distributed and one of hvd: prints the seconds until the driver and the ranks of the lost host have ended, the
+exit code, and the headline, which must name the host that is gone.
 """
 
 import argparse
@@ -28,6 +30,17 @@ with process_group(world_from_environment(), device="cpu"):
         dist.all_reduce(torch.ones(100_000))
         print("step", flush=True)
         time.sleep(0.2)
+"""
+
+
+HVD_PROGRAM = """
+import time, torch
+import megaclass.hvd as hvd
+hvd.init()
+while True:
+    hvd.allreduce(torch.ones(100_000), name="step")
+    print("step", flush=True)
+    time.sleep(0.2)
 """
 
 
@@ -80,6 +93,27 @@ def measure(length_s: float, count: int) -> tuple[int, list[float], list[str]]:
     return count - len(ends), recovered, ends
 
 
+def measure_end(name: str, program: str) -> str:
+    """Pulls the cable of the second of three hosts for good; returns a row: seconds of driver and ranks, code, headline."""
+    folder = Path(tempfile.mkdtemp(prefix="megaclass-outage-"))
+    (folder / "job.py").write_text(program)
+    bed = launch_fixtures().Bed(folder)
+    bed.start_in_background("up", "3")
+    try:
+        run = bed.start("-H", "h1:1,h2:1,h3:1", "python", str(folder / "job.py"))
+        run.says("step", times=12, timeout_s=120)
+        bed.do("cut", "h2")
+        cut = time.monotonic()
+        code = run.wait(90)
+        driver_s = time.monotonic() - cut
+        gone_s = driver_s + bed.seconds_until_nothing_is_left(60.0, apart_from="sshd")
+        headline = next((line for line in run.err.splitlines() if line.startswith("megaclass: ")), "none")
+    finally:
+        bed.start_in_background("down")
+        shutil.rmtree(folder, ignore_errors=True)
+    return f"| {name} | {driver_s:.1f} | {gone_s:.1f} | {code} | {headline} |"
+
+
 def _report(length_s: float, count: int) -> None:
     survived, recovered, ends = measure(length_s, count)
     later = f"{sorted(recovered)[len(recovered) // 2]:.1f} | {max(recovered):.1f}" if recovered else "— | —"
@@ -100,6 +134,9 @@ def main() -> None:
         process.start()
     for process in processes:
         process.join()
+    print("\n| cut for good | driver, s | all ranks, s | exit code | headline |\n|---|---|---|---|---|", flush=True)
+    for name, program in (("torch.distributed", PROGRAM), ("hvd", HVD_PROGRAM)):
+        print(measure_end(name, program), flush=True)
 
 
 if __name__ == "__main__":
