@@ -42,7 +42,7 @@ _WITHOUT_LOST_RANKS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""What lets a process outlive its process group. Read by torch whenever it creates a group of NCCL."""
+"""Variables with which a process outlives its group. torch reads them whenever it creates a group of NCCL."""
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
