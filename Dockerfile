@@ -18,9 +18,8 @@ RUN python3 -m venv /opt/megaclass
 ENV PATH=/opt/megaclass/bin:$PATH
 RUN pip install --no-cache-dir "torch==${TORCH_VERSION}" --index-url "${TORCH_INDEX}"
 
-COPY pyproject.toml README.md LICENSE /src/
-COPY src /src/src
-RUN pip install --no-cache-dir "/src[ui,onnx]" && rm -rf /src
+COPY packages /src
+RUN pip install --no-cache-dir /src/launch /src/horovod "/src/megaclass[ui,onnx]" && rm -rf /src
 
 COPY --chmod=755 deploy/sshd.sh /usr/local/bin/megaclass-sshd
 

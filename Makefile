@@ -20,8 +20,8 @@ test test-fast: export PYTHONDONTWRITEBYTECODE =
 # Three workers on two cores, because tests of processes and hosts wait for about a third of their time.
 WORKERS ?= 3
 test: $(VENV)/.dev-installed system-packages
-	$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist worksteal --cov=megaclass --cov-report=
-	@echo "coverage of src/ by the unit tests: $$($(BIN)/coverage report --format=total) %"
+	$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist worksteal --cov --cov-report=
+	@echo "coverage of packages/ by the unit tests: $$($(BIN)/coverage report --format=total) %"
 
 # Only the tests that start no process: a quick check while editing.
 test-fast: $(VENV)/.dev-installed
@@ -78,6 +78,8 @@ define install
 	@test ! -e $(VENV)/.pip-failed
 endef
 
+PROJECTS := $(wildcard packages/*/pyproject.toml)
+
 # A torch that the given Python already has is used; otherwise the version this project is developed on is installed.
 $(VENV)/.torch-installed:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "megaclass needs Python 3.11 or later, but $(PYTHON) is $$($(PYTHON) --version 2>&1): make $(MAKECMDGOALS) PYTHON=python3.12" && false)
@@ -88,17 +90,17 @@ $(VENV)/.torch-installed:
 	echo "Installing torch 2.13.0 into $(VENV), once: several hundred megabytes."; $(PIP) torch==2.13.0
 	@touch $@
 
-$(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
-	$(call install,megaclass with its progress bar and ONNX exporter,--editable ".[ui$(COMMA)onnx]")
+$(VENV)/.demo-installed: $(VENV)/.torch-installed $(PROJECTS)
+	$(call install,megaclass with its progress bar and ONNX exporter,--editable packages/launch --editable "packages/megaclass[ui$(COMMA)onnx]")
 	@touch $@
 
 # Without its dependencies: it asks for Pillow below 13, and the tests should run on the newest. These are what it imports besides.
 TRACKIO := trackio gradio-client orjson python-multipart brotli websockets
 
-$(VENV)/.dev-installed: $(VENV)/.torch-installed pyproject.toml
-	$(call install,megaclass and the tools of its tests,--editable ".[ui$(COMMA)onnx$(COMMA)dev]")
+$(VENV)/.dev-installed: $(VENV)/.torch-installed $(PROJECTS)
+	$(call install,the three packages and the tools of their tests,--editable packages/launch --editable packages/horovod --editable "packages/megaclass[ui$(COMMA)onnx$(COMMA)dev]")
 	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
-	@$(PIP) --quiet --editable ".[tensorflow]" || echo "TensorFlow could not be installed."
+	@$(PIP) --quiet --editable "packages/horovod[tensorflow]" || echo "TensorFlow could not be installed."
 	@echo "Installing trackio, which is optional, too."
 	@$(PIP) --quiet --no-deps $(TRACKIO) || echo "trackio could not be installed."
 	@touch $@ $(VENV)/.demo-installed

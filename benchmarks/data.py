@@ -26,7 +26,7 @@ from megaclass.data.loading import reader as reader_module
 from megaclass.data.order import ImageOrder, rank_batch
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.even_parts import even_part
+from megaclass_launch.even_parts import even_part
 
 BATCH, REPEATS = 256, 7
 

@@ -343,7 +343,7 @@ def simulation_table() -> list[str]:
     """Rank 0 of 64 with a process group that sends nothing; what the other ranks would send is a copy of its own."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import megaclass.distributed.collectives as collectives
+    import megaclass_launch.ranks.collectives as collectives
     from megaclass.head import gather_batch, settings
     from megaclass.head import step as head_step_module
     from megaclass.head.gpu import images as gpu_images

@@ -1,4 +1,4 @@
-"""megaclass.hvd against plain torch.distributed, in the same processes and the same minutes.
+"""horovod.torch against plain torch.distributed, in the same processes and the same minutes.
 
     python benchmarks/hvd.py [--pairs 40] [--out benchmarks/hvd.md] [--ranks 2] [--only-small | --only-step | --phases]
 
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import megaclass.hvd as hvd
-from megaclass.world import World, environment_of
+import horovod.torch as hvd
+from megaclass_launch.world import World, environment_of
 
 SIZES = [("4 KB", 1024, 40, 2.0), ("1 MiB", 256 * 1024, 15, 1.3), ("64 MiB", 16 * 1024 * 1024, 1, 1.1)]
 

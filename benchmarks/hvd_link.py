@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace) -> None:
     from mnist import Net
     from torch import nn
 
-    import megaclass.hvd as hvd
+    import horovod.torch as hvd
 
     torch.set_num_threads(1)
     hvd.init()

@@ -1,4 +1,4 @@
-"""megaclass.hvd.tensorflow against megaclass.hvd for torch, and a step of model.fit() with and without communication.
+"""horovod.tensorflow against horovod.torch for torch, and a step of model.fit() with and without communication.
 
     python benchmarks/hvd_tensorflow.py [--pairs 40] [--ranks 2] [--only-bridge | --only-step] [--out FILE]
 
@@ -30,12 +30,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 import torch
-
-import megaclass.hvd as torch_hvd
-import megaclass.hvd.keras as keras_hvd
-import megaclass.hvd.tensorflow as hvd
 from hvd import Time, alternate, milliseconds, ratio, start_ranks, verdict
-from megaclass.hvd.tensorflow import bridge
+
+import horovod.keras as keras_hvd
+import horovod.tensorflow as hvd
+import horovod.torch as torch_hvd
+from horovod.tensorflow import bridge
 
 # Name, count of numbers, repeats per pair, collectives in a row.
 SIZES = [

@@ -2,7 +2,8 @@
 
     python benchmarks/plan.py [--out benchmarks/plan.md] [--predict]
 
-Needs a GPU of the table in src/megaclass/capacity/job.py; --predict prints the predictions only, on any machine. Each row
+Needs a GPU of the table in packages/megaclass/src/megaclass/capacity/job.py; --predict prints the predictions only, on any
+machine. Each row
 builds the model as `megaclass train` does and takes whole steps on random images that are already on the device.
 """
 
@@ -23,10 +24,10 @@ from megaclass.capacity.speed import step_time
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
-from megaclass.distributed.process_group import process_group
 from megaclass.train.model.build import build_model
 from megaclass.train.step import training_step
-from megaclass.world import World
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import World
 
 MILLION = 1_000_000
 # backbone, images, classes, sample rate, train.compile

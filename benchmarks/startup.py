@@ -34,13 +34,13 @@ def child(backbone: str, device_name: str, data: str, begun: float) -> None:
 
     done("import torch")
     from megaclass.config.read import load_config_values
-    from megaclass.distributed.process_group import process_group
     from megaclass.train import loop as loop
     from megaclass.train import rank_main as rank_main
     from megaclass.train.model.build import build_model
     from megaclass.train.run.data import open_data
     from megaclass.train.step import compile_programs, training_step
-    from megaclass.world import World
+    from megaclass_launch.ranks.process_group import process_group
+    from megaclass_launch.world import World
 
     done("import megaclass")
     batch_size = BATCH if device_name == "cuda" else 32

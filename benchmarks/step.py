@@ -26,10 +26,10 @@ from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.distributed.data_parallel import data_parallel
-from megaclass.distributed.process_group import process_group
 from megaclass.train.model.build import Model, build_model
 from megaclass.train.step import training_step
-from megaclass.world import World
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import World
 
 ROWS = [
     ("iresnet50", 512, 1_048_576, 1.0),

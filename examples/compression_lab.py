@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-import megaclass.hvd as hvd
-from megaclass.distributed.wire_bytes import SentBytes
+import horovod.torch as hvd
+from megaclass_launch.ranks.wire_bytes import SentBytes
 
 ROWS = [
     ("serial", 1, "none"),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 FILES = {

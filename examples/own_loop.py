@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from megaclass import ArcFace, PartialFC, RowSGD
-from megaclass.distributed.process_group import process_group
-from megaclass.world import world_from_environment
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import world_from_environment
 
 world = world_from_environment()
 with process_group(world) as device:

@@ -28,8 +28,8 @@ import pytest
 from tests import guard
 from tests.be_host import be_host
 
-from megaclass.cli.logs import messages_on_stderr
-from megaclass.launch.network import reserve_port
+from megaclass_launch.messages import messages_on_stderr
+from megaclass_launch.network import reserve_port
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The tests may run inside a job, of Slurm for instance; the processes that they start are no ranks of it.
@@ -65,7 +65,7 @@ def _rank_main(calls: Connection, stacks: str, store_port: int, device: str, hos
     import torch
     import torch.distributed as dist
 
-    from megaclass.distributed import process_group as groups
+    from megaclass_launch.ranks import process_group as groups
 
     store = dist.TCPStore("127.0.0.1", store_port, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
@@ -111,7 +111,7 @@ class RankPool:
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Results by rank. `function` is a module-level function; it and its arguments are pickled."""
-        from megaclass.world import World
+        from megaclass_launch.world import World
 
         while len(self._ranks) < size:
             self._start_rank()

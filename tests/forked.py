@@ -28,8 +28,8 @@ import pytest
 from tests.conftest import fork_server, free_port
 
 from megaclass.cli.main import main
-from megaclass.launch.placement import rank_environment
-from megaclass.world import World
+from megaclass_launch.placement import rank_environment
+from megaclass_launch.world import World
 
 
 class Forked:

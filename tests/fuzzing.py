@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaclass.errors import UserError
+from megaclass_launch.errors import UserError
 
 MAX_SECONDS = 60
 """A reader that takes longer is killed by SIGALRM, in C code as well."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.checkpoint.test_save_and_load import save
 from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_json, mutate_text
 from tests.launch.test_hostile_agent import assert_harmless, mutated
+from tests.megaclass.checkpoint.test_save_and_load import save
 
 from megaclass.checkpoint.load import check_files
 from megaclass.checkpoint.manifest import read_manifest
@@ -20,9 +20,9 @@ from megaclass.evaluate.gallery import read_embeddings, read_megaface_features
 from megaclass.evaluate.pairs_list import read_pairs_list
 from megaclass.evaluate.protocols.templates import read_ijb
 from megaclass.insightface.import_config import import_config, recipe_text
-from megaclass.launch.hosts import hosts_from_file, hosts_from_option
-from megaclass.launch.wire.agent_messages import MAX_OUTPUT_BYTES, AgentMessageChecker
-from megaclass.launch.wire.protocol import MessageReader, ProtocolError
+from megaclass_launch.hosts import hosts_from_file, hosts_from_option
+from megaclass_launch.wire.agent_messages import MAX_OUTPUT_BYTES, AgentMessageChecker
+from megaclass_launch.wire.protocol import MessageReader, ProtocolError
 
 SAMPLE_MUTATIONS = 150
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"

@@ -24,15 +24,15 @@ from tests.pages import ROOT, Snippet, run_in_this_process, unused_reasons, why_
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NOT_RUN = {
-    r"^make ": "make is what runs these tests, and the demo; tests/examples and CI run the targets",
+    r"^make ": "make is what runs these tests, and the demo; tests/megaclass/examples and CI run the targets",
     r"^pip install": "installs into the environment that runs these tests",
     r"(-H |--hostfile|-hostfile)\S*(gpu-1|ip1|h1)": "several hosts; tests/launch runs these with hosts in network namespaces",
     r"^(mpirun|srun|sbatch|ray) |--launcher (slurm|ray|mpi)": "needs that scheduler; tests/launch/test_starters*.py run them",
     r"^torchrun --standalone --nproc-per-node 8": "eight processes; tests/launch/test_starters.py runs it with two",
-    r"import-config|work_dirs": "InsightFace's own files; tests/train/test_import_command.py and test_insightface.py have some",
+    r"import-config|work_dirs": "InsightFace's own files; tests/megaclass/train has some",
     r"--host-discovery-script": "needs a script of the user; tests/launch has one",
-    r"--distractors": "MegaFace's folders; tests/evaluate/test_identification.py runs it",
-    r"^megaclass push": "publishes; tests/evaluate/test_trained_models.py pushes to a small hub of its own",
+    r"--distractors": "MegaFace's folders; tests/megaclass/evaluate/test_identification.py runs it",
+    r"^megaclass push": "publishes; tests/megaclass/evaluate/test_trained_models.py pushes to a small hub of its own",
     r"^megaclass demo": "the demo's recipe in full; tests/test_package.py runs it small from the wheel",
     r"^torch.save": "one line of Python about a file of the user",
     r"^megaclass check$|check --json": "tests/launch/test_check.py runs it",
@@ -40,7 +40,7 @@ NOT_RUN = {
 # Python blocks that are no whole programs, by a part of their text.
 BLOCKS_NOT_RUN = {
     "hvd.elastic.TorchState": "an outline; examples/elastic_torch.py is the whole program, which tests start",
-    "make_store(world": "two lines of a script under a launcher; tests/hvd runs them",
+    "make_store(world": "two lines of a script under a launcher; tests/horovod runs them",
 }
 # Without torchvision timm cannot be imported.
 HAS_TIMM = all(importlib.util.find_spec(name) for name in ("timm", "torchvision"))
@@ -52,7 +52,7 @@ SMALLER = [
     (r"data\.size=\[112,96\]", "data.size=[48,32]"),
     (r"\bmodel\.onnx", "exported/model.onnx"),  # that of an earlier command
     (r"^(megaclass plan .*)", r"\1 backbone.name=slim"),
-    (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/evaluate/test_templates.py draws one
+    (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/megaclass/evaluate/test_templates.py draws one
     (r"train\.nproc=8", "train.nproc=1"),
     (r"\bRECIPE\b", "recipe.toml"),
     (r"train\.epochs=\d+", "train.epochs=0.1"),

@@ -33,9 +33,9 @@ TRANSLATED += [(page.with_name(page.name.replace(".zh-CN", "")), page) for page 
 
 NOT_RUN = {
     r"gpu-1|^srun|^sbatch": "several hosts or Slurm; tests/launch runs such lines with hosts in network namespaces",
-    r"train\.nproc=8": "eight processes; tests/train starts two and four",
+    r"train\.nproc=8": "eight processes; tests/megaclass/train starts two and four",
     r"127\.0\.0\.1": "two agents; tests/launch runs it",
-    r"work_dirs": "InsightFace's own checkpoints; tests/train/test_insightface.py writes some",
+    r"work_dirs": "InsightFace's own checkpoints; tests/megaclass/train/test_insightface.py writes some",
 }
 # What makes a command small: (pattern, replacement).
 SMALLER = [
@@ -212,7 +212,7 @@ def test_from_horovod(folder):
 @pytest.mark.ranks
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None,
-    reason="TensorFlow is not installed: pip install 'megaclass[tensorflow]'",
+    reason="TensorFlow is not installed: pip install 'megaclass-horovod[tensorflow]'",
 )
 def test_from_horovod_with_keras(folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".md", ".toml", ".yaml", ".j2", ".js", ".css"}
-FOLDERS = ("src/", "docs/", "examples/", "recipes/", "benchmarks/", "deploy/")
+FOLDERS = ("packages/", "docs/", "examples/", "recipes/", "benchmarks/", "deploy/")
 _THINGS = (
     "rank|process|host|image|class|step|second|epoch|embedding|line|file|folder|batch|row|identity|GPU|thread|index"
 )
@@ -50,7 +50,7 @@ def problems(path: Path) -> list[str]:
             for phrase, better in PHRASES.items()
             for match in re.finditer(phrase, line, re.IGNORECASE)
         ]
-        if path.suffix == ".py" and path.is_relative_to(ROOT / "src") and (match := DOCSTRING.match(line)):
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "packages") and (match := DOCSTRING.match(line)):
             found.append(f"{where}: a docstring starts with {match[1]!r}: start with a verb or a noun phrase.")
     return found
 

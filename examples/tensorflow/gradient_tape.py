@@ -7,9 +7,10 @@
 
 import argparse
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 from drawn_digits import drawn_digits
+
+import horovod.tensorflow as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--images", type=int, default=8192)

@@ -7,10 +7,11 @@ The images are drawn, so that nothing is downloaded. `Horovod:` marks what Horov
 
 import argparse
 
-import horovod.tensorflow.keras as hvd
 import keras
 import tensorflow as tf
 from drawn_digits import drawn_digits
+
+import horovod.tensorflow.keras as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--images", type=int, default=8192)

@@ -6,9 +6,10 @@ megaclass run --horovod -np 2 python examples/tensorflow/synthetic_benchmark.py 
 import argparse
 import timeit
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+
+import horovod.tensorflow as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="ResNet50", help="a name in tf.keras.applications")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 
 NUM_SAMPLES, NUM_EPOCHS, STEP_S = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 STOP_FILE = sys.argv[4] if len(sys.argv) > 4 else ""

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass.errors import LaunchError
-from megaclass.launch.agent import driver_connection
-from megaclass.launch.agent import driver_connection as driver_pipe
-from megaclass.launch.agent.driver_connection import DriverConnection
-from megaclass.launch.agent.heartbeat import AgentHeartbeat
-from megaclass.launch.agent.worker_output import WorkerOutput
-from megaclass.launch.agent.worker_setup import Rank0Ports, WorkerSetup
-from megaclass.launch.wire.protocol import encode
-from megaclass.world import World
+from megaclass_launch.agent import driver_connection
+from megaclass_launch.agent import driver_connection as driver_pipe
+from megaclass_launch.agent.driver_connection import DriverConnection
+from megaclass_launch.agent.heartbeat import AgentHeartbeat
+from megaclass_launch.agent.worker_output import WorkerOutput
+from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.wire.protocol import encode
+from megaclass_launch.world import World
 
 
 @pytest.fixture

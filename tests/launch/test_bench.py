@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaclass.bench import allreduce as bench
-from megaclass.bench.allreduce import OPERATIONS, BenchSettings, bus_factor, measure, parse_bytes
-from megaclass.errors import ConfigError, LaunchError
-from megaclass.world import World
+from megaclass_launch.errors import ConfigError, LaunchError
+from megaclass_launch.ranks import bench_allreduce as bench
+from megaclass_launch.ranks.bench_allreduce import OPERATIONS, BenchSettings, bus_factor, measure, parse_bytes
+from megaclass_launch.world import World
 
 
 def measured(operation):

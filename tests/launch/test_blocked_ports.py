@@ -18,8 +18,8 @@ FROM_ANYBODY, FROM_H2, FROM_H3 = "10.123.0.0/24", "10.123.0.2", "10.123.0.3"
 
 TRAINING = """
 import time, torch, torch.distributed as dist
-from megaclass.distributed.process_group import process_group
-from megaclass.world import world_from_environment
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import world_from_environment
 with process_group(world_from_environment(), device="cpu"):
     while True:
         dist.all_reduce(torch.ones(1000))
@@ -28,7 +28,7 @@ with process_group(world_from_environment(), device="cpu"):
 """
 HOROVOD = """
 import time, torch
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 hvd.init()
 while True:
     hvd.allreduce(torch.ones(1000), name="step")
@@ -37,7 +37,7 @@ while True:
 """
 IDLE_HOROVOD = """
 import time, torch
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 hvd.init()
 hvd.allreduce(torch.ones(1000), name="step")
 print("step", flush=True)

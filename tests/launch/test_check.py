@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import megaclass
+import megaclass_launch
 from megaclass.cli.main import main
-from megaclass.launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
-from megaclass.launch.check.probe import code_digest
-from megaclass.launch.check.report import FindingState, Report, bad, good
-from megaclass.launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
-from megaclass.launch.wire.plain_text import plain_lines
-from megaclass.launch.wire.protocol import ProtocolError
+from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
+from megaclass_launch.check.probe import code_digest
+from megaclass_launch.check.report import FindingState, Report, bad, good
+from megaclass_launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
+from megaclass_launch.wire.plain_text import plain_lines
+from megaclass_launch.wire.protocol import ProtocolError
 
 _MEMORY = {"free_bytes": 130 << 30, "total_bytes": 140 << 30}
 GPU = {"name": "NVIDIA H200", "microseconds": 25.0, "is_right": True, **_MEMORY}
@@ -38,9 +38,9 @@ ON_CPU = {**TORCH, "cuda": None, "nccl": None, "is_usable": False, "gpus": [], "
 FACTS = {
     "hostname": "gpu-1",
     "python": "3.12.1",
-    "versions": {"Python": "3.12", "megaclass": "0.1.0", "torch": "2.13.0"},
+    "versions": {"Python": "3.12", "megaclass-launch": "0.1.0", "torch": "2.13.0"},
     "megaclass": "0.1.0",
-    "code": "0123456789abcdef",
+    "code": {"megaclass-launch": "0123456789abcdef"},
     "config": None,
     "torch": TORCH,
     "mpi": None,
@@ -91,7 +91,7 @@ def test_a_host_without_a_gpu_trains_on_its_cpus():
     old = finding("TensorFlow", tensorflow="2.15.1")
     assert (old.state, old.advice) == (
         FindingState.DOUBTFUL,
-        'megaclass.hvd.tensorflow needs 2.16 or later: pip install "tensorflow>=2.16"',
+        'horovod.tensorflow needs 2.16 or later: pip install "tensorflow>=2.16"',
     )
 
 
@@ -151,14 +151,14 @@ def test_what_somebody_will_wonder_about_later_does_not_stop_the_start(what, cha
 
 def test_hosts_that_differ_are_set_against_each_other():
     versions = {**FACTS["versions"], "torch": "2.12.0"}
-    other = {**FACTS, "code": "ffffffffffffffff", "config": "b" * 64, "versions": versions}
+    other = {**FACTS, "code": {"megaclass-launch": "ffffffffffffffff"}, "config": "b" * 64, "versions": versions}
     hosts = {"h1": {**FACTS, "config": "a" * 64}, "h2": other}
     findings = [
         f for f in difference_findings(hosts, "tiny.toml", "/job", "/env/python") if f.state is FindingState.BAD
     ]
     assert {f.what: f.found for f in findings} == {
         "same versions": "torch is 2.13.0 on h1; 2.12.0 on h2",
-        "same code": "megaclass is 0123456789ab on h1; ffffffffffff on h2",
+        "same code": "megaclass-launch is 0123456789ab on h1; ffffffffffff on h2",
         "same config": "tiny.toml is aaaaaaaaaaaa on h1; bbbbbbbbbbbb on h2",
     }
     assert [f.advice for f in findings if f.what != "same code"] == [
@@ -385,7 +385,7 @@ def test_a_python_that_says_nothing_here_is_not_blamed_on_ssh(capsys, tmp_path):
     assert main(["check", "--python", str(slow), "--start-timeout", "0.5"]) == 1
     table = capsys.readouterr().out
     assert table.startswith("localhost (this machine)\n") and "[!] Python      it did not report in time\n" in table
-    assert f"Type: {slow} -m megaclass --version" in table
+    assert f"Type: {slow} -m megaclass_launch --version" in table
 
 
 @pytest.mark.ranks
@@ -416,7 +416,7 @@ def test_without_ssh_here_no_host_is_asked(monkeypatch, tmp_path, capsys):
 def test_a_firewall_a_missing_interface_and_hosts_with_other_code_torch_and_recipe_are_found(bed, check, tmp_path):
     if shutil.which("nft") is None:
         pytest.skip("there is no nft: apt-get install nftables")
-    source = Path(megaclass.__file__).parent / "errors.py"
+    source = Path(megaclass_launch.__file__).parent / "errors.py"
     (tmp_path / "errors.py").write_text(source.read_text() + "\n# changed\n")
     version = Path(torch.__file__).with_name("version.py")
     (tmp_path / "version.py").write_text(version.read_text().replace(torch.__version__, "2.11.7"))

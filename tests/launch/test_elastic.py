@@ -15,8 +15,8 @@ JOB = [sys.executable, str(Path(__file__).with_name("elastic_job.py"))]
 _QUICK = """
 import os, sys, time
 from pathlib import Path
-from megaclass.distributed.rank_status import own_status
-from megaclass.launch.elastic.worker import Why, elastic_worker
+from megaclass_launch.rank_status import own_status
+from megaclass_launch.elastic.worker import Why, elastic_worker
 folder = Path(__file__).parent
 worker, why = elastic_worker(), Why.START
 def is_there(name):

@@ -4,17 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass.launch.driver.agent_pipe import PipeState
-from megaclass.launch.driver.job_end import JobEnd
-from megaclass.launch.driver.outcome import Outcome
-from megaclass.launch.driver.ssh import SshSettings
-from megaclass.launch.elastic.agents import ElasticAgents
-from megaclass.launch.elastic.decisions import Generations, HostUpdates, Leavers, NewWorkers, RankMinimum
-from megaclass.launch.elastic.discovery import DiscoveryAnswer, HostTable
-from megaclass.launch.elastic.job import ElasticJob, WorkerTable
-from megaclass.launch.elastic.worker_events import WorkerEvents
-from megaclass.launch.hosts import Host
-from megaclass.launch.options import parse_options
+from megaclass_launch.driver.agent_pipe import PipeState
+from megaclass_launch.driver.job_end import JobEnd
+from megaclass_launch.driver.outcome import Outcome
+from megaclass_launch.driver.ssh import SshSettings
+from megaclass_launch.elastic.agents import ElasticAgents
+from megaclass_launch.elastic.decisions import Generations, HostUpdates, Leavers, NewWorkers, RankMinimum
+from megaclass_launch.elastic.discovery import DiscoveryAnswer, HostTable
+from megaclass_launch.elastic.job import ElasticJob, WorkerTable
+from megaclass_launch.elastic.worker_events import WorkerEvents
+from megaclass_launch.hosts import Host
+from megaclass_launch.options import parse_options
 
 
 class Pipe:

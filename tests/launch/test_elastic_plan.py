@@ -5,12 +5,12 @@ import signal
 
 import pytest
 
-from megaclass.errors import LaunchError
-from megaclass.launch.elastic import discovery
-from megaclass.launch.elastic.discovery import HostTable, hosts_from_script, parse_lines
-from megaclass.launch.elastic.generation import Generation, WorkerRecord, chosen, publication, worlds_of
-from megaclass.launch.elastic.worker import Why
-from megaclass.launch.hosts import Host
+from megaclass_launch.elastic import discovery
+from megaclass_launch.elastic.discovery import HostTable, hosts_from_script, parse_lines
+from megaclass_launch.elastic.generation import Generation, WorkerRecord, chosen, publication, worlds_of
+from megaclass_launch.elastic.worker import Why
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.hosts import Host
 
 
 def worker(number: int, host: str, slot: int, rank: int | None = None, why: Why = Why.CHANGED) -> WorkerRecord:

@@ -13,11 +13,11 @@ from tests.launch.conftest import wait_until
 from tests.launch.counting_backbone import lost_and_repeated
 
 from megaclass.config.read import load_config
-from megaclass.distributed.process_group import process_group
-from megaclass.events_file import read_events
 from megaclass.train.rank_main import RankContext, train_in_group
 from megaclass.train.start.restart import StartMode
-from megaclass.world import World
+from megaclass_launch.events_file import read_events
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import World
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parents[1] / "recipes" / "demo.toml"

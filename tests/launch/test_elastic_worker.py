@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 import pytest
 
-from megaclass.errors import LaunchError
-from megaclass.launch.elastic.channel import Channel, ChannelError
-from megaclass.launch.elastic.worker import Dismissed, ElasticWorker, Why
-from megaclass.world import World
+from megaclass_launch.elastic.channel import Channel, ChannelError
+from megaclass_launch.elastic.worker import Dismissed, ElasticWorker, Why
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.world import World
 
 
 @pytest.fixture

@@ -9,37 +9,40 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass.distributed.rank_status import OwnStatus, RankStatus, StatusPage
-from megaclass.launch.driver.hang_watch import HangWatch
-from megaclass.launch.driver.outcome import OutcomeDecision, Reason
-from megaclass.launch.driver.rank_table import RankTable
-from megaclass.launch.exit_codes import EXIT_HUNG
-from megaclass.launch.hang import own_watch, record
-from megaclass.launch.hang.stacks import LookClock, RankReport
-from megaclass.launch.hang.verdict import find_verdict
-from megaclass.launch.hosts import Host
-from megaclass.launch.placement import place_ranks
-from megaclass.world import World
+from megaclass_launch.driver.hang_watch import HangWatch
+from megaclass_launch.driver.outcome import OutcomeDecision, Reason
+from megaclass_launch.driver.rank_table import RankTable
+from megaclass_launch.exit_codes import EXIT_HUNG
+from megaclass_launch.hang import own_watch, record
+from megaclass_launch.hang.stacks import LookClock, RankReport
+from megaclass_launch.hang.verdict import find_verdict
+from megaclass_launch.hosts import Host
+from megaclass_launch.placement import place_ranks
+from megaclass_launch.rank_status import OwnStatus, RankStatus, StatusPage
+from megaclass_launch.world import World
 
 LIB = "/usr/lib/python3.12"
 GATHER = [
     "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py:4394:all_gather_into_tensor",
     "/venv/lib/python3.12/site-packages/torch/distributed/c10d_logger.py:83:wrapper",
-    "/src/megaclass/distributed/collectives.py:29:gather_blocks",
-    "/src/megaclass/train/loop.py:91:train",
+    "/packages/launch/src/megaclass_launch/ranks/collectives.py:29:gather_blocks",
+    "/packages/megaclass/src/megaclass/train/loop.py:91:train",
 ]
 REDUCE = [GATHER[0].replace("all_gather_into_tensor", "all_reduce"), *GATHER[1:]]
 BACKWARD = [
     "/venv/lib/python3.12/site-packages/torch/autograd/graph.py:824:_engine_run_backward",
-    "/src/megaclass/train/step.py:91:_forward_backward",
+    "/packages/megaclass/src/megaclass/train/step.py:91:_forward_backward",
 ]
 WAITS_FOR_LOADER = [
     f"{LIB}/threading.py:355:wait",
     f"{LIB}/concurrent/futures/_base.py:451:result",
-    "/src/megaclass/data/loader.py:142:batches",
-    "/src/megaclass/train/loop.py:80:train",
+    "/packages/megaclass/src/megaclass/data/loader.py:142:batches",
+    "/packages/megaclass/src/megaclass/train/loop.py:80:train",
 ]
-READS = ["/src/megaclass/data/sources/files.py:77:read", "/src/megaclass/data/loader.py:199:_read"]
+READS = [
+    "/packages/megaclass/src/megaclass/data/sources/files.py:77:read",
+    "/packages/megaclass/src/megaclass/data/loader.py:199:_read",
+]
 IDLE = [f"{LIB}/concurrent/futures/thread.py:81:_worker", f"{LIB}/threading.py:982:run"]
 OWN = ["/home/me/job/train.py:12:main", "/home/me/job/train.py:30:<module>"]
 
@@ -58,7 +61,7 @@ def dumped(*threads: list[str]) -> str:
 
 def report(rank: int, *threads: list[str], state: str = "answered", step: int = 1233, **more) -> RankReport:
     host = f"gpu-{1 + rank // 2}"
-    known = {"rank": rank, "host": host, "pid": 100 + rank, "package": "/src/megaclass"}
+    known = {"rank": rank, "host": host, "pid": 100 + rank, "package": "/packages/megaclass/src/megaclass"}
     return RankReport(state=state, step=step, stacks=dumped(*threads), **(known | more))
 
 
@@ -74,14 +77,18 @@ def test_the_rank_that_waits_for_a_file_is_named_with_the_file_and_the_others_wi
     assert verdict.groups[1][0] == tuple(rank for rank in range(16) if rank != 3)
 
 
-SAYS = "/src/megaclass/distributed/rank_status.py:213"
-LOADER_IDLE = [f"{SAYS}:wait_for_work", "/src/megaclass/data/loading/worker.py:53:run", f"{LIB}/threading.py:982:run"]
+SAYS = "/packages/launch/src/megaclass_launch/rank_status.py:213"
+LOADER_IDLE = [
+    f"{SAYS}:wait_for_work",
+    "/packages/megaclass/src/megaclass/data/loading/worker.py:53:run",
+    f"{LIB}/threading.py:982:run",
+]
 WAITS_FOR_LOADER_PROCESS = [
-    "/src/megaclass/data/loading/pool.py:188:_ready",
-    "/src/megaclass/data/loading/pool.py:172:_handle_messages",
+    "/packages/megaclass/src/megaclass/data/loading/pool.py:188:_ready",
+    "/packages/megaclass/src/megaclass/data/loading/pool.py:172:_handle_messages",
     f"{SAYS}:wait_for_helper",
-    "/src/megaclass/data/loading/pool.py:163:wait_for",
-    "/src/megaclass/train/loop.py:80:train",
+    "/packages/megaclass/src/megaclass/data/loading/pool.py:163:wait_for",
+    "/packages/megaclass/src/megaclass/train/loop.py:80:train",
 ]
 
 
@@ -140,10 +147,10 @@ def test_a_rank_that_cannot_answer_is_the_suspect_wherever_the_others_are(odd, w
 def test_a_rank_that_has_done_fewer_steps_comes_before_the_places():
     """On a GPU the other ranks are steps ahead, and wait for their devices in another place than the slow one."""
     gpu = [
-        "/src/megaclass/train/metrics.py:66:<lambda>",
+        "/packages/megaclass/src/megaclass/train/metrics.py:66:<lambda>",
         f"{SAYS}:wait_for_gpu",
-        "/src/megaclass/train/metrics.py:66:read",
-        "/src/megaclass/train/loop.py:101:train",
+        "/packages/megaclass/src/megaclass/train/metrics.py:66:read",
+        "/packages/megaclass/src/megaclass/train/loop.py:101:train",
     ]
     verdict = find_verdict([report(0, gpu, step=20), report(1, GATHER, step=17), report(2, gpu, step=20)])
     assert verdict.suspects == (1,)

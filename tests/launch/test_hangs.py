@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.forked import Forked, megaclass_command, run_forked
 
-from megaclass.events_file import read_events
+from megaclass_launch.events_file import read_events
 
 HERE = Path(__file__).parent
 HUNG = 134
@@ -118,7 +118,7 @@ stuck() if rank else waits()
 
 HVD = """
 import sys, time, torch
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 hvd.init()
 for number in range(3):
     hvd.allreduce(torch.ones(3), name=f"gradient.{number}")

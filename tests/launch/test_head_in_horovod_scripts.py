@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import json, sys, torch, torch.distributed as dist
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 from megaclass import PartialFC
 from megaclass.errors import HeadError
 
@@ -65,9 +65,9 @@ def test_a_head_in_a_horovod_script_has_the_same_curve_on_any_number_of_ranks(ru
 
 REPLAY = """
 import torch
-import megaclass.hvd as hvd
-from megaclass.hvd.exceptions import HorovodInternalError
-from megaclass.hvd.functions import _Envelope
+import horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.functions import _Envelope
 
 hvd.init()
 # What a listener records of the first exchange under this name.

@@ -16,7 +16,7 @@ PRINTS = f"""
 import os
 rank = int(os.environ["HOROVOD_RANK"])
 print([name for name in {TORCHRUNS} if name in os.environ], *[os.environ.get(name) for name in {HOROVODRUNS}])
-from megaclass.world import world_from_environment
+from megaclass_launch.world import world_from_environment
 world = world_from_environment()
 assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 2, rank, 2), world
 assert str(world.port) == os.environ["MEGACLASS_STORE_PORT"] and world.starter == "megaclass run", world

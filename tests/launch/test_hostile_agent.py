@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from megaclass.launch.elastic.agents import ElasticMessageChecker
-from megaclass.launch.wire.agent_messages import (
+from megaclass_launch.elastic.agents import ElasticMessageChecker
+from megaclass_launch.wire.agent_messages import (
     MAX_OUTPUT_BYTES,
     MAX_REMARKS,
     AgentMessageChecker,
 )
-from megaclass.launch.wire.plain_text import for_terminal, plain_lines, plain_text
-from megaclass.launch.wire.protocol import MessageReader, ProtocolError, encode
+from megaclass_launch.wire.plain_text import for_terminal, plain_lines, plain_text
+from megaclass_launch.wire.protocol import MessageReader, ProtocolError, encode
 
 AGENT = f"""#!{sys.executable} -S
 import json, os, sys, time

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from megaclass.errors import LaunchError
-from megaclass.launch import network
-from megaclass.launch.driver.ssh import SshSettings, why_not_started
-from megaclass.launch.hosts import (
+from megaclass_launch import network
+from megaclass_launch.driver.ssh import SshSettings, why_not_started
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.hosts import (
     Host,
     hosts_from_batch_system,
     hosts_from_file,
     hosts_from_option,
     is_this_machine,
 )
-from megaclass.world import slurm_hosts, tasks_on_slurm_nodes
+from megaclass_launch.world import slurm_hosts, tasks_on_slurm_nodes
 
 TEN_KB = "x" * 10_000
 

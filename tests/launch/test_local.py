@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaclass.errors import LaunchError
-from megaclass.launch.agent.supervisor import Supervisor
-from megaclass.launch.launchers.local import default_threads, run_local
+from megaclass_launch.agent.supervisor import Supervisor
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.launchers.local import default_threads, run_local
 
 # Each rank writes its pid first, so that a test can see whether it is still there.
 _PREAMBLE = """
@@ -54,9 +54,9 @@ def parent(tmp_path, program):
     started = []
 
     def start(body, size):
-        grace = f"from megaclass.launch.launchers import local; local.GRACE_S = {GRACE_S}"
+        grace = f"from megaclass_launch.launchers import local; local.GRACE_S = {GRACE_S}"
         code = f"""{grace}
-from megaclass.cli.logs import messages_on_stderr
+from megaclass_launch.messages import messages_on_stderr
 with messages_on_stderr():
     raise SystemExit(local.run_local({program(body)!r}, {size}))"""
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -224,7 +224,7 @@ time.sleep(600)
 def test_nohup_keeps_the_ranks_at_work(tmp_path, program):
     code = _HELLO + "wait_for('go')\nsys.exit(4 + rank if rank == 0 else 0)"
     call = (
-        f"import sys; from megaclass.launch.launchers.local import run_local; sys.exit(run_local({program(code)!r}, 2))"
+        f"import sys; from megaclass_launch.launchers.local import run_local; sys.exit(run_local({program(code)!r}, 2))"
     )
     process = subprocess.Popen(["nohup", sys.executable, "-c", call], stderr=subprocess.DEVNULL)
     wait_until(lambda: len(pids(tmp_path)) == 2)

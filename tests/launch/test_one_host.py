@@ -28,10 +28,10 @@ def test_the_driver_and_the_agent_import_no_torch(run):
     done = run("-np", "2", "true", env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
     modules = re.findall(r"import time:.*\| +(\S+)$", done.err, re.MULTILINE)
-    assert "megaclass.launch.driver.job_run" in modules
+    assert "megaclass_launch.driver.job_run" in modules
     assert not [name for name in modules if name.split(".")[0] in ("torch", "numpy")]
     agent = subprocess.run(
-        [sys.executable, "-c", "import sys, megaclass.launch.agent.agent; sys.exit('torch' in sys.modules)"], timeout=60
+        [sys.executable, "-c", "import sys, megaclass_launch.agent.agent; sys.exit('torch' in sys.modules)"], timeout=60
     )
     assert agent.returncode == 0
 
@@ -313,7 +313,7 @@ def test_an_agent_killed_together_with_its_watchers_leaves_nothing_behind(run, a
     """Behind a shell, in sessions of their own, where the kernel does not end them with the agent."""
     started = run.start("-np", "2", "bash", "-c", "echo up; (setsid sleep 600 &) ; sleep 601; echo never")
     started.says("up", times=2)
-    [agent] = [pid for pid in run.processes() if b"megaclass.launch.agent.agent" in command_line(pid)]
+    [agent] = [pid for pid in run.processes() if b"megaclass_launch.agent.agent" in command_line(pid)]
     killed = [agent, *orphan_killers(run)[: 2 if "both" in also else 1], *([started.pid] if "driver" in also else [])]
     for pid in killed:
         os.kill(pid, signal.SIGSTOP)
@@ -330,7 +330,7 @@ def test_all_watchers_killed_at_the_same_instant_leave_no_rank_behind_a_shell(ru
     """Driver, agent and both orphan killers: the kernel kills the ranks' process groups."""
     started = run.start("-np", "2", "bash", "-c", f"echo up; {behind}")
     started.says("up", times=2)
-    [agent] = [pid for pid in run.processes() if b"megaclass.launch.agent.agent" in command_line(pid)]
+    [agent] = [pid for pid in run.processes() if b"megaclass_launch.agent.agent" in command_line(pid)]
     killed = [started.pid, *orphan_killers(run), agent]
     assert len(killed) == 4
     for pid in killed:
@@ -458,7 +458,7 @@ def test_an_interrupt_between_two_starts_ends_the_run(run, script):
 def test_restarts_stop_after_three_starts_without_progress(run, tmp_path, steps, num_restarts, reason):
     program = tmp_path / "job.py"
     program.write_text(
-        "import os, sys\nfrom megaclass.distributed.restart_progress import report_progress\n"
+        "import os, sys\nfrom megaclass_launch.restart_progress import report_progress\n"
         f"step = dict(enumerate({steps})).get(int(os.environ['MEGACLASS_RESTART']))\n"
         "if step is not None: report_progress(step)\n"
         "sys.exit(6)\n"

@@ -5,10 +5,10 @@ import inspect
 
 import pytest
 
-from megaclass.launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason
-from megaclass.launch.driver.restarts import RestartLimit, StartResult
-from megaclass.launch.launchers import LAUNCHERS
-from megaclass.launch.signals import InterruptLadder
+from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason
+from megaclass_launch.driver.restarts import RestartLimit, StartResult
+from megaclass_launch.launchers import LAUNCHERS
+from megaclass_launch.signals import InterruptLadder
 
 FAILED = Outcome(exit_code=9, failed_hosts=("h1",))
 OTHER = Outcome(exit_code=1)
@@ -69,5 +69,5 @@ def test_ctrl_c_asks_then_insists_then_kills():
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_every_launcher_in_the_table_is_a_module_with_the_same_function(name):
-    module = importlib.import_module(f"megaclass.launch.launchers.{LAUNCHERS[name].module}")
+    module = importlib.import_module(f"megaclass_launch.launchers.{LAUNCHERS[name].module}")
     assert [*inspect.signature(module.launch).parameters] == ["options", "hosts"]

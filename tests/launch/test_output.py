@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megaclass.launch.driver.failure_report import LastLines
-from megaclass.launch.driver.output import MAX_LINE_BYTES, LineCutter
+from megaclass_launch.driver.failure_report import LastLines
+from megaclass_launch.driver.output import MAX_LINE_BYTES, LineCutter
 
 
 def cut(*chunks):

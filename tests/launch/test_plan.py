@@ -2,11 +2,11 @@
 
 import pytest
 
-from megaclass.errors import LaunchError
-from megaclass.launch.driver.ssh import SshSettings, agent_command
-from megaclass.launch.hosts import Host
-from megaclass.launch.placement import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
-from megaclass.world import world_from_environment
+from megaclass_launch.driver.ssh import SshSettings, agent_command
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.hosts import Host
+from megaclass_launch.placement import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
+from megaclass_launch.world import world_from_environment
 
 THREE = [Host(name="h1", slots=2, is_local=True), Host(name="h2", slots=1), Host(name="h3", slots=2)]
 
@@ -18,20 +18,20 @@ given with -x or --env-file (values not shown): API_KEY
 passed on to other hosts (values not shown): NCCL_DEBUG PATH
 
 h1 (this machine): ranks 0-1
-  agent: /env/bin/python -X utf8 -P -m megaclass.launch.agent.agent
+  agent: /env/bin/python -X utf8 -P -m megaclass_launch.agent.agent
   rank 0: {0}
   rank 1: {1}
 
 h2: rank 2
   agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h2 \
-'nice -n 5 /env/bin/python -X utf8 -P -m megaclass.launch.agent.agent'
+'nice -n 5 /env/bin/python -X utf8 -P -m megaclass_launch.agent.agent'
   rank 2: {2}
 
 h3: rank 3
   agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h3 \
-'nice -n 5 /env/bin/python -X utf8 -P -m megaclass.launch.agent.agent'
+'nice -n 5 /env/bin/python -X utf8 -P -m megaclass_launch.agent.agent'
   rank 3: {3}"""
 
 RANK_3 = (

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megaclass.launch.wire.protocol import (
+from megaclass_launch.wire.protocol import (
     MAX_LINE_BYTES,
     MAX_PAYLOAD_BYTES,
     MessageReader,

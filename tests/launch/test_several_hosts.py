@@ -40,7 +40,7 @@ def gone_in_time(bed, record_property, fault, limit_s=5.0, **more):
 
 def agents(bed, host):
     """Not the ssh clients, whose command lines name the agent too."""
-    return [pid for pid in bed.pids_of(host, "megaclass.launch.agent.agent") if "ssh" not in bed.processes(host)[pid]]
+    return [pid for pid in bed.pids_of(host, "megaclass_launch.agent.agent") if "ssh" not in bed.processes(host)[pid]]
 
 
 # ---- a job across them ----
@@ -217,11 +217,11 @@ def mounted(bed, host, source, target):
 
 
 def test_a_host_without_python_and_one_without_megaclass(bed, script, tmp_path):
-    import megaclass
+    import megaclass_launch
 
     with (
         mounted(bed, "h2", tmp_path, Path(sys.executable).parent),
-        mounted(bed, "h3", tmp_path, Path(megaclass.__file__).parent),
+        mounted(bed, "h3", tmp_path, Path(megaclass_launch.__file__).parent),
     ):
         err = refused(bed, *HOSTS, *script(SLEEP))
     assert f"megaclass: h2: there is no Python at {sys.executable}" in err and "--python" in err
@@ -377,7 +377,7 @@ def test_an_agent_that_is_killed_together_with_both_its_orphan_killers(bed, reco
 def test_agents_that_are_all_killed_at_once(bed, record_property):
     run = bed.start(*HOSTS, *BEHIND_A_SHELL)
     run.says("up", times=4)
-    for pid in [pid for host in ("h1", "h2", "h3") for pid in bed.pids_of(host, "megaclass.launch.agent.agent")]:
+    for pid in [pid for host in ("h1", "h2", "h3") for pid in bed.pids_of(host, "megaclass_launch.agent.agent")]:
         os.kill(pid, signal.SIGKILL)
     gone_in_time(bed, record_property, "kill -9 of everything whose command line names the agent")
     assert run.wait() == 255

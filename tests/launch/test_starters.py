@@ -1,4 +1,7 @@
-"""Ranks started by others: mpirun and srun, for real, on one host and on several. torchrun: tests/train/test_train.py."""
+"""Ranks started by others: mpirun and srun, for real, on one host and on several.
+
+torchrun: tests/megaclass/train/test_train.py.
+"""
 
 import contextlib
 import importlib.util
@@ -16,9 +19,9 @@ import torch
 
 import megaclass
 from megaclass.cli.main import main
-from megaclass.distributed.network.rank0_address import meeting_point
-from megaclass.errors import LaunchError
-from megaclass.world import World
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.rendezvous.rank0_address import meeting_point
+from megaclass_launch.world import World
 
 _STEERING = (
     "MEGACLASS_",
@@ -37,9 +40,9 @@ _MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
 # What ranks do before they load torch, which takes seconds.
 _MEET = """
 import os, sys
-from megaclass.distributed.network.rank0_address import meeting_point
-from megaclass.errors import UserError
-from megaclass.world import world_from_environment
+from megaclass_launch.rendezvous.rank0_address import meeting_point
+from megaclass_launch.errors import UserError
+from megaclass_launch.world import world_from_environment
 try:
     world = meeting_point(world_from_environment())
     os.environ["NCCL_LATER"] = "set between two process groups of one process"
@@ -52,8 +55,8 @@ except UserError as error:
 # And then: add up, over plain connections to where rank 0 is. It shows who meets whom without loading torch.
 _SUM = """
 import socket, sys, time
-from megaclass.distributed.network.rank0_address import meeting_point
-from megaclass.world import world_from_environment
+from megaclass_launch.rendezvous.rank0_address import meeting_point
+from megaclass_launch.world import world_from_environment
 world = meeting_point(world_from_environment())
 total = world.rank + 1
 if world.rank == 0:
@@ -80,9 +83,9 @@ sys.stdout.write(f"rank {world.rank} of {world.size}, {place}: sum {total}\\n")
 """
 # A rank that joins a process group.
 _JOIN = """
-from megaclass.cli.logs import messages_on_stderr
-from megaclass.distributed.process_group import process_group
-from megaclass.world import world_from_environment
+from megaclass_launch.messages import messages_on_stderr
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import world_from_environment
 world = world_from_environment()
 with messages_on_stderr(), process_group(world, device="cpu", timeout_s=30):
     print(f"rank {world.rank} of {world.size}")
@@ -498,7 +501,7 @@ def test_local_is_the_drivers_own_way(run_here):
 
 @pytest.mark.parametrize("flag", ["--check-build", "--check", "-cb"])
 def test_check_build_is_found_under_all_its_names(capsys, monkeypatch, flag):
-    monkeypatch.setattr("megaclass.launch.check.build_table.build_table", lambda: "the table")
+    monkeypatch.setattr("megaclass_launch.check.build_table.build_table", lambda: "the table")
     assert main(["run", "-np", "2", flag]) == 0
     assert capsys.readouterr().out == "the table\n"
 
@@ -563,7 +566,7 @@ def test_nccls_ways_to_name_interfaces_are_understood(value):
 
 
 def test_mpirun_without_a_pmix_library_asks_for_the_address(monkeypatch):
-    monkeypatch.setattr("megaclass.distributed.network.rank0_address.tell_all", lambda text, is_main: None)
+    monkeypatch.setattr("megaclass_launch.rendezvous.rank0_address.tell_all", lambda text, is_main: None)
     world = World(rank=0, size=2, starter="Open MPI", cross_size=2, port=1234)
     assert "add -x MASTER_ADDR=" in refusal(world, {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://192.0.2.77:1"})
     at_mpirun = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1,192.0.2.77:1;tcp6://[::1]:2"}

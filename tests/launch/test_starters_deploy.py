@@ -204,8 +204,8 @@ onnx = false
 _STAND_IN = """
 import os, socket, sys
 from megaclass.cli.main import main
-from megaclass.distributed.network.rank0_address import meeting_point
-from megaclass.world import world_from_environment
+from megaclass_launch.rendezvous.rank0_address import meeting_point
+from megaclass_launch.world import world_from_environment
 world = meeting_point(world_from_environment())
 # torchrun's own store listens there until its ranks have ended.
 socket.create_connection((world.address, world.port), timeout=60).close()

@@ -120,7 +120,7 @@ while len(ray.nodes()) < {num_nodes}:
 @pytest.fixture(scope="module")
 def cluster(bed_of_the_session):
     if importlib.util.find_spec("ray") is None:
-        pytest.skip('there is no Ray: pip install "megaclass[ray]"')
+        pytest.skip('there is no Ray: pip install "megaclass-launch[ray]"')
     cluster = RayCluster(bed_of_the_session)
     try:
         cluster.start()
@@ -218,7 +218,7 @@ def test_a_command_that_is_not_there_is_named(cluster):
 @pytest.mark.ranks
 def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch, capsys):
     if importlib.util.find_spec("ray") is None:
-        pytest.skip('there is no Ray: pip install "megaclass[ray]"')
+        pytest.skip('there is no Ray: pip install "megaclass-launch[ray]"')
     from megaclass.cli.main import main
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

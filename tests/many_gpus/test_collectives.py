@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.checkpoint.test_save_and_load import CONFIG
 from tests.conftest import RankPool
+from tests.megaclass.checkpoint.test_save_and_load import CONFIG
 from torch import Tensor, nn
 
 from megaclass import ArcFace, CurricularFace, PartialFC, RowAdagrad, RowAdamW
@@ -18,10 +18,11 @@ from megaclass.checkpoint.manifest import read_manifest
 from megaclass.checkpoint.retention import checkpoint_folder
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.distributed.agreement import on_every_rank, on_main_rank_for_long, text_of_main_rank
-from megaclass.distributed.collectives import gather_blocks, scatter_sum, sum_over_ranks_
 from megaclass.distributed.data_parallel import average_buffers_, data_parallel
-from megaclass.errors import AgreedError, DataError
+from megaclass.errors import DataError
 from megaclass.evaluate.search import search, shard_of_rank
+from megaclass_launch.errors import AgreedError
+from megaclass_launch.ranks.collectives import gather_blocks, scatter_sum, sum_over_ranks_
 
 WIDTH, NUM_CLASSES, BATCH, NUM_STEPS = 128, 301, 24, 6
 ON_GPU = os.environ.get("MEGACLASS_TEST_DEVICE", "cuda") == "cuda"

@@ -1,4 +1,4 @@
-"""Horovod's API on 2 and 4 ranks over NCCL: every check of tests/hvd/test_gpu.py, and the head in a script.
+"""Horovod's API on 2 and 4 ranks over NCCL: every check of tests/horovod/test_gpu.py, and the head in a script.
 
 Run with `make test-gpu`.
 """
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.hvd.test_gpu import CHECKS, _checked
+from tests.horovod.test_gpu import CHECKS, _checked
 from tests.launch.conftest import run  # noqa: F401 (fixture)
 from tests.launch.test_head_in_horovod_scripts import SCRIPT
 from tests.many_gpus.conftest import DEVICE

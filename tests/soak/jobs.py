@@ -27,7 +27,7 @@ SETTINGS = (
 # The curve of a job with Horovod's API, in the form of metrics.jsonl.
 HOROVOD = """
 import json, os, sys, time, torch
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 hvd.init()
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(8, 4)
@@ -119,7 +119,7 @@ class Job:
         found = {}
         for pid, line in self.processes().items():
             variables = environment(pid)
-            is_program = "megaclass train" in line or "import megaclass.hvd" in line
+            is_program = "megaclass train" in line or "import horovod.torch" in line
             if is_program and " run " not in line and not line.startswith("bash ") and "RANK" in variables:
                 found[int(variables["RANK"])] = pid
         return [found[rank] for rank in sorted(found)]

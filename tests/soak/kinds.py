@@ -60,12 +60,12 @@ def slow_rank(job: Job) -> None:
 def kill_agent(job: Job) -> None:
     job.wait_for_moment()
     job.strike()
-    kill(job.pids_with("megaclass.launch.agent.agent")[:1], signal.SIGKILL)
+    kill(job.pids_with("megaclass_launch.agent.agent")[:1], signal.SIGKILL)
 
 
 def _orphan_killers(job: Job) -> list[int]:
     """The watchers of the agent, whose command lines do not name megaclass."""
-    agents = set(job.pids_with("megaclass.launch.agent.agent"))
+    agents = set(job.pids_with("megaclass_launch.agent.agent"))
     return [pid for pid, line in job.processes().items() if parent(pid) in agents and " -I -S - " in line]
 
 
@@ -80,7 +80,7 @@ def kill_all_watchers(job: Job) -> None:
     """Driver, agent and both orphan killers in the same instant: the kernel must end the ranks behind their shells."""
     job.wait_for_moment()
     job.strike()
-    pids = [*job.pids_with("megaclass.launch.agent.agent"), *_orphan_killers(job)]
+    pids = [*job.pids_with("megaclass_launch.agent.agent"), *_orphan_killers(job)]
     pids += [job.run.pid] if job.is_running else []
     kill(pids, signal.SIGSTOP)
     kill(pids, signal.SIGKILL)
@@ -260,7 +260,7 @@ def hostile_agent_message(job: Job) -> None:
     """Bytes that no agent sends, in the agent's own stream to the driver: the host must count as lost, nothing more."""
     job.wait_for_random_step(1)
     job.strike()
-    for pid in job.pids_with("megaclass.launch.agent.agent")[:1]:
+    for pid in job.pids_with("megaclass_launch.agent.agent")[:1]:
         with contextlib.suppress(OSError), Path(f"/proc/{pid}/fd/1").open("wb", buffering=0) as pipe:
             pipe.write(
                 b'{"say": "output", "rank": 99999, "stream": "../../etc"}\n\x00\xff' + job.rng.randbytes(100) + b"\n"

@@ -23,8 +23,8 @@ from types import ModuleType
 
 PROGRAM = """
 import time, torch, torch.distributed as dist
-from megaclass.distributed.process_group import process_group
-from megaclass.world import world_from_environment
+from megaclass_launch.ranks.process_group import process_group
+from megaclass_launch.world import world_from_environment
 with process_group(world_from_environment(), device="cpu"):
     while True:
         dist.all_reduce(torch.ones(100_000))
@@ -35,7 +35,7 @@ with process_group(world_from_environment(), device="cpu"):
 
 HVD_PROGRAM = """
 import time, torch
-import megaclass.hvd as hvd
+import horovod.torch as hvd
 hvd.init()
 while True:
     hvd.allreduce(torch.ones(100_000), name="step")

@@ -1,0 +1,289 @@
+"""allreduce, alone and in groups.
+
+Its gradient is the allreduce of the gradient, with the same op and scale factors.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod.collectives.handles import (
+    checked_op,
+    enqueue,
+    group_of,
+    handle_average_backwards_compatibility,
+    synchronize,
+)
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.kinds import Adasum, Average, Sum
+from horovod.torch.compression import Compression, is_scaled, wire_of
+from horovod.transport.reductions import empty_result
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+]
+
+
+def _enqueue_allreduce(
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    *,
+    wire: str = "",
+    keeps_error: bool = True,
+    is_grouped: bool = False,
+    is_urgent: bool = False,
+) -> int:
+    if checked_op(op) == Adasum:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        for tensor in tensors:
+            if not tensor.is_floating_point():
+                raise ValueError(f"Tensor type {tensor.type()} is not supported by Adasum.")
+    return enqueue(
+        "allreduce",
+        tensors,
+        outputs,
+        name,
+        process_set,
+        op=op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        wire=wire,
+        keeps_error=bool(wire) and keeps_error,
+        is_grouped=is_grouped,
+        is_urgent=is_urgent,
+    )
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce into a new tensor and returns its handle."""
+    op = handle_average_backwards_compatibility(op, average)
+    output = empty_result(tensor)
+    return _enqueue_allreduce([tensor], [output], name, op, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce in place and returns its handle."""
+    op = handle_average_backwards_compatibility(op, average)
+    # One list for both: enqueue() recognises an operation in place by it.
+    tensors = [tensor]
+    return _enqueue_allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combines the tensor over ranks in place and returns it."""
+    op = handle_average_backwards_compatibility(op, average)
+    handle = _enqueue_allreduce(
+        [tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set, is_urgent=True
+    )
+    result: Tensor = synchronize(handle)
+    return result
+
+
+def compressed_allreduce_async_(
+    tensor: Tensor, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet, wire: str
+) -> int:
+    """Starts an allreduce in place that sends 16 or 8 bits per number and returns its handle.
+
+    Under a name, the rounding error is kept and added to the next tensor of that name.
+    """
+    return _enqueue_allreduce([tensor], [tensor], name, op, prescale, postscale, process_set, wire=wire)
+
+
+def combine(
+    is_grouped: bool,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    wire: str,
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Combines the tensors into new ones, which it waits for."""
+    outputs = tuple([empty_result(tensor) for tensor in tensors])
+    handle = _enqueue_allreduce(
+        tensors,
+        outputs,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        wire=wire,
+        is_grouped=is_grouped,
+        is_urgent=True,
+    )
+    synchronize(handle)
+    return outputs
+
+
+class HorovodAllreduce(torch.autograd.Function):
+    """allreduce with a gradient; takes the arguments of combine()."""
+
+    @staticmethod
+    def forward(ctx: Any, is_grouped: bool, name: str | None, *arguments: Any) -> tuple[Tensor, ...]:
+        # The operation of the backward pass has no name: the forward one of this name may be in flight again.
+        ctx.arguments = (is_grouped, None, *arguments[:5])
+        return combine(is_grouped, name, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        gradients = [gradient.contiguous() for gradient in grad_output]
+        return (*[None] * 7, *HorovodAllreduce.apply(*ctx.arguments, *gradients))  # type: ignore[no-untyped-call]
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Returns the tensor combined over ranks; differentiable.
+
+    op: Average (the default), Sum, Adasum, Min, Max or Product.
+    """
+    op = handle_average_backwards_compatibility(op, average)
+    wire = _wire_for(compression, tensor, op)
+    packed, ctx = (tensor, None) if wire else compression.compress(tensor)
+    arguments = (False, name, op, prescale_factor, postscale_factor, process_set, wire, packed)
+    if packed.requires_grad and torch.is_grad_enabled():
+        (reduced,) = HorovodAllreduce.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        # An autograd function costs several microseconds, which a small allreduce would notice.
+        (reduced,) = combine(*arguments)
+    result: Tensor = reduced if wire else compression.decompress(reduced, ctx)
+    return result
+
+
+def _wire_for(compression: Any, tensor: Tensor, op: int) -> str:
+    """Returns the wire format; empty where compress() and decompress() are called instead, as for Min, Max and Product."""
+    wire = wire_of(compression, tensor)
+    if op in (Average, Sum):
+        return wire
+    if wire and is_scaled(compression):
+        raise ValueError(f"8-bit compression supports op=Sum and op=Average only, not op={op}.")
+    return ""
+
+
+def grouped_allreduce_async(
+    tensors: Iterable[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce of each tensor of the list into new tensors; returns one handle for all."""
+    op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
+    outputs = [empty_result(tensor) for tensor in tensors]
+    return _enqueue_allreduce(
+        tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Iterable[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce of each tensor of the list in place; returns one handle for all."""
+    op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
+    return _enqueue_allreduce(
+        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
+    )
+
+
+def grouped_allreduce_(
+    tensors: Iterable[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Combines each tensor of the list over ranks in place and returns them."""
+    op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
+    handle = _enqueue_allreduce(
+        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True, is_urgent=True
+    )
+    result: tuple[Tensor, ...] = synchronize(handle)
+    return result
+
+
+def grouped_allreduce(
+    tensors: Iterable[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Returns each tensor of the list combined over ranks; differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors, if_empty=ValueError)
+    wires = {_wire_for(compression, tensor, op) for tensor in tensors}
+    # A group has one wire format. Where its tensors differ in it, compress() is called for each of them instead.
+    wire = wires.pop() if len(wires) == 1 else ""
+    if not wire and is_scaled(compression) and any(tensor.is_floating_point() for tensor in tensors):
+        raise ValueError("8-bit compression takes groups of floating-point tensors only.")
+    pairs = [(tensor, None) if wire else compression.compress(tensor) for tensor in tensors]
+    packed, contexts = zip(*pairs, strict=True)
+    # Always through autograd: the cost is that of one function for the whole group.
+    reduced = HorovodAllreduce.apply(True, name, op, prescale_factor, postscale_factor, process_set, wire, *packed)  # type: ignore[no-untyped-call]
+    if wire:
+        return list(reduced)
+    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

@@ -1,0 +1,239 @@
+"""From a call to a handle: checks that need no other rank, then the queue of the controller; and back.
+
+enqueue() describes the call as a Request, submits it to the controller and returns a handle, which `job.handles` maps to
+the Operation. synchronize() waits for the Operation and forgets the handle.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.job import Job, current
+from horovod.engine.kinds import KINDS, REDUCTIONS, Average, Sum
+from horovod.engine.messages import Request, terms_of
+from horovod.engine.operation import Operation
+from horovod.transport.reductions import DTYPES
+from megaclass_launch.rank_status import own_status, wait_for_ranks
+
+__all__ = ["barrier", "join", "poll", "synchronize"]
+
+_STRIDED = torch.strided
+
+
+def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
+    """Returns the op; `average` is the deprecated argument that `op` replaced."""
+    if op is not None:
+        if average is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        return op
+    if average is not None:
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    return Average
+
+
+def checked_op(op: int) -> int:
+    """Returns the op, or raises ValueError if there is none of that number."""
+    if op not in range(len(REDUCTIONS)):
+        raise ValueError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product.")
+    return op
+
+
+def enqueue(
+    kind: str,
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor] | None,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    op: int = -1,
+    root: int = -1,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    splits: tuple[int, ...] = (),
+    wire: str = "",
+    keeps_error: bool = False,
+    is_grouped: bool = False,
+    is_urgent: bool = False,
+) -> int:
+    """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
+    job = current.running()
+    number = process_set.process_set_id
+    if number != 0:
+        _check_membership(kind, job, process_set)
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
+    if len(tensors) == 1:
+        # The most common case by far, often a thousand times in a row, so it avoids building lists.
+        check_tensor(kind, tensors[0])
+        first = tensors[0].data
+        inputs = [first]
+        dtypes, shapes = (DTYPES[first.dtype],), (first.shape,)
+    else:
+        for tensor in tensors:
+            check_tensor(kind, tensor)
+        inputs = [tensor.data for tensor in tensors]
+        dtypes, shapes = tuple([DTYPES[tensor.dtype] for tensor in inputs]), tuple([tensor.shape for tensor in inputs])
+    # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
+    # but their hashes for the other ranks would differ.
+    terms = terms_of(
+        kind,
+        number,
+        dtypes,
+        shapes,
+        op,
+        root,
+        float(prescale),
+        float(postscale),
+        splits,
+        "cpu" if not inputs or inputs[0].is_cpu else inputs[0].device.type,
+        wire,
+        keeps_error and name is not None,
+        is_grouped,
+        name is not None,
+    )
+    request = Request.under(job.next_name(number) if name is None else str(name), terms)
+    if outputs is tensors:
+        operation = Operation(request, inputs, inputs, tuple(outputs) if is_grouped else outputs[0])
+    elif outputs is not None:
+        written = [
+            given if out is tensor else out.data for given, tensor, out in zip(inputs, tensors, outputs, strict=True)
+        ]
+        operation = Operation(
+            request, inputs, written, tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
+        )
+    else:
+        operation = Operation(request, inputs)
+    if terms.device == "cuda":
+        # The executor's stream waits for this event: kernels that write the inputs may still be running.
+        operation.ready = torch.cuda.Event()
+        operation.ready.record(torch.cuda.current_stream(inputs[0].device))
+    # A refused operation (a duplicate name, a job that has ended) raises here and leaves no handle.
+    job.controller.submit(operation, is_urgent=is_urgent)
+    handle = next(job.handle_numbers)
+    job.handles[handle] = operation
+    return handle
+
+
+def group_of(tensors: Iterable[Tensor], if_empty: type[Exception] = IndexError) -> list[Tensor]:
+    """Returns the tensors of a grouped operation, which may come from a generator.
+
+    An empty group raises the error that Horovod raises there: IndexError, or ValueError where tensors are compressed.
+    """
+    tensors = list(tensors)
+    if not tensors:
+        raise if_empty("A grouped operation needs at least one tensor.")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise HorovodInternalError("Tensors in list must be on same device.")
+    return tensors
+
+
+def check_tensor(kind: str, tensor: Tensor) -> None:
+    """Raises ValueError, in Horovod's words, for a tensor that this kind of operation cannot take."""
+    dtype = tensor.dtype
+    is_known = tensor.layout is _STRIDED and dtype in DTYPES
+    if not is_known or (dtype is torch.bool and KINDS[kind].is_arithmetic):
+        raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+    if not tensor.is_contiguous():
+        raise ValueError("Tensor is required to be contiguous.")
+
+
+def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
+    number = process_set.process_set_id
+    # The ranks, too: a set of a job that was shut down may have the number of another set of this job.
+    if number is None or job.process_sets.get(number) != tuple(process_set.ranks or ()):
+        raise ValueError(
+            f"{kind.capitalize()}: Process set provided does not exist, or has not been registered. ({process_set})"
+        )
+    if job.meeting.rank not in job.process_sets[number]:
+        raise ValueError(
+            f"{kind.capitalize()}: Rank {job.meeting.rank} is not a member of the provided process set. ({process_set})"
+        )
+
+
+def poll(handle: int) -> bool:
+    """Returns True once the operation has completed, so that synchronize() returns at once."""
+    operation = current.job.handles.get(handle) if current.job is not None else None
+    if operation is None:
+        raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
+    return bool(operation.is_done)
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for the operation and returns its result: a tensor or a tuple of tensors; None for an unknown handle."""
+    return fetch(handle, _result)
+
+
+_result = attrgetter("result")
+
+
+def fetch(handle: int, pick: Any) -> Any:
+    """Waits for the operation and returns `pick(operation)`; None for an unknown handle."""
+    job = current.job
+    operation = job.handles.get(handle) if job is not None else None
+    if job is None or operation is None:
+        return None
+    # When many handles are waited for in turn, most are done by the time the first one is.
+    if not operation.is_done or operation.error:
+        try:
+            _wait(job, operation)
+        except HorovodInternalError:
+            job.handles.pop(handle, None)
+            raise
+    job.handles.pop(handle, None)
+    if operation.ready is not None:
+        # `ready` now marks the end of the operation on the executor's stream; the caller's stream waits for it.
+        stream = torch.cuda.current_stream(operation.inputs[0].device)
+        stream.wait_event(operation.ready)
+        for tensor in operation.outputs:
+            # The outputs were allocated on the controller's stream. This keeps the allocator from reusing their memory
+            # before the caller's stream has read them.
+            tensor.record_stream(stream)
+    return pick(operation)
+
+
+def _wait(job: Job, operation: Operation) -> None:
+    """Waits for the operation; with --hang-timeout the agent is told for what, and for how long it is worth waiting."""
+    limit_s = job.settings.hang_timeout_s
+    if not limit_s:
+        wait_for_ranks(lambda: job.controller.wait(operation))
+        return
+    status, request = own_status(), operation.request
+    status.progress(allowed_s=limit_s, phase="waiting", detail=f"{request.kind} of {request.name}")
+    try:
+        wait_for_ranks(lambda: job.controller.wait(operation))
+    finally:
+        status.progress(allowed_s=0.0)
+
+
+def join(device: int = -1) -> int:
+    """Declares that this rank has no more data: until all ranks have joined, it contributes zeros to their allreduces.
+
+    Returns the rank that joined last. `device` is accepted for compatibility with Horovod: the zeros are allocated on the
+    device type of the other ranks' tensors.
+    """
+    job = current.running()
+    operation = Operation(Request("join", "join"))
+    job.controller.submit_join(operation)
+    _wait(job, operation)
+    # Ranks with more data have used up more automatic names: all start again at the same number.
+    job.restart_names()
+    return int(operation.result)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until all ranks of the process set have called it."""
+    # Each barrier has its own name, so that a rank that is one barrier behind cannot meet the wrong one.
+    number = current.running().next_barrier(process_set.process_set_id)
+    synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))

@@ -1,0 +1,1 @@
+from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader

@@ -1,0 +1,339 @@
+"""TCP connections between ranks: how they are made and authenticated, and whole messages over them. No torch here.
+
+    listener   AuthenticatedListener(address, secret)    its `endpoint` goes to the callers through the job's store
+               .accept_ranks(ranks)                      returns one socket per rank
+    caller     connect(endpoint, secret, rank=...)       returns a socket
+
+ControlConnection wraps such a socket for the messages of the negotiation.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from megaclass_launch.errors import LaunchError
+
+# Every message starts with the length of its content, the length of its payload and its kind.
+_HEADER = struct.Struct("<IIB")
+_NUMBER_BYTES = _MAC_BYTES = 32
+_PROOF = struct.Struct(f"<{_NUMBER_BYTES}sI{_MAC_BYTES}s")
+# Time for a caller to prove itself; ranks need milliseconds.
+_PROOF_S = 5.0
+_MAX_UNPROVEN = 128
+# How often a listener looks for close() and for callers whose time is over.
+_TICK_S = 0.5
+_RETRY_S = 0.05
+# An engine thread that sends does not read meanwhile. Buffers of this size take the usual messages of both sides, so that
+# two engine threads that send to each other do not wait for each other.
+_SOCKET_BYTES = 1024 * 1024
+_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+
+
+class MessageKind(IntEnum):
+    """The kinds of control messages, and who sends them."""
+
+    REQUESTS = 0
+    """Any rank to rank 0: operations it wants to run."""
+    JOIN = 1
+    """Any rank to rank 0: it has no more data."""
+    STOP = 2
+    """Any rank to rank 0, and rank 0 to all: the job ends, with the reason as content."""
+    DRAINED = 3
+    """Any rank to rank 0, after STOP: it no longer uses the process groups."""
+    RESPONSES = 4
+    """Rank 0 to the members of a process set: operations to run next."""
+    END = 5
+    """Rank 0 to all: every rank is drained."""
+    AGREEMENT = 6
+    """Rank 0 to all: all have announced the same list of operations, which they run next."""
+
+
+class ControlConnection:
+    """A connection between a rank and rank 0 that carries whole messages. Only the engine thread uses it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        # Messages are small and each is awaited: the kernel must not hold one back to join it with the next.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, buffer, _SOCKET_BYTES)
+        connection.setblocking(True)
+        self._socket = connection
+        # Bytes of messages that are not complete yet.
+        self._received = bytearray()
+        self.is_open = True
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, kind: int, content: bytes = b"", payload: bytes = b"") -> None:
+        """Sends one message. An error is ignored: the engine thread learns of a lost connection by reading from it."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(_HEADER.pack(len(content), len(payload), kind) + content + payload)
+
+    def receive(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yields the messages that are complete by now; call it when the connection is readable.
+
+        At the end of the connection, `is_open` becomes False.
+        """
+        try:
+            # One read per call: a rank that sends without pause must not keep the engine thread from the other ranks.
+            data = self._socket.recv(1 << 18)
+        except OSError:
+            data = b""
+        self.is_open = bool(data)
+        self._received += data
+        while len(self._received) >= _HEADER.size:
+            length, payload_length, kind = _HEADER.unpack_from(self._received)
+            middle = _HEADER.size + length
+            end = middle + payload_length
+            # No rank sends so much: the stream is damaged, and what follows cannot be trusted.
+            if end > _MAX_MESSAGE_BYTES:
+                self.is_open = False
+                return
+            # The rest comes with a later read; the header is parsed again then, which is cheap.
+            if len(self._received) < end:
+                return
+            content = bytes(self._received[_HEADER.size : middle])
+            payload = bytes(self._received[middle:end])
+            del self._received[:end]
+            yield kind, content, payload
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The address of a listening rank, and the token from which callers derive the key of their proof."""
+
+    address: str
+    port: int
+    token: str
+    """Random. In a job without a secret, it still keeps out strangers who cannot read the job's store."""
+
+    def to_json(self) -> str:
+        return json.dumps([self.address, self.port, self.token])
+
+    @staticmethod
+    def from_json(text: bytes) -> "Endpoint":
+        address, port, token = json.loads(text)
+        return Endpoint(str(address), int(port), str(token))
+
+    def key(self, secret: bytes) -> bytes:
+        return hmac.digest(secret, self.token.encode(), "sha256")
+
+
+class AuthenticatedListener:
+    """A socket that listens on one address and accepts only ranks that know the job's secret.
+
+    Both sides prove that they know it before anything else is read, by an HMAC over two random numbers, one per side:
+
+        listener -> caller   number_L
+        caller -> listener   number_C, rank, HMAC(key, "caller", number_L, number_C, rank)
+        listener -> caller   HMAC(key, "listener", number_L, number_C, rank)
+
+    One thread serves all callers at the same time. Each caller has its own deadline. At most `_MAX_UNPROVEN` callers are
+    connected without having proved themselves; beyond that the oldest one is dropped, and a dropped rank calls again.
+    """
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._listener.bind((address, 0))
+        except OSError as error:
+            self._listener.close()
+            raise LaunchError(
+                f"A rank on {socket.gethostname()} cannot listen at {address}: {error.strerror}. Set "
+                f"HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
+            ) from error
+        # All ranks of a large job may call at the same moment.
+        self._listener.listen(1024)
+        self._listener.setblocking(False)
+        host, port = self._listener.getsockname()[:2]
+        self.endpoint = Endpoint(host, port, secrets.token_hex(16))
+        self._key = self.endpoint.key(secret)
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._is_closed = False
+        _listeners.add(self)
+
+    def close(self) -> None:
+        """Ends accept_ranks(), from another thread."""
+        self._is_closed = True
+
+    def accept_ranks(self, ranks: Collection[int], timeout_s: float) -> dict[int, socket.socket]:
+        """Returns one connection per rank; LaunchError if a rank does not connect in time, or after close()."""
+        gives_up_at = time.monotonic() + timeout_s
+        arrived: dict[int, socket.socket] = {}
+        with self._listener, selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            try:
+                while len(arrived) < len(ranks):
+                    left_s = gives_up_at - time.monotonic()
+                    if left_s <= 0 or self._is_closed:
+                        missing = sorted(set(ranks) - set(arrived))
+                        raise LaunchError(
+                            f"Ranks {missing} did not connect to {self.endpoint.address} port {self.endpoint.port} within "
+                            f"{timeout_s:g} s."
+                        )
+                    for key, _ in selector.select(min(left_s, _TICK_S)):
+                        if key.fileobj is self._listener:
+                            self._accept(selector)
+                        elif key.fileobj in self._callers:
+                            self._read_proof(self._callers[key.fileobj], ranks, arrived, selector)
+                    self._drop_expired(selector)
+            except BaseException:
+                for connection in arrived.values():
+                    connection.close()
+                raise
+            finally:
+                for caller in list(self._callers.values()):
+                    self._drop(caller, selector)
+        return arrived
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            caller = _Caller(connection, time.monotonic() + _PROOF_S)
+            # Dicts keep their order, so that the first caller is the one that has had the most time.
+            if len(self._callers) >= _MAX_UNPROVEN:
+                self._drop(next(iter(self._callers.values())), selector)
+            self._callers[connection] = caller
+            # A stranger who does not read must not stop the thread that serves all callers.
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ)
+            connection.send(caller.number)
+
+    def _read_proof(
+        self,
+        caller: "_Caller",
+        ranks: Collection[int],
+        arrived: dict[int, socket.socket],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        try:
+            data = caller.connection.recv(_PROOF.size - len(caller.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.received += data
+        if not data:
+            self._drop(caller, selector)
+        if len(caller.received) < _PROOF.size:
+            return
+        number, rank, mac = _PROOF.unpack(caller.received)
+        # Compared in constant time. Nothing but fixed-size fields was parsed before this line.
+        is_genuine = hmac.compare_digest(mac, _proof(self._key, b"caller", caller.number, number, rank))
+        # A second connection of a rank that has arrived is refused: it could only take over the place of the first.
+        if not is_genuine or rank not in ranks or rank in arrived:
+            self._drop(caller, selector)
+            return
+        try:
+            caller.connection.sendall(_proof(self._key, b"listener", caller.number, number, rank))
+        except OSError:
+            self._drop(caller, selector)
+            return
+        del self._callers[caller.connection]
+        selector.unregister(caller.connection)
+        caller.connection.setblocking(True)
+        arrived[rank] = caller.connection
+
+    def _drop_expired(self, selector: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        for caller in list(self._callers.values()):
+            # In the order of their arrival: the deadlines of all that follow are later.
+            if caller.deadline > now:
+                return
+            self._drop(caller, selector)
+
+    def _drop(self, caller: "_Caller", selector: selectors.BaseSelector) -> None:
+        if self._callers.pop(caller.connection, None) is not None:
+            selector.unregister(caller.connection)
+            caller.connection.close()
+
+
+_listeners: "weakref.WeakSet[AuthenticatedListener]" = weakref.WeakSet()
+
+
+def close_listeners() -> None:
+    """Ends every accept_ranks() of this process: a rank for which one waits is gone. May be called from any thread."""
+    for listener in list(_listeners):
+        listener.close()
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A connection that has not yet proved that it comes from a rank of the job."""
+
+    connection: socket.socket
+    deadline: float
+    number: bytes = field(default_factory=lambda: secrets.token_bytes(_NUMBER_BYTES))
+    received: bytes = b""
+
+
+def _proof(key: bytes, who: bytes, listeners: bytes, callers: bytes, rank: int) -> bytes:
+    # The role is part of the text, so that a stranger cannot send a side its own proof back.
+    return hmac.digest(key, b"%s %d " % (who, rank) + listeners + callers, "sha256")
+
+
+def connect(endpoint: Endpoint, secret: bytes, *, rank: int, to: str, timeout_s: float) -> socket.socket:
+    """Connects to a rank that proves that it knows the secret, and that learns this rank's number.
+
+    `to`: the name of that rank, for error messages.
+    """
+    gives_up_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((endpoint.address, endpoint.port), timeout=timeout_s)
+        except OSError as error:
+            raise LaunchError(
+                f"Rank {rank} on {socket.gethostname()} cannot reach {to} at {endpoint.address} port {endpoint.port}: {error}. "
+                f"Set HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
+            ) from error
+        try:
+            connection.settimeout(max(0.1, gives_up_at - time.monotonic()))
+            _prove(connection, endpoint.key(secret), rank)
+        except OSError as error:
+            connection.close()
+            if time.monotonic() < gives_up_at:
+                # Strangers pushed this caller out of the listener. The random pause keeps ranks that were dropped together
+                # from calling again together.
+                time.sleep(_RETRY_S * (1 + secrets.randbelow(4)))
+                continue
+            raise LaunchError(
+                f"Rank {rank} on {socket.gethostname()} reaches {endpoint.address} port {endpoint.port}, but {to} does not "
+                f"answer there as a rank of this job within {timeout_s:g} s: {error}."
+            ) from error
+        connection.settimeout(None)
+        return connection
+
+
+def _prove(connection: socket.socket, key: bytes, rank: int) -> None:
+    """Proves to the listener that this side knows the key, and raises OSError unless the listener proves the same."""
+    theirs, ours = _receive_exactly(connection, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
+    connection.sendall(_PROOF.pack(ours, rank, _proof(key, b"caller", theirs, ours, rank)))
+    mac = _receive_exactly(connection, _MAC_BYTES)
+    if not hmac.compare_digest(mac, _proof(key, b"listener", theirs, ours, rank)):
+        raise OSError("its proof is wrong")
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise OSError("the connection was closed")
+        data += part
+    return data

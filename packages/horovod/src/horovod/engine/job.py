@@ -1,0 +1,115 @@
+"""The running job of this process: everything that exists between init() and shutdown()."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from horovod.common.exceptions import NOT_INITIALIZED, HorovodInternalError
+from horovod.common.settings import Settings
+from horovod.engine.controller import Controller
+from horovod.engine.operation import Operation
+from horovod.engine.rendezvous import Meeting
+from horovod.engine.timeline import Timeline
+from megaclass_launch.rendezvous.connection_watch import ConnectionWatch, OwnConnections
+
+# Only the type: the transport is built on the engine, not the other way round.
+if TYPE_CHECKING:
+    from horovod.transport.process_set_table import ProcessSetTable
+
+# One count for all jobs of a process: a handle that was kept over a shutdown() must not stand for an operation of the next job.
+_HANDLE_NUMBERS = itertools.count(1)
+
+
+@dataclass
+class Job:
+    """The parts of a job, and the counters from which names and handles are made."""
+
+    meeting: Meeting
+    settings: Settings
+    timeline: Timeline
+    sets: "ProcessSetTable"
+    watch: ConnectionWatch
+    controller: Controller
+    connections: OwnConnections | None = None
+    """The sockets of this generation, in an elastic job."""
+    handles: dict[int, Operation] = field(default_factory=dict)
+    """Operations whose results have not been fetched, by handle."""
+    handle_numbers: Iterator[int] = _HANDLE_NUMBERS
+    """Any thread takes the next one: a step of an iterator that is written in C needs no lock."""
+    # Any thread counts, under the lock.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_joins: int = 0
+    _counts: dict[tuple[str, int | None], int] = field(default_factory=dict)
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of every process set."""
+        return self.sets.ranks
+
+    def members(self, process_set: int | None) -> tuple[int, ...]:
+        """Returns the ranks of a process set; none if the set is not initialized."""
+        return self.sets.ranks.get(process_set, ()) if process_set is not None else ()
+
+    def next_name(self, process_set: int | None) -> str:
+        """Returns the next automatic name.
+
+        Automatic names count the unnamed operations of one process set: its ranks must call them in the same order, whatever
+        they run in other sets.
+        """
+        number = self._count("unnamed", process_set)
+        return f"noname.{self._num_joins}.{number}" if self._num_joins else f"noname.{number}"
+
+    def restart_names(self) -> None:
+        """Restarts automatic names after a join, before which ranks with more data have run more operations."""
+        with self._lock:
+            self._num_joins += 1
+            for what, process_set in list(self._counts):
+                if what == "unnamed":
+                    del self._counts[what, process_set]
+
+    def next_barrier(self, process_set: int | None) -> int:
+        """Returns the number of the set's next barrier: barriers match in the order in which they are called."""
+        return self._count("barrier", process_set)
+
+    def next_object(self, process_set: int | None, name: str) -> int:
+        """Returns how many objects of this name the process set has exchanged, this one included."""
+        return self._count(f"object {name}", process_set)
+
+    def _count(self, what: str, process_set: int | None) -> int:
+        with self._lock:
+            self._counts[what, process_set] = self._counts.get((what, process_set), 0) + 1
+            return self._counts[what, process_set]
+
+    def close(self) -> None:
+        """Leaves the job: operations of other ranks that need this one fail there."""
+        # The watch first: connections that end from here on are no fault.
+        self.watch.stop()
+        # Then the controller, which uses the trace and the process groups until it has ended.
+        self.controller.stop()
+        self.timeline.stop()
+        self.sets.close()
+
+
+class JobHolder:
+    """Holds the job of this process, if there is one."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+    def running(self) -> Job:
+        """Returns the job, for callers that run operations; HorovodInternalError without one."""
+        if self.job is None:
+            raise HorovodInternalError(NOT_INITIALIZED)
+        return self.job
+
+    def known(self) -> Job:
+        """Returns the job, for callers that ask about it; ValueError without one."""
+        if self.job is None:
+            raise ValueError(NOT_INITIALIZED)
+        return self.job
+
+
+current = JobHolder()
+"""Written by init() and shutdown() under their lock; read by all threads."""

@@ -1,0 +1,56 @@
+"""An operation that a caller submitted, from its submission until the caller fetches the result."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from horovod.engine.messages import Request, Response
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One rank's part of a collective operation.
+
+    The submitting thread fills `request`, `inputs` and `outputs`; the engine thread writes all other fields,
+    `is_done` last; waiting threads read them once `is_done` is True.
+    """
+
+    request: Request
+    inputs: list[Tensor] = field(default_factory=list)
+    """Tensors to send."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """Tensors that receive the results; empty where their shape is known only after the negotiation."""
+    result: Any = None
+    """The value that synchronize() returns: a tensor, a tuple of tensors, or a number."""
+    sizes: tuple[tuple[int, ...], ...] = ()
+    """Number of rows of every member, for each tensor of an allgather."""
+    error: str = ""
+    """Why the operation failed; empty if it succeeded."""
+    is_done: bool = False
+    # In quotes: threading.Lock is a function, not a class, before Python 3.13.
+    waiter: "threading.Lock | None" = None
+    """A lock that is held until the operation is done; created by the first thread that waits."""
+    on_done: Callable[[], None] | None = None
+    """Called once when the operation is done, by the engine thread: it must not wait."""
+    ready: torch.cuda.Event | None = None
+    """CUDA event after which the inputs may be read; once the operation is done, after which the outputs may be read."""
+
+
+class OperationRunner(Protocol):
+    """Executes operations for the controller, which does not know about tensors. `Executor` implements it."""
+
+    def perform(self, response: Response, operations: list[Operation | None]) -> None:
+        """Runs an agreed operation; an entry is None where this rank has joined and contributes zeros."""
+
+    def small_payload(self, operations: list[Operation]) -> bytes:
+        """Returns the tensors of a cycle if they are small enough to travel with the announcement, else nothing."""
+
+    def add_payloads(self, request: Request, payloads: list[bytes]) -> bytes:
+        """Combines the payloads of all ranks."""
+
+    def deliver_payload(self, operations: list[Operation | None], payload: bytes) -> None:
+        """Copies the combined payload into the outputs."""

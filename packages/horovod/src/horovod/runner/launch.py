@@ -1,0 +1,66 @@
+"""`horovod.runner.launch._run`: runs a command or a function through `megaclass run`."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+from horovod.common.util import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
+from horovod.runner.run_function import run
+from megaclass_launch.horovod_options import TUNABLES, environment_for, what_is_wrong
+
+
+def _run(args: Any) -> list[Any] | None:
+    """Runs args.run_func and returns its results by rank, or runs args.command; raises RuntimeError if a process fails.
+
+    args: a `_HorovodArgs`, in which options that were not given are None.
+    """
+    if args.use_mpi or args.use_jsrun:
+        raise ValueError("MPI support has not been built: megaclass has none. Leave use_mpi and use_jsrun out.")
+    num_proc = args.np or args.num_proc
+    if args.run_func is not None:
+        return run(
+            args.run_func,
+            num_proc=num_proc,
+            min_num_proc=args.min_num_proc,
+            hosts=args.hosts,
+            hostfile=args.hostfile,
+            host_discovery_script=args.host_discovery_script,
+            start_timeout=args.start_timeout,
+            ssh_port=args.ssh_port,
+            ssh_identity_file=args.ssh_identity_file,
+            output_filename=args.output_filename,
+            verbose=args.verbose,
+            network_interfaces=args.nics,
+            executable=args.executable,
+        )
+    tuned = {tunable.name: getattr(args, tunable.name) for tunable in TUNABLES}
+    if wrong := what_is_wrong(tuned):
+        raise ValueError(wrong)
+    values = {
+        "--num-proc": num_proc,
+        "--hosts": args.hosts,
+        "--hostfile": args.hostfile,
+        "--min-np": args.min_num_proc,
+        "--start-timeout": args.start_timeout,
+        "--ssh-port": args.ssh_port,
+        "--ssh-identity-file": args.ssh_identity_file,
+        "--output-filename": args.output_filename,
+        "--network-interfaces": ",".join(args.nics or ()),
+    }
+    switches = {
+        "--prefix-output-with-timestamp": args.prefix_output_with_timestamp,
+        "--verbose": args.verbose,
+    }
+    options = [
+        *(part for flag, value in values.items() if value for part in (flag, str(value))),
+        *(flag for flag, is_on in switches.items() if is_on),
+    ]
+    launcher = [sys.executable, "-P", "-m", "megaclass_launch", "run", "--horovod", *options, *args.command]
+    done = subprocess.run(launcher, env={**os.environ, **environment_for(tuned)})
+    if done.returncode:
+        raise RuntimeError(
+            f"Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
+            f"terminated.\nExit code: {done.returncode}\n"
+        )
+    return None

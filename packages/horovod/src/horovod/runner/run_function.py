@@ -1,0 +1,224 @@
+"""run(): calls a function on every rank of a job, on one or several machines, and returns the results by rank.
+
+`megaclass run` starts the ranks (run_function_worker.py). Function and results travel through its pipes (launch/wire/call.py);
+no port is opened. Unpickling runs code, so results are taken from ranks of this job only: no other process holds the pipes.
+"""
+
+import contextlib
+import multiprocessing.spawn
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from horovod.common.exceptions import SHUT_DOWN
+from horovod.common.pickling import CannotPickleError, has_cloudpickle, pickled
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.hosts import Host, given_hosts
+from megaclass_launch.placement import HOROVOD_MARK, place_ranks
+from megaclass_launch.wire.call import MAX_CALL_BYTES, PIECE, SIZE
+
+__all__ = ["run"]
+
+_GRACE_S = 10.0
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Any = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Any = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Calls `func(*args, **kwargs)` in `num_proc` processes on `hosts` or this machine; returns the results by rank.
+
+    If a rank fails, the others are ended, and RuntimeError has its traceback. Arguments for elastic jobs and for MPI are
+    refused or have no effect; see docs/horovod.md.
+    """
+    if network_interface:
+        _deprecated("network_interface", "network_interfaces")
+        network_interfaces = network_interface.split(",")
+    if np is not None:
+        _deprecated("np", "num_proc")
+        num_proc = np
+    if min_np is not None:
+        _deprecated("min_np", "min_num_proc")
+    if max_np is not None:
+        _deprecated("max_np", "max_num_proc")
+    if hosts is not None and hostfile is not None:
+        raise ValueError("Argument hosts and hostfile only allow one provided.")
+    if use_gloo and use_mpi:
+        raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
+    if use_mpi:
+        raise ValueError("MPI support has not been built: megaclass has none. Leave use_mpi out.")
+    if host_discovery_script is not None or min_num_proc is not None or min_np is not None:
+        raise LaunchError("run() starts a fixed number of processes: leave min_num_proc and host_discovery_script out.")
+    machines = _machines(num_proc, hosts, hostfile)
+    wanted = list(network_interfaces or ())
+    options = [
+        *("--num-proc", str(num_proc), "-H", ",".join(f"{host.name}:{host.slots}" for host in machines)),
+        *(("--start-timeout", str(start_timeout)) if start_timeout else ()),
+        *(("--ssh-port", str(ssh_port)) if ssh_port else ()),
+        *(("--ssh-identity-file", str(ssh_identity_file)) if ssh_identity_file else ()),
+        *(("--output-filename", str(output_filename)) if output_filename else ()),
+        *(("--network-interfaces", ",".join(wanted)) if wanted else ()),
+        *(("--verbose",) if verbose else ()),
+    ]
+    call = pickled_call(func, tuple(args), kwargs or {})
+    if len(call) > MAX_CALL_BYTES:
+        raise ValueError(
+            f"run(): the pickled function and its arguments have {len(call):,} bytes; at most {MAX_CALL_BYTES:,} can be sent. "
+            f"Let the function read large data from files."
+        )
+    return _FunctionCall(call, num_proc, executable or sys.executable).results(options, start_timeout)
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
+
+
+def _machines(num_proc: int, hosts: str | None, hostfile: str | None) -> list[Host]:
+    """Returns the hosts; raises ValueError, as Horovod does, if they cannot be parsed or have too few slots."""
+    if num_proc < 1:
+        raise ValueError(f"run(num_proc={num_proc}): num_proc must be at least 1.")
+    try:
+        found = given_hosts(hosts, Path(hostfile) if hostfile is not None else None)
+        machines = found or [Host(name="localhost", slots=num_proc, is_local=True)]
+        place_ranks(machines, num_proc)
+    except LaunchError as error:
+        raise ValueError(str(error)) from error
+    return machines
+
+
+def pickled_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Returns the call, and what the ranks need to unpickle it, as bytes.
+
+    Without cloudpickle functions are pickled by name, and the ranks import the main script, as multiprocessing's do.
+    """
+    prepared = multiprocessing.spawn.get_preparation_data("hvd.run")
+    place = {"sys_path": prepared["sys_path"], "sys_argv": prepared["sys_argv"]}
+    name = repr(getattr(func, "__name__", func))
+    if not has_cloudpickle():
+        main = {key: value for key, value in prepared.items() if key.startswith("init_main")}
+        if getattr(func, "__module__", "") == "__main__" and not _is_importable(main):
+            raise CannotPickleError(name, "the ranks cannot import what was typed in")
+        place |= main
+    return pickle.dumps((place, pickled((func, args, kwargs), name)))
+
+
+def _is_importable(main: dict[str, str]) -> bool:
+    return "init_main_from_name" in main or Path(main.get("init_main_from_path", "")).is_file()
+
+
+class _FunctionCall:
+    """One call on all ranks: starts `megaclass run` with two pipes, sends the function and receives the results.
+
+    `_results` holds what each rank has sent so far, in the order in which the ranks began to answer.
+    """
+
+    def __init__(self, call: bytes, size: int, executable: str) -> None:
+        self._call = call
+        self._size = size
+        self._executable = executable
+        self._results: dict[int, bytearray] = {}
+
+    def results(self, options: list[str], start_timeout: int | None) -> list[Any]:
+        env = {**os.environ, **({"HOROVOD_START_TIMEOUT": str(start_timeout)} if start_timeout else {})}
+        call_reader, call_writer = os.pipe()
+        results_reader, results_writer = os.pipe()
+        task = [self._executable, "-m", "horovod.runner.run_function_worker"]
+        # The mark gives functions Horovod's environment variables, as its own run() does.
+        own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
+        command = [sys.executable, "-P", "-m", "megaclass_launch", "run", *own, *options, *task]
+        # The launcher takes the end of the first pipe for the end of this process: it stays open until the job is over.
+        with os.fdopen(call_writer, "wb", buffering=0) as to_launcher, os.fdopen(results_reader, "rb") as from_launcher:
+            try:
+                launcher = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, pass_fds=[call_reader, results_writer]
+                )
+            finally:
+                os.close(call_reader)
+                os.close(results_writer)
+            try:
+                # A launcher that ends at once has said why on stderr.
+                with contextlib.suppress(BrokenPipeError):
+                    self._send(to_launcher)
+                self._receive(from_launcher)
+                code = launcher.wait()
+            finally:
+                _end(launcher)
+        return self._checked(code)
+
+    def _send(self, to_launcher: IO[bytes]) -> None:
+        for part in (SIZE.pack(len(self._call)), self._call):
+            view = memoryview(part)
+            while view:
+                view = view[to_launcher.write(view) or 0 :]
+
+    def _receive(self, from_launcher: IO[bytes]) -> None:
+        """Collects the pieces of the results until the launcher has ended."""
+        while len(head := from_launcher.read(PIECE.size)) == PIECE.size:
+            rank, size = PIECE.unpack(head)
+            self._results.setdefault(rank, bytearray()).extend(from_launcher.read(size))
+
+    def _checked(self, code: int) -> list[Any]:
+        """Returns the results by rank; raises RuntimeError if a rank failed or sent none."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        for rank, data in self._results.items():
+            # A rank that was ended while it sent leaves a part.
+            if len(data) >= SIZE.size and len(data) - SIZE.size == SIZE.unpack_from(data)[0]:
+                answers[rank] = pickle.loads(memoryview(data)[SIZE.size :])
+        # In the order of the answers: the first failure is the likely cause of the others.
+        failures = [(rank, value) for rank, (succeeded, value) in answers.items() if not succeeded]
+        if failures or code or len(answers) < self._size:
+            raise RuntimeError(_failed(failures, code))
+        return [answers[rank][1] for rank in range(self._size)]
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher, and with it the ranks, if an exception has interrupted run()."""
+    if launcher.poll() is None:
+        launcher.terminate()
+        try:
+            launcher.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.wait()
+
+
+def _failed(failures: list[tuple[int, str]], code: int) -> str:
+    """Returns Horovod's text. One failure makes the other ranks fail too, so the one that is not a consequence is shown."""
+    text = (
+        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
+        "The first process to do so was:\n"
+    )
+    if not failures:
+        return f"{text}Process name: unknown, see the output above\nExit code: {code}\n"
+    rank, traceback = min(failures, key=lambda failure: SHUT_DOWN in failure[1])
+    return f"{text}Process name: {rank}\nExit code: {code}\n{traceback}"

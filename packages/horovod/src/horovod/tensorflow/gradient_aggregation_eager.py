@@ -1,0 +1,3 @@
+from horovod.tensorflow.gradient_aggregation import (
+    LocalGradientAggregationHelper as LocalGradientAggregationHelperEager,
+)

@@ -1,0 +1,141 @@
+"""DistributedOptimizer for Keras 3: combines gradients over ranks before it applies them.
+
+The wrapped optimizer's state is shared, not copied, and the class keeps its name, so that saved models load without hvd.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod.engine.kinds import Adasum
+from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from horovod.tensorflow.gradients import GradientReducer, reducer_of, with_options
+from horovod.tensorflow.tape import variables_of_layers
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
+
+_LOSS_SCALE = (
+    "A LossScaleOptimizer wraps this DistributedOptimizer. It skips steps in which gradients of this rank overflow, while "
+    "the other ranks wait for them. Wrap in the other order: "
+    "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)); a model with the policy mixed_float16 "
+    "then adds no further LossScaleOptimizer."
+)
+
+
+@dataclass
+class _Settings:
+    reducer: GradientReducer
+    aggregation: LocalGradientAggregationHelper | None
+
+
+class _Distributed:
+    """The part that is mixed into a subclass of the wrapped optimizer's class."""
+
+    _hvd: _Settings
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves the gradient of this variable as this rank computed it."""
+        self._hvd.reducer.keep_local(var)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Combines the gradients over ranks and makes the optimizer's step."""
+        gradients = list(grads)
+        if not gradients:
+            return
+        _refuse_inner_of_loss_scale()
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
+        if not self.built:  # type: ignore[attr-defined]
+            self.build(variables)  # type: ignore[attr-defined]
+        reducer, aggregation = self._hvd.reducer, self._hvd.aggregation
+        if aggregation is None:
+            self._step(gradients, variables)
+            return
+        if reducer.sparse_as_dense:
+            gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        aggregation.step(
+            gradients,
+            lambda sums: self._step(sums, variables),
+            # As in Horovod, every pass counts as an iteration, so that schedules of the learning rate keep their pace.
+            lambda: self._iterations.assign_add(1),  # type: ignore[attr-defined]
+        )
+
+    def _step(self, gradients: list[Any], variables: list[Any]) -> None:
+        reducer = self._hvd.reducer
+        if reducer.op != Adasum:
+            super().apply(reducer(gradients, variables), variables)  # type: ignore[misc]
+            return
+        # Adasum combines the changes that each rank's own step makes.
+        before = [tf.identity(variable) for variable in variables]
+        super().apply(gradients, variables)  # type: ignore[misc]
+        changes = [tf.convert_to_tensor(v) - b for v, b in zip(variables, before, strict=True)]
+        for variable, old, change in zip(variables, before, reducer(changes, variables), strict=True):
+            variable.assign(old + change)
+
+
+def _refuse_inner_of_loss_scale() -> None:
+    """Raises an error if a LossScaleOptimizer has called apply() under its own condition."""
+    frame: Any = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.optimizers.LossScaleOptimizer) and not isinstance(caller, _Distributed):
+            raise ValueError(_LOSS_SCALE)
+        frame = frame.f_back
+
+
+_BEFORE = "device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op"
+_PASSES = "backward_passes_per_step average_aggregated_gradients"
+
+
+@with_options("optimizer", f"name {_BEFORE} {_PASSES} num_groups groups process_set scale_local_gradients")
+def DistributedOptimizer(
+    optimizer: Any,
+    *,
+    name: str | None,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    **options: Any,
+) -> Any:
+    """Returns an optimizer of the same class and state that combines gradients over ranks before it applies them.
+
+    backward_passes_per_step: gradients of so many steps are added up on each rank before they are combined and applied.
+    op=Adasum combines the changes of the weights instead of the gradients.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"DistributedOptimizer got {type(optimizer)}: expected an optimizer of Keras {keras.__version__} "
+            f"(keras.optimizers or tf.keras.optimizers) or a tf.compat.v1.train.Optimizer."
+        )
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            "The optimizer is a DistributedOptimizer already; wrapping it again would reduce gradients twice."
+        )
+    if options["op"] == Adasum and average_aggregated_gradients:
+        raise ValueError("Adasum does not support average_aggregated_gradients == True")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step}: must be > 0")
+    base = type(optimizer)
+    reducer = reducer_of(name or f"Distributed{base.__name__}", **options)
+    aggregation = None
+    if backward_passes_per_step > 1:
+        aggregation = LocalGradientAggregationHelper(backward_passes_per_step, average_aggregated_gradients)
+    # Keras stores the name of the class and of its module in saved models, and finds the wrapped class by them.
+    distributed: Any = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
+    wrapped = object.__new__(distributed)
+    object.__setattr__(wrapped, "__dict__", optimizer.__dict__)
+    wrapped.__dict__["_hvd"] = _Settings(reducer, aggregation)
+    return wrapped
+
+
+@with_options("optimizer", f"name {_BEFORE} {_PASSES} groups process_set local_layers scale_local_gradients")
+def PartialDistributedOptimizer(optimizer: Any, *, local_layers: Any, **options: Any) -> Any:
+    """Returns a DistributedOptimizer that leaves out the gradients of `local_layers`, a Keras layer or several."""
+    wrapped = DistributedOptimizer(optimizer, **options)
+    for variable in variables_of_layers(local_layers):
+        wrapped.register_local_var(variable)
+    return wrapped

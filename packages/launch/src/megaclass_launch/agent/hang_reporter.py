@@ -1,0 +1,148 @@
+"""The agent's part in finding hangs: it reads its ranks' pages, and collects their stacks when the driver asks.
+
+    every beat        "status": how long ago a rank of this host made progress, and whether one is late
+    "stacks" arrives  "kept" if they were written into the run folder, then one "stacks" message per rank
+    "verdict" arrives the verdict is written beside them, and the event into events.jsonl
+
+Used by the agent's one thread. Standard library only.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megaclass_launch.agent.supervisor import Worker
+from megaclass_launch.hang.record import keep_stacks, keep_verdict
+from megaclass_launch.hang.stacks import (
+    ANSWER_S,
+    MAX_STACK_BYTES,
+    LookClock,
+    RankReport,
+    WatchedRank,
+    abort_group,
+    collect,
+)
+from megaclass_launch.hang.verdict import HangVerdict
+from megaclass_launch.rank_status import FD_NAME, HANG_TIMEOUT, StatusPage
+from megaclass_launch.wire.protocol import Message
+
+LOOK_S = 1.0
+"""How often the pages are looked at; between two beats only a rank that has become late is reported."""
+
+Say = Callable[[Message, bytes], None]
+
+
+class HangReporter:
+    """Watches the pages of this host's ranks."""
+
+    def __init__(self, host: str, hang_timeout_s: float, say: Say) -> None:
+        self._host, self._say = host, say
+        self._hang_timeout_s = hang_timeout_s
+        self._pages: dict[int, StatusPage] = {}
+        self._aborted: dict[int, bytearray] = {}
+        """Text that ranks have printed on stderr since SIGABRT made them print their stacks."""
+        self._is_late = False
+        self._look_at = 0.0
+        self._clock = LookClock(time.monotonic())
+
+    def new_page(self, rank: int) -> StatusPage:
+        """Returns the page that a rank inherits."""
+        page = self._pages[rank] = StatusPage()
+        return page
+
+    def forget(self, rank: int) -> None:
+        """Closes the page of a worker that has ended, in an elastic job, which may start many."""
+        if (page := self._pages.pop(rank, None)) is not None:
+            page.close()
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Returns the variables by which a rank finds its page."""
+        limit = {HANG_TIMEOUT: f"{self._hang_timeout_s:g}"} if self._hang_timeout_s else {}
+        return {FD_NAME: str(self._pages[rank].fileno()), **limit}
+
+    def look(self, running: Sequence[Worker], *, is_beat: bool) -> None:
+        """Tells the driver where its ranks are: with every beat, and at once when one has become late."""
+        now = time.monotonic()
+        if not is_beat and now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        since = self._clock.since(now)
+        found = [self._pages[worker.rank].read() for worker in running]
+        # A program that does not use the page, or has not finished a step yet, cannot be called late.
+        active = [status for status in found if status.num_done]
+        if not active:
+            return
+        # One is enough: the driver asks all agents for their stacks, and compares all ranks.
+        late = max(active, key=lambda status: status.late_s(now, since=since))
+        is_late = late.late_s(now, since=since) > 0
+        if is_beat or (is_late and not self._is_late):
+            message: Message = {"say": "status", "idle_s": now - max(status.progress_at for status in active)}
+            if is_late:
+                message |= {"silent_s": now - late.progress_at, "is_training": late.step >= 0}
+            self._say(message, b"")
+        self._is_late = is_late
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> bool:
+        """Keeps what an aborted rank prints on stderr, its stacks; returns False for all other output."""
+        if stream != "stderr" or rank not in self._aborted:
+            return False
+        # Bounded: a rank that catches SIGABRT may print without end.
+        self._aborted[rank] += data[: MAX_STACK_BYTES - len(self._aborted[rank])]
+        return True
+
+    def report_stacks(
+        self, name: str, running: Sequence[Worker], read_stderr: Callable[[int], None], *, may_abort: bool
+    ) -> None:
+        """Collects and sends the stacks. read_stderr: moves what a rank has printed since into `take_output`.
+
+        may_abort: ranks that cannot be asked get SIGABRT, which ends them, because the job ends in any case.
+        """
+        watched = [WatchedRank(worker.rank, worker.pid, self._pages[worker.rank]) for worker in running]
+
+        def abort(rank: WatchedRank) -> None:
+            # What it printed before the signal is ordinary output, and goes to the driver first.
+            read_stderr(rank.rank)
+            self._aborted[rank.rank] = bytearray()
+            abort_group(rank)
+
+        def printed(rank: int) -> bytes:
+            read_stderr(rank)
+            return bytes(self._aborted.get(rank, b""))
+
+        reports = collect(
+            watched, self._host, abort=abort if may_abort else None, aborted_output=printed, answer_s=ANSWER_S
+        )
+        # If the job continues, a rank is reported again when it has been late as long once more.
+        self._clock.restart(time.monotonic())
+        self._is_late = False
+        # On this host, because the machine of the driver may not have the run folder.
+        folder = self._run_folder()
+        if folder is not None and (kept := keep_stacks(folder, name, reports)) is not None:
+            self._say({"say": "kept", "folder": str(kept)}, b"")
+        for report in reports:
+            fields = {field: getattr(report, field) for field in _SENT}
+            self._say({"say": "stacks", **fields}, report.stacks.encode(errors="replace")[:MAX_STACK_BYTES])
+            if not report.stacks:
+                self._show_output(report)
+
+    def keep_verdict(self, order: Message) -> None:
+        """Writes the driver's verdict into the run folder, if the ranks of this host have one."""
+        folder = self._run_folder()
+        if folder is not None:
+            groups = tuple((tuple(ranks), text) for ranks, text in order["groups"])
+            verdict = HangVerdict(text=order["text"], suspects=tuple(order["ranks"]), groups=groups)
+            keep_verdict(folder, order["name"], order["text"], verdict, order["step"])
+
+    def _run_folder(self) -> Path | None:
+        # The ranks of a job share it, but one that hangs early may not have written it into its page yet.
+        folders = (page.read().folder for page in self._pages.values())
+        return next((Path(folder) for folder in folders if folder), None)
+
+    def _show_output(self, report: RankReport) -> None:
+        """Passes on what a program printed that is no Python stack: it is output like any other."""
+        printed = bytes(self._aborted.pop(report.rank, b""))
+        if printed:
+            self._say({"say": "output", "rank": report.rank, "stream": "stderr"}, printed)
+
+
+_SENT = ("rank", "pid", "state", "step", "phase", "detail", "main_thread", "waits_for", "file_wait", "package")

@@ -1,0 +1,354 @@
+"""`megaclass check`: finds out whether training would start on these hosts, and what to do if not.
+
+Standard library only; torch is imported in a separate process. The steps, each with the hosts that passed the previous ones:
+
+    resolve names -> log in by ssh -> collect facts about each host -> compare them -> connect between hosts -> all-reduce
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
+from megaclass_launch.check.probe_client import ProbeClient
+from megaclass_launch.check.report import Finding, FindingState, Report, bad, doubtful, good
+from megaclass_launch.check.rules import Facts, clock_finding, default_slots, difference_findings, host_findings
+from megaclass_launch.driver.ssh import SshSettings, agent_command, cause_and_advice, login_command
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.hosts import Host
+from megaclass_launch.wire.protocol import ProtocolError
+
+_FACTS_S = 150.0
+_REACH_S = 60.0
+_ALL_REDUCE_S = 180.0
+_LATENCY_BYTES, _BANDWIDTH_BYTES = 8, 16 << 20
+_MAX_CONNECTIONS = 64
+TOGETHER = "together"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckSettings:
+    hosts: tuple[Host, ...]
+    """Hosts to check; empty for this machine, with one slot per GPU that torch can use, or two on CPUs."""
+    ssh: SshSettings
+    workdir: str
+    config: str | None = None
+    """Path of a recipe that must be the same file on every host."""
+    interface: str | None = None
+    master_port: int = 0
+    start_timeout_s: float = 30.0
+    run_options: tuple[str, ...] = ()
+    """Options with which `megaclass run` reaches the same hosts."""
+
+
+def check(settings: CheckSettings) -> Report:
+    """Checks all hosts in parallel and returns the report; a host that fails a step is left out of the next ones."""
+    hosts = settings.hosts or (Host(name="localhost", slots=0, is_local=True),)
+    if shutil.which("ssh") is None and (others := [host.name for host in hosts if not host.is_local]):
+        raise LaunchError(
+            f"ssh is not installed here, but is needed to reach {others[0]}: sudo apt install openssh-client"
+        )
+    checked = [_HostCheck(host, settings) for host in hosts]
+    with ThreadPoolExecutor(min(_MAX_CONNECTIONS, len(checked))) as pool:
+        try:
+            list(pool.map(_HostCheck.collect_facts, checked))
+            reachable = [host for host in checked if host.facts]
+            together: list[Finding] = []
+            if reachable:
+                facts = {host.name: host.facts for host in reachable}
+                together += difference_findings(facts, settings.config, settings.workdir, settings.ssh.python)
+            if len(reachable) > 1:
+                _try_ports(reachable, settings, pool)
+        finally:
+            for host in checked:
+                host.close()
+    report = Report(
+        findings={**{host.name: host.findings for host in checked}, TOGETHER: together},
+        titles={host.name: _title(host.host) for host in checked},
+        facts={host.name: host.facts for host in checked},
+    )
+    if not report.would_start:
+        together.append(doubtful("all-reduce", "not tried", "Fix the problems marked [!] first."))
+        return report
+    finding, rows = _all_reduce([host.host for host in checked], settings)
+    together.append(finding)
+    return replace(report, all_reduce=rows)
+
+
+class _HostCheck:
+    """One host: the connection to its probe, its facts, the findings about it. Used by one thread of the pool at a time."""
+
+    def __init__(self, host: Host, settings: CheckSettings) -> None:
+        self.host = host
+        self.name = host.name
+        self.findings: list[Finding] = []
+        self.facts: Facts = {}
+        self.connection: list[str] = []
+        """SSH_CONNECTION on that host: client address and port, server address and port."""
+        self._settings = settings
+        self._ssh_config = ""
+        self._client: ProbeClient | None = None
+
+    def collect_facts(self) -> None:
+        """Starts the probe on the host, asks for its facts and derives findings from them."""
+        try:
+            self._collect_facts()
+        except ProtocolError as error:
+            self.distrust(error)
+
+    def distrust(self, error: ProtocolError) -> None:
+        """Records that the host sent an invalid answer, and leaves it out of the following steps."""
+        advice = "It runs another version of megaclass, or it is compromised: find out before you train on it."
+        self.findings.append(bad("answers", str(error), advice))
+        self.facts = {}
+
+    def _collect_facts(self) -> None:
+        if not self.host.is_local:
+            self._ssh_config = _ssh_config(self.host, self._settings.ssh)
+            self.findings.append(_name_resolution(self.host, self._ssh_config))
+            if self.findings[0].state is FindingState.BAD:
+                return
+        self._client = ProbeClient(agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe"))
+        begun = time.monotonic()
+        hello = self._client.greet(self._settings.start_timeout_s)
+        if hello is None:
+            self._note_not_started()
+            return
+        self.connection = connection_in(hello)
+        if not self.host.is_local:
+            took_s = time.monotonic() - begun
+            self.findings.append(good("ssh", f"logs in without a prompt, in {took_s:.1f} s"))
+            self._compare_clocks()
+        question = {"ask": "facts", "workdir": self._settings.workdir, "config": self._settings.config}
+        facts = self._client.ask(question, _FACTS_S)
+        if facts is None:
+            self._note_not_started()
+            return
+        self.facts = facts = facts_in(facts, self._settings.workdir)
+        self.host = replace(self.host, slots=self.host.slots or default_slots(facts))
+        self.findings += host_findings(facts, self.host.slots)
+        if self._settings.interface is not None:
+            self.findings.append(_interface(self._settings.interface, facts))
+
+    def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
+        assert self._client is not None
+        return self._client.ask(question, timeout_s)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _compare_clocks(self) -> None:
+        assert self._client is not None
+        asked_at = time.time()
+        reply = self._client.ask({"ask": "time"}, self._settings.start_timeout_s)
+        if reply is not None:
+            doubt_s = (time.time() - asked_at) / 2
+            self.findings.append(clock_finding(time_in(reply) - asked_at - doubt_s, doubt_s))
+
+    def _note_not_started(self) -> None:
+        assert self._client is not None
+        code, said = self._client.exit_status()
+        what, advice = cause_and_advice(self.host, self._settings.ssh, code, said)
+        if not self.host.is_local and code == 255 and re.search("Permission denied", said, re.IGNORECASE):
+            advice = f"Type: {_ssh_copy_id(self.host, self._settings.ssh, self._ssh_config)}"
+        elif not advice:
+            last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+            what += f" ({last})" if last else ""
+            advice = f"Type: {self._settings.ssh.python} -m megaclass_launch --version"
+        else:
+            advice = f"{advice[0].upper()}{advice[1:]}."
+        if self.host.is_local or code not in (255, None):
+            if not self.host.is_local and not any(finding.what == "ssh" for finding in self.findings):
+                self.findings.append(good("ssh", "logs in without a prompt"))
+            self.findings.append(bad("Python", what, advice))
+        else:
+            self.findings.append(bad("ssh", what, advice))
+
+
+# ---- names and keys ----
+
+
+def _ssh_config(host: Host, ssh: SshSettings) -> str:
+    """Returns the settings that ssh will use (`ssh -G`): lines `hostname h2`, `identityfile ~/.ssh/id_rsa` and so on."""
+    bare = host.name.rpartition("@")[2].strip("[]")
+    return subprocess.run(
+        ["ssh", *ssh.extra, "-G", "--", bare],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False,
+    ).stdout  # fmt: skip
+
+
+def _name_resolution(host: Host, ssh_config: str) -> Finding:
+    """Resolves the name that ssh_config has for the host: the name in -H may be an alias."""
+    bare = host.name.rpartition("@")[2].strip("[]")
+    match = re.search(r"^hostname (\S+)$", ssh_config, re.MULTILINE)
+    name = match[1] if match else bare
+    via = f" (ssh_config calls it {name})" if name != bare else ""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if re.search(r"^proxy(jump|command) (?!none)", ssh_config, re.MULTILINE):
+            return doubtful(
+                "name", f"{name}: {reason}{via}", "ssh connects through a proxy, which may be able to resolve it."
+            )
+        line = f"echo '<address> {bare}' | sudo tee -a /etc/hosts"
+        return bad("name", f"{name}: {reason}{via}", f"Check the spelling, or type: {line}")
+    return good("name", f"{found[0][4][0]}{via}")
+
+
+def _ssh_copy_id(host: Host, ssh: SshSettings, ssh_config: str) -> str:
+    """Returns the command that makes the host accept the user's key, and creates a key first if there is none."""
+    named = [Path(file).expanduser() for file in re.findall(r"^identityfile (.+)$", ssh_config, re.MULTILINE)]
+    keys = [file for file in named if file.is_file()]
+    is_default = not keys or keys[0].parent == Path("~/.ssh").expanduser()
+    if ssh.identity_file is None and not is_default:
+        # By default ssh-copy-id only looks in ~/.ssh.
+        ssh = replace(ssh, identity_file=keys[0])
+    line = login_command(host, ssh, "ssh-copy-id")
+    has_key = ssh.identity_file is not None or keys or "SSH_AUTH_SOCK" in os.environ
+    return line if has_key else f"ssh-keygen -t ed25519 && {line}"
+
+
+# ---- routes and ports ----
+
+
+def _interface(name: str, facts: Facts) -> Finding:
+    if name in facts["interfaces"]:
+        return good("interface", f"{name}, {facts['interfaces'][name][0]}")
+    present = ", ".join(sorted(facts["interfaces"]))
+    return bad("interface", f"no interface {name} with an address", f"Set --network-interface to one of: {present}")
+
+
+def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: ThreadPoolExecutor) -> None:
+    """Lets every host listen and every other host connect, as ranks do: at the port of rank 0 and at a free port."""
+    listening: dict[str, list[tuple[str, str, int]]] = {}
+    for index, host in enumerate(hosts):
+        ports = (settings.master_port, 0) if index == 0 and settings.master_port else (0,)
+        listening[host.name] = []
+        for port in ports:
+            try:
+                reply = host.ask({"ask": "listen", "port": port}, _REACH_S)
+                reply = listening_in(reply) if reply is not None else None
+            except ProtocolError as error:
+                host.distrust(error)
+                continue
+            if reply is None or reply["fault"]:
+                fault = reply["fault"] if reply else "no answer"
+                advice = f"Leave out --master-port, or find the process that uses it: ss -ltnp sport = :{port}"
+                host.findings.append(bad("ports", f"{port}: {fault}", advice))
+                continue
+            listening[host.name].append((host.name, _address(host, hosts, settings), reply["port"]))
+
+    def connect_to_others(host: _HostCheck) -> None:
+        peers = [peer for other in hosts if other is not host for peer in listening[other.name]]
+        named = [(f"{name} {address} {port}", address, port) for name, address, port in peers]
+        if not named:
+            return
+        try:
+            reply = host.ask({"ask": "reach", "peers": named}, _REACH_S)
+            reply = reached_in(reply, [name for name, _, _ in named]) if reply is not None else None
+        except ProtocolError as error:
+            host.distrust(error)
+            return
+        if reply is None:
+            advice = f"Type: {login_command(host.host, settings.ssh)} uptime"
+            host.findings.append(bad("ports", f"the host stopped answering: no reply for {_REACH_S:g} s", advice))
+        else:
+            host.findings += _reached(reply, _address(host, hosts, settings))
+
+    list(pool.map(connect_to_others, hosts))
+
+
+def _address(host: _HostCheck, hosts: Sequence[_HostCheck], settings: CheckSettings) -> str:
+    """Returns an address at which other hosts reach this one: the address that ssh connected to or came from."""
+    if settings.interface is not None and settings.interface in host.facts.get("interfaces", ()):
+        return str(host.facts["interfaces"][settings.interface][0])
+    if host.connection:
+        return host.connection[2]
+    others = [other.connection[0] for other in hosts if other.connection]
+    return others[0] if others else "127.0.0.1"
+
+
+def _reached(reply: Facts, own_address: str) -> list[Finding]:
+    towards = reply["towards"]
+    first = next(iter(reply["faults"])).split()
+    if towards is None:
+        advice = f"Type on that host: ip route get {first[1]}"
+        return [bad("route", f"no interface leads to {first[0]} ({first[1]})", advice)]
+    findings = [good("route", f"{towards} to {first[0]}")]
+    faults = {peer: fault for peer, fault in reply["faults"].items() if fault is not None}
+    for peer, fault in faults.items():
+        name, address, port = peer.split()
+        advice = (
+            f"Does a firewall block it? Type on {name}: sudo ufw allow from {own_address}"
+            f" (or: sudo nft insert rule inet filter input ip saddr {own_address} accept)"
+        )
+        findings.append(bad("ports", f"cannot connect to {name} ({address}) port {port}: {fault}", advice))
+    if not faults:
+        names = dict.fromkeys(peer.split()[0] for peer in reply["faults"])
+        findings.append(good("ports", f"reaches {', '.join(names)}"))
+    return findings
+
+
+# ---- all ranks ----
+
+
+def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding, list[dict[str, Any]]]:
+    """Runs `bench allreduce` by `megaclass run`, as training is started; returns the finding and the rows."""
+    listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    is_here = len(hosts) == 1 and hosts[0].is_local
+    where = ("-np", str(hosts[0].slots)) if is_here else ("-H", listed)
+    sizes = ("-b", str(_LATENCY_BYTES), "-e", str(_BANDWIDTH_BYTES), "-f", str(_BANDWIDTH_BYTES // _LATENCY_BYTES))
+    bench = ("-P", "-m", "megaclass_launch", "bench", "allreduce", "--operations", "all_reduce", "--json", *sizes)
+    run = [sys.executable, "-P", "-m", "megaclass_launch", "run", *settings.run_options, *where]
+    command = [*run, settings.ssh.python, *bench]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ALL_REDUCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        advice = f"The ranks cannot communicate. See where they stop: NCCL_DEBUG=INFO {shlex.join(command)}"
+        return bad("all-reduce", f"not finished after {_ALL_REDUCE_S:g} s", advice), []
+    rows = _rows(done.stdout)
+    if done.returncode != 0 or not rows:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        found = next((line for line in said if line.startswith("megaclass")), said[-1] if said else "no message")
+        return bad("all-reduce", f"ended with {done.returncode}: {found}", f"Type: {shlex.join(command)}"), rows
+    backends = dict.fromkeys(row["backend"] for row in rows)
+    return good("all-reduce", "; ".join(_speed(rows, backend) for backend in backends)), rows
+
+
+def _rows(output: str) -> list[dict[str, Any]]:
+    """Parses rank 0's JSON; `megaclass run` has put the rank's number before each line."""
+    text = "".join(line.removeprefix("[0]<stdout>:") for line in output.splitlines() if line.startswith("[0]<stdout>:"))
+    try:
+        return rows_in(json.loads(text))
+    except (ValueError, RecursionError):
+        return []
+
+
+def _speed(rows: Sequence[Mapping[str, Any]], backend: str) -> str:
+    small, large = (row for row in rows if row["backend"] == backend)
+    latency = f"{small['time_us']:.0f} µs"
+    if small["ranks"] == 1:
+        return f"{backend}, a single rank: {latency}"
+    return f"{backend}, {small['ranks']} ranks: latency {latency}, bus bandwidth {large['bus_gbps']:.2f} GB/s"
+
+
+def _title(host: Host) -> str:
+    remarks = ["this machine"] if host.is_local else []
+    if host.slots:
+        remarks.append(f"{host.slots} slot{'s' if host.slots > 1 else ''}")
+    return f"{host.name} ({', '.join(remarks)})"

@@ -1,0 +1,217 @@
+"""The commands of this package: megaclass-run, megaclass-check, and `python -m megaclass_launch run|check|bench`.
+
+The command `megaclass` of the package above adds the same commands to its own (add_check_command, add_allreduce_command).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megaclass_launch import __version__
+from megaclass_launch.errors import EXIT_TRY_AGAIN, UserError, is_transient
+from megaclass_launch.messages import messages_on_stderr, print_error
+from megaclass_launch.operating_system import is_linux
+
+_CHECK = {
+    "help": "check whether training would start here or on these hosts",
+    "description": "Checks whether training would start, and prints a table with advice: megaclass check -H gpu-1:8,gpu-2:8",
+    "epilog": "Exits with 0 only if training would start.",
+}
+
+
+def run_command(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The program `megaclass-run`."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def check_command() -> NoReturn:
+    """The program `megaclass-check`."""
+    parser = argparse.ArgumentParser("megaclass-check", description=_CHECK["description"], epilog=_CHECK["epilog"])
+    _add_check_arguments(parser)
+    sys.exit(_ended(check, parser.parse_args()))
+
+
+def command() -> NoReturn:
+    """The program `python -m megaclass_launch`."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["run"]:
+        run_command(arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m megaclass_launch", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"megaclass {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("run", help="start a command on this machine or many, as horovodrun does")
+    add_check_command(commands)
+    bench = commands.add_parser("bench", help="measure collectives")
+    add_allreduce_command(bench.add_subparsers(required=True, metavar="COMMAND"))
+    options = parser.parse_args(arguments)
+    sys.exit(_ended(lambda given: int(given.run(given, arguments)), options))
+
+
+def _ended(function: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Calls a command and returns the exit code; errors that the user can fix are printed without a traceback."""
+    with messages_on_stderr():
+        try:
+            return function(options)
+        except (UserError, OSError) as error:
+            if isinstance(error, OSError) and not is_transient(error):
+                raise
+            print_error(error)
+            return EXIT_TRY_AGAIN if is_transient(error) else 2
+        except KeyboardInterrupt:
+            return 130
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the job of a command line and returns its exit code; errors are printed."""
+    with messages_on_stderr():
+        # Before the import: it needs modules that only Linux has.
+        if not is_linux():
+            print(
+                f"megaclass run: jobs are started and watched on Linux only. On {sys.platform}, train in one process: "
+                f"megaclass train RECIPE train.nproc=1.",
+                file=sys.stderr,
+            )
+            return 2
+        from megaclass_launch.run import run as run_job
+
+        try:
+            return run_job(arguments)
+        except UserError as error:
+            print(f"megaclass run: {error}", file=sys.stderr)
+            return 2
+
+
+def add_check_command(commands: Any) -> None:
+    """Adds `check` to the commands of a parser."""
+    parser = commands.add_parser("check", **_CHECK)
+    _add_check_arguments(parser)
+    parser.set_defaults(run=lambda options, given: check(options))
+
+
+def _add_check_arguments(check: argparse.ArgumentParser) -> None:
+    from megaclass_launch.options import at_least, seconds
+
+    check.add_argument("recipe", nargs="?", help="a recipe that must be the same file on every host")
+    where = check.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots (default: this machine)")
+    where.add_argument(
+        "-hostfile", "--hostfile", type=Path, metavar="FILE", help="file of hosts with lines `h1 slots=8`"
+    )
+    check.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
+    check.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
+    check.add_argument(
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh (repeatable)"
+    )
+    check.add_argument(
+        "--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: this one)"
+    )
+    check.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
+    check.add_argument(
+        "--network-interface", metavar="NAME", help="interface between the hosts (default: towards host 0)"
+    )
+    check.add_argument(
+        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
+    )
+    check.add_argument(
+        "--start-timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for a host (default: 30)"
+    )
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def add_allreduce_command(bench_commands: Any) -> None:
+    """Adds `bench allreduce` to the commands of `bench`."""
+    allreduce = bench_commands.add_parser(
+        "allreduce",
+        help="measure all-reduce and other collectives by size, and check every result",
+        description="Prints the table of all_reduce_perf: megaclass run -np 4 -H h1:2,h2:2 megaclass bench allreduce -e 64M",
+    )
+    allreduce.add_argument("-b", "--min-bytes", default="8", metavar="SIZE", help="first size (default: 8)")
+    allreduce.add_argument("-e", "--max-bytes", default="256M", metavar="SIZE", help="last size (default: 256M)")
+    allreduce.add_argument("-f", "--factor", type=int, default=2, metavar="N", help="factor between sizes (default: 2)")
+    allreduce.add_argument(
+        "-n", "--iterations", type=int, default=20, metavar="N", help="repetitions per size (default: 20)"
+    )
+    allreduce.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="longest time per size; large sizes are repeated less often (default: 2)",
+    )
+    allreduce.add_argument(
+        "--operations",
+        default="all_reduce,all_gather,reduce_scatter,broadcast",
+        metavar="NAMES",
+        help="comma-separated operations (default: all four)",
+    )
+    allreduce.add_argument("--backend", default="auto", help="gloo, nccl, or auto: all that work here (default: auto)")
+    allreduce.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
+    allreduce.set_defaults(run=lambda options, given: bench_allreduce(options))
+
+
+def check(options: argparse.Namespace) -> int:
+    """`megaclass check`."""
+    from megaclass_launch.check.check import CheckSettings
+    from megaclass_launch.check.check import check as check_hosts
+    from megaclass_launch.driver.ssh import SshSettings
+    from megaclass_launch.hosts import given_hosts
+
+    hosts = given_hosts(options.hosts, options.hostfile)
+    workdir = options.workdir or str(Path.cwd())
+    ssh = SshSettings(
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        extra=tuple(options.ssh_arg),
+        python=options.python,
+    )
+    report = check_hosts(
+        CheckSettings(
+            hosts=tuple(hosts),
+            ssh=ssh,
+            workdir=workdir,
+            config=options.recipe,
+            interface=options.network_interface,
+            master_port=options.master_port,
+            start_timeout_s=options.start_timeout,
+            run_options=_run_options(options, workdir),
+        )
+    )
+    print(json.dumps(report.as_json(), indent=1) if options.json else report.table().lstrip("\n"))
+    return 0 if report.would_start else 1
+
+
+def _run_options(options: argparse.Namespace, workdir: str) -> tuple[str, ...]:
+    """Returns options for `megaclass run` that are equivalent to those given to `check`."""
+    found = [f"--ssh-arg={argument}" for argument in options.ssh_arg]
+    for name, value in (
+        ("--ssh-port", options.ssh_port),
+        ("--ssh-identity-file", options.ssh_identity_file),
+        ("--network-interface", options.network_interface),
+        ("--master-port", options.master_port or None),
+    ):
+        if value is not None:
+            found += [name, str(value)]
+    found += ["--python", options.python, "--workdir", workdir, "--start-timeout", f"{options.start_timeout:g}"]
+    return tuple(found)
+
+
+def bench_allreduce(options: argparse.Namespace) -> int:
+    """`megaclass bench allreduce`."""
+    from megaclass_launch.ranks.bench_allreduce import BenchSettings, parse_bytes, run_bench, warn_of_one_rank
+    from megaclass_launch.world import world_from_environment
+
+    settings = BenchSettings(
+        min_bytes=parse_bytes(options.min_bytes),
+        max_bytes=parse_bytes(options.max_bytes),
+        factor=options.factor,
+        iterations=options.iterations,
+        seconds_per_size=options.seconds,
+        operations=tuple(options.operations.split(",")),
+        backend=options.backend,
+    )
+    world = world_from_environment()
+    warn_of_one_rank(world)
+    return run_bench(settings, world, is_json=options.json)

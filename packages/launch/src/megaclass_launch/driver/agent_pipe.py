@@ -1,0 +1,305 @@
+"""The driver's pipes to the agents, one per host. Standard library only.
+
+State of one pipe, as the driver sees it; JobStart, MessageHandler and LostAgents change it:
+
+    STARTING --hello--> READY --"go" was sent--> RUNNING --"done"--> DONE
+        |                 |                         |
+        +-----------------+-------------------------+--> LOST   (it ended, fell silent, or broke the protocol)
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from functools import partial
+
+from megaclass_launch.driver.output import DriverIo
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.options import RunOptions
+from megaclass_launch.placement import Placement
+from megaclass_launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
+from megaclass_launch.wire.protocol import Message, MessageReader, beat_interval, encode, greeting, silence_limits
+
+_READ_BYTES = 1 << 18
+_KEPT_STDERR_BYTES = 8192
+_PAUSED_TICK_S = 0.02
+"""Interval at which the driver checks whether a full screen has room again."""
+_LONGEST_BEAT_S = 0.5
+"""The checks that depend on the time are made with the heartbeats, and a user may have chosen a limit of minutes for these."""
+
+
+class PipeState(Enum):
+    STARTING = auto()
+    """ssh connects, or the agent has not answered yet."""
+    READY = auto()
+    """The agent has said hello and waits for "go"."""
+    RUNNING = auto()
+    DONE = auto()
+    """No process of its ranks is left."""
+    LOST = auto()
+    """It ended or fell silent without saying that it is done; its ranks end by themselves."""
+
+
+class AgentPipe:
+    """A process, `ssh` or the local agent, with its three pipes, none of which ever blocks."""
+
+    def __init__(
+        self, placement: Placement, command: list[str], token: str, checker: AgentMessageChecker | None = None
+    ) -> None:
+        """checker: checks the agent's messages; by default, those of an agent with the placement's ranks."""
+        self.placement = placement
+        self.state = PipeState.STARTING
+        self.hello: Message = {}
+        self.heard_at = time.monotonic()
+        self.stderr_text = ""
+        """The end of what ssh or the agent wrote to stderr."""
+        self.has_closed_stderr = False
+        self._reader = MessageReader(
+            after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
+        )
+        self._checker = checker or AgentMessageChecker([world.rank for world in placement.worlds])
+        self._unsent = bytearray()
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                # A session of its own: Ctrl-C in the terminal reaches the driver only, which decides what to send to the ranks.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"Cannot start {command[0]!r} for {self.name}: {error.strerror}.") from error
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        # One thread serves all hosts: a host that does not read, or sends without end, must not stop the others.
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def name(self) -> str:
+        """Returns the host's name as the user gave it."""
+        return self.placement.host.name
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (PipeState.DONE, PipeState.LOST)
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, message: Message) -> None:
+        """Queues a message and writes as much as the pipe takes now."""
+        # Never written past the queue: messages must stay in order, and a part of one may still wait here.
+        self._unsent += encode(message)
+        self.write()
+
+    def write(self) -> None:
+        """Writes as much of the queue as the pipe takes. A reader that has gone is noticed at stdout."""
+        while self._unsent and not self.stdin.closed:
+            try:
+                written = os.write(self.stdin.fileno(), self._unsent)
+            except BlockingIOError:
+                return
+            # Not an error yet: messages of the agent may still wait in stdout, for example why it ended.
+            except BrokenPipeError:
+                self._unsent.clear()
+                return
+            del self._unsent[:written]
+
+    def read(self) -> Iterator[tuple[Message, bytes]] | None:
+        """Returns the checked messages that arrived, or None at the end of the stream.
+
+        Raises ProtocolError, also while iterating, for a message that no agent of this version sends.
+        """
+        try:
+            data = os.read(self.stdout.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return iter(())
+        if not data:
+            return None
+        # Any byte proves that the agent lives, not only its heartbeats.
+        self.heard_at = time.monotonic()
+        return self._checked(data)
+
+    def _checked(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
+        for message, payload in self._reader.feed(data):
+            # The state is read again for each message: handling the previous one may have changed it.
+            yield self._checker.checked(message, payload, is_running=self.state is PipeState.RUNNING), payload
+
+    def read_stderr(self) -> bytes | None:
+        """Returns the bytes that arrived on stderr, or None at its end."""
+        try:
+            data = os.read(self.stderr.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return b""
+        # Only the end is kept: login banners are long, and the error of ssh comes last.
+        self.stderr_text = (self.stderr_text + data.decode(errors="replace"))[-_KEPT_STDERR_BYTES:]
+        self.has_closed_stderr = not data
+        return data or None
+
+    def hang_up(self) -> None:
+        """Closes stdin: an agent that still listens ends its ranks and leaves."""
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Closes stdin and returns the exit code of ssh or the local agent; None if it does not end in time."""
+        self.hang_up()
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Closes all pipes and kills ssh."""
+        self.hang_up()
+        # The local agent is never killed: it would be kept from ending its ranks. It sees that stdin is closed and leaves.
+        if self.process.poll() is None and not self.placement.host.is_local:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        self.stdout.close()
+        self.stderr.close()
+
+
+class AgentPipes:
+    """All pipes of one start and the selector that watches them.
+
+    While `is_paused`, nothing is read: the pipes fill, the ranks wait in their writes, and no memory grows.
+    """
+
+    def __init__(self, on_message: Callable[[AgentPipe], None], io: DriverIo, token: str) -> None:
+        self.all: list[AgentPipe] = []
+        self.selector = selectors.DefaultSelector()
+        self.is_paused = False
+        self.token = token
+        self._on_message = on_message
+        self._screen, self._messages = io.screen, io.messages
+
+    def open(self, placement: Placement, command: list[str], checker: AgentMessageChecker | None = None) -> AgentPipe:
+        """Starts ssh or the local agent and listens to it."""
+        agent = AgentPipe(placement, command, self.token, checker)
+        self.all.append(agent)
+        # While paused, nothing is read; it is listened to when the screen has room again.
+        if not self.is_paused:
+            self._listen(agent)
+        return agent
+
+    def unfinished(self) -> list[AgentPipe]:
+        """Returns the pipes that are neither done nor lost."""
+        return [agent for agent in self.all if not agent.is_over]
+
+    def send(self, message: Message) -> None:
+        """Sends a message to every agent that is not over."""
+        for agent in self.unfinished():
+            agent.send(message)
+
+    def finish(self, agent: AgentPipe, state: PipeState) -> None:
+        """Sets the last state of a pipe and stops listening to it."""
+        agent.state = state
+        for pipe in (agent.stdout, agent.stderr, agent.stdin):
+            # stderr may have ended before, and stdin is registered only while something is unsent.
+            if not pipe.closed and pipe.fileno() in self.selector.get_map():
+                self.selector.unregister(pipe)
+
+    def drop(self, agent: AgentPipe) -> None:
+        """Counts the agent as lost and closes its pipes."""
+        self.finish(agent, PipeState.LOST)
+        agent.close()
+
+    def drop_starting(self) -> None:
+        """Drops the agents that have not answered yet; no rank runs there."""
+        for agent in self.all:
+            if agent.state is PipeState.STARTING:
+                self.drop(agent)
+
+    def handle_events(self, until: float) -> None:
+        """Waits for events, until this time at the latest, and handles those that have come."""
+        self._pause_if_full()
+        self._watch_unsent()
+        wait_s = _PAUSED_TICK_S if self.is_paused else max(0.0, until - time.monotonic())
+        for key, _ in self.selector.select(wait_s):
+            # An earlier event of this batch may have closed the pipe of a later one, or filled the screen.
+            if self.selector.get_map().get(key.fd) is key:
+                key.data()
+                self._pause_if_full()
+
+    def _pause_if_full(self) -> None:
+        """Stops reading all agents while the screen is full, and resumes when it has room."""
+        if self._screen.is_full == self.is_paused:
+            return
+        self.is_paused = not self.is_paused
+        for agent in self.unfinished():
+            if self.is_paused:
+                self.selector.unregister(agent.stdout)
+                if not agent.has_closed_stderr:
+                    self.selector.unregister(agent.stderr)
+            else:
+                # Its heartbeats waited in the pipe: the silence is ours, not the agent's.
+                agent.heard_at = time.monotonic()
+                self._listen(agent)
+
+    def _watch_unsent(self) -> None:
+        """Waits for room in the pipes of agents that have not taken everything; a job line may be longer than a pipe."""
+        for agent in self.all:
+            is_watched = not agent.stdin.closed and agent.stdin.fileno() in self.selector.get_map()
+            if agent.has_unsent and not is_watched and not agent.is_over:
+                self.selector.register(agent.stdin, selectors.EVENT_WRITE, agent.write)
+            elif is_watched and not agent.has_unsent:
+                self.selector.unregister(agent.stdin)
+
+    def close(self) -> None:
+        """Hangs up on all agents, then waits for ssh and the local agent to leave."""
+        # First all, then the waits: the agents leave at the same time.
+        for agent in self.all:
+            agent.hang_up()
+        for agent in self.all:
+            # An agent that is done leaves at once; one that was lost may never do.
+            agent.wait(2.0 if agent.state is PipeState.DONE else 0.1)
+            agent.close()
+        self.selector.close()
+
+    def _listen(self, agent: AgentPipe) -> None:
+        self.selector.register(agent.stdout, selectors.EVENT_READ, partial(self._on_message, agent))
+        if not agent.has_closed_stderr:
+            self.selector.register(agent.stderr, selectors.EVENT_READ, partial(self._on_stderr, agent))
+
+    def _on_stderr(self, agent: AgentPipe) -> None:
+        data = agent.read_stderr()
+        if data is None:
+            self.selector.unregister(agent.stderr)
+        # Before the agent has answered, the text is only kept: it explains why a host cannot take part.
+        elif agent.state is not PipeState.STARTING:
+            for line in data.decode(errors="replace").splitlines():
+                self._messages.detail(f"{agent.name}: {line}")
+
+
+class Heartbeats:
+    """The driver's heartbeats, and those that it misses."""
+
+    def __init__(self, pipes: AgentPipes, options: RunOptions) -> None:
+        self.due_at = 0.0
+        self.silence_s, self.silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
+        """An agent that sent nothing for this long is lost, and the others have so long to end their ranks."""
+        self._pipes = pipes
+        self._interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
+
+    def send(self, now: float) -> list[tuple[AgentPipe, float]]:
+        """Sends a heartbeat to every agent; returns the agents that are silent for too long, and for how long."""
+        self.due_at = now + self._interval_s
+        unfinished = self._pipes.unfinished()
+        for agent in unfinished:
+            # Unsent messages prove that the driver lives, and an agent that does not read cannot make the queue grow.
+            if not agent.has_unsent:
+                agent.send({"do": "beat"})
+        # While the driver does not read, it cannot tell which agents are silent.
+        if self._pipes.is_paused:
+            return []
+        running = [(agent, now - agent.heard_at) for agent in unfinished if agent.state is PipeState.RUNNING]
+        return [(agent, silent_s) for agent, silent_s in running if silent_s > self.silence_s]

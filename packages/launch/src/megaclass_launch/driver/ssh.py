@@ -1,0 +1,149 @@
+"""The command that starts an agent on a host, and the meaning of ssh's errors. Standard library only."""
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaclass_launch.exit_codes import how_it_ended
+from megaclass_launch.hosts import Host
+
+_CONNECT_S = 10
+
+# Patterns in ssh's error output when it ends with 255, their cause, and what to do.
+_CAUSES = (
+    (
+        r"Could not resolve hostname",
+        "its name cannot be resolved",
+        "check the spelling, or add it to ~/.ssh/config or /etc/hosts",
+    ),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one in known_hosts",
+        "if that is expected, remove the old one with `ssh-keygen -R {host}`",
+    ),
+    (
+        r"Host key verification failed|No .* host key is known",
+        "its host key is not known",
+        "log in once with `{login}` and compare the key",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "it refuses our key, and a password cannot be asked for",
+        "give the key with -i, or copy it with `{copy}`",
+    ),
+    (
+        r"Connection timed out|Operation timed out|timed out during",
+        "it does not answer",
+        "see whether it is up and a firewall lets ssh through: `ping -c 3 {host}`, then `{login}`",
+    ),
+    (
+        r"No route to host|Network is unreachable",
+        "there is no route to it",
+        "see whether it is up, and in this network: `ping -c 3 {host}`",
+    ),
+    (
+        r"Connection refused",
+        "it runs no ssh server at that port",
+        "start it there with `sudo systemctl start ssh`, or give the port with -p",
+    ),
+    (
+        r"Connection (closed|reset)|closed by remote host|Broken pipe",
+        "the connection was cut",
+        "`{login} -v` shows which side closed it",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshSettings:
+    port: int | None = None
+    identity_file: Path | None = None
+    extra: tuple[str, ...] = ()
+    """Further arguments of ssh, in front of ours, because ssh uses the first value of an option."""
+    remote_prefix: str = ""
+    """Shell text before the agent's command on other hosts: `nice -n 5`, `. /opt/env.sh &&`."""
+    python: str = ""
+    heartbeat_s: float = 40.0
+
+
+def agent_command(host: Host, settings: SshSettings, module: str = "megaclass_launch.agent.agent") -> list[str]:
+    """Returns the argument list that starts an agent; no shell on this side reads it.
+
+    On the other host ssh always uses a shell. Only the quoted path of the interpreter and the user's prefix reach it.
+    """
+    # -P: files in the login folder must not be imported in place of ours; -X utf8: the same encoding on all hosts.
+    agent = [settings.python, "-X", "utf8", "-P", "-m", module]
+    if host.is_local:
+        return agent
+    remote = shlex.join(agent)
+    return [
+        "ssh",
+        *settings.extra,
+        # No questions: stdin is the connection to the agent, and many hosts are connected to at once.
+        *("-o", "BatchMode=yes"),
+        *("-o", f"ConnectTimeout={_CONNECT_S}"),
+        *("-o", f"ServerAliveInterval={max(1, round(settings.heartbeat_s / 3))}"),
+        *("-o", "ServerAliveCountMax=3"),
+        # ssh must not start a background master, which would outlive the run; it may use an existing one. Port forwards
+        # of the user's configuration are cleared, because only the first connection would get the port.
+        *("-o", "ControlMaster=no"),
+        *("-o", "ClearAllForwardings=yes"),
+        # No terminal on the other side: it would echo, and turn Ctrl-C in the job's bytes into a signal.
+        "-T",
+        *(("-p", str(settings.port)) if settings.port is not None else ()),
+        *(("-i", str(settings.identity_file)) if settings.identity_file is not None else ()),
+        "--",
+        # -H needs brackets around an IPv6 address, because of the colon before the slots; ssh does not take them.
+        host.name.replace("[", "").replace("]", ""),
+        f"{settings.remote_prefix} {remote}".lstrip(),
+    ]
+
+
+def login_command(host: Host, settings: SshSettings, program: str = "ssh") -> str:
+    """Returns the command a user types to reach the host in the same way; ssh-copy-id takes the same options."""
+    port = ("-p", str(settings.port)) if settings.port is not None else ()
+    key = ("-i", str(settings.identity_file)) if settings.identity_file is not None else ()
+    return shlex.join([program, *settings.extra, *port, *key, host.name])
+
+
+def why_not_started(host: Host, settings: SshSettings, code: int | None, stderr: str) -> str:
+    """Describes why an agent ended, or sent nothing, before it could report. stderr: what it wrote there."""
+    what, advice = cause_and_advice(host, settings, code, stderr)
+    return f"{host.name}: {what}{f': {advice}' if advice else ''}.{_last_lines(stderr)}"
+
+
+def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr: str) -> tuple[str, str]:
+    """Returns why an agent did not start, and what to do."""
+    login = login_command(host, settings)
+    if not host.is_local and code == 255:
+        # The order matters: the message about a changed host key also says that its verification failed.
+        for pattern, cause, advice in _CAUSES:
+            if re.search(pattern, stderr, re.IGNORECASE):
+                copy = login_command(host, settings, "ssh-copy-id")
+                return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
+        # ssh explains why it cannot connect. If a signal ended the agent there, it only returns 255.
+        if not stderr.strip():
+            return "its agent was ended by a signal before it could report", (
+                f"did an administrator or the kernel, out of memory, kill it? See `dmesg` there, and `{login} true`"
+            )
+        return "ssh cannot connect", f"see why with `{login}`"
+    if "No module named" in stderr and "megaclass" in stderr:
+        there = f"{settings.python} there has no megaclass"
+        return there, "install it there as here, or name the interpreter that has it with --python"
+    if code in (126, 127):
+        missing = f"there is no Python at {settings.python}"
+        return missing, "install the same environment there, or give the path with --python"
+    if code is None and host.is_local:
+        return "it did not report in time", ""
+    if code is None:
+        return "it did not report in time", f"does a login script wait for input? See with `{login}`"
+    who = "its agent" if host.is_local or code >= 0 else "ssh"
+    return f"{who} ended with {how_it_ended(code)} before the agent could report", ""
+
+
+def _last_lines(stderr: str, num_lines: int = 3) -> str:
+    lines: Sequence[str] = [line for line in stderr.splitlines() if line.strip() and not line.startswith("@@@")]
+    return "".join(f"{os.linesep}    {line.strip()}" for line in lines[-num_lines:])

@@ -1,0 +1,238 @@
+"""Discovery of the hosts that an elastic job may use, once per second: a script, a host file, or the fixed list of -H.
+
+A thread asks, because a script may take its time. The driver takes the answers from its loop, woken by a socket. A failure, or
+an answer that cannot be read, is reported once, and the last good answer stands. Standard library only.
+"""
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.hosts import Host, hosts_from_file, hosts_from_option
+
+INTERVAL_S = 1.0
+_SCRIPT_S = 20.0
+"""A script that takes longer is killed, and counts as failed."""
+_MAX_OUTPUT_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_POLL_S = 0.1
+"""How often the end of a script is looked for whose output stays open."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryAnswer:
+    """One answer: hosts, or a problem."""
+
+    hosts: tuple[Host, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something that can be asked for hosts. Its function raises LaunchError with the reason if it has no answer."""
+
+    name: str
+    ask: Callable[[], Sequence[Host]]
+    is_fixed: bool = False
+
+
+def hosts_from_script(command: str, default_slots: int) -> list[Host]:
+    """Runs the script, in a shell as horovodrun does, and parses its lines `host` or `host:slots`."""
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A session of its own, so that what it started can be ended with it.
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            out, err = _output_until_end(process, process.stdout, process.stderr)
+        finally:
+            # The whole group: the shell's children would otherwise run on, one more with every second.
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if process.returncode:
+        last = err.decode(errors="replace").strip().splitlines()[-1:]
+        raise LaunchError(f"it ended with exit code {process.returncode}" + (f": {last[0]}" if last else ""))
+    return parse_lines(out.decode(errors="replace"), default_slots)
+
+
+def _output_until_end(
+    process: subprocess.Popen[bytes], stdout: IO[bytes], stderr: IO[bytes]
+) -> tuple[bytearray, bytearray]:
+    """Returns what the script has printed until it ended. Raises LaunchError if it takes too long or prints too much.
+
+    Not communicate(): that keeps all output in memory, and waits for processes in the background that inherited the pipes.
+    """
+    ends_at = time.monotonic() + _SCRIPT_S
+    found = {stdout.fileno(): bytearray(), stderr.fileno(): bytearray()}
+    out, err = found.values()
+    with selectors.DefaultSelector() as selector:
+        for file in found:
+            selector.register(file, selectors.EVENT_READ)
+        while True:
+            # Asked before the pipes are: what was written before the end is then certainly found below.
+            has_ended = process.poll() is not None
+            ready = selector.select(0 if has_ended else _POLL_S)
+            if has_ended and not ready:
+                return out, err
+            for key, _ in ready:
+                data = os.read(key.fd, _READ_BYTES)
+                if not data:
+                    selector.unregister(key.fd)
+                found[key.fd] += data
+            if len(out) > _MAX_OUTPUT_BYTES:
+                raise LaunchError(f"it printed more than {_MAX_OUTPUT_BYTES} bytes")
+            # Only the last line of its errors is shown.
+            del err[:-_READ_BYTES]
+            if not has_ended and time.monotonic() > ends_at:
+                raise LaunchError(f"it did not end within {_SCRIPT_S:g} s")
+
+
+def parse_lines(text: str, default_slots: int) -> list[Host]:
+    """Parses lines `host` or `host:slots`. Raises LaunchError if a line is neither, or if there is none."""
+    found: dict[str, Host] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        # In an IPv6 address without slots, the last colon is inside the brackets.
+        has_slots = ":" in line.rpartition("]")[2]
+        hosts = hosts_from_option(line if has_slots else f"{line}:{default_slots}") if "," not in line else []
+        if len(hosts) != 1:
+            raise LaunchError(f"Cannot read line {line[:60]!r}: expected <name> or <name>:<slots>.")
+        if hosts[0].name.lower() in found:
+            raise LaunchError(f"Host {hosts[0].name!r} is listed twice.")
+        found[hosts[0].name.lower()] = hosts[0]
+    if not found:
+        # Most often a pipeline whose first command failed. A job without hosts could not continue anyway.
+        raise LaunchError("it printed no host")
+    return list(found.values())
+
+
+def source_of(script: str | None, hostfile: Path | None, fixed: Sequence[Host], default_slots: int) -> Source:
+    """Returns the source that the command line names."""
+    if script is not None:
+        return Source(script, lambda: hosts_from_script(script, default_slots))
+    if hostfile is not None:
+        return Source(str(hostfile), lambda: hosts_from_file(hostfile))
+    return Source("-H", lambda: fixed, is_fixed=True)
+
+
+class Discovery:
+    """Asks the source in a thread. `fileno` becomes readable when there is something new for `news`."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._answers: queue.SimpleQueue[DiscoveryAnswer] = queue.SimpleQueue()
+        self._is_over = threading.Event()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def news(self) -> list[DiscoveryAnswer]:
+        """Returns the answers since the last call, without repetitions."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)
+        found = []
+        while not self._answers.empty():
+            found.append(self._answers.get())
+        return found
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join(0.1)
+
+    def _run(self) -> None:
+        last: DiscoveryAnswer | None = None
+        while not self._is_over.is_set():
+            try:
+                answer = DiscoveryAnswer(tuple(self._source.ask()))
+            except (LaunchError, OSError) as error:
+                answer = DiscoveryAnswer(problem=str(error).rstrip("."))
+            # Only news, so that the driver reports a script that keeps failing once.
+            if answer != last:
+                last = answer
+                self._answers.put(answer)
+                # A full socket wakes the driver just as well.
+                with contextlib.suppress(BlockingIOError):
+                    self._writer.send(b".")
+            if self._source.is_fixed:
+                return
+            self._is_over.wait(INTERVAL_S)
+
+
+class HostTable:
+    """The hosts that the job may use, in the order in which they appeared, and those that have failed.
+
+    A host that has failed gets no new processes: forever, or for a cooldown that doubles with each of its failures. Ranks
+    that run there stay.
+    """
+
+    def __init__(self, cooldown_s: tuple[float, float] | None, jitter: Callable[[], float]) -> None:
+        """cooldown_s: shortest and longest time; None: forever. jitter: returns random numbers from 0 to 1."""
+        self.listed: dict[str, Host] = {}
+        self._cooldown_s = cooldown_s
+        self._jitter = jitter
+        self._num_failures: dict[str, int] = {}
+        self._banned_until: dict[str, float] = {}
+
+    def update(self, hosts: Sequence[Host]) -> tuple[list[Host], list[Host]]:
+        """Takes over an answer; returns the hosts or slots that were added, and those that were removed."""
+        new = {host.name: host for host in hosts}
+        nothing = Host(name="", slots=0)
+        added = [host for host in hosts if host.slots > self.listed.get(host.name, nothing).slots]
+        removed = [host for host in self.listed.values() if new.get(host.name, nothing).slots < host.slots]
+        # Ranks are placed in this order, so a script that prints its hosts in another order must not move them.
+        kept = {name: new[name] for name in self.listed if name in new}
+        self.listed = kept | new
+        return added, removed
+
+    def ban(self, name: str, now: float) -> float:
+        """Notes a failure of the host; returns for how long it gets no new processes, possibly forever (infinity)."""
+        self._num_failures[name] = self._num_failures.get(name, 0) + 1
+        if self._cooldown_s is None:
+            pause_s = float("inf")
+        else:
+            least_s, most_s = self._cooldown_s
+            # The random part keeps hosts that failed together from being tried again together.
+            grown_s = least_s * 2.0 ** min(self._num_failures[name] - 1, 30) * (1.0 + self._jitter())
+            pause_s = min(most_s, grown_s)
+        # A longer ban stands: because of the random part, that of the next failure may end earlier.
+        self._banned_until[name] = max(self._banned_until.get(name, 0.0), now + pause_s)
+        return pause_s
+
+    def slots(self, name: str) -> int:
+        """Returns the slots of a host; 0 if it is not listed any more."""
+        return self.listed[name].slots if name in self.listed else 0
+
+    def is_usable(self, name: str, now: float) -> bool:
+        """Returns whether new processes may be started there."""
+        return name in self.listed and now >= self._banned_until.get(name, 0.0)
+
+    def next_return(self, now: float) -> float:
+        """Returns when the next cooldown ends; infinity if none does."""
+        times = (until for name, until in self._banned_until.items() if name in self.listed and until > now)
+        return min(times, default=float("inf"))

@@ -1,0 +1,415 @@
+"""The command line of `megaclass run`, with horovodrun's option names. Standard library only."""
+
+import argparse
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.horovod_options import (
+    TUNABLES,
+    add_flags,
+    environment_for,
+    from_config,
+    read_config,
+    what_is_wrong,
+)
+from megaclass_launch.launchers import LAUNCHERS
+from megaclass_launch.placement import HOROVOD_MARK
+from megaclass_launch.versions import megaclass_version
+
+_NO_EFFECT = {
+    "--gloo": "the controller is neither gloo nor MPI",
+    "--mpi": "no MPI is needed",
+    "--jsrun": "ranks are started over ssh",
+    "--mpi-args": "no MPI is needed",
+    "--binding-args": "no MPI is needed",
+    "--disable-cache": "nothing is cached",
+}
+_NUM_VALUES = dict.fromkeys(("--mpi-args", "--binding-args"), 1)
+HOROVOD_VERSION = "0.28.1"
+FAULT_GRACE_S = 3.0
+_SIGNAL_GRACE_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """The parsed command line of `megaclass run`."""
+
+    command: tuple[str, ...]
+    launcher: str
+    """A name in LAUNCHERS."""
+    checks_build: bool
+    """Print the table of available features and end."""
+    num_processes: int | None
+    min_processes: int | None
+    max_processes: int | None
+    host_discovery_script: str | None
+    slots_per_host: int
+    """Slots of a host for which the discovery script names none."""
+    elastic_timeout_s: float
+    reset_limit: int | None
+    """Maximum number of generations after the first one of an elastic job; None for any number."""
+    cooldown_s: tuple[float, float] | None
+    """Shortest and longest time for which an elastic job does not use a host that failed; None: never again."""
+    hosts: str | None
+    hostfile: Path | None
+    ssh_port: int | None
+    ssh_identity_file: Path | None
+    ssh_args: tuple[str, ...]
+    python: str
+    workdir: str
+    remote_prefix: str
+    given_env: Mapping[str, str]
+    is_horovod: bool
+    """Tells whether the ranks also get Horovod's variables."""
+    interfaces: tuple[str, ...]
+    master_port: int
+    start_timeout_s: float
+    heartbeat_s: float
+    fault_grace_s: float
+    """Time from SIGTERM to SIGKILL after a failure. The other ranks wait for the one that is gone and cannot save."""
+    signal_grace_s: float
+    """The same after a signal to the driver: the ranks have time for a checkpoint."""
+    hang_timeout_s: float
+    output_dir: Path | None
+    with_timestamp: bool
+    restarts: int
+    excludes_failed_hosts: bool
+    allows_mixed_versions: bool
+    is_dry_run: bool
+    is_verbose: bool
+    remarks: tuple[str, ...]
+    """One line per option that is accepted but has no effect."""
+    call_fds: tuple[int, int] | None = None
+    """Pipes from and to the process that called hvd.run(); see wire/call.py."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Returns whether the number of ranks may change while the job runs."""
+        has_range = self.max_processes is not None or self.host_discovery_script is not None
+        return has_range or (self.min_processes is not None and not self.excludes_failed_hosts)
+
+    @property
+    def min_ranks(self) -> int:
+        """Returns the smallest number of ranks with which an elastic job runs."""
+        return self.min_processes or self.num_processes or 1
+
+    @property
+    def max_ranks(self) -> int:
+        """Returns the largest number of ranks of an elastic job: by default as many as there are slots."""
+        return self.max_processes or sys.maxsize
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message[0].upper()}{message[1:]}. See `megaclass run --help`.")
+
+
+def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> RunOptions:
+    """Parses the command line. Raises LaunchError for options that are wrong or contradict each other."""
+    parser = run_parser()
+    given = parser.parse_args(list(arguments))
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command and not given.check_build:
+        parser.error("there is no command to run: megaclass run -np 2 python train.py")
+    _check_elastic(given, parser)
+    given_env, handed_over = _environment(given, env)
+    interfaces = ",".join(given.network_interfaces)
+    return RunOptions(
+        command=tuple(command),
+        launcher=given.launcher,
+        checks_build=given.check_build,
+        num_processes=given.num_proc,
+        min_processes=given.min_np,
+        max_processes=given.max_np,
+        host_discovery_script=given.host_discovery_script,
+        slots_per_host=given.slots_per_host,
+        elastic_timeout_s=given.elastic_timeout,
+        reset_limit=given.reset_limit if given.reset_limit is not None else given.restarts,
+        cooldown_s=tuple(given.blacklist_cooldown_range) if given.blacklist_cooldown_range else None,
+        hosts=given.hosts,
+        hostfile=given.hostfile,
+        ssh_port=given.ssh_port,
+        ssh_identity_file=given.ssh_identity_file,
+        ssh_args=tuple(given.ssh_arg),
+        python=given.python or sys.executable,
+        workdir=given.workdir or str(Path.cwd()),
+        remote_prefix=given.remote_prefix,
+        given_env=given_env,
+        is_horovod=given.horovod,
+        interfaces=tuple(name for name in interfaces.split(",") if name),
+        master_port=given.master_port,
+        start_timeout_s=given.start_timeout,
+        heartbeat_s=given.heartbeat,
+        fault_grace_s=given.grace or FAULT_GRACE_S,
+        signal_grace_s=given.grace or _SIGNAL_GRACE_S,
+        hang_timeout_s=given.hang_timeout,
+        output_dir=given.output_filename,
+        with_timestamp=given.prefix_output_with_timestamp,
+        restarts=given.restarts if given.restarts is not None else given.reset_limit or 0,
+        excludes_failed_hosts=given.exclude_failed_hosts,
+        allows_mixed_versions=given.allow_mixed_versions,
+        is_dry_run=given.dry_run,
+        is_verbose=given.verbose,
+        remarks=(*given.remarks, *handed_over),
+        call_fds=given.call_fds,
+    )
+
+
+def _check_elastic(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses elastic options that contradict each other."""
+    least, start, most = given.min_np, given.num_proc, given.max_np
+    known = [(flag, n) for flag, n in (("--min-np", least), ("-np", start), ("--max-np", most)) if n is not None]
+    for (low_flag, low), (high_flag, high) in itertools.pairwise(known):
+        if low > high:
+            parser.error(f"{low_flag} {low} is more than {high_flag} {high}")
+    if given.host_discovery_script is not None and (given.hosts or given.hostfile):
+        parser.error("--host-discovery-script names the hosts: leave -H and --hostfile out")
+    if given.host_discovery_script is not None and least is None and start is None:
+        parser.error("--host-discovery-script needs --min-np N or -np N: with how many processes may the job start?")
+    if (span := given.blacklist_cooldown_range) and span[0] > span[1]:
+        parser.error(f"--blacklist-cooldown-range {span[0]:g} {span[1]:g}: the first number must not be the larger one")
+
+
+def run_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `megaclass run`, which the command line of the package does not know."""
+    parser = _Parser(
+        prog="megaclass run",
+        usage="megaclass run -np N [-H host:slots,host:slots] [options] command …",
+        description="Start a command N times, on this machine or on several, and never leave a process behind.",
+        epilog="Other options of horovodrun are accepted; a message names those that have no effect.",
+    )
+    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="total number of processes")
+    parser.add_argument(
+        "--launcher", type=_launcher, default="ssh", metavar="NAME",
+        help=f"what starts the processes: {', '.join(LAUNCHERS)} (default: ssh, which is not needed on one machine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "-cb", "--check-build", action="store_true", help="print the available frameworks, controllers and operations"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command that each process runs")
+
+    hosts = parser.add_argument_group("hosts (default: those of the Slurm, PBS or LSF job, otherwise this machine)")
+    one_of = hosts.add_mutually_exclusive_group()
+    one_of.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots")
+    one_of.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="file with lines `h1 slots=8`")
+    hosts.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
+    hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
+    hosts.add_argument(
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh; repeatable"
+    )
+    hosts.add_argument(
+        "--python", metavar="PATH", help="Python interpreter with megaclass on the hosts (default: the path of this one)",
+    )  # fmt: skip
+    hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
+    hosts.add_argument(
+        "--remote-prefix", default="", metavar="TEXT", help="shell text in front of the agent's command on other hosts"
+    )
+    hosts.add_argument(
+        "--network-interface", "--network-interfaces", dest="network_interfaces", metavar="NAMES", action="append",
+        default=[], help="network interfaces to use, comma-separated (default: the one towards host 0)",
+    )  # fmt: skip
+    hosts.add_argument(
+        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
+    )
+    hosts.add_argument(
+        "--allow-mixed-versions", action="store_true", help="allow different versions of Python, torch or megaclass"
+    )
+
+    env = parser.add_argument_group("environment")
+    env.add_argument(
+        "-x", dest="env", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for all ranks"
+    )
+    env.add_argument(
+        "--env-file", type=Path, metavar="FILE", help="file with variables for all ranks, lines NAME=VALUE"
+    )
+    env.add_argument(
+        "--horovod",
+        action="store_true",
+        help="also give the ranks Horovod's variables: HOROVOD_RANK, HOROVOD_SIZE and so on",
+    )
+
+    times = parser.add_argument_group("times in seconds, and restarts")
+    times.add_argument(
+        "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default: 30)"
+    )
+    times.add_argument(
+        "--heartbeat", type=seconds, default=30.0, metavar="S",
+        help="the job ends within this time after a host is lost (default: 30)",
+    )  # fmt: skip
+    times.add_argument(
+        "--grace", type=seconds, metavar="S",
+        help=f"time from SIGTERM to SIGKILL (default: {FAULT_GRACE_S:g} after a failure, {_SIGNAL_GRACE_S:g} after SIGTERM "
+        "or SIGHUP to megaclass run, so that ranks can save)",
+    )  # fmt: skip
+    times.add_argument(
+        "--hang-timeout", type=seconds, default=0.0, metavar="S",
+        help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",
+    )  # fmt: skip
+    times.add_argument(
+        "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default: 0)",
+    )  # fmt: skip
+    times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
+
+    elastic = parser.add_argument_group("elastic jobs, whose number of processes may change while they run")
+    elastic.add_argument(
+        "--min-np", "--min-num-proc", type=at_least(1), metavar="N",
+        help="minimum number of processes (default: -np); with --exclude-failed-hosts, of a restart",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--max-np", "--max-num-proc", type=at_least(1), metavar="N", help="maximum number of processes (default: all slots)",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--host-discovery-script", metavar="COMMAND",
+        help="prints the hosts to use, lines `host` or `host:slots`; run every second",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--slots-per-host", "--slots", type=at_least(1), default=1, metavar="N",
+        help="slots of hosts for which the script names none (default: 1)",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--elastic-timeout", type=seconds, default=600.0, metavar="S",
+        help="time to wait for --min-np processes before the job ends (default: 600)",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--reset-limit", type=at_least(0), metavar="N",
+        help="maximum number of changes (default: any number); without the options above, the same as --restarts",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--blacklist-cooldown-range", "--cooldown-range", type=seconds, nargs=2, metavar=("LOW", "HIGH"),
+        help="seconds for which a failed host gets no new processes; doubles with each failure (default: forever)",
+    )  # fmt: skip
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output-filename", type=Path, metavar="DIR", help="also write the output to DIR/rank.<n>/{stdout,stderr}"
+    )
+    output.add_argument(
+        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", help="print the time before each line",
+    )  # fmt: skip
+    output.add_argument("--verbose", action="store_true", help="print what the driver does")
+    output.add_argument("--dry-run", action="store_true", help="print the whole plan and exit")
+
+    parser.set_defaults(remarks=[])
+    for flag in _NO_EFFECT:
+        parser.add_argument(flag, action=_Remark, nargs=_NUM_VALUES.get(flag, 0), help=argparse.SUPPRESS)
+    parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--call-fds", type=_two_numbers, help=argparse.SUPPRESS)
+    add_flags(parser)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version; after --horovod, which horovodrun gives, the one of Horovod's API, which scripts compare."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        print(HOROVOD_VERSION if namespace.horovod else f"megaclass {megaclass_version()}")
+        parser.exit()
+
+
+class _Remark(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        namespace.remarks = [
+            *namespace.remarks,
+            f"{self.option_strings[0]} has no effect: {_NO_EFFECT[self.option_strings[0]]}.",
+        ]
+
+
+def _horovods(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Returns the variables for horovodrun's options, from its file and the command line, and remarks about the latter."""
+    typed = {tunable.name: getattr(given, tunable.name) for tunable in TUNABLES}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    values = (from_config(read_config(given.config_file)) if given.config_file is not None else {}) | typed
+    if wrong := what_is_wrong(values):
+        raise LaunchError(f"{wrong[0].upper()}{wrong[1:]}.")
+    remarks = []
+    for tunable in TUNABLES:
+        if tunable.name not in typed:
+            continue
+        flag = tunable.flag if typed[tunable.name] is not False else tunable.off_flags[0]
+        if tunable.no_effect:
+            remarks.append(f"{flag} has no effect: {tunable.no_effect}.")
+        else:
+            remarks.append(f"{flag} is for the ranks, which find it as {tunable.variable}.")
+    return environment_for(values), remarks
+
+
+def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the variables for the ranks (horovodrun's options, then the file, then -x) and remarks about the former."""
+    found, remarks = _horovods(given)
+    if given.env_file is not None:
+        found |= _read_env_file(given.env_file)
+    for text in given.env:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise LaunchError(f"Cannot read -x {text!r}: expected NAME or NAME=VALUE.")
+        if equals:
+            found[name] = value
+        elif name in env:
+            found[name] = env[name]
+        else:
+            raise LaunchError(
+                f"-x {name}: the variable is not set here. Set it, or give its value with -x {name}=VALUE."
+            )
+    if given.horovod:
+        found[HOROVOD_MARK] = "1"
+    return found, remarks
+
+
+def _read_env_file(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    except OSError as error:
+        raise LaunchError(f"Cannot read --env-file {path}: {error.strerror}.") from error
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        # The line itself is not shown, because it may hold a secret.
+        if not equals or not name.strip() or "\0" in line:
+            raise LaunchError(f"Cannot read line {number} of --env-file {path}: expected NAME=VALUE.")
+        found[name.strip()] = value
+    return found
+
+
+def _launcher(text: str) -> str:
+    if text not in LAUNCHERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LAUNCHERS)}")
+    return text
+
+
+def _two_numbers(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of open files")
+    first, second = text.split(",")
+    return int(first), int(second)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers that are not below the minimum."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return number
+
+
+def seconds(text: str) -> float:
+    """Parses a number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value

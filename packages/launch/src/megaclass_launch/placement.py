@@ -1,0 +1,180 @@
+"""Places ranks on hosts and builds their environments. Standard library only."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megaclass_launch.errors import LaunchError
+from megaclass_launch.hosts import Host
+from megaclass_launch.rendezvous.job_secret import JOB_SECRET
+from megaclass_launch.rendezvous.socket_offer import OFFER_NAME
+from megaclass_launch.world import OWN_ADDRESS, OWN_PORT, STORE_PORT, TORCHRUN_VARIABLES, World, environment_of
+
+STARTER = "megaclass run"
+
+HOROVOD_MARK = "MEGACLASS_HOROVOD"
+"""If this variable is given to the ranks, they get horovodrun's environment in place of torchrun's."""
+
+# Variables of the driver that ranks on other hosts get; the rest of their environment is that host's own.
+PASSED_ON_PREFIXES = (
+    *("MEGACLASS_", "HOROVOD_", "TORCH", "PYTORCH_", "TRITON_", "NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "UCX_", "FI_"),
+    *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "LC_", "HF_", "WANDB_", "MLFLOW_"),
+)
+PASSED_ON_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LANGUAGE", "TZ")
+# Every host decides which GPUs it offers, and a rank takes the GPU of its local rank. If the driver is itself a rank of
+# another job, that job's secret and store port must not reach this one.
+_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, STORE_PORT, OFFER_NAME)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """A host and the worlds of its ranks, which are contiguous."""
+
+    host: Host
+    worlds: tuple[World, ...]
+
+    def ranks(self) -> str:
+        first, last = self.worlds[0].rank, self.worlds[-1].rank
+        return f"rank {first}" if first == last else f"ranks {first}-{last}"
+
+
+def place_ranks(hosts: Sequence[Host], num_processes: int) -> list[Placement]:
+    """Fills one host after the other, as Horovod does. Raises LaunchError if there are too few slots."""
+    num_slots = sum(host.slots for host in hosts)
+    if num_processes > num_slots:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise LaunchError(
+            f"-np {num_processes} needs more slots than there are: {num_slots} on {listed}. "
+            f"Lower -np, or raise the slots of a host."
+        )
+    counts: list[int] = []
+    for host in hosts:
+        counts.append(min(host.slots, num_processes - sum(counts)))
+    used = [(host, count) for host, count in zip(hosts, counts, strict=True) if count]
+    return [
+        Placement(
+            host=host,
+            worlds=tuple(_world(local_rank, index, [count for _, count in used]) for local_rank in range(count)),
+        )
+        for index, (host, count) in enumerate(used)
+    ]
+
+
+def _world(local_rank: int, host_index: int, counts: Sequence[int]) -> World:
+    return World(
+        rank=sum(counts[:host_index]) + local_rank,
+        size=sum(counts),
+        local_rank=local_rank,
+        local_size=counts[host_index],
+        cross_rank=sum(count > local_rank for count in counts[:host_index]),
+        cross_size=sum(count > local_rank for count in counts),
+        starter=STARTER,
+    )
+
+
+def rank_environment(
+    world: World, *, host: str, address: str, port: int | str, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns the variables that tell a rank its place: torchrun's names and Horovod's.
+
+    With HOROVOD_MARK among the variables `given` to the ranks, torchrun's names are left out, and two of our own tell where
+    rank 0 is: libraries that look for torchrun's (webdataset, Lightning, Accelerate) then behave as under horovodrun.
+    """
+    is_horovod = HOROVOD_MARK in (given or {})
+    placed = environment_of(replace(world, address=address), is_horovod=is_horovod)
+    return {
+        **placed,
+        (OWN_PORT if is_horovod else "MASTER_PORT"): str(port),
+        "HOROVOD_RANK": str(world.rank),
+        "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(world.local_size),
+        "HOROVOD_CROSS_RANK": str(world.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(world.cross_size),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def job_environment(secret: str, store_port: int, store_socket: str = "") -> dict[str, str]:
+    """Returns the job's secret and the port of its store, which all ranks share and no output shows.
+
+    store_port: 0 lets the store use MASTER_PORT. store_socket: where rank 0 gets the store's listening socket (SocketOffer).
+    """
+    # Empty rather than absent: the driver may have inherited the port of another job.
+    return {JOB_SECRET: secret, STORE_PORT: str(store_port) if store_port else "", OFFER_NAME: store_socket}
+
+
+def without_other_starters(env: Mapping[str, str], given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns `env` without the variables of another starter inside which this job is started; `given` ones stay.
+
+    rank_environment overwrites torchrun's names where the job uses them, but in a job with Horovod's names they would stay,
+    and vice versa.
+    """
+    given = given or {}
+    others = TORCHRUN_VARIABLES if HOROVOD_MARK in given else (OWN_ADDRESS, OWN_PORT, HOROVOD_MARK)
+    return {name: value for name, value in env.items() if name not in others or name in given}
+
+
+def interface_environment(interface: str, env: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that make gloo and NCCL use an interface, or several with commas; those in `env` stay."""
+    chosen = env.get("GLOO_SOCKET_IFNAME", interface)
+    # Horovod's variable holds one interface only.
+    found = {"GLOO_SOCKET_IFNAME": interface, "HOROVOD_GLOO_IFACE": chosen.partition(",")[0]}
+    # NCCL chooses by itself among ranks of one host, which works without a network, too; horovodrun does name lo.
+    if interface != "lo" or HOROVOD_MARK in given:
+        found["NCCL_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in found.items() if name not in env}
+
+
+def passed_on(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the part of the driver's environment that ranks on other hosts get."""
+    return {
+        name: value
+        for name, value in env.items()
+        if (name.startswith(PASSED_ON_PREFIXES) or name in PASSED_ON_NAMES) and name not in _NEVER_PASSED_ON
+    }
+
+
+def describe_plan(
+    placements: Sequence[Placement],
+    agents: Sequence[Sequence[str]],
+    *,
+    command: Sequence[str],
+    workdir: str,
+    given: Mapping[str, str],
+    passed: Mapping[str, str],
+) -> str:
+    """Describes everything that `megaclass run` would do. Variables are named without their values, which may be secrets.
+
+    agents: the command that starts each host's agent.
+    """
+    size = placements[0].worlds[0].size
+    first = placements[0].host.name
+    on_hosts = f"{len(placements)} host{'s' if len(placements) > 1 else ''}"
+    lines = [f"{size} rank{'s' if size > 1 else ''} on {on_hosts}", f"command: {shlex.join(command)}"]
+    lines.append(f"working folder: {workdir}")
+    lines.append(f"given with -x or --env-file (values not shown): {_names(given)}")
+    if not all(placement.host.is_local for placement in placements):
+        lines.append(f"passed on to other hosts (values not shown): {_names(passed)}")
+    for placement, agent in zip(placements, agents, strict=True):
+        here = " (this machine)" if placement.host.is_local else ""
+        lines += ["", f"{placement.host.name}{here}: {placement.ranks()}", f"  agent: {shlex.join(agent)}"]
+        for world in placement.worlds:
+            env = rank_environment(
+                world,
+                host=placement.host.name,
+                address=f"<address of {first}>" if len(placements) > 1 else "127.0.0.1",
+                port=f"<free port of {first}>",
+                given=given,
+            )
+            lines.append(f"  rank {world.rank}: " + " ".join(f"{name}={value}" for name, value in env.items()))
+    return "\n".join(lines)
+
+
+def _names(env: Mapping[str, str]) -> str:
+    return " ".join(sorted(env)) if env else "nothing"

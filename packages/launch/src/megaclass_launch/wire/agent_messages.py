@@ -1,0 +1,150 @@
+"""Checks the messages of an agent: every field of every message, before the driver acts on it. Standard library only.
+
+An agent runs on another host, which an attacker may control. It may report about its own ranks only, each field has a type
+and a range, control characters are removed from texts, and the number of remarks that are shown is limited. Everything else
+is a ProtocolError, upon which the driver treats the host as failed.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megaclass_launch.wire.checks import Check, ip_address, is_whole, number, one_of, text, truth, whole
+from megaclass_launch.wire.plain_text import plain_text
+from megaclass_launch.wire.protocol import Message, ProtocolError
+
+STREAMS = ("stdout", "stderr")
+RESULT_STREAM = "result"
+"""Third stream of the ranks of hvd.run(): the pickled result, which only the caller reads."""
+MAX_AGENT_LINE_BYTES = 1 << 20
+"""The pids of 10,000 ranks take a fifth of it."""
+MAX_OUTPUT_BYTES = 1 << 16
+"""An agent reads its workers' pipes in pieces of at most this size."""
+MAX_REMARKS = 1000
+"""Maximum number of an agent's remarks in one start; each becomes a message of the driver."""
+_MAX_PID = 1 << 22
+MAX_STEP = 1 << 62
+_MAX_VERSIONS = 32
+_REMARKS = ("note", "refuse", "stopped", "kept")
+_ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress", "status", "stacks", "kept")
+_WITH_BYTES = ("output", "stacks")
+_STATES = ("answered", "stopped", "kernel", "silent", "ended")
+
+
+class AgentMessageChecker:
+    """Checks the messages of one agent during one start.
+
+    ranks: those that the agent was given. has_call: it was given a function, so its ranks send results.
+    """
+
+    def __init__(self, ranks: Collection[int], *, has_call: bool = False) -> None:
+        self._ranks = set(ranks)
+        self._streams = (*STREAMS, RESULT_STREAM) if has_call else STREAMS
+        self._exited: set[int] = set()
+        self._has_introduced_itself = False
+        self._num_remarks = 0
+
+    def checked(self, message: Message, payload: bytes, *, is_running: bool) -> Message:
+        """Returns the message with its known fields only. is_running: the agent was told to start its ranks.
+
+        Raises ProtocolError if no agent of this version would send the message now.
+        """
+        kind = message.get("say")
+        fields = self._fields().get(kind) if isinstance(kind, str) else None
+        if fields is None:
+            raise ProtocolError(f"an unknown message {_shown(kind)}")
+        if kind in _ONLY_WHILE_RUNNING and not is_running:
+            raise ProtocolError(f"{kind!r} before its ranks were started")
+        if payload and kind not in _WITH_BYTES:
+            raise ProtocolError(f"{kind!r} with {len(payload)} bytes of output")
+        found: Message = {"say": kind}
+        for name, (check, is_needed) in fields.items():
+            if name not in message:
+                if is_needed:
+                    raise ProtocolError(f"{kind!r} without {name!r}")
+                continue
+            try:
+                found[name] = check(message[name])
+            except ValueError as error:
+                raise ProtocolError(f"{kind!r} with {name} = {_shown(message[name])}, not {error}") from None
+        self._note_order(found)
+        return found
+
+    def _fields(self) -> Mapping[str, Mapping[str, tuple[Check, bool]]]:
+        """Returns the fields of each kind of message: a check, and whether the field is required."""
+        rank = (self._rank, True)
+        pid = (whole(1, _MAX_PID), True)
+        return {
+            "beat": {},
+            "done": {},
+            "hello": {
+                "pid": pid,
+                "ssh": (text(), False),
+                "address": (ip_address, False),
+                "port": (whole(1, 65535), 0 in self._ranks),
+                "store_port": (whole(0, 65535), False),
+                "versions": (_versions, False),
+            },
+            "refuse": {"why": (text(), True)},
+            "note": {"text": (text(), True)},
+            "started": {"pids": (self._pids, True)},
+            "output": {"rank": rank, "stream": (one_of(self._streams), True)},
+            # Signals 1 to 64 are negative; an exit code is one byte.
+            "exit": {"rank": rank, "pid": pid, "code": (whole(-64, 255), True)},
+            "stopped": {"rank": rank, "pid": pid},
+            "progress": {"step": (whole(0, MAX_STEP), True)},
+            # Where the ranks are: seconds since the last progress of any, and of one that is late.
+            "status": {"idle_s": (number, True), "silent_s": (number, False), "is_training": (truth, False)},
+            "kept": {"folder": (text(), True)},
+            "stacks": {
+                "rank": rank,
+                "pid": pid,
+                "state": (one_of(_STATES), True),
+                "step": (whole(-1, MAX_STEP), True),
+                "main_thread": (whole(0, (1 << 64) - 1), True),
+                **dict.fromkeys(("phase", "detail", "waits_for", "file_wait", "package"), (text(), True)),
+            },
+        }
+
+    def _note_order(self, message: Message) -> None:
+        kind = message["say"]
+        if kind == "hello":
+            if self._has_introduced_itself:
+                raise ProtocolError("a second 'hello'")
+            self._has_introduced_itself = True
+        if kind == "exit":
+            if message["rank"] in self._exited:
+                raise ProtocolError(f"a second 'exit' of rank {message['rank']}")
+            self._exited.add(message["rank"])
+        if kind in _REMARKS:
+            self._num_remarks += 1
+            if self._num_remarks > MAX_REMARKS:
+                raise ProtocolError(f"more than {MAX_REMARKS} remarks")
+
+    def _rank(self, value: Any) -> int:
+        if not is_whole(value) or value not in self._ranks:
+            raise ValueError("a rank of this host")
+        return int(value)
+
+    def _pids(self, value: Any) -> dict[int, int]:
+        return self._pids_of(value, self._ranks)
+
+    def _pids_of(self, value: Any, ranks: Collection[int]) -> dict[int, int]:
+        what = "a pid for each rank of this host"
+        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in ranks}:
+            raise ValueError(what)
+        if not all(is_whole(pid) and 1 <= pid <= _MAX_PID for pid in value.values()):
+            raise ValueError(what)
+        return {int(rank): pid for rank, pid in value.items()}
+
+
+def _versions(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > _MAX_VERSIONS:
+        raise ValueError(f"at most {_MAX_VERSIONS} versions by name")
+    if not all(isinstance(version, str) for version in value.values()):
+        raise ValueError("texts")
+    return {plain_text(name, 40): plain_text(version, 80) for name, version in value.items()}
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,0 +1,70 @@
+"""Backbones: networks from images (B, 3, H, W) in [-1, 1] to embeddings (B, D), which are not normalised.
+
+A new one is a file and a line in `BACKBONES`; with a static method `arguments_of` its state dicts are recognised, too.
+"""
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from megaclass.backbones.iresnet import IResNet
+from megaclass.backbones.mobilefacenet import MobileFaceNet
+from megaclass.backbones.slim import SlimNet
+from megaclass.backbones.vit import VisionTransformer
+from megaclass.config.own_classes import own_class
+from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass_launch.errors import ConfigError
+
+BACKBONES: dict[str, Callable[[int, ImageSize], nn.Module]] = {
+    "slim": SlimNet,
+    "iresnet18": partial(IResNet, (2, 2, 2, 2)),
+    "iresnet34": partial(IResNet, (3, 4, 6, 3)),
+    "iresnet50": partial(IResNet, (3, 4, 14, 3)),
+    "iresnet100": partial(IResNet, (3, 13, 30, 3)),
+    "iresnet200": partial(IResNet, (6, 26, 60, 6)),
+    "iresnet2060": partial(IResNet, (3, 128, 896, 3)),
+    "mbf": partial(MobileFaceNet, (1, 4, 6, 2), 2),
+    "mbf_large": partial(MobileFaceNet, (2, 8, 12, 4), 4),
+    "vit_t": partial(VisionTransformer, 256, 12),
+    "vit_s": partial(VisionTransformer, 512, 12),
+    "vit_b": partial(VisionTransformer, 512, 24),
+    "vit_l": partial(VisionTransformer, 768, 24),
+    "vit_h": partial(VisionTransformer, 1024, 48),
+}
+
+
+def check_backbone(name: str, image_size: ImageSize) -> None:
+    """Raises a ConfigError, before any process starts, for what `build_backbone` could not build."""
+    if ":" in name:
+        _own_backbone(name)
+        return
+    if name not in BACKBONES:
+        close = difflib.get_close_matches(name, BACKBONES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(BACKBONES)}."
+        raise ConfigError(f"backbone.name is {name!r}, which is not known; {hint}")
+    if any(side % 16 for side in height_and_width(image_size)):
+        raise ConfigError(
+            f"Backbone {name} takes images whose sides are multiples of 16 pixels, not {shown_size(image_size)}: "
+            f"data.size sets another size."
+        )
+
+
+def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> nn.Module:
+    """Builds a backbone for images of this size; its weights come from torch's global generator.
+
+    name: one of BACKBONES, or `package.module:Class` of your own, called with the same two arguments: the size
+    is one number for squares and (height, width) for rectangles.
+    """
+    check_backbone(name, image_size)
+    if ":" not in name:
+        return BACKBONES[name](embedding_dim, image_size)
+    backbone = _own_backbone(name)(embedding_dim, image_size)
+    if not isinstance(backbone, nn.Module):
+        raise ConfigError(f"backbone.name {name!r} returned a {type(backbone).__name__}, not an nn.Module.")
+    return backbone
+
+
+def _own_backbone(name: str) -> Callable[[int, ImageSize], object]:
+    return own_class("backbone.name", name, "mynets:Net")

@@ -1,0 +1,97 @@
+"""Builds a backbone as the section [backbone] of the settings describes it: layers, frozen parameters, recomputation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megaclass.backbones import build_backbone
+from megaclass.backbones.vit import VisionTransformer
+from megaclass.config.schema import BackboneConfig
+from megaclass.image_size import ImageSize
+from megaclass_launch.errors import ConfigError
+from megaclass_launch.ranks.sync_batch_norm import SyncBatchNorm
+
+
+def backbone_on_paper(settings: BackboneConfig, image_size: ImageSize) -> nn.Module:
+    """Builds the backbone on torch's default device for `megaclass plan`: its memory, not its values, are those of a run."""
+    backbone = configured_layers(settings, image_size)
+    freeze(backbone, settings)
+    if settings.checkpoint_activations:
+        checkpoint_activations(backbone, settings)
+    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return backbone
+
+
+def configured_layers(settings: BackboneConfig, image_size: ImageSize) -> nn.Module:
+    """Builds the layers with their dropout; nothing is frozen yet."""
+    backbone = build_backbone(settings.name, embedding_dim=settings.embedding_dim, image_size=image_size)
+    if settings.dropout:
+        if not isinstance(getattr(backbone, "dropout", None), nn.Dropout):
+            raise ConfigError(f"backbone.dropout is {settings.dropout}, but {settings.name} has no layer `dropout`.")
+        backbone.dropout = nn.Dropout(settings.dropout)
+    if settings.drop_path or settings.mask_patches:
+        if not isinstance(backbone, VisionTransformer):
+            raise ConfigError(
+                f"backbone.drop_path is {settings.drop_path} and backbone.mask_patches {settings.mask_patches}, but "
+                f"only the transformers (vit_t to vit_h) have them, not {settings.name}: set both to 0."
+            )
+        backbone.regularise(settings.drop_path, settings.mask_patches)
+    return backbone
+
+
+def freeze(backbone: nn.Module, config: BackboneConfig) -> None:
+    """Excludes the parameters that backbone.freeze names from training."""
+    for prefix in config.freeze:
+        frozen = [p for name, p in backbone.named_parameters() if name.startswith(prefix)]
+        if not frozen:
+            raise ConfigError(
+                f"backbone.freeze names {prefix!r}, but no parameter of {config.name} starts with that prefix."
+            )
+        for parameter in frozen:
+            parameter.requires_grad = False
+    if not any(parameter.requires_grad for parameter in backbone.parameters()):
+        raise ConfigError(
+            f"backbone.freeze = {list(config.freeze)} leaves nothing of {config.name} to train: "
+            f"leave at least its last layer out of the list."
+        )
+
+
+def checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:
+    """Makes every block recompute its activations in the backward pass."""
+    blocks = [module for module in backbone.modules() if getattr(module, "is_recomputable", False)]
+    if not blocks:
+        raise ConfigError(
+            f"backbone.checkpoint_activations is on, but only the iresnets and the transformers support it, not "
+            f"{config.name}."
+        )
+    for block in blocks:
+        block.forward = partial(_forward_with_recomputation, block, block.forward)
+
+
+def _forward_with_recomputation(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        # A compiled block repeats its arithmetic only, and does not touch the running statistics again.
+        result: Tensor = checkpoint(forward, x, use_reentrant=False)
+    else:
+        result = checkpoint(
+            forward, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _statistics_stay(block))
+        )
+    return result
+
+
+@contextmanager
+def _statistics_stay(block: nn.Module) -> Iterator[None]:
+    """Freezes running statistics while backward repeats the forward: each batch must count once."""
+    norms = [module for module in block.modules() if isinstance(module, (nn.BatchNorm2d, SyncBatchNorm))]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum

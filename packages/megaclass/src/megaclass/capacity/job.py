@@ -1,0 +1,171 @@
+"""A job as a plan sees it: settings, ranks, data and one of the known GPUs, without any of them being there."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from megaclass.backbones.configured import backbone_on_paper
+from megaclass.capacity.trace import BackboneTrace, trace_backbone
+from megaclass.config.schema import BackboneConfig, Config
+from megaclass.gpu.cuda_graphs import largest_backbone_bytes
+from megaclass.head.sampling import rate_schedule, sample_capacity
+from megaclass.head.settings import SHARE_OF_DEVICE
+from megaclass.image_size import compact_size
+from megaclass_launch.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU."""
+
+    name: str
+    memory: int
+    """Bytes that torch sees."""
+    flops: float
+    """Dense bf16 operations per second, as stated."""
+    bandwidth: float
+    """Bytes per second of its memory, as stated."""
+    link: float
+    """Bytes per second that each GPU of a host sends in a collective: NVLink, or else PCIe."""
+    capability: tuple[int, int]
+    num_sms: int
+
+
+def _gpu(
+    name: str, gib: float, tflops: float, gb_per_s: float, link: float, capability: tuple[int, int], sms: int
+) -> Gpu:
+    return Gpu(name, round(gib * GIB), tflops * 1e12, gb_per_s * 1e9, link * 1e9, capability, sms)
+
+
+# name, GiB, bf16 TFLOPS, memory GB/s, GB/s between GPUs of a host, compute capability, multiprocessors
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("b200", 178.4, 2250, 8000, 700, (10, 0), 148),
+        _gpu("h200", 139.8, 989, 4800, 350, (9, 0), 132),
+        _gpu("h100", 79.2, 989, 3350, 350, (9, 0), 132),
+        _gpu("h100-pcie", 79.2, 756, 2000, 45, (9, 0), 114),
+        _gpu("a100-80", 79.3, 312, 2039, 230, (8, 0), 108),
+        _gpu("a100-40", 39.5, 312, 1555, 230, (8, 0), 108),
+        _gpu("l40s", 44.5, 362, 864, 22, (8, 9), 142),
+        _gpu("a10", 22.1, 125, 600, 12, (8, 6), 72),
+        _gpu("l4", 22.1, 121, 300, 12, (8, 9), 58),
+        _gpu("rtx4090", 23.5, 165, 1008, 22, (8, 9), 128),
+        _gpu("rtx3090", 23.6, 71, 936, 12, (8, 6), 82),
+    )
+}
+
+
+def gpu_named(name: str | None) -> Gpu:
+    """Returns the GPU of this name; None: that of this machine if it is in the table, or else an H200."""
+    if name is not None:
+        known = GPUS.get(name.lower())
+        if known is None:
+            raise UserError(f"--gpu is {name!r}, which is not in the table; known: {', '.join(GPUS)}.")
+        return known
+    if torch.cuda.is_available():
+        here = torch.cuda.get_device_properties(0)
+        return known_gpu(here.name, here.total_memory) or GPUS["h200"]
+    return GPUS["h200"]
+
+
+def known_gpu(name: str, memory: object) -> Gpu | None:
+    """Returns the GPU of the table that CUDA calls so, by its memory in bytes if there are several; None if there is none."""
+    words = name.lower().replace("geforce rtx ", "rtx").replace("-", " ").split()
+    alike = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
+    size = memory if isinstance(memory, int) else 0
+    return min(alike, key=lambda gpu: abs(gpu.memory - size)) if alike else None
+
+
+_DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """Settings, ranks, data and GPU of a job. The letters are those of CONTRIBUTING.md."""
+
+    config: Config
+    gpu: Gpu
+    num_ranks: int
+    ranks_per_host: int
+    num_classes: int
+    num_images: int
+    image_size: tuple[int, int]
+    network: float
+    """Bytes per second between hosts, per host and direction."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.config.train.precision]
+
+    @property
+    def max_batch(self) -> int:
+        return -(-self.config.train.global_batch // self.num_ranks)
+
+    @property
+    def part_batch(self) -> int:
+        """Images that pass through the backbone at once."""
+        return -(-self.max_batch // self.config.train.accumulate)
+
+    @property
+    def gathered(self) -> int:
+        """G: rows of the global batch on every rank."""
+        return self.max_batch * self.num_ranks
+
+    @property
+    def local_classes(self) -> int:
+        """K of the rank that has the most classes."""
+        return -(-self.num_classes // self.num_ranks)
+
+    @property
+    def sample_rate(self) -> float:
+        """The largest of a schedule: memory must suffice for it."""
+        return max(rate_schedule(self.config.head.sample_rate).rates)
+
+    @property
+    def sampled(self) -> int:
+        """S: classes of a rank that take part in a step; on a GPU the list has a fixed length."""
+        rate = self.sample_rate
+        return self.local_classes if rate == 1 else sample_capacity(self.local_classes, rate, self.gathered)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of exponentials that the head may keep."""
+        given = self.config.head.stored_gib
+        return self.gpu.memory // SHARE_OF_DEVICE if given is None else round(given * 2**30)
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.num_ranks // self.ranks_per_host)
+
+    def backbone(self) -> BackboneTrace:
+        return _traced(self.config.backbone, self.image_size, self.dtype)
+
+    @property
+    def replays_backbone(self) -> bool:
+        """True where the backbone's steps are replayed as CUDA graphs (train/model/graphed_backbone.py).
+
+        On several ranks `auto` decides by measurement; the plan then counts ordinary steps.
+        """
+        setting = self.config.train.cuda_graph
+        if not self.config.may_replay_backbone() or (setting == "auto" and self.num_ranks > 1):
+            return False
+        kept = self.backbone().at(self.part_batch).kept_for_backward()
+        return setting == "on" or kept <= largest_backbone_bytes(self.gpu.memory)
+
+    def with_settings(self, **sections: dict[str, object]) -> "PlannedJob":
+        """Returns the job with other settings: with_settings(head={"sample_rate": 0.1})."""
+        changed = {name: replace(getattr(self.config, name), **values) for name, values in sections.items()}
+        return replace(self, config=replace(self.config, **changed))
+
+
+@cache
+def _traced(settings: BackboneConfig, image_size: tuple[int, int], dtype: torch.dtype) -> BackboneTrace:
+    return trace_backbone(
+        lambda: backbone_on_paper(settings, compact_size(image_size)),
+        image_size,
+        dtype,
+    )

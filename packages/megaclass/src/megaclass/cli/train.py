@@ -1,0 +1,135 @@
+"""`megaclass train`, `megaclass top` and `megaclass import-config`."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from megaclass.cli.hints import Commands
+from megaclass_launch.errors import ConfigError
+
+_logger = logging.getLogger("megaclass.cli")
+
+
+def add_train_commands(commands: Commands) -> None:
+    """Adds `train`, `top` and `import-config` to the parser's commands."""
+    train = commands.add_parser(
+        "train",
+        help="train, evaluate and export the model of a recipe",
+        description="Trains the model of a recipe: megaclass train demo head.sample_rate=0.1 train.epochs=2",
+    )
+    train.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a built-in recipe")
+    train.add_argument(
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings that take precedence over the file",
+    )
+    train.add_argument(
+        "--resume",
+        metavar="[=auto|best|PATH]",
+        help="continue the run from its newest complete checkpoint (also without a value), from its best one "
+        "(--resume=best), or from a given one (--resume=PATH)",
+    )
+    train.add_argument("--overwrite", action="store_true", help="replace the run in the run folder")
+    train.add_argument(
+        "--match-classes",
+        action="store_true",
+        help="if the list of classes has changed, keep the centres of classes with the same name, or number",
+    )
+    train.add_argument(
+        "--same-numbers",
+        action="store_true",
+        help="accept classes without names as the same people if their numbers are equal, although their images differ "
+        "(for example because they were encoded again)",
+    )
+    train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and exit")
+    train.set_defaults(run=_train)
+
+    top = commands.add_parser(
+        "top",
+        help="show a running job: loss, speed, ranks, events",
+        description="Shows a run while it trains, from its files: megaclass top runs/demo. Ctrl-C ends the view, not the run.",
+    )
+    top.add_argument("folder", type=Path, metavar="RUN", help="run folder (train.run_dir), on any host that sees it")
+    top.add_argument(
+        "--once", action="store_true", help="print the view once; the default if the output is not a terminal"
+    )
+    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two views (default: 2)")
+    top.set_defaults(run=_top)
+
+    recipe = commands.add_parser(
+        "import-config",
+        help="convert an InsightFace config (configs/*.py) into a recipe",
+        description="Converts an InsightFace config (configs/*.py) into a recipe, without executing it.",
+    )
+    recipe.add_argument("file", type=Path, help="the config, for example configs/ms1mv3_r50.py")
+    recipe.add_argument(
+        "--gpus",
+        type=int,
+        help="number of GPUs of the published run, because batch_size is per GPU (taken from the file's name, otherwise 8)",
+    )
+    recipe.add_argument(
+        "--lr-power",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="exponent of the learning rate schedule: 1 as in the current train_v2.py, 2 as in its older one (default: 1)",
+    )
+    recipe.add_argument("--out", type=Path, help="recipe to write, which must not exist (default: standard output)")
+    recipe.set_defaults(run=_import_config)
+
+
+def _train(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.config.read import load_config, to_toml
+
+    for setting in options.settings:
+        # An argument after a bare --resume is parsed as a setting.
+        if options.resume == "auto" and "=" not in setting:
+            raise ConfigError(
+                f"Cannot read the argument {setting!r}: expected section.key=value. To resume from it, write "
+                f"--resume={setting}."
+            )
+    config = load_config(options.recipe, options.settings)
+    if options.show_config:
+        print(to_toml(config), end="")
+        return 0
+    from megaclass.train.launch_ranks import start_training
+    from megaclass.train.start.restart import StartMode
+
+    mode = StartMode(
+        resume=options.resume,
+        overwrite=options.overwrite,
+        matches_classes=options.match_classes,
+        trusts_numbers=options.same_numbers,
+        command=("megaclass", *("--resume" if word == "--resume=auto" else word for word in given)),
+    )
+    return start_training(config, given[1:], mode)
+
+
+def _top(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.train.observe.top import watch_run
+
+    if not 0.1 <= options.interval <= 3600:
+        raise ConfigError(f"--interval {options.interval:g} is not in [0.1, 3600] seconds.")
+    return watch_run(options.folder, interval_s=options.interval, is_once=options.once)
+
+
+def _import_config(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.insightface.import_config import import_config, recipe_text
+
+    config, remarks = import_config(options.file, options.gpus, options.lr_power)
+    text = recipe_text(config, remarks, options.file)
+    for remark in remarks:
+        _logger.info(f"{options.file}: {remark}")
+    if options.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with options.out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"Cannot write the recipe {options.out}: {error.strerror}.") from error
+    print(f"megaclass train {options.out}", file=sys.stderr)
+    return 0

@@ -1,0 +1,393 @@
+"""All settings, as frozen dataclasses with a description under each field. `read.py` fills them from TOML and `key=value`.
+
+Values that can be computed are not settings. Values outside their range are refused here, before any process starts.
+The metadata MAY_CHANGE marks settings that a resumed run may change; any other change is refused (train/start/resume.py).
+docs/configuration.md is generated from this file by `make docs`.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megaclass_launch.errors import ConfigError
+
+CLASS_MEANS = "class_means"
+"""Value of train.init_centres: start each class centre at the mean embedding of its images."""
+
+MAY_CHANGE = {"may_change_on_resume": True}
+"""Field metadata of settings that do not change what a run computes, only where, how long or how fast it runs."""
+
+REMOVED = {"data.decode": ("auto", "cpu"), "head.cuda_graph": ("auto", "on", "off")}
+"""Settings of earlier versions, with the values that mean what happens today: those are ignored, others refused.
+
+Every run folder and every checkpoint lists all settings of its version, so without this none of them could be read again.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthConfig:
+    """Synthetic identities, drawn into `data.path` if it holds no data yet."""
+
+    identities: int = 0
+    """Number of training identities to draw; 0 draws none and expects existing data."""
+    images_per_identity: int = 20
+    """Number of images per identity."""
+    size: int = 112
+    """Side length of the square images in pixels."""
+    pairs: int = 1000
+    """Number of verification pairs, drawn from identities that are not in the training data."""
+    seed: int = 0
+    """Random seed; the same seed draws the same pixels."""
+
+    def __post_init__(self) -> None:
+        _require("synth.identities", self.identities, self.identities >= 0, "0 or more")
+        _require("synth.images_per_identity", self.images_per_identity, self.images_per_identity >= 1, "at least 1")
+        _require("synth.size", self.size, 16 <= self.size <= 512, "in [16, 512]")
+        _require("synth.pairs", self.pairs, self.pairs >= 20, "at least 20: ten folds of two")
+        _require("synth.seed", self.seed, self.seed >= 0, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Training images."""
+
+    path: str = field(metadata=MAY_CHANGE)
+    """Folder with train.rec, label.txt, tar shards or folders of identities (several: with commas); synthetic:C[xN]; debug."""
+    size: int | tuple[int, int] = 0
+    """Input size of the model in pixels: one number for squares, or [height, width]; 0 uses the size of the first image."""
+    fit: Literal["pad", "crop", "squash"] = "squash"
+    """How images of another size are fitted: pad adds black borders, crop cuts off edges, squash stretches."""
+    mirror: bool = True
+    """Mirror half of the training images at random; evaluation then adds the embedding of the mirrored image."""
+    augment: str = ""
+    """Augmentations with their probabilities, such as crop:0.2,affine,jpeg:0.1, or pick:2,crop,blur,jpeg; see docs/data.md."""
+    order: Literal["images", "classes"] = "images"
+    """images: every image once per epoch; classes: all classes equally often, independent of their number of images."""
+    images_per_class: int = 1
+    """Number of consecutive images of the same class in a batch; requires data.order=classes."""
+    keep_last: bool = False
+    """Also train on the images after the last full batch of an epoch: they are spread over its last two batches."""
+    workers: int | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
+    """Number of loader processes per rank; 0: threads of the rank itself. auto: by CPU cores on a GPU, 0 on a CPU."""
+    threads: int = field(default=1, metadata=MAY_CHANGE)
+    """Number of reader threads per loader process, or of the rank itself if it has none."""
+    on_gpu: bool = field(default=False, metadata=MAY_CHANGE)
+    """Decode all images once, at the start, and keep their pixels in the memory of every GPU; for sets that fit."""
+    max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE)
+    """Largest fraction of unreadable images; they are replaced by others, and the run stops when there are more."""
+    stage: str = field(default="", metadata=MAY_CHANGE)
+    """Folder in memory, such as /dev/shm/faces, to which each host copies the data before reading it; empty for none."""
+
+    def __post_init__(self) -> None:
+        _require("data.path", self.path, bool(self.path), "a folder")
+        sides = (self.size,) if isinstance(self.size, int) else self.size
+        is_size = self.size == 0 or all(8 <= side <= 4096 for side in sides)
+        _require("data.size", self.size, is_size, "0, one number in [8, 4096], or two: [height, width]")
+        has_workers = self.workers == "auto" or 0 <= self.workers <= 256
+        _require("data.workers", self.workers, has_workers, "auto, or a number in [0, 256]")
+        _require("data.threads", self.threads, 1 <= self.threads <= 256, "in [1, 256]")
+        is_group = self.images_per_class == 1 or (self.images_per_class > 1 and self.order == "classes")
+        _require("data.images_per_class", self.images_per_class, is_group, "1, or more with data.order=classes")
+        is_fraction = 0 <= self.max_bad_fraction <= 1
+        _require("data.max_bad_fraction", self.max_bad_fraction, is_fraction, "in [0, 1]")
+        _require(
+            "data.keep_last",
+            self.keep_last,
+            not self.keep_last or self.order == "images",
+            "off with data.order=classes",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackboneConfig:
+    """The network that computes embeddings of images."""
+
+    name: str = "iresnet50"
+    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class."""
+    embedding_dim: int = 512
+    """Number of dimensions of an embedding."""
+    batch_norm: Literal["local", "sync"] = "local"
+    """local: statistics of each rank's own images; sync: statistics of the global batch, independent of the number of ranks."""
+    dropout: float = 0.0
+    """Dropout probability of the last feature map, for backbones that have such a layer."""
+    drop_path: float = 0.0
+    """Stochastic depth of transformers: probability of dropping the last block, rising linearly from 0 in the first one."""
+    mask_patches: float = 0.0
+    """Fraction of each image's patches that transformers leave out in training."""
+    freeze: tuple[str, ...] = ()
+    """Name prefixes of frozen parameters, such as ["conv1", "layer1"]; batch statistics are still updated."""
+    checkpoint_activations: bool = False
+    """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
+
+    def __post_init__(self) -> None:
+        _require("backbone.dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")
+        _require("backbone.drop_path", self.drop_path, 0 <= self.drop_path < 1, "in [0, 1)")
+        _require("backbone.mask_patches", self.mask_patches, 0 <= self.mask_patches < 1, "in [0, 1)")
+        _require("backbone.embedding_dim", self.embedding_dim, 2 <= self.embedding_dim <= 65536, "in [2, 65536]")
+
+
+# Setting, lowest value, highest value, and the allowed range in words; the limits are those of CombinedMargin.
+_COMBINED_RANGES = (
+    ("m1", 0.5, 8.0, "in [0.5, 8]"),
+    ("m2", 0.0, math.pi / 2, "in [0, pi / 2]: an angle in radians"),
+    ("m3", 0.0, 2.0, "in [0, 2]"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadConfig:
+    """The classification layer, whose class centres are split over all ranks. The number of classes comes from the data."""
+
+    margin: str = "arcface"
+    """Margin: softmax, arcface, cosface, combined, adaface, magface, curricularface, elasticface, or package.module:Class."""
+    scale: float = 64.0
+    """Factor by which cosines are multiplied before the softmax."""
+    margin_size: float | None = None
+    """Size of the margin; unset uses the published value."""
+    m1: float | None = None
+    """m1 in cos(m1 * angle + m2) - m3, for the margin combined; unset means 1."""
+    m2: float | None = None
+    """m2 in cos(m1 * angle + m2) - m3, in radians, for the margin combined; unset means 0."""
+    m3: float | None = None
+    """m3 in cos(m1 * angle + m2) - m3, for the margin combined; unset means 0."""
+    gradient: Literal["exact", "straight-through"] = "exact"
+    """Derivative of arcface and combined: exact, or straight-through (the constant head.scale), as in InsightFace."""
+    sample_rate: float | tuple[tuple[int, float], ...] = 1.0
+    """Fraction of the negative classes used per step, 1.0 for the full softmax; or a schedule [[first step, rate], ...]."""
+    optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
+    """Optimizer of the class centres."""
+    momentum: float = 0.9
+    """Momentum of sgd for the class centres."""
+    weight_decay: float = 5e-4
+    """Weight decay of the class centres that are used in a step."""
+    subcentres: int = 1
+    """Number of centres per class; more than one tolerates noisy labels."""
+    filter_above: float | None = None
+    """Treat negatives with a larger cosine as cosine 0, because they are probably mislabelled; unset disables the filter."""
+    storage: Literal["float32", "bf16"] = "float32"
+    """Data type in which class centres are stored."""
+    stored_gib: float | None = field(default=None, metadata=MAY_CHANGE)
+    """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
+    kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
+    """Implementation of the head; auto chooses the fastest one for the device."""
+
+    def __post_init__(self) -> None:
+        _require("head.scale", self.scale, 0 < self.scale <= 300, "in (0, 300]")
+        for name, low, high, allowed in _COMBINED_RANGES:
+            value = getattr(self, name)
+            _require(f"head.{name}", value, value is None or low <= value <= high, allowed)
+            needed = "unset unless head.margin is combined; the other margins take head.margin_size"
+            _require(f"head.{name}", value, value is None or self.margin == "combined", needed)
+        is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
+        needed = "unset if head.m2 is set: both are the angle of the margin combined"
+        _require("head.margin_size", self.margin_size, is_named_once, needed)
+        has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
+        _require(
+            "head.gradient",
+            self.gradient,
+            has_choice,
+            f"exact for the margin {self.margin}, which has no other derivative",
+        )
+        schedule = self.sample_rate if isinstance(self.sample_rate, tuple) else ((0, self.sample_rate),)
+        for _, rate in schedule:
+            _require("head.sample_rate", rate, 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only")
+        steps = [step for step, _ in schedule]
+        is_rising = steps[:1] == [0] and all(a < b for a, b in itertools.pairwise(steps))
+        _require(
+            "head.sample_rate", list(map(list, schedule)), is_rising, "a list of increasing steps that starts at 0"
+        )
+        _require("head.stored_gib", self.stored_gib, self.stored_gib is None or self.stored_gib >= 0, "0 or more")
+        _require("head.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
+        _require("head.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _require("head.subcentres", self.subcentres, 1 <= self.subcentres <= 255, "in [1, 255]")
+        is_cosine = self.filter_above is None or 0 < self.filter_above <= 1
+        _require("head.filter_above", self.filter_above, is_cosine, "a cosine in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Optimizer of the backbone, and the learning rate of backbone and head."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer of the backbone."""
+    lr: float = 0.1
+    """Peak learning rate, reached after the warm-up."""
+    head_lr: float | None = None
+    """Peak learning rate of the class centres; unset uses optimizer.lr."""
+    momentum: float = 0.9
+    """Momentum of sgd for the backbone."""
+    weight_decay: float = 5e-4
+    """Weight decay of the backbone."""
+    clip_norm: float = 5.0
+    """Clip the backbone's gradient to this norm; 0 disables clipping."""
+    warmup_epochs: float = 0.0
+    """Number of epochs over which the learning rate rises linearly from 0."""
+    schedule: Literal["polynomial", "cosine", "step"] = "polynomial"
+    """How the learning rate decreases after the warm-up."""
+    power: float = 2.0
+    """Exponent of the polynomial schedule: lr * (1 - progress) ** power."""
+    step_epochs: tuple[float, ...] = ()
+    """Epochs at which the step schedule divides the learning rate by ten."""
+
+    def __post_init__(self) -> None:
+        _require("optimizer.lr", self.lr, self.lr > 0, "above 0")
+        _require("optimizer.head_lr", self.head_lr, self.head_lr is None or self.head_lr > 0, "above 0")
+        _require("optimizer.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)")
+        _require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _require("optimizer.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
+        _require("optimizer.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
+        _require("optimizer.power", self.power, self.power >= 0, "0 or more")
+        is_rising = all(a < b for a, b in itertools.pairwise((0.0, *self.step_epochs)))
+        _require("optimizer.step_epochs", list(self.step_epochs), is_rising, "increasing epochs above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The training run."""
+
+    run_dir: str = field(metadata=MAY_CHANGE)
+    """Run folder: config, metrics, checkpoints, report and model."""
+    epochs: float = field(default=20.0, metadata=MAY_CHANGE)
+    """Number of passes over the data; fractions such as 0.5 are allowed."""
+    global_batch: int = 512
+    """Number of images per step over all ranks together."""
+    nproc: int = field(default=1, metadata=MAY_CHANGE)
+    """Number of processes to start on this machine; ignored under a launcher such as megaclass run, torchrun or srun."""
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MAY_CHANGE)
+    """auto uses one GPU per process if there are GPUs, otherwise the CPU."""
+    seed: int = 0
+    """Random seed of weights, centres, data order, sampling and augmentation, independent of the number of ranks."""
+    precision: Literal["auto", "bf16", "fp16", "float32"] = "auto"
+    """auto uses bf16 on GPUs that support it, otherwise float32; fp16 uses a dynamic loss scale."""
+    accumulate: int = 1
+    """Number of parts into which each rank's batch is split to save memory; the step is the same as with the whole batch."""
+    ema: float = 0.0
+    """Decay of an exponential moving average of the backbone's weights, which is then evaluated and exported; 0 disables it."""
+    on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
+    """Reaction to a loss or gradient that is not finite: stop the run, or skip the step."""
+    compile: bool | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
+    """Compile the backbone with torch.compile; if that fails, training continues without it. auto: a ViT on a GPU only."""
+    cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
+    """Replay the backbone's steps as CUDA graphs: auto with enough memory and, on several ranks, if it measures a gain."""
+    compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
+    """Number format in which ranks exchange the backbone's gradients; rounding errors are carried over to the next step."""
+    tensorboard: bool = field(default=False, metadata=MAY_CHANGE)
+    """Also write the metrics for TensorBoard into the run folder."""
+    wandb_project: str = field(default="", metadata=MAY_CHANGE)
+    """Also send the metrics to this Weights & Biases project; empty disables it."""
+    hang_after_s: float | None = field(default=None, metadata=MAY_CHANGE)
+    """Seconds without a finished step after which the job is ended as hung; 0 never; unset: 10 median steps, at least 30."""
+    mlflow_experiment: str = field(default="", metadata=MAY_CHANGE)
+    """Also send the metrics to this MLflow experiment, at MLFLOW_TRACKING_URI if that is set; empty disables it."""
+    trackio_project: str = field(default="", metadata=MAY_CHANGE)
+    """Also send the metrics to this trackio project; empty disables it."""
+    metrics_port: int = field(default=0, metadata=MAY_CHANGE)
+    """Port at which rank 0 offers the current metrics to Prometheus; 0 disables it."""
+    metrics_address: str = field(default="127.0.0.1", metadata=MAY_CHANGE)
+    """Address at which train.metrics_port listens; 0.0.0.0 for all networks of the host."""
+    profile: str = field(default="", metadata=MAY_CHANGE)
+    """Steps of which a Chrome trace and, on a GPU, a memory snapshot are written: first:stop, for example 100:110."""
+    profile_ranks: tuple[int, ...] = field(default=(0,), metadata=MAY_CHANGE)
+    """Ranks that train.profile records."""
+    report_steps: int = field(default=20, metadata=MAY_CHANGE)
+    """Number of steps per row of metrics.jsonl; evaluations and checkpoints always write a row."""
+    evaluate_epochs: float = field(default=0.0, metadata=MAY_CHANGE)
+    """Number of epochs between evaluations, by which the best checkpoint is chosen; 0 evaluates at the end only."""
+    evaluate_sets: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
+    """Names of the .bin files beside the data to evaluate on, such as ["lfw", "agedb_30"]; empty means all."""
+    checkpoint_epochs: float = field(default=1.0, metadata=MAY_CHANGE)
+    """Number of epochs between checkpoints; one is always written at the end."""
+    keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE)
+    """Number of most recent checkpoints to keep, in addition to the best one."""
+    commit_steps: int = field(default=50, metadata=MAY_CHANGE)
+    """Elastic jobs: number of steps between commits, copies of the state in the ranks' memory; new ranks join at a commit."""
+    async_checkpoints: bool = field(default=True, metadata=MAY_CHANGE)
+    """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
+    init_backbone: str | None = field(default=None, metadata=MAY_CHANGE)
+    """Initial backbone: a .safetensors file, a run folder or checkpoint, InsightFace's .pth or .pt, or MXNet's .params."""
+    init_centres: str | None = field(default=None, metadata=MAY_CHANGE)
+    """Initial centres: a checkpoint or run folder, a folder of checkpoint_gpu_N.pt or N_centers.param, or class_means."""
+
+    def __post_init__(self) -> None:
+        _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
+        _require("train.epochs", self.epochs, self.epochs > 0, "above 0")
+        _require("train.global_batch", self.global_batch, self.global_batch >= 1, "at least 1")
+        _require("train.nproc", self.nproc, 1 <= self.nproc <= 1024, "in [1, 1024]")
+        _require("train.seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2^63)")
+        _require(
+            "train.accumulate", self.accumulate, 1 <= self.accumulate <= self.global_batch, "in [1, train.global_batch]"
+        )
+        _require("train.ema", self.ema, 0 <= self.ema < 1, "in [0, 1)")
+        is_time = self.hang_after_s is None or self.hang_after_s == 0 or self.hang_after_s >= 1
+        _require("train.hang_after_s", self.hang_after_s, is_time, "0, or at least 1 second")
+        _require("train.metrics_port", self.metrics_port, 0 <= self.metrics_port < 65536, "in [0, 65535]")
+        _require("train.metrics_address", self.metrics_address, bool(self.metrics_address), "an address of this host")
+        is_range = self.profile == "" or self.profiled_steps()[0] < self.profiled_steps()[1]
+        _require("train.profile", self.profile, is_range, "first:stop with 0 <= first < stop, for example 100:110")
+        has_ranks = bool(self.profile_ranks) and all(rank >= 0 for rank in self.profile_ranks)
+        _require("train.profile_ranks", list(self.profile_ranks), has_ranks, "a list of ranks, for example [0, 8]")
+        _require("train.report_steps", self.report_steps, self.report_steps >= 1, "at least 1")
+        _require("train.evaluate_epochs", self.evaluate_epochs, self.evaluate_epochs >= 0, "0 or more")
+        _require("train.checkpoint_epochs", self.checkpoint_epochs, self.checkpoint_epochs > 0, "above 0")
+        _require("train.keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1")
+        _require("train.commit_steps", self.commit_steps, self.commit_steps >= 1, "at least 1")
+        has_means = self.init_centres != CLASS_MEANS or self.init_backbone is not None
+        needed = "a path if train.init_backbone is unset: class means are computed with the initial backbone"
+        _require("train.init_centres", self.init_centres, has_means, needed)
+
+    def profiled_steps(self) -> tuple[int, int]:
+        """Returns the first profiled step and the one after the last, counted from 0; (0, 0) for none."""
+        first, _, stop = self.profile.partition(":")
+        return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """Formats in which the trained backbone is exported."""
+
+    onnx: bool = field(default=True, metadata=MAY_CHANGE)
+    """Also export model.onnx (requires megaclass[onnx]); model.safetensors is always written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """All settings of a training run."""
+
+    data: DataConfig
+    train: TrainConfig
+    synth: SynthConfig = field(default_factory=SynthConfig)
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    def is_compiled(self, *, on_gpu: bool) -> bool:
+        """Decides train.compile=auto: on an H200, vit_b trains 1.4 times as fast compiled, iresnet50 not faster."""
+        if self.train.compile == "auto":
+            return on_gpu and self.backbone.name.startswith("vit")
+        return self.train.compile
+
+    def may_replay_backbone(self) -> bool:
+        """Returns True where the settings allow CUDA graphs of the backbone on a GPU.
+
+        `auto` also limits their memory, and measures on several ranks whether they are faster. Several parts of a batch would
+        share the memory of one. Random layers learn from the host which images come. A backbone of the user's own, which may
+        do anything in its forward, must be switched on.
+        """
+        setting, layers = self.train.cuda_graph, self.backbone
+        is_own = ":" in layers.name
+        return (
+            setting != "off"
+            and (setting == "on" or not is_own)
+            and self.train.accumulate == 1
+            and layers.batch_norm == "local"
+            and layers.dropout == layers.drop_path == layers.mask_patches == 0
+            and not layers.checkpoint_activations
+            and not self.is_compiled(on_gpu=True)
+        )
+
+
+def _require(name: str, value: object, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise ConfigError(f"{name} is {value}; it must be {allowed}.")

@@ -1,0 +1,304 @@
+"""Batches of decoded images for one rank, prepared ahead of time by threads or by loader processes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megaclass.data.augment import Augment, augment_, mirror_, normalise
+from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
+from megaclass.data.decode import Fit
+from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.prefetch import ProcessBatches
+from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
+from megaclass.data.loading.resident import ResidentImages, load_images
+from megaclass.data.order import Order, rank_batch
+from megaclass.data.sources.source import ImageSource
+from megaclass.errors import DataError
+from megaclass.keyed_random import combine64
+from megaclass_launch.ranks.reused_memory import ReusedMemory
+
+_MIRROR_SALT = 0x6D6972726F72
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's images of one step."""
+
+    images: torch.Tensor
+    """uint8 (B, 3, H, W), RGB, in the channels-last layout that decoders write and backbones read."""
+    labels: torch.Tensor
+    """int64 (B,)."""
+    indices: NDArray[np.int64]
+    """Indices of these images in the source (B,)."""
+    epoch: int
+    step: int
+    """Counts from 0 within the epoch."""
+    treatment: Treatment = field(default_factory=lambda: Treatment())
+    """Changes to the pixels that are left to the training device."""
+    index_tensor: torch.Tensor | None = None
+    """The indices where the images are, if they are there already."""
+
+    def indices_on(self, device: torch.device) -> torch.Tensor:
+        """Returns the indices as a tensor on the device."""
+        indices = torch.from_numpy(self.indices) if self.index_tensor is None else self.index_tensor
+        return indices.to(device, non_blocking=True)
+
+    def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
+        """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
+        # Copied as bytes, a quarter of the floats' traffic, and converted on the device.
+        treatment, pixels = self.treatment, self.images[rows].to(device, non_blocking=True)
+        indices_B, left = self.indices[rows], treatment.augment
+        if device.type == "cuda" and has_program():
+            by_program, left = split_augment(treatment.augment)
+            images = prepare(
+                pixels,
+                self.indices_on(device)[rows],
+                mirror_key=mirroring_key(treatment.seed, _MIRROR_SALT) if treatment.mirror else None,
+                epoch=self.epoch,
+                augment=by_program,
+                seed=treatment.seed,
+                step=treatment.global_step,
+            )
+        else:
+            images = normalise(pixels)
+            if treatment.mirror:
+                mirror_(images, mirrored(treatment.seed, self.epoch, indices_B))
+        if left is not None:
+            augment_(images, left, treatment.seed, treatment.global_step, indices_B)
+        return images.to(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Mirroring and augmentation, chosen by (seed, step, image) and never by the place of an image in a batch or on a rank."""
+
+    seed: int = 0
+    global_step: int = 0
+    mirror: bool = False
+    augment: Augment | None = None
+
+
+class BatchLoader:
+    """Reads and decodes batches ahead of time. The global batches do not depend on the number of ranks or workers.
+
+    Workers are threads of this process, each of which decodes whole batches, or with `processes` processes of their own,
+    which leave the interpreter to training (loading/pool.py). An image that cannot be read is replaced by another
+    one, chosen by a hash. All modes yield the same bytes.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        *,
+        global_batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        num_workers: int = 1,
+        mirror: bool = True,
+        augment: Augment | None = None,
+        image_size: tuple[int, int] | None = None,
+        fit: Fit = "squash",
+        keep_last: bool = False,
+        order: Literal["images", "classes"] = "images",
+        images_per_class: int = 1,
+        max_bad_fraction: float = 0.001,
+        num_prefetched: int = 4,
+        num_parts: int = 1,
+        fewest_in_part: int = 2,
+        processes: LoaderSettings | None = None,
+        device: torch.device | None = None,
+        is_resident: bool = False,
+    ) -> None:
+        """Checks that every rank gets enough images in every step.
+
+        image_size: (height, width), by default that of the source; `fit` tells how images of another size are fitted to it.
+        num_parts: parts into which a step splits a rank's images, each of at least fewest_in_part.
+        processes: read in other processes, which open the data at a path themselves; num_workers threads are for None.
+        device: a GPU to which loader processes' batches are copied ahead of time.
+        is_resident: decode all images once, at the first step, and keep their pixels on the device.
+        """
+        self.source = source
+        self.image_size = image_size or source.image_size
+        self.fit: Fit = fit
+        self.bad_images = BadImages(source, max_bad_fraction)
+        plan = BatchPlan(
+            global_batch=global_batch,
+            image_size=self.image_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            fit=fit,
+            keep_last=keep_last,
+            order=order,
+            images_per_class=images_per_class,
+        )
+        self._reader = BatchReader(source, plan, self.bad_images.add_bad)
+        self.order: Order = self._reader.order
+        _require_fillable(source, self.order, global_batch, world_size, num_parts, fewest_in_part)
+        self.rank = rank
+        self.world_size = world_size
+        self.mirror = mirror
+        self.augment = augment
+        self.num_resized = 0
+        """Images of another size that this rank has fitted so far; workers add to it under _counting."""
+        self._counting = threading.Lock()
+        self.num_workers = max(1, num_workers)
+        self.num_prefetched = prefetched_by_threads(self.num_workers, num_prefetched)
+        self.processes = processes
+        self.device = device
+        self.is_resident = is_resident
+        self._resident: ResidentImages | None = None
+        self._batch_shape = (plan.max_rows, *self.image_size, 3)
+        num_kept = batches_of_threads(self.num_workers, self.num_prefetched)
+        self._memory = ReusedMemory(num_kept * math.prod(self._batch_shape))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    def batches(self, epoch: int = 0, step: int = 0, *, num_steps: int | None = None) -> Iterator[Batch]:
+        """Yields `num_steps` batches from (epoch, step) on, across epochs; by default up to the end of the epoch.
+
+        Closing the iterator, or dropping it, ends its threads or processes. An error in one of them is raised here.
+        """
+        first = epoch * self.steps_per_epoch + step
+        stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
+        if self.is_resident:
+            return self._from_device(first, stop)
+        if self.processes is None:
+            return self._from_threads(first, stop)
+        return self._from_processes(self.processes, first, stop)
+
+    def load(self, epoch: int, step: int) -> Batch:
+        """Returns one batch, decoded in the calling thread."""
+        num_rows = self._reader.num_rows(step)
+        images_BHW3 = self._memory.take(math.prod(self._batch_shape)).reshape(self._batch_shape)[:num_rows]
+        indices_B: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
+        num_resized = self._reader.fill(epoch, step, range(num_rows), images_BHW3, indices_B)
+        self.bad_images.add_read(num_rows)
+        # Added once per batch, not per image, because all workers share the lock.
+        with self._counting:
+            self.num_resized += num_resized
+        labels_B = torch.from_numpy(self.source.labels[indices_B])
+        images = torch.from_numpy(images_BHW3).permute(0, 3, 1, 2)
+        return Batch(images, labels_B, indices_B, epoch, step, self._treatment(epoch, step))
+
+    def describe_resized(self) -> str:
+        """Returns a sentence about images of another size; empty if there were none."""
+        if not self.num_resized:
+            return ""
+        height, width = self.image_size
+        return (
+            f"{self.num_resized:,} of {self.bad_images.num_read:,} images had another size and were fitted to "
+            f"{width} × {height} (data.fit = {self.fit})."
+        )
+
+    def _treatment(self, epoch: int, step: int) -> Treatment:
+        return Treatment(self.order.seed, epoch * self.steps_per_epoch + step, self.mirror, self.augment)
+
+    def _from_threads(self, first: int, stop: int) -> Iterator[Batch]:
+        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="megaclass-decode")
+        waiting: deque[Future[Batch]] = deque()
+        upcoming = first
+        try:
+            for _ in range(first, stop):
+                # Batches are submitted in order and taken in order, whichever thread finishes first.
+                while upcoming < stop and len(waiting) < self.num_prefetched:
+                    waiting.append(pool.submit(self.load, *divmod(upcoming, self.steps_per_epoch)))
+                    upcoming += 1
+                yield waiting.popleft().result()
+        finally:
+            # Also when the caller drops the generator: no thread may read on after its run has ended.
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _from_device(self, first: int, stop: int) -> Iterator[Batch]:
+        if self._resident is None:
+            device = self.device or torch.device("cpu")
+            self._resident = load_images(self._reader, self.bad_images, device, self.processes, self.num_workers)
+            self.num_resized += self._resident.num_resized
+        for number in range(first, stop):
+            epoch, step = divmod(number, self.steps_per_epoch)
+            indices = rank_batch(self.order, epoch, step, self.rank, self.world_size)
+            images, labels, indices_B, index_tensor = self._resident.batch(indices)
+            yield Batch(images, labels, indices_B, epoch, step, self._treatment(epoch, step), index_tensor)
+
+    def _from_processes(self, settings: LoaderSettings, first: int, stop: int) -> Iterator[Batch]:
+        processes = ProcessBatches(settings, self._reader, self.bad_images, self.device)
+        try:
+            for loaded in processes.batches(first, stop, self.steps_per_epoch):
+                self.num_resized += processes.take_num_resized()
+                pixels, treatment = loaded.pixels, self._treatment(loaded.epoch, loaded.step)
+                yield Batch(
+                    pixels.images,
+                    pixels.labels,
+                    pixels.indices,
+                    loaded.epoch,
+                    loaded.step,
+                    treatment,
+                    pixels.index_tensor,
+                )
+                # Otherwise this frame would hold the batch, and with it its slot, while the next one is awaited.
+                del loaded, pixels
+        finally:
+            processes.close()
+
+
+def prefetched_by_threads(num_threads: int, num_prefetched: int = 4) -> int:
+    """Returns how many finished batches wait for the caller if threads of the rank decode."""
+    return max(num_threads + 1, num_prefetched)
+
+
+def batches_of_threads(num_threads: int, num_prefetched: int) -> int:
+    """Returns how many batches are in memory at most: those that wait, those in the making, and two that the caller has."""
+    return num_prefetched + num_threads + 2
+
+
+def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns which images are mirrored: half of them, another half in each epoch, on whichever rank they are."""
+    # The topmost bit of a hash is a fair coin.
+    bits = combine64(seed, _MIRROR_SALT, epoch, indices.astype(np.uint64))
+    return (bits >> np.uint64(63)).astype(bool)
+
+
+def _fitting_batch(num_images: int) -> int:
+    """Returns a power of two that gives a few steps per epoch, if there are that many images."""
+    return int(2 ** max(1, (max(2, num_images) // 4).bit_length() - 1))
+
+
+def _require_fillable(
+    source: ImageSource, order: Order, global_batch: int, world_size: int, num_parts: int, fewest_in_part: int
+) -> None:
+    if global_batch < world_size:
+        raise DataError(
+            f"A global batch of {global_batch} images leaves some of the {world_size} ranks without any: "
+            f"use at least two images per rank."
+        )
+    if global_batch > source.num_images:
+        raise DataError(
+            f"A global batch of {global_batch} images is more than the {source.num_images} there are: "
+            f"{source.describe()}. Lower it, for example with train.global_batch={_fitting_batch(source.num_images)}."
+        )
+    # Only the last step of an epoch can be smaller than the others.
+    smallest = order.batch_size(order.steps_per_epoch - 1)
+    if smallest // world_size < 2:
+        raise DataError(
+            f"A batch of {smallest} images leaves one of the {world_size} ranks with a single image, which batch norm "
+            f"refuses: use a global batch of at least two images per rank, or four with data.keep_last."
+        )
+    if smallest // world_size // num_parts < fewest_in_part:
+        raise DataError(
+            f"The smallest batch, of {smallest} images, gives one of the {world_size} ranks {smallest // world_size}: too few "
+            f"for train.accumulate = {num_parts} parts of at least {fewest_in_part}, below which batch norm has no "
+            f"statistics. Use fewer parts or a larger global batch, or switch off data.keep_last."
+        )

@@ -1,0 +1,324 @@
+"""Verification pairs in InsightFace's `.bin` format (lfw.bin, …): a pickle, read without executing anything in it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.errors import DataError
+from megaclass_launch.files import published_file
+
+# The first protocol with long bytes objects; InsightFace reads it with any Python 3.
+_PICKLE_PROTOCOL = 4
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """Pair i is images 2i and 2i + 1; `is_same[i]` tells whether they show one identity."""
+
+    images: list[bytes]
+    is_same: NDArray[np.bool_]
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.is_same)
+
+
+def write_pairs(path: Path, pair_set: PairSet) -> None:
+    """Writes the pairs; a reader sees the old file or the new one, never a part."""
+    _require_two_images_per_pair(path, len(pair_set.images), len(pair_set.is_same))
+    content = (list(pair_set.images), [bool(same) for same in pair_set.is_same])
+    try:
+        with published_file(path) as unfinished, unfinished.open("wb") as file:
+            pickle.dump(content, file, protocol=_PICKLE_PROTOCOL)
+    except OSError as error:
+        raise DataError(f"Cannot write the pairs {path}: {error.strerror}.") from error
+
+
+def read_pairs(path: Path) -> PairSet:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"Cannot read the pairs {path}: {error.strerror}.") from error
+    try:
+        found = _PairUnpickler(content, path).load()
+    except _BAD_PICKLE as error:
+        raise DataError(
+            f"Cannot read the pairs {path}: not a whole pickle of (images, is_same) ({error or type(error).__name__})."
+        ) from error
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise DataError(f"Cannot read the pairs {path}: expected (images, is_same), found {_describe(found)}.")
+    images = _as_images(_as_list(found[0], "images", path), path)
+    is_same = [_as_bool(item, number, path) for number, item in enumerate(_as_list(found[1], "is_same", path))]
+    _require_two_images_per_pair(path, len(images), len(is_same))
+    return PairSet(images, np.array(is_same, dtype=bool))
+
+
+def _require_two_images_per_pair(path: Path, num_images: int, num_pairs: int) -> None:
+    if num_images != 2 * num_pairs:
+        raise DataError(
+            f"The pairs {path} hold {num_images} images and {num_pairs} labels: expected two images per label."
+        )
+
+
+# Everything that Python's unpickler raises on bytes that are not a pickle.
+_BAD_PICKLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    AssertionError,
+    MemoryError,
+    struct.error,
+)
+
+
+# Opcodes for numbers, bytes, text, lists, tuples and arrays, with which every tool and version of Python writes pairs. No
+# dictionaries or sets (hashing a deeply nested key overflows the stack) and no instances of classes.
+_ADMITTED_OPCODES = (
+    pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.POP + pickle.POP_MARK
+    + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE
+    + pickle.INT + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG + pickle.LONG1 + pickle.LONG4
+    + pickle.STRING + pickle.BINSTRING + pickle.SHORT_BINSTRING
+    + pickle.BINBYTES + pickle.SHORT_BINBYTES + pickle.BINBYTES8 + pickle.BYTEARRAY8
+    + pickle.UNICODE + pickle.BINUNICODE + pickle.SHORT_BINUNICODE + pickle.BINUNICODE8
+    + pickle.EMPTY_LIST + pickle.LIST + pickle.APPEND + pickle.APPENDS
+    + pickle.EMPTY_TUPLE + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
+    + pickle.PUT + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE + pickle.GET + pickle.BINGET + pickle.LONG_BINGET
+    + pickle.GLOBAL + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.BUILD
+)  # fmt: skip
+
+
+class _PairUnpickler(pickle._Unpickler):
+    """Admits arrays of numbers and bytes, and refuses every other name.
+
+    Why the private base class: the public `pickle.Unpickler` is written in C. It offers no way to refuse opcodes or to bound
+    the memory that a damaged length asks for (15 bytes make it reserve 2 GiB); this one, in Python, has a table of
+    opcodes. It has been there under this name since Python 3.4, and the tests would notice its removal.
+
+    The file never gets a class or function of NumPy: stand-ins take the pickled state and check it, so the file can call
+    nothing. The result is at most a few times as large as the file.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: pickle._Unpickler.dispatch[code] for code in _ADMITTED_OPCODES
+    }
+
+    def __init__(self, content: bytes, path: Path) -> None:
+        # Python 2 wrote images as its `str`, which Python 3 would decode as text.
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self._path = path
+        # Old protocols make one object out of another: at most twice the file, and some room.
+        self._left = _Allowance(4 * len(content))
+
+    def load_bytearray8(self) -> None:
+        """Reads a bytearray. Python's version reserves the stated length before it reads."""
+        (length,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]
+        self._left.take(length)
+        self.append(bytearray(self.read(length)))  # type: ignore[attr-defined]
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
+    def load_build(self) -> None:
+        """Sets the state of an array. Python's version sets any attribute of any object."""
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        state = stack.pop()
+        if not isinstance(stack[-1], _Array | _Dtype):
+            raise pickle.UnpicklingError(f"a state for {_describe(stack[-1])}")
+        stack[-1].__setstate__(state)
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def find_class(self, module: str, name: str) -> Any:
+        stand_in = _ADMITTED.get(f"{module}.{name}")
+        if stand_in is None:
+            raise DataError(
+                f"The pairs {self._path} ask for {module}.{name} when opened: only bytes and arrays are admitted. "
+                f"Do not trust this file."
+            )
+        return _MakeBytes(self._left) if stand_in is _MakeBytes else stand_in()
+
+
+class _Allowance:
+    """Counts how many bytes may still be made out of a file: copying its content again and again would fill any memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        if self._num_bytes < 0:
+            raise pickle.UnpicklingError("it asks for more bytes than it holds")
+
+
+class _Array:
+    """Stand-in for a NumPy array that is being rebuilt."""
+
+    __slots__ = ("flat", "shape")
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = (0,)
+        self.flat: NDArray[Any] | list[Any] = []
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.shape, dtype, _, content = state
+        self.fill(content, dtype)
+
+    def fill(self, content: Any, dtype: Any) -> None:
+        if not isinstance(dtype, _Dtype):
+            raise pickle.UnpicklingError(f"an array of {_describe(dtype)}")
+        if isinstance(content, list):
+            self.flat = content
+        else:
+            self.flat = np.frombuffer(content, dtype=dtype.numpy_name)
+        if len(self.shape) > 2 or int(np.prod(self.shape, dtype=np.int64)) != len(self.flat):
+            raise pickle.UnpicklingError(f"an array of shape {self.shape} with {len(self.flat)} entries")
+
+
+class _Dtype:
+    __slots__ = ("numpy_name",)
+
+    # Pixels, truth values and the integers some tools write for them; O holds a list of such arrays.
+    _NAMES = frozenset({"u1", "b1", "i1", "i4", "i8", "O8", "O"})
+
+    def __init__(self, name: Any) -> None:
+        text = name.decode("ascii", "replace") if isinstance(name, bytes) else str(name)
+        if text.lstrip("<|") not in self._NAMES:
+            raise pickle.UnpicklingError(f"an array of type {text!r}")
+        self.numpy_name = text
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignores byte order and alignment, which the name implies for the admitted types."""
+
+
+class _ArrayType:
+    __slots__ = ()
+
+
+class _Reconstruct:
+    __slots__ = ()
+
+    def __call__(self, array_type: Any, shape: Any, code: Any) -> _Array:
+        return _Array()
+
+
+class _FromBuffer:
+    __slots__ = ()
+
+    def __call__(self, content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+        array = _Array()
+        array.shape = shape
+        array.fill(content, dtype)
+        return array
+
+
+class _MakeDtype:
+    __slots__ = ()
+
+    def __call__(self, name: Any, *alignment: Any) -> _Dtype:
+        return _Dtype(name)
+
+
+class _MakeScalar:
+    __slots__ = ()
+
+    def __call__(self, dtype: Any, content: Any) -> bool | int:
+        array = _Array()
+        array.shape = (1,)
+        array.fill(content, dtype)
+        return int(array.flat[0])
+
+
+class _MakeBytes:
+    """`bytes(…)` and `_codecs.encode(…)` as pickles use them; `bytes(10**12)` would be a request for memory."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, left: _Allowance) -> None:
+        self._left = left
+
+    def __call__(self, content: Any = b"", encoding: Any = "latin1") -> bytes:
+        if isinstance(content, str | bytes | bytearray | list):
+            self._left.take(len(content))
+        if isinstance(content, str) and encoding in ("latin1", "latin-1", b"latin1", b"latin-1"):
+            return content.encode("latin1")
+        if isinstance(content, bytes | bytearray | list):
+            return bytes(content)
+        raise pickle.UnpicklingError(f"bytes made of {_describe(content)}")
+
+
+_ADMITTED: dict[str, type] = {
+    "numpy.ndarray": _ArrayType,
+    "numpy.dtype": _MakeDtype,
+    "numpy.core.multiarray._reconstruct": _Reconstruct,
+    "numpy._core.multiarray._reconstruct": _Reconstruct,
+    "numpy.core.numeric._frombuffer": _FromBuffer,
+    "numpy._core.numeric._frombuffer": _FromBuffer,
+    "numpy.core.multiarray.scalar": _MakeScalar,
+    "numpy._core.multiarray.scalar": _MakeScalar,
+    "_codecs.encode": _MakeBytes,
+    "builtins.bytes": _MakeBytes,
+    "builtins.bytearray": _MakeBytes,
+    "__builtin__.bytes": _MakeBytes,
+    "__builtin__.bytearray": _MakeBytes,
+}
+
+
+def _as_list(found: Any, what: str, path: Path) -> list[Any]:
+    if isinstance(found, _Array):
+        # A (2N, L) array of pixels would be sliced by rows; encoded images differ in length, so only flat lists occur.
+        return list(found.flat)
+    if isinstance(found, list | tuple):
+        return list(found)
+    raise DataError(f"Cannot read the pairs {path}: {what} is {_describe(found)}, expected a list.")
+
+
+def _as_images(items: list[Any], path: Path) -> list[bytes]:
+    """Converts each object once, since a small file may refer to one a million times."""
+    converted: dict[int, bytes] = {}
+    for number, item in enumerate(items):
+        if id(item) not in converted:
+            converted[id(item)] = _as_bytes(item, number, path)
+    return [converted[id(item)] for item in items]
+
+
+def _as_bytes(item: Any, number: int, path: Path) -> bytes:
+    if isinstance(item, bytes | bytearray):
+        return bytes(item)
+    if isinstance(item, _Array) and isinstance(item.flat, np.ndarray) and item.flat.dtype == np.uint8:
+        return item.flat.tobytes()
+    raise DataError(
+        f"Cannot read the pairs {path}: image {number} is {_describe(item)}, expected bytes or an array of uint8."
+    )
+
+
+def _as_bool(item: Any, number: int, path: Path) -> bool:
+    if isinstance(item, bool | int | np.bool_ | np.integer) and item in (0, 1):
+        return bool(item)
+    raise DataError(f"Cannot read the pairs {path}: label {number} is {_describe(item)}, expected true or false.")
+
+
+def _describe(found: Any) -> str:
+    if isinstance(found, _Array):
+        return f"an array of shape {found.shape}"
+    if isinstance(found, list | tuple):
+        return f"a {type(found).__name__} of {len(found)}"
+    if isinstance(found, int) and found.bit_length() > 64:
+        return f"a number of {found.bit_length()} bits"
+    return (
+        f"{type(found).__name__} {str(found)[:40]!r}"
+        if isinstance(found, int | float | str)
+        else f"a {type(found).__name__}"
+    )

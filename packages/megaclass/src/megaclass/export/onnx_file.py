@@ -1,0 +1,163 @@
+"""Writes model.onnx: one file for any batch size, compared with the backbone before it appears.
+
+Input "input": float32 (batch, 3, H, W), RGB, (x - 127.5) / 127.5.
+Output "embedding": float32 (batch, D), not normalised. InsightFace's tools expect both like this.
+"""
+
+import contextlib
+import copy
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from megaclass.errors import ExportError
+from megaclass.export.check import fixed_inputs, require_same_embeddings
+from megaclass.export.exporter import Exporter, ExportJob
+from megaclass.image_size import ImageSize
+from megaclass_launch.files import published_file
+
+# A protobuf, and so a model in one file, holds at most 2 GiB.
+_MAX_BYTES = 2**31 - 2**20
+_FILE = "model.onnx"
+_USAGE = """```python
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+session = onnxruntime.InferenceSession("model.onnx")
+pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
+batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
+embedding = session.run(["embedding"], {"input": batch})[0]
+```"""
+
+
+def export_onnx(
+    path: Path, backbone: nn.Module, *, image_size: ImageSize, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Exports a copy of the backbone in eval mode and float32; the backbone itself is not changed.
+
+    onnxruntime must give torch's embeddings on fixed inputs, one image and seven (cosine of at least 0.99999, norm
+    within 0.1 %); otherwise an ExportError is raised and no file appears. `metadata` becomes metadata properties of the
+    file.
+    """
+    _require_packages()
+    exported = copy.deepcopy(backbone).cpu().float().eval()
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in exported.state_dict().values())
+    if num_bytes > _MAX_BYTES:
+        raise ExportError(
+            f"Cannot write {path}: {num_bytes / 2**30:.1f} GiB of weights, but a single ONNX file holds at most 2 GiB. "
+            f"Export to safetensors instead."
+        )
+    inputs = fixed_inputs(image_size)
+    with published_file(path) as unfinished:
+        _write(path, unfinished, exported, inputs[:2], metadata or {})
+        require_same_embeddings(
+            path,
+            lambda images: _embed_with_onnxruntime(path, unfinished, exported, images),
+            exported,
+            inputs,
+            "the ONNX model",
+        )
+
+
+def _require_packages() -> None:
+    missing = []
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise ExportError(f"ONNX export needs {', '.join(missing)}: pip install 'megaclass[onnx]'")
+
+
+def _write(
+    path: Path, unfinished: Path, exported: nn.Module, example: torch.Tensor, metadata: Mapping[str, str]
+) -> None:
+    with _silenced_exporter() as chatter:
+        try:
+            program = torch.onnx.export(
+                exported,
+                (example,),
+                dynamo=True,
+                input_names=["input"],
+                output_names=["embedding"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                external_data=False,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise ExportError(
+                f"Cannot export {type(exported).__name__} to {path}: {error}\n{chatter.getvalue()}".rstrip()
+            ) from error
+        assert program is not None
+        program.model.metadata_props.update(sorted(metadata.items()))
+        program.save(unfinished, external_data=False)
+
+
+def _embed_with_onnxruntime(
+    path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor
+) -> NDArray[np.float64]:
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as failures
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    try:
+        session = onnxruntime.InferenceSession(str(unfinished), options, providers=["CPUExecutionProvider"])
+        batch = session.get_inputs()[0].shape[0]
+        if isinstance(batch, int):
+            raise ExportError(
+                f"Not written: {path}. The ONNX model takes batches of {batch} only, because {type(exported).__name__} "
+                f"uses the batch size as a plain number: take it from x.shape[0], not len(x), and use -1 or flatten in "
+                f"reshapes."
+            )
+        (got_BD,) = session.run(["embedding"], {"input": inputs.numpy()})
+    # onnxruntime's exceptions have no common base class; a bad model causes these.
+    except (
+        failures.Fail,
+        failures.InvalidArgument,
+        failures.InvalidGraph,
+        failures.NotImplemented,
+        failures.RuntimeException,
+    ) as error:
+        raise ExportError(
+            f"Not written: {path}. onnxruntime cannot run the ONNX model of {type(exported).__name__} on {len(inputs)} "
+            f"image(s): {error}"
+        ) from error
+    return np.asarray(got_BD, dtype=np.float64)
+
+
+@contextlib.contextmanager
+def _silenced_exporter() -> Iterator[io.StringIO]:
+    """Hides progress lines, deprecation warnings and log lines of torch's exporter; exceptions still pass.
+
+    Yields the hidden text, which belongs into the error if the export fails.
+    """
+    chatter = io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield chatter
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _export(job: ExportJob) -> None:
+    export_onnx(job.folder / _FILE, job.model.network, image_size=job.model.image_size, metadata=job.metadata)
+
+
+EXPORTER = Exporter(file=_FILE, write=_export, usage=_USAGE)

@@ -1,0 +1,88 @@
+"""Exports a run to a folder that others can use: the model in one of the forms below, config.json and a model card.
+
+    safetensors   model.safetensors, and centres.safetensors with the class centres by name
+    onnx          model.onnx for any batch size, as InsightFace's tools expect it
+    insightface   backbone.pth, the state dict that InsightFace's arcface_torch loads
+
+Each file is opened again and must give the embeddings of the model before the folder appears.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import megaclass
+from megaclass.errors import ExportError
+from megaclass.export import EXPORTERS
+from megaclass.export.exporter import Exporter, ExportJob
+from megaclass.export.model_card import model_card
+from megaclass.image_size import size_to_text
+from megaclass.inference import LoadedModel, load
+from megaclass.insightface.names import INSIGHTFACE_NAMES
+from megaclass_launch.files import published_folder
+
+_CONFIG_FILE, _CARD_FILE = "config.json", "README.md"
+# Keys of config.json that also go into the metadata of the model file.
+_METADATA_KEYS = ("format", "version", "backbone", "embedding_dim", "image_size", "fit", "mirror")
+
+
+def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated", backbone: str | None = None) -> Path:
+    """Exports a run folder, or any model file that `megaclass.load` opens, to the folder `out`.
+
+    form: a key of EXPORTERS. backbone: as for `megaclass.load`.
+    An earlier export of the same form at `out` is replaced; a folder that holds anything else is refused.
+    """
+    exporter: Exporter = importlib.import_module(EXPORTERS[form]).EXPORTER
+    _require_own_folder(out, form, exporter)
+    model = load(path, device="cpu", backbone=backbone)
+    if model.backbone == "onnx":
+        raise ExportError(
+            f"{path} is an ONNX model, which has no parameters that could be exported. Export the run it came from."
+        )
+    run = path if path.is_dir() else None
+    config = _config(model, exporter)
+    # So that the exported model verifies with the thresholds of its run.
+    config["verification"] = dict(model.known_thresholds)
+    metadata = {key: _as_text(config[key]) for key in _METADATA_KEYS if key in config}
+    with published_folder(out.resolve()) as unfinished:
+        exporter.write(ExportJob(model=model, run=run, folder=unfinished, out=out, metadata=metadata))
+        (unfinished / _CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        (unfinished / _CARD_FILE).write_text(model_card(config, run, licence, exporter.usage), encoding="utf-8")
+    return out
+
+
+def _require_own_folder(out: Path, form: str, exporter: Exporter) -> None:
+    """Refuses a folder with other content, which a user may have named by mistake."""
+    if not out.is_dir():
+        return
+    own = {exporter.file, *exporter.extra_files, _CONFIG_FILE, _CARD_FILE}
+    foreign = sorted({file.name for file in out.iterdir()} - own)
+    if foreign:
+        raise ExportError(
+            f"{out} holds {foreign[0]}, which does not belong to an export to {form}: name another folder with --out."
+        )
+
+
+def _config(model: LoadedModel, exporter: Exporter) -> dict[str, Any]:
+    return {
+        "format": "megaclass",
+        "version": megaclass.__version__,
+        "name": model.name,
+        "file": exporter.file,
+        "backbone": model.backbone,
+        "insightface_name": INSIGHTFACE_NAMES.get(model.backbone),
+        "embedding_dim": model.embedding_dim,
+        "image_size": model.image_size,
+        **({"fit": model.treatment.fit} if model.treatment.fit is not None else {}),
+        "mirror": model.treatment.mirror,
+        "input": "float32 (batch, 3, height, width), RGB, (x - 127.5) / 127.5",
+        "output": "float32 (batch, embedding_dim), not normalised",
+    }
+
+
+def _as_text(value: Any) -> str:
+    """Returns the value as the metadata of a model file states it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return size_to_text(value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,296 @@
+"""A head's settings: their limits, their comparison between ranks, and the check of each batch against them.
+
+Also turns what a user gives to PartialFC (margin, row optimizer, device, group) into objects, or says what to give instead.
+"""
+
+import contextlib
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaclass.errors import HeadError
+from megaclass.head.centres import STORAGE_DTYPES
+from megaclass.head.margins import MARGINS, ArcFace, Margin
+from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
+from megaclass.head.sampling import RateSchedule
+from megaclass.head.state_dict import MODULE_STATES, ModuleState
+from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
+from megaclass_launch.ranks.devices import usable_device
+from megaclass_launch.world import world_from_environment
+
+_T = TypeVar("_T")
+
+# Settings that ranks compare are sent as JSON text of this fixed size.
+_SETTINGS_BYTES = 8192
+
+# Memory for exponentials that a step keeps for its backward, if the user does not say how much.
+_STORED_ON_CPU = 4 << 30
+SHARE_OF_DEVICE = 8
+_SHARE_OF_FREE = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSettings:
+    """Arguments of PartialFC, which documents them, with their defaults filled in."""
+
+    embedding_dim: int
+    num_classes: int
+    margin: Margin
+    optimizer: RowOptimizer
+    rates: RateSchedule
+    seed: int
+    max_batch: int | None
+    gradient_scale: Literal["mean", "sum"]
+    kernel: str
+    storage: Literal["float32", "float64", "bf16"]
+    """As given to the constructor; `.double()` and its like change the centres, not this."""
+    num_subcentres: int
+    filter_above: float | None
+    correct_sampling: bool
+    stored_bytes: int | None
+    module_state: ModuleState
+
+    def __post_init__(self) -> None:
+        limits: dict[str, tuple[bool, str]] = {
+            "embedding_dim": (self.embedding_dim >= 1, "at least 1"),
+            "num_classes": (1 <= self.num_classes < 2**31, "in [1, 2^31)"),
+            "num_subcentres": (1 <= self.num_subcentres <= 255, "in [1, 255]"),
+            "max_batch": (self.max_batch is None or self.max_batch >= 1, "None or at least 1"),
+            "gradient_scale": (self.gradient_scale in ("mean", "sum"), "'mean' or 'sum'"),
+            "module_state": (self.module_state in MODULE_STATES, f"one of {', '.join(MODULE_STATES)}"),
+            "storage": (self.storage in STORAGE_DTYPES, f"one of {', '.join(STORAGE_DTYPES)}"),
+            "stored_bytes": (self.stored_bytes is None or self.stored_bytes >= 0, "None, or 0 or more"),
+            "filter_above": (self.filter_above is None or 0 < self.filter_above <= 1, "None or a cosine in (0, 1]"),
+            "correct_sampling": (
+                not (self.correct_sampling and 0 in self.rates.rates),
+                "False where a sample rate is 0: no negative is drawn, so none can represent the others",
+            ),
+        }
+        for name, (is_allowed, allowed) in limits.items():
+            if not is_allowed:
+                raise HeadError(f"PartialFC {name} is {getattr(self, name)!r}; it must be {allowed}.")
+
+    def compare_between_ranks(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Collective: all-gathers 8 KiB per rank. Ranks with different settings would silently compute different things."""
+        text = json.dumps(self._compared()).encode()
+        if len(text) > _SETTINGS_BYTES:
+            raise HeadError(
+                f"The head's settings are {len(text)} bytes as text, more than {_SETTINGS_BYTES}: shorten sample_rate."
+            )
+        block = torch.frombuffer(bytearray(text.ljust(_SETTINGS_BYTES)), dtype=torch.uint8).to(device)
+        texts = [bytes(row.tolist()) for row in gather_blocks(block, group).cpu()]
+        for other, theirs in enumerate(texts):
+            if theirs != texts[0]:
+                first, second = json.loads(texts[0]), json.loads(theirs)
+                name = next(key for key in first if first[key] != second[key])
+                raise HeadError(
+                    f"Ranks disagree about the head: {name} is {first[name]} on rank 0 but {second[name]} on rank {other}. "
+                    f"Give every rank the same settings."
+                )
+
+    def _compared(self) -> dict[str, Any]:
+        """Settings that must be equal on all ranks. `kernel` and `stored_bytes` may differ."""
+        names = (
+            "embedding_dim", "num_classes", "seed", "max_batch", "gradient_scale", "filter_above", "correct_sampling",
+            "module_state", "storage", "num_subcentres",
+        )  # fmt: skip
+        return {
+            **{name: getattr(self, name) for name in names},
+            "margin": repr(self.margin),
+            "optimizer": repr(self.optimizer),
+            "sample_rate": list(zip(self.rates.starts, self.rates.rates, strict=True)),
+        }
+
+
+def check_batch(
+    settings: HeadSettings,
+    embeddings_BD: Tensor,
+    labels_B: Tensor,
+    built_as: tuple[int, int],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Raises for a batch whose shapes, dtypes or device do not fit the head. Reads no values, so the host never waits.
+
+    built_as: rank and number of ranks when the head was built.
+    """
+    now, (rank, world_size) = (group_rank(group), group_size(group)), built_as
+    if now != built_as:
+        raise HeadError(
+            f"The head was built as rank {rank} of {world_size}, but this process is now rank {now[0]} of {now[1]}. "
+            f"Build it after torch.distributed is initialised: under Lightning in configure_model(), under Accelerate "
+            f"after Accelerator()."
+        )
+    check_embeddings(settings, embeddings_BD, rank, device)
+    if labels_B.shape != embeddings_BD.shape[:1] or labels_B.is_floating_point():
+        raise HeadError(
+            f"Rank {rank} brought labels of shape {tuple(labels_B.shape)} and {labels_B.dtype} for {len(embeddings_BD)} "
+            f"embeddings; expected one integer per embedding."
+        )
+    if labels_B.device != embeddings_BD.device:
+        raise HeadError(
+            f"Rank {rank} brought labels on {labels_B.device} and embeddings on {embeddings_BD.device}; they must be on the "
+            f"same device: labels.to(embeddings.device)."
+        )
+    if settings.max_batch is not None and len(labels_B) > settings.max_batch:
+        raise HeadError(
+            f"Rank {rank} brought {len(labels_B)} images, more than max_batch={settings.max_batch}: raise max_batch."
+        )
+
+
+def check_embeddings(settings: HeadSettings, embeddings_BD: Tensor, rank: int, device: torch.device) -> None:
+    """Raises for embeddings of another shape, dtype or device than the head's. Reads no values."""
+    is_matrix = embeddings_BD.ndim == 2 and embeddings_BD.shape[1] == settings.embedding_dim
+    if not is_matrix or not embeddings_BD.is_floating_point():
+        raise HeadError(
+            f"Rank {rank} brought embeddings of shape {tuple(embeddings_BD.shape)} and {embeddings_BD.dtype}; the head "
+            f"expects (batch, {settings.embedding_dim}) of a floating dtype. Set embedding_dim to the backbone's."
+        )
+    if embeddings_BD.device != device:
+        raise HeadError(
+            f"Rank {rank} brought embeddings on {embeddings_BD.device}, the head is on {device}: build the head with "
+            f"device={str(embeddings_BD.device)!r}, or move it there with head.to(…)."
+        )
+
+
+def default_stored_bytes(device: torch.device) -> int:
+    """Returns an eighth of a GPU's memory, or half of what is free if that is less; 4 GiB on a CPU.
+
+    The GPU's size decides wherever it can, not what happens to be free: it also decides how classes are cut into chunks, and
+    so the last bits of a sum, which should be the same after a restart.
+    """
+    if device.type != "cuda":
+        return _STORED_ON_CPU
+    free, total = torch.cuda.mem_get_info(device)
+    # What torch's allocator has reserved and does not use is free, too.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(total // SHARE_OF_DEVICE, free // _SHARE_OF_FREE)
+
+
+# ---- what a user gives to PartialFC
+
+
+class HasGroup(Protocol):
+    """An object that stands for a process group, such as a process set of Horovod's API."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+
+def chosen_margin(given: Margin | str | None) -> Margin:
+    """Returns the margin itself, the one of that name with its published values, or ArcFace() for None."""
+    if given is None:
+        return ArcFace()
+    if isinstance(given, str):
+        return _by_name({name: cls for name, (cls, _) in MARGINS.items()}, given, "margin")()
+    if not isinstance(given, Margin):
+        allowed = f"an instance such as ArcFace(scale=64, margin=0.5), or one of {', '.join(MARGINS)}"
+        raise HeadError(
+            f"PartialFC margin is {_described(given)}; it must be {allowed}. {_call_it(given, Margin)}".strip()
+        )
+    return given
+
+
+def chosen_optimizer(given: RowOptimizer | str | None) -> RowOptimizer:
+    """Returns the row optimizer itself, the one of that name with its default values, or RowSGD() for None."""
+    if given is None:
+        return RowSGD()
+    if isinstance(given, str):
+        return _by_name(ROW_OPTIMIZERS, given, "optimizer")()
+    if isinstance(given, RowOptimizer):
+        return given
+    text = f"PartialFC optimizer is {_described(given)}; it must be RowSGD(), RowAdamW() or RowAdagrad()."
+    is_class = isinstance(given, type)
+    if isinstance(given, torch.optim.Optimizer) or (is_class and issubclass(given, torch.optim.Optimizer)):
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        row = {"adam": "RowAdamW()", "adamw": "RowAdamW()", "adagrad": "RowAdagrad()"}.get(name.lower(), "RowSGD()")
+        raise HeadError(
+            f"{text} Optimizers of torch.optim update all rows of a parameter, and the head updates only the centres that "
+            f"took part in a step. Use optimizer={row} here, give the learning rate to head.step(lr=…), and keep "
+            f"torch.optim for the backbone."
+        )
+    raise HeadError(f"{text} {_call_it(given, RowOptimizer)}".strip())
+
+
+def chosen_device(given: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    """Returns the device of a new head; for None torch's default device, or the current GPU if the group is for GPUs only."""
+    if given is not None:
+        return usable_device(given, "PartialFC")
+    default = torch.get_default_device()
+    # A group of NCCL alone cannot exchange anything between CPUs.
+    is_for_gpus = torch.cuda.is_available() and _is_for_gpus_only(group)
+    return torch.device("cuda", torch.cuda.current_device()) if default.type == "cpu" and is_for_gpus else default
+
+
+def _is_for_gpus_only(group: dist.ProcessGroup | None) -> bool:
+    if group is not None:
+        return torch.device("cpu") not in group._device_types
+    return dist.is_initialized() and "cpu" not in dist.get_backend_config()
+
+
+def chosen_group(given: object) -> dist.ProcessGroup | None:
+    """Returns the process group that `group=` names, or None for the default group or a process on its own.
+
+    given: a process group, or an object that has one as its attribute `group`, such as a process set of Horovod's API.
+    """
+    if given is None:
+        _check_alone()
+        return None
+    group = given if isinstance(given, dist.ProcessGroup) else getattr(given, "group", None)
+    if not isinstance(group, dist.ProcessGroup):
+        raise HeadError(
+            f"PartialFC group is {_described(given)}; it must be a process group of torch.distributed, or a process set of "
+            f"Horovod's API, such as hvd.global_process_set."
+        )
+    return group
+
+
+def _check_alone() -> None:
+    """Raises if this process is one of several and no group connects them: each would train a head of its own."""
+    if dist.is_initialized():
+        return
+    num_ranks = world_from_environment().size
+    # A script that was started by horovodrun, or by hand with Horovod's names.
+    with contextlib.suppress(ValueError):
+        num_ranks = max(num_ranks, int(os.environ.get("HOROVOD_SIZE", "1")))
+    if num_ranks > 1:
+        raise HeadError(
+            f"PartialFC was built in one of {num_ranks} processes, but torch.distributed is not initialised, so each of them "
+            f"would train a separate head. Call torch.distributed.init_process_group() before, or give group=: with Horovod's "
+            f"API, PartialFC(…, group=hvd.global_process_set) after hvd.init(). To train separate heads on purpose, unset "
+            f"WORLD_SIZE and HOROVOD_SIZE."
+        )
+
+
+def check_tensors(**given: object) -> None:
+    """Raises for a list or an array where a tensor is expected."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise HeadError(
+                f"The head's {name} are {_described(value)}; they must be a tensor: torch.as_tensor({name}) makes one."
+            )
+
+
+def _by_name(known: Mapping[str, type[_T]], given: str, what: str) -> type[_T]:
+    if given.lower() in known:
+        return known[given.lower()]
+    close = difflib.get_close_matches(given.lower(), known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise HeadError(f"PartialFC {what} is {given!r}; it must be one of {', '.join(known)}.{hint}")
+
+
+def _described(given: object) -> str:
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    return f"an object of {type(given).__module__}.{type(given).__qualname__}"
+
+
+def _call_it(given: object, base: type) -> str:
+    return f"Write {given.__name__}(), with parentheses." if isinstance(given, type) and issubclass(given, base) else ""

@@ -1,0 +1,148 @@
+"""A gallery to search in: the embeddings of its images, searched exactly or with faiss."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megaclass.data.decode import Fit
+from megaclass.errors import DataError
+from megaclass.evaluate.gallery import read_rows_and_names
+from megaclass.evaluate.images import GivenImages
+from megaclass.evaluate.search import GalleryShard, search_shard
+from megaclass.inference.image_inputs import Comparable, listed_images
+from megaclass_launch.files import published_file, write_text
+
+if TYPE_CHECKING:
+    from megaclass.inference.loaded_model import LoadedModel
+
+_logger = logging.getLogger("megaclass.inference")
+_NUM_NAMED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """One image of the gallery, near to a query."""
+
+    path: str
+    """Path of the image, or its place in the list that was indexed."""
+    similarity: float
+    """Cosine of its embedding and that of the query."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageIndex:
+    """The embeddings of a gallery, with the path of each; `LoadedModel.index` makes one. Threads may share it."""
+
+    model: "LoadedModel"
+    paths: Sequence[str]
+    embeddings_ND: NDArray[np.float32]
+    """(N, D), normalised."""
+    fit: Fit | None = None
+    """How queries of another size are fitted."""
+    faiss_index: Any = None
+    # The search sets torch's precision of products, which is a setting of the whole process.
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def search(self, image: Comparable, k: int = 5) -> list[Neighbour]:
+        """Returns the k nearest images of one query, nearest first. An image that is in the gallery finds itself."""
+        found = self.search_all(image, k)
+        if len(found) != 1:
+            raise DataError(f"search() takes one image, but was given {len(found)}: search_all() takes many.")
+        return found[0]
+
+    def search_all(self, images: Comparable, k: int = 5) -> list[list[Neighbour]]:
+        """Returns the k nearest images of each query. Queries are images, or rows of embeddings."""
+        if k < 1:
+            raise DataError(f"Cannot search for {k} neighbours: k must be at least 1.")
+        rows_PD = self.model.rows(images, fit=self.fit)
+        k = min(k, len(self))
+        if self.faiss_index is not None:
+            scores_Pk, places_Pk = self.faiss_index.search(np.ascontiguousarray(rows_PD), k)
+        else:
+            device = self.model.device
+            with self._lock:
+                gallery = GalleryShard(embeddings_ND=self.embeddings_ND)
+                found = search_shard(torch.as_tensor(rows_PD, device=device), gallery, k, device)
+            scores_Pk, places_Pk = found.other_scores_Pk.cpu().numpy(), found.other_indices_Pk.cpu().numpy()
+        # An approximate index of faiss may find fewer than k, and marks the missing ones with -1.
+        return [
+            [
+                Neighbour(path=self.paths[place], similarity=float(score))
+                for score, place in zip(*row, strict=True)
+                if place >= 0
+            ]
+            for row in zip(scores_Pk, places_Pk, strict=True)
+        ]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the embeddings as .npy and the paths as .txt beside it; `LoadedModel.index` opens them again."""
+        path = Path(path)
+        if path.suffix != ".npy":
+            raise DataError(f"Embeddings are written as .npy, not to {path}.")
+        with published_file(path) as unfinished, unfinished.open("wb") as file:
+            np.save(file, self.embeddings_ND)
+        write_text(path.with_suffix(".txt"), "".join(f"{name}\n" for name in self.paths))
+
+
+def index_of(model: "LoadedModel", gallery: Any, *, fit: Fit | None, mirror: bool, faiss: str | None) -> ImageIndex:
+    """Makes the index of a folder, a list of images, or an .npy file of `megaclass embed`."""
+    if isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
+        rows_ND, paths = read_rows_and_names(Path(gallery))
+        rows_ND = model.rows(np.asarray(rows_ND))
+    else:
+        rows_ND, paths = _embedded(model, listed_images(gallery), fit, mirror)
+    if not len(rows_ND):
+        raise DataError(f"The gallery {str(gallery)[:80]} holds no image that can be read.")
+    return ImageIndex(
+        model=model,
+        paths=paths,
+        embeddings_ND=rows_ND,
+        fit=fit,
+        faiss_index=None if faiss is None else _faiss_index(rows_ND, faiss),
+    )
+
+
+def _embedded(
+    model: "LoadedModel", images: list[Any], fit: Fit | None, mirror: bool
+) -> tuple[NDArray[np.float32], list[str]]:
+    source = GivenImages(images=images, image_size=model.image_size, fit=fit)
+    num_bad = 0
+
+    def report_bad(index: int, error: DataError) -> None:
+        nonlocal num_bad
+        num_bad += 1
+        if num_bad <= _NUM_NAMED:
+            _logger.warning(f"left out a bad image: {error}")
+
+    if not images:
+        raise DataError("The gallery is an empty list: give at least one image.")
+    rows_ND = model.embed_source(source, mirror=mirror, on_bad=report_bad)
+    is_good_N = np.isfinite(rows_ND[:, 0])
+    names = [source.name(place) for place in range(len(images))]
+    return rows_ND[is_good_N], [name for name, is_good in zip(names, is_good_N, strict=True) if is_good]
+
+
+def _faiss_index(rows_ND: NDArray[np.float32], description: str) -> Any:
+    try:
+        import faiss
+    except ImportError:
+        raise DataError("Search with faiss needs faiss: pip install 'megaclass[retrieval]'") from None
+    try:
+        index = faiss.index_factory(rows_ND.shape[1], description, faiss.METRIC_INNER_PRODUCT)
+        index.train(rows_ND)
+        index.add(rows_ND)
+    except RuntimeError as error:
+        raise DataError(
+            f"faiss cannot build the index {description!r} for {len(rows_ND):,} images: {error}. For example: Flat, HNSW32."
+        ) from error
+    return index

@@ -1,0 +1,77 @@
+"""Renders the result of a search as one self-contained page with pictures, in the style of the report."""
+
+import functools
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+from PIL import Image
+
+import megaclass.evaluate.report as report
+from megaclass.data.decode import decode_image
+from megaclass.data.sources.files import read_image_file
+from megaclass.errors import DataError
+from megaclass.evaluate.report.classes import Picture, picture
+from megaclass.inference.image_index import Neighbour
+from megaclass.inference.loaded_model import LoadedModel
+from megaclass_launch.files import write_text
+
+# Longer side of the pictures on the page, in pixels.
+_SIDE = 160
+
+
+def write_search_page(
+    path: Path, model: LoadedModel, gallery: Path, results: Sequence[tuple[Path, Sequence[Neighbour]]]
+) -> None:
+    """Writes the page, which appears whole or not at all. results: each query with its neighbours."""
+    threshold = None
+    if model.known_thresholds:
+        threshold = model.threshold()
+    page = _template().render(
+        title=f"Search in {gallery}",
+        style=Markup((Path(report.__path__[0]) / "report.css").read_text(encoding="utf-8")),
+        model=model.name,
+        threshold=threshold,
+        results=[
+            (str(query), _picture(query), [(one, _picture(_place(gallery, one.path))) for one in neighbours])
+            for query, neighbours in results
+        ],
+    )
+    # The page may show faces.
+    write_text(path, page, is_private=True)
+
+
+def _place(gallery: Path, name: str) -> Path | None:
+    """Returns where the image lies; `megaclass embed` lists paths relative to the folder that it was given.
+
+    A list beside an .npy file may come from another user. It may name files below the current folder and below its own folder;
+    others are not opened, because the page would show them.
+    """
+    if gallery.suffix != ".npy":
+        return Path(name)
+    roots = (Path.cwd().resolve(), gallery.parent.resolve())
+    places = (Path(name), gallery.parent / name)
+    return next((p for p in places if p.is_file() and any(p.resolve().is_relative_to(root) for root in roots)), None)
+
+
+def _picture(path: Path | None) -> Picture:
+    if path is None:
+        return Picture(error="no picture")
+    try:
+        image = Image.fromarray(decode_image(read_image_file(path), str(path)))
+    except DataError:
+        return Picture(error="no picture")
+    image.thumbnail((_SIDE, _SIDE))
+    with io.BytesIO() as encoded:
+        image.save(encoded, format="PNG")
+        return picture(encoded.getvalue(), path.name)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("search.html.j2")

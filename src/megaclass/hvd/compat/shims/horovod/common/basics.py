@@ -1,1 +1,0 @@
-from megaclass.hvd.basics import _Basics as HorovodBasics

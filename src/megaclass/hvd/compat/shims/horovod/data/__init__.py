@@ -1,1 +1,0 @@
-from megaclass.hvd.compat.data import AsyncDataLoaderMixin, BaseDataLoader

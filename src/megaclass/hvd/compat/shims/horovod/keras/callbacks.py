@@ -1,1 +1,0 @@
-from megaclass.hvd.keras.callbacks import *

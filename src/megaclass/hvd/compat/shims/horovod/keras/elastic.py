@@ -1,1 +1,0 @@
-from megaclass.hvd.keras.elastic import *

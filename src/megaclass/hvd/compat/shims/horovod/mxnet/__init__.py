@@ -1,3 +1,0 @@
-from megaclass.hvd.compat.util import check_extension
-
-check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__)

@@ -1,1 +1,0 @@
-from megaclass.hvd.tensorflow.compression import Compression, Compressor, FP16Compressor, NoneCompressor

@@ -1,1 +1,0 @@
-from megaclass.hvd.tensorflow.gradient_aggregation import LocalGradientAggregationHelper

@@ -1,3 +1,0 @@
-from megaclass.hvd.tensorflow.gradient_aggregation import (
-    LocalGradientAggregationHelper as LocalGradientAggregationHelperEager,
-)

@@ -1,1 +1,0 @@
-from megaclass.hvd.tensorflow.keras.callbacks import *

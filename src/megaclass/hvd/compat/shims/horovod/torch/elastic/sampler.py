@@ -1,2 +1,0 @@
-from megaclass.hvd.elastic.sampler import ElasticSampler
-from megaclass.hvd.lifecycle import rank, size

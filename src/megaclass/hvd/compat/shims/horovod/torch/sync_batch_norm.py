@@ -1,1 +1,0 @@
-from megaclass.hvd.sync_batch_norm import SyncBatchNorm

@@ -1,0 +1,166 @@
+"""Narrow on the wire: what arrives, what it costs, what is not lost for ever. And the timeline."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.horovod.jobs import error_of, in_job, job
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod.torch as hvd
+from megaclass_launch.ranks.wire_bytes import SentBytes
+from megaclass_launch.ranks.wire_formats import WIRE_FORMATS, compression_hook
+
+
+@pytest.mark.parametrize(("name", "error"), [("fp16", 5e-4), ("bf16", 4e-3), ("fp8", 0.04), ("int8", 0.02)])
+def test_what_arrives_is_close_to_what_was_sent(name, error):
+    torch.manual_seed(0)
+    compressor = getattr(hvd.Compression, name)
+    for scale in (1e-12, 1e-3, 1.0, 1e4, 1e30):
+        if name == "fp16" and not 1e-4 < scale < 1e5:
+            continue
+        sent = torch.randn(1000) * scale
+        got = compressor.decompress(*compressor.compress(sent))
+        assert float((got.double() - sent).norm() / sent.double().norm()) < error
+        assert float(nn.functional.cosine_similarity(got.double(), sent.double(), dim=0, eps=1e-30)) > 0.999
+    few = torch.tensor([0.5, 0.0, -0.25])
+    assert compressor.decompress(*compressor.compress(few)).tolist() == few.tolist()
+    packed, context = compressor.compress(sent.view(10, 100))
+    assert compressor.decompress(packed, context).shape == (10, 100)
+    whole = torch.arange(5)
+    assert torch.equal(compressor.decompress(*compressor.compress(whole)), whole)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_an_infinity_arrives_as_not_finite_and_spoils_its_block_only(name):
+    sent = torch.ones(512)
+    sent[3] = float("inf")
+    compressor = getattr(hvd.Compression, name)
+    got = compressor.decompress(*compressor.compress(sent))
+    block = WIRE_FORMATS[name].block
+    assert not got[:block].isfinite().any() and got[block:].unique().tolist() == [1.0]
+
+
+def _reduce(rank: int, size: int) -> None:
+    for name, error in (("fp16", 1e-3), ("bf16", 1e-2), ("fp8", 0.06), ("int8", 0.03)):
+        compression = getattr(hvd.Compression, name)
+        vectors = torch.stack([torch.randn(5003, generator=torch.Generator().manual_seed(r)) for r in range(size)])
+        got = hvd.allreduce(vectors[rank], compression=compression)
+        assert float((got - vectors.mean(0)).norm() / vectors.mean(0).norm()) < (error if size > 1 else 1e-6)
+        # Every rank has the same bits.
+        gathered = hvd.allgather(got[None])
+        assert all(torch.equal(gathered[0], other) for other in gathered)
+        # With a name, what rounding loses comes later: the mean over steps tends to the truth.
+        mean = sum(hvd.allreduce(vectors[rank], name=name, compression=compression) for _ in range(20)) / 20
+        assert float((mean - vectors.mean(0)).norm() / vectors.mean(0).norm()) < max(error / 8, 2e-5)
+        leaf = vectors[rank].clone().requires_grad_()
+        hvd.allreduce(leaf, compression=compression, op=hvd.Sum).sum().backward()
+        torch.testing.assert_close(leaf.grad, torch.full_like(leaf, float(size)))
+        assert hvd.allreduce(torch.ones(3, dtype=torch.int32), compression=compression).tolist() == [1, 1, 1]
+        group = hvd.grouped_allreduce([torch.ones(3), torch.ones(200)], compression=compression, op=hvd.Sum)
+        assert [part.unique().tolist() for part in group] == [[size], [size]]
+    assert (
+        error_of(lambda: hvd.allreduce(torch.ones(2), compression=hvd.Compression.fp8, op=hvd.Max))[0] == "ValueError"
+    )
+    assert hvd.allreduce(torch.ones(2), compression=hvd.Compression.fp16, op=hvd.Max).tolist() == [1, 1]
+
+    class Halved:
+        @staticmethod
+        def compress(tensor):
+            return tensor / 2, tensor.dtype
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor * 2
+
+    assert hvd.allreduce(torch.full((2,), 3.0), compression=Halved).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_compressed_allreduce_is_the_same_on_all_ranks_and_right_over_time(run_ranks, size):
+    run_ranks(size, in_job, _reduce)
+
+
+def _traffic(rank: int, size: int) -> dict[str, int]:
+    sent = {}
+    tensor = torch.randn(1_000_000)
+    for name in ("none", "fp16", "bf16", "fp8", "int8"):
+        hvd.barrier()
+        counter = SentBytes()
+        hvd.allreduce(tensor, name=name, compression=getattr(hvd.Compression, name))
+        hvd.barrier()
+        sent[name] = counter.count()
+    return sent
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_counted_by_the_kernel_fall_by_two_and_by_four(run_ranks, size):
+    by_rank = run_ranks(size, in_job, _traffic)
+    total = {name: sum(sent[name] for sent in by_rank) for name in by_rank[0]}
+    assert total["none"] >= 2 * (size - 1) * 4_000_000
+    for name, share in (("fp16", 0.52), ("bf16", 0.52), ("fp8", 0.30), ("int8", 0.30)):
+        assert total[name] <= share * total["none"], total
+
+
+def _data_parallel(wire: str) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 10))
+    parallel = DistributedDataParallel(model)
+    if wire != "none":
+        parallel.register_comm_hook(*compression_hook(wire))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    # The weights that rank 0 sends to the others at the start have left its socket only once they have arrived there.
+    dist.barrier()
+    counter = SentBytes()
+    for _ in range(10):
+        optimizer.zero_grad()
+        parallel(torch.randn(8, 50, generator=generator)).square().mean().backward()
+        optimizer.step()
+    sent = counter.count()
+    # A rank that leaves closes its connections, which could no longer be counted on the other one.
+    dist.barrier()
+    return [parameter.detach() for parameter in model.parameters()], sent
+
+
+def test_the_hook_of_data_parallel_training_sends_less_and_trains_alike(run_ranks):
+    plain, plain_bytes = run_ranks(2, _data_parallel, "none")[0]
+    for wire, share in (("bf16", 0.55), ("fp8", 0.3), ("int8", 0.3)):
+        (weights, sent), (others, _) = run_ranks(2, _data_parallel, wire)
+        assert all(map(torch.equal, weights, others))
+        assert sent < share * plain_bytes
+        for one, two in zip(weights, plain, strict=True):
+            torch.testing.assert_close(one, two, atol=1e-3, rtol=0.05)
+
+
+def _timeline(path: str) -> None:
+    with job(TIMELINE="DYNAMIC") as (rank, _):
+        hvd.start_timeline(path, mark_cycles=True)
+        hvd.allreduce(torch.ones(3), name="test_allreduce")
+        for handle in [hvd.allreduce_async(torch.ones(70_000), name=f"fused.{i}") for i in range(3)]:
+            hvd.synchronize(handle)
+        hvd.stop_timeline()
+        if rank == 0:
+            hvd.start_timeline(path + ".second")
+            hvd.stop_timeline()
+
+
+def test_the_timeline_is_a_chrome_trace_of_negotiation_and_execution(run_ranks, tmp_path):
+    run_ranks(2, _timeline, str(tmp_path / "trace.json"))
+    text = (tmp_path / "trace.json").read_text()
+    events = json.loads(text)
+    names = {event.get("name") for event in events}
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START", "MEMCPY_IN_FUSION_BUFFER", "GLOO_ALLREDUCE"} <= names
+    assert "start_time_since_epoch_in_micros" in text and "allreduce.test_allreduce" in text
+    assert sum(event["ph"] == "B" for event in events) == sum(event["ph"] == "E" for event in events)
+    assert json.loads((tmp_path / "trace.json.second").read_text())
+
+
+def _no_timeline(rank: int, size: int) -> tuple[str, str]:
+    return error_of(lambda: hvd.start_timeline("anywhere.json"))
+
+
+def test_a_timeline_must_have_been_announced(run_ranks):
+    assert run_ranks(1, in_job, _no_timeline)[0][0] == "ValueError"

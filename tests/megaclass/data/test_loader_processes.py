@@ -1,0 +1,441 @@
+"""Loader processes: the same batches as threads, and what happens when one of them, or their rank, dies."""
+
+import faulthandler
+import io
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.forked import run_forked
+
+import megaclass
+from megaclass.data.loader import Batch, BatchLoader
+from megaclass.data.loading import choose, pool, resident
+from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
+from megaclass.data.loading.messages import Piece, bad_reports, receive, send
+from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.worker import Filler
+from megaclass.data.sources.open_source import FORMATS, open_source
+from megaclass.data.sources.source import SourceFormat
+from megaclass.data.tools.synthesize import synthesize
+from megaclass.errors import DataError
+from megaclass_launch.errors import ConfigError
+from megaclass_launch.hang.stacks import WatchedRank, collect, file_wait
+from megaclass_launch.hang.verdict import find_verdict
+from megaclass_launch.rank_status import STACKS_SIGNAL, OwnStatus, StatusPage
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "set"
+    synthesize(folder, num_identities=10, images_per_identity=7, image_size=24, num_pairs=2, num_processes=1)
+    return folder
+
+
+def in_processes(path: Path | str, num_processes: int, num_threads: int = 1, **arguments) -> BatchLoader:
+    settings = LoaderSettings(path=str(path), num_processes=num_processes, num_threads=num_threads)
+    return BatchLoader(open_source(path), processes=settings, **arguments)
+
+
+def assert_equal(batches: list[Batch], expected: list[Batch]) -> None:
+    assert len(batches) == len(expected)
+    for batch, truth in zip(batches, expected, strict=True):
+        assert (batch.epoch, batch.step, batch.treatment) == (truth.epoch, truth.step, truth.treatment)
+        assert np.array_equal(batch.indices, truth.indices) and torch.equal(batch.labels, truth.labels)
+        assert torch.equal(batch.images, truth.images)
+        assert torch.equal(batch.indices_on(CPU), torch.from_numpy(truth.indices))
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def write_folder(folder: Path, num_images: int = 40) -> Path:
+    for number in range(num_images):
+        path = folder / f"{number % 4}" / f"{number:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = 24 if number % 5 == 0 else 16
+        Image.new("RGB", (size, size), (5 * number, 200, 100)).save(path)
+    return folder
+
+
+@pytest.mark.ranks
+def test_every_mode_yields_the_same_bytes_from_any_step_on(folder, tmp_path):
+    options = {"global_batch": 33, "seed": 3, "keep_last": True, "rank": 1, "world_size": 2}
+    source = open_source(folder)
+    truth = list(BatchLoader(source, **options).batches(num_steps=9))
+    assert_equal(list(in_processes(folder, 1, **options).batches(num_steps=9)), truth)
+    # The caller keeps all batches, more than the ring has slots, and drops none: their bytes must stay.
+    assert_equal(list(in_processes(folder, 2, 2, **options).batches(epoch=1, step=2, num_steps=4)), truth[5:])
+    by_class = {"global_batch": 32, "order": "classes", "images_per_class": 4}
+    assert_equal(list(in_processes(folder, 2, **by_class).batches()), list(BatchLoader(source, **by_class).batches()))
+    noise = {"global_batch": 32, "image_size": (16, 24)}
+    path = "synthetic:50x200@16"
+    assert_equal(
+        list(in_processes(path, 1, **noise).batches(num_steps=3)),
+        list(BatchLoader(open_source(path), **noise).batches(num_steps=3)),
+    )
+    # Damaged images are replaced by the same ones and reported once, and images of another size are counted.
+    files = write_folder(tmp_path / "files")
+    for name in ("1/05.jpg", "3/07.jpg"):
+        (files / name).write_bytes(b"damaged")
+    bad = {"global_batch": 20, "max_bad_fraction": 1.0, "image_size": (16, 16)}
+    alone, beside = BatchLoader(open_source(files), **bad), in_processes(files, 2, **bad)
+    assert_equal(list(beside.batches(num_steps=6)), list(alone.batches(num_steps=6)))
+    assert beside.bad_images.indices == alone.bad_images.indices and len(alone.bad_images.indices) == 2
+    assert beside.bad_images.num_bad == alone.bad_images.num_bad and beside.num_resized == alone.num_resized > 0
+    assert beside.bad_images.num_read == 120 and "of 120 images had another size" in beside.describe_resized()
+
+
+@pytest.mark.ranks
+def test_a_slot_is_filled_again_only_when_nobody_holds_any_part_of_it(folder):
+    options = {"global_batch": 16, "mirror": False}
+    truth = list(BatchLoader(open_source(folder), **options).batches(num_steps=40))
+    held: list[tuple[int, torch.Tensor]] = []
+    addresses = set()
+    for number, batch in enumerate(in_processes(folder, 2, **options).batches(num_steps=40)):
+        addresses.add(batch.images.data_ptr())
+        if number % 7 == 0:
+            held.append((number, batch.images[3:5, 1]))
+        del batch
+    for number, part in held:
+        assert torch.equal(part, truth[number].images[3:5, 1])
+    # 18 slots, and a copy for each batch that is held while two others are.
+    assert len(addresses) < 30
+
+
+@pytest.mark.ranks
+def test_killed_loader_processes_are_replaced_and_no_batch_changes(folder, caplog):
+    options = {"global_batch": 32, "seed": 1}
+    truth = list(BatchLoader(open_source(folder), **options).batches(num_steps=60))
+    batches = in_processes(folder, 2, 2, **options).batches(num_steps=60)
+    received, killed = [], set()
+    for number in range(60):
+        received.append(next(batches))
+        # At the start, in the middle, perhaps before the first one is missed, and both at once.
+        if number in (0, 20, 21, 40):
+            pids = loader_children()
+            for pid in pids if number == 40 else pids[:1]:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+    batches.close()
+    assert_equal(received, truth)
+    assert len(killed) >= 4 and "ended by SIGKILL" in caplog.text
+    assert loader_children() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_batches_on_a_gpu_have_the_same_bytes_however_far_the_host_runs_ahead(folder):
+    options = {"global_batch": 32, "mirror": False}
+    truth = list(BatchLoader(open_source(folder), **options).batches(num_steps=80))
+    busy = torch.zeros(4096, 4096, device=GPU)
+    kept = []
+    for batch in in_processes(folder, 2, device=GPU, **options).batches(num_steps=80):
+        # The GPU falls behind: slots must wait for their copies, and copies for the steps that use them.
+        busy = busy @ busy
+        kept.append((batch, batch.images.float() + busy[0, 0]))
+    for (batch, images), expected in zip(kept, truth, strict=True):
+        assert batch.images.is_cuda and torch.equal(batch.labels.cpu(), expected.labels)
+        assert torch.equal(batch.indices_on(GPU).cpu(), torch.from_numpy(expected.indices))
+        assert torch.equal(images.cpu(), expected.images.float())
+
+
+def loader_children(parent: int | str = "self") -> list[int]:
+    """Live loader processes among the children of a process, also those that another thread started."""
+    found = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        found += filter(is_loader, map(int, children.read_text().split()))
+    return sorted(found)
+
+
+def is_loader(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return b"megaclass.data.loading.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() and state != "Z"
+    except OSError:
+        return False
+
+
+# As a defect of a decoder would: the process ends in the middle of an image. Loaded by every Python that has it on its path.
+CRASHING_DECODER = """
+import ctypes, os, signal, sys, time
+CRASHES = {
+    "SIGSEGV": lambda: ctypes.string_at(0),
+    "SIGABRT": os.abort,
+    "SIGKILL": lambda: (os.kill(os.getpid(), signal.SIGKILL), time.sleep(60)),
+}
+if "megaclass.data.loading.worker" in " ".join(sys.orig_argv):
+    import simplejpeg
+    as_ever = simplejpeg.decode_jpeg
+    def decode_jpeg(encoded, *arguments, **options):
+        if b"CRASH HERE" in encoded:
+            CRASHES[os.environ["TEST_CRASHES_BY"]]()
+        return as_ever(encoded, *arguments, **options)
+    simplejpeg.decode_jpeg = decode_jpeg
+"""
+
+
+def hostile_folder(folder: Path) -> Path:
+    """40 images; two of them end the decoder, and have the size of the others."""
+    write_folder(folder)
+    for name in ("0/08.jpg", "2/22.jpg"):
+        stream = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(stream, "JPEG", comment=b"CRASH HERE")
+        (folder / name).write_bytes(stream.getvalue())
+    (folder.parent / "site").mkdir()
+    (folder.parent / "site" / "sitecustomize.py").write_text(CRASHING_DECODER)
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_an_image_on_which_the_decoder_crashes_is_named_and_replaced_in_all_epochs(
+    tmp_path, monkeypatch, caplog, num_threads
+):
+    folder = hostile_folder(tmp_path / "files")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("TEST_CRASHES_BY", "SIGSEGV")
+    options = {"global_batch": 20, "image_size": (16, 16), "max_bad_fraction": 0.06, "seed": 5}
+    loader = in_processes(folder, 2, num_threads, **options)
+    batches = list(loader.batches(num_steps=10))
+    named = {Path(loader.source.name_of(index)).name for index in loader.bad_images.indices}
+    assert named == {"08.jpg", "22.jpg"}
+    for name in ("08.jpg", "22.jpg"):
+        assert f"{name}: the decoder crashed on it (SIGSEGV)" in caplog.text
+    # As if both were merely unreadable.
+    for index in loader.bad_images.indices:
+        Path(loader.source.name_of(index)).write_bytes(b"damaged")
+    assert_equal(batches, list(BatchLoader(open_source(folder), **options).batches(num_steps=10)))
+
+
+@pytest.mark.ranks
+def test_a_process_that_keeps_dying_ends_the_run_with_the_reason(tmp_path, monkeypatch):
+    folder = hostile_folder(tmp_path / "files")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("TEST_CRASHES_BY", "SIGKILL")
+    message = r"Loader process 0 ended by SIGKILL, 3 times in a row .* it was decoding .*(08|22)\.jpg.*lack of memory"
+    with pytest.raises(DataError, match=message):
+        list(in_processes(folder, 1, global_batch=40, image_size=(16, 16)).batches())
+    too_many = r"more than data\.max_bad_fraction = 0\.001 allows.*(08|22)\.jpg: the decoder crashed on it \(SIGABRT\)"
+    monkeypatch.setenv("TEST_CRASHES_BY", "SIGABRT")
+    with pytest.raises(DataError, match=too_many):
+        list(in_processes(folder, 1, global_batch=40, image_size=(16, 16)).batches())
+    loader = in_processes(folder, 1, global_batch=40, image_size=(16, 16))
+    for file in folder.glob("*/*"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"Cannot open the data|could not be read"):
+        list(loader.batches())
+    assert loader_children() == []
+
+
+# As a disk that does not answer: the first image waits in a read until something is written into the pipe.
+WAITING_DECODER = """
+import os, sys
+if "megaclass.data.loading.worker" in " ".join(sys.orig_argv):
+    import simplejpeg
+    as_ever = simplejpeg.decode_jpeg
+    def decode_jpeg(*arguments, **options):
+        os.read(os.open(os.environ["TEST_PIPE"], os.O_RDWR), 1)
+        return as_ever(*arguments, **options)
+    simplejpeg.decode_jpeg = decode_jpeg
+"""
+
+
+@pytest.mark.ranks
+def test_stacks_of_a_hanging_rank_include_its_loader_processes_and_the_file_or_signal_that_they_wait_for(
+    folder, tmp_path, monkeypatch
+):
+    (tmp_path / "sitecustomize.py").write_text(WAITING_DECODER)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TEST_PIPE", str(pipe))
+    page = StatusPage()
+    OwnStatus(page.fileno()).give_stacks(str(Path(megaclass.__file__).parent))
+    verdicts = []
+
+    def watch() -> None:
+        """Does what the agent does, while the main thread waits for its first batch."""
+        deadline = time.monotonic() + 60
+        while not any(map(file_wait, loader_children())) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        [loader] = loader_children()
+        with pipe.open("r+b", buffering=0) as file:
+            try:
+                for number in (signal.SIGCONT, signal.SIGSTOP):
+                    os.kill(loader, number)
+                    [report] = collect([WatchedRank(0, os.getpid(), page)], "here", answer_s=30.0)
+                    verdicts.append(find_verdict([report]).text)
+            finally:
+                os.kill(loader, signal.SIGCONT)
+                file.write(b"x" * 32)
+                over.wait(60)
+
+    over = threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        batches = in_processes(folder, 1, global_batch=32).batches(num_steps=1)
+        assert len(next(batches).images) == 32
+    finally:
+        over.set()
+        thread.join()
+        faulthandler.unregister(STACKS_SIGNAL)
+        page.close()
+    batches.close()
+    reading, stopped = verdicts
+    assert re.search(rf"\(decode_jpeg\) of a loader process, waiting in read of {re.escape(str(pipe))}$", reading), (
+        reading
+    )
+    assert re.search(r"waiting for its loader process \(pid \d+\), which is stopped by SIGSTOP", stopped), stopped
+
+
+LOAD_FOREVER = """
+import sys, torch
+from megaclass.data.loader import BatchLoader
+from megaclass.data.loading.messages import bad_reports, receive, send
+from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.sources.open_source import open_source
+processes = LoaderSettings(path=sys.argv[1], num_processes=2, num_threads=2)
+for batch in BatchLoader(open_source(sys.argv[1]), global_batch=32, processes=processes).batches(num_steps=10**9):
+    print(batch.step, flush=True)
+"""
+
+
+@pytest.mark.ranks
+def test_loader_processes_have_no_torch_ignore_signals_to_the_job_and_die_with_their_rank(folder):
+    with subprocess.Popen([sys.executable, "-c", LOAD_FOREVER, str(folder)], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline()
+        pids = loader_children(rank.pid)
+        assert len(pids) == 2
+        assert not any("torch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        for _ in range(50):
+            assert rank.stdout.readline()
+        assert loader_children(rank.pid) == pids
+        # One of them cannot notice anything while it is stopped.
+        os.kill(pids[0], signal.SIGSTOP)
+        rank.kill()
+        os.kill(pids[0], signal.SIGCONT)
+    deadline = time.monotonic() + 5
+    while any(map(is_loader, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_loader, pids))
+
+
+def _fill_after_the_rank_has_closed() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send(ours, done=0, resized=0)
+    theirs.close()  # with a packet that it has not read: the next one is answered by a reset, not by a broken pipe
+    filler = Filler.__new__(Filler)
+    filler._connection, filler._bad = ours, []
+    filler._fill = lambda piece: 0  # type: ignore[method-assign]
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pieces.put(Piece(1, 0, 0, 0, 0, 1))
+    filler.run(pieces)
+
+
+def test_a_loader_that_is_closed_while_a_process_reports_leaves_no_traceback():
+    ended = run_forked(_fill_after_the_rank_has_closed)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_rank_starts_as_many_processes_as_its_share_of_the_cores_feeds(monkeypatch, tmp_path):
+    def chosen(device, *, cores=16, workers="auto", threads=1, ranks=1):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+        found = choose_processes("synthetic:10", workers=workers, threads=threads, device=device, num_local_ranks=ranks)
+        return None if found is None else (found.num_processes, found.num_threads)
+
+    monkeypatch.setattr(choose, "_CGROUPS", tmp_path)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert chosen(CPU) is None and chosen(CPU, workers=2) == (2, 1) and chosen(GPU, workers=0) is None
+    assert chosen(GPU) == (8, 1) and chosen(GPU, threads=4) == (3, 4)
+    assert chosen(GPU, ranks=4) == (2, 1) and chosen(GPU, cores=1) == (1, 1)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert chosen(GPU, ranks=4) == (4, 1)
+    (tmp_path / "cpu.max").write_text("350000 100000\n")
+    assert available_cores() == cores_of_rank(4) == 4
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cores() == 16
+
+
+def test_a_format_of_the_users_own_is_read_by_threads(monkeypatch):
+    class OwnFormat(SourceFormat):
+        @classmethod
+        def matches(cls, path):
+            return path.startswith("own:")
+
+        def open(self):
+            return open_source("synthetic:10")
+
+    monkeypatch.setattr("megaclass.data.sources.open_source.FORMATS", [OwnFormat, *FORMATS])
+    common = {"threads": 1, "device": GPU, "num_local_ranks": 1}
+    assert choose_processes("own:x", workers="auto", **common) is None
+    assert choose_processes("own:x", workers=0, **common) is None
+    with pytest.raises(ConfigError, match=r"data\.workers is 2, but the data at own:x is read by .*OwnFormat"):
+        choose_processes("own:x", workers=2, **common)
+
+
+def test_memory_that_cannot_be_had_is_an_error_before_the_first_batch(folder, monkeypatch):
+    def refuse(handle, offset, length):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(pool.subprocess, "Popen", None)
+    with pytest.raises(DataError, match=r"no memory for \d+ batches of 16 images.*data\.workers"):
+        next(in_processes(folder, 2, global_batch=16).batches())
+
+
+@pytest.mark.ranks
+def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
+    files = write_folder(tmp_path / "files")
+    (files / "1" / "05.jpg").write_bytes(b"damaged")
+    options = {
+        "global_batch": 14,
+        "max_bad_fraction": 1.0,
+        "image_size": (16, 16),
+        "seed": 2,
+        "rank": 1,
+        "world_size": 2,
+    }
+    monkeypatch.setattr("megaclass.data.loading.resident._BLOCK_IMAGES", 16)
+    truth = list(BatchLoader(open_source(files), **options).batches(num_steps=7))
+    by_threads = BatchLoader(open_source(files), is_resident=True, num_workers=2, **options)
+    assert_equal(list(by_threads.batches(num_steps=7)), truth)
+    assert_equal(list(by_threads.batches(epoch=1, step=1, num_steps=2)), truth[3:5])
+    by_processes = in_processes(files, 1, is_resident=True, **options)
+    assert_equal(list(by_processes.batches(num_steps=7)), truth)
+    for loader in (by_threads, by_processes):
+        # Each image was read once, whatever the number of epochs.
+        assert loader.bad_images.num_read == 40 and loader.bad_images.num_bad == 1 and loader.num_resized == 7
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
+    with pytest.raises(DataError, match=r"need 1\.0 GiB of GPU memory, more than 70% of the 1\.0 GiB that are free"):
+        resident._require_room(2**30, GPU)
+
+
+def test_reports_of_many_bad_images_fit_into_packets():
+    """Where most images are bad, each row of a batch tries many of them before it finds a readable one."""
+    error = DataError("无法读取" * 1000)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    received: list[int] = []
+    with ours, theirs:
+        for reports in bad_reports([(2**40 + number, error) for number in range(30_000)]):
+            send(ours, bad=reports)
+            message = receive(theirs)
+            assert message is not None
+            received += [index for index, _ in message["bad"]]
+    assert received == [2**40 + number for number in range(30_000)]
