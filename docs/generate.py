@@ -44,8 +44,9 @@ def configuration_page() -> str:
         "",
         "    megaclass train recipes/demo.toml head.sample_rate=0.1 train.epochs=2",
         "",
-        "`megaclass train RECIPE --show-config` prints the resolved settings; the run folder keeps them as `config.toml`.",
-        "The column *resume* says whether `--resume` accepts another value than the one the run was started with.",
+        "`megaclass train RECIPE --show-config` prints the resolved settings; the run folder keeps them as",
+        "`config.toml`. The column *resume* says whether `--resume` accepts another value than the one the",
+        "run was started with.",
         "This page is generated from `packages/megaclass/src/megaclass/config/schema.py` by `make docs`.",
     ]
     header = ["", "| setting | type | default | resume | description |", "|---|---|---|---|---|"]
