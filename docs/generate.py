@@ -46,8 +46,8 @@ def configuration_page() -> str:
         "",
         "`megaclass train RECIPE --show-config` prints the resolved settings; the run folder keeps them as",
         "`config.toml`. The column *resume* says whether `--resume` accepts another value than the one the",
-        "run was started with.",
-        "This page is generated from `packages/megaclass/src/megaclass/config/schema.py` by `make docs`.",
+        "run was started with. This page is generated from",
+        "`packages/megaclass/src/megaclass/config/schema.py` by `make docs`.",
     ]
     header = ["", "| setting | type | default | resume | description |", "|---|---|---|---|---|"]
     section = ""

@@ -42,7 +42,7 @@ SENTENCES = {
     "hang": r"hung at step 39: no step has finished for 21 s\. rank 1 \(host\): in recorded/make_runs\.py:67 .*, asleep",
     "not-finite": r"127 steps were skipped because values were not finite, the first before step 4",
     "rising-loss": r"learning rate too high: loss rose from step 32, from 11\.31 to 24\.71",
-    "plateau": r"stays on a plateau: loss 7\.84 at last, cosine with the own centre only 0\.07 where 0\.28 is needed",
+    "plateau": r"stays on a plateau: loss 7\.84 at last, cosine with the own centre only 0\.07, but 0\.28 is needed",
     "plateau-100": r"stays on a plateau",
     "flat-loss": r"hardly learns: loss 17\.20 at first, 17\.46 at last; raise optimizer\.lr",
     "overfitting": r"learned by heart: loss fell to 5\.88, but the accuracy on pairs never passed 56\.0%",
