@@ -112,18 +112,18 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch):
 def device_chosen(monkeypatch, settings, *, num_ranks, num_gpus):
     """The device with which a rank of this many on one host, which sees this many GPUs, would join."""
 
-    class Joins(Exception):
+    class JoinedError(Exception):
         pass
 
     def process_group(world, *, device):
-        raise Joins(device)
+        raise JoinedError(device)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(bench, "process_group", process_group)
-    with pytest.raises(Joins) as joins:
+    with pytest.raises(JoinedError) as joined:
         bench.run_bench(settings, World(rank=0, size=num_ranks, local_size=num_ranks, port=1), is_json=False)
-    return str(joins.value)
+    return str(joined.value)
 
 
 def test_more_ranks_than_gpus_are_refused_under_nccl_and_talk_through_gloo_otherwise(monkeypatch):
