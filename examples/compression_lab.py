@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+import horovod
 import horovod.torch as hvd
 from megaclass_launch.ranks.wire_bytes import SentBytes
 
@@ -69,7 +70,7 @@ def main() -> None:
     write("|---|---|---|---|---|---|---|")
     plain: dict[int, tuple[int, list[float]]] = {}
     for what, size, compression in ROWS:
-        results = hvd.run(train_all, args=(options, compression), num_proc=size)
+        results = horovod.run(train_all, args=(options, compression), num_proc=size)
         seconds = statistics.median(run[0] for run in results[0])
         sent = sum(run[1] for result in results for run in result) // options.seeds
         accuracies = [run[2] for run in results[0]]

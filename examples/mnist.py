@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+import horovod
 import horovod.torch as hvd
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -64,7 +65,7 @@ class Net(nn.Module):
 def main() -> None:
     options = parse()
     if options.num_proc > 1:
-        hvd.run(train, args=(options,), num_proc=options.num_proc)
+        horovod.run(train, args=(options,), num_proc=options.num_proc)
     else:
         train(options)
 

@@ -13,6 +13,7 @@ import torch
 from tests.horovod.jobs import error_of
 from tests.launch.conftest import MARK, Bed, Run, bed, bed_of_the_session, environment, marked, wait_until  # noqa: F401 (fixtures)
 
+import horovod
 import horovod.torch as hvd
 from megaclass_launch.errors import LaunchError
 
@@ -40,7 +41,7 @@ def test_two_names_of_this_machine_are_two_hosts_that_may_have_more_slots_than_t
     hostfile.write_text("localhost slots=1\n127.0.0.1 slots=3\n")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        places = hvd.run(
+        places = horovod.run(
             _place, (10,), {"factor": 2}, np=3, hostfile=str(hostfile), output_filename=str(tmp_path / "out")
         )
     assert places == [(0, 0, 1, 0, 2, 66), (1, 0, 2, 1, 2, 66), (2, 1, 2, 0, 1, 66)]
@@ -50,7 +51,7 @@ def test_two_names_of_this_machine_are_two_hosts_that_may_have_more_slots_than_t
 @pytest.mark.ranks
 def test_the_error_tells_of_the_rank_that_failed_first():
     with pytest.raises(RuntimeError, match="one or more processes exited with non-zero status") as caught:
-        hvd.run(_fails_on_rank_1, num_proc=2)
+        horovod.run(_fails_on_rank_1, num_proc=2)
     assert "Process name: 1\n" in str(caught.value)
     assert "ValueError: no such thing" in str(caught.value)
 
@@ -71,7 +72,7 @@ def test_the_error_tells_of_the_rank_that_failed_first():
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_meant_is_refused_before_anything_starts(given, error, text):
-    name, said = error_of(lambda: hvd.run(_sum_of_ranks, (1,), **given))
+    name, said = error_of(lambda: horovod.run(_sum_of_ranks, (1,), **given))
     assert name == error
     assert text in said
 
@@ -80,14 +81,15 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(given, error, te
 def test_a_function_that_cannot_travel_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(LaunchError, match="Cannot pickle '<lambda>' for the other ranks"):
-        hvd.run(lambda: 1)
-    typed_in = "import sys; sys.modules['cloudpickle'] = None\nimport horovod.torch as hvd\ndef f(): pass\nhvd.run(f)\n"
+        horovod.run(lambda: 1)
+    typed_in = "import sys; sys.modules['cloudpickle'] = None\nimport horovod\ndef f(): pass\nhorovod.run(f)\n"
     done = subprocess.run([sys.executable, "-"], input=typed_in, env=environment(), capture_output=True, text=True)
     assert "Cannot pickle 'f' for the other ranks: the ranks cannot import what was typed in" in done.stderr
 
 
 _MAIN_SCRIPT = """
 import os, sys, time, torch
+import horovod
 import horovod.torch as hvd
 
 def whose(word):
@@ -102,9 +104,9 @@ def sleeps():
 
 if __name__ == "__main__":
     if sys.argv[1] == "sleeps":
-        hvd.run(sleeps, num_proc=2)
+        horovod.run(sleeps, num_proc=2)
     for hosts in sys.argv[2:] or [None]:
-        print(hvd.run(whose, ("hello",), num_proc=int(sys.argv[1]), hosts=hosts), flush=True)
+        print(horovod.run(whose, ("hello",), num_proc=int(sys.argv[1]), hosts=hosts), flush=True)
 """
 
 
