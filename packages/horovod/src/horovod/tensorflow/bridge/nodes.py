@@ -61,13 +61,16 @@ def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[
 
     independent: exempts a tensor's node from the order of nodes that have side effects, and returns the tensor.
     """
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return _add_dataset(calls)
     inputs = [tensor for call in calls for tensor in call.inputs]
     counts = [len(call.inputs) for call in calls]
     dtypes = [dtype for call in calls for dtype in call.dtypes]
+    shapes = [shape for call in calls for shape in call.shapes]
     # The nodes keep the calls alive, and a tensor of TensorFlow its whole graph.
     calls = [call.without_inputs() for call in calls]
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return _add_dataset(
+            inputs, lambda *arrays: _flat(calls, _submit(calls, counts, arrays), to_numpy), dtypes, shapes
+        )
     with tf.init_scope():
         tokens = tf.queue.FIFOQueue(2**31 - 1, [tf.bool], [[]])
 
@@ -96,16 +99,8 @@ def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[
         return list(call_python(fetch, [ticket], dtypes))
 
 
-def _add_dataset(calls: Sequence[Call]) -> list[Any]:
-    inputs = [tensor for call in calls for tensor in call.inputs]
-    counts = [len(call.inputs) for call in calls]
-    dtypes = [dtype for call in calls for dtype in call.dtypes]
-    shapes = [shape for call in calls for shape in call.shapes]
-    calls = [call.without_inputs() for call in calls]
-
-    def run_now(*arrays: Any) -> Any:
-        return _flat(calls, _submit(calls, counts, arrays), to_numpy)
-
+def _add_dataset(inputs: Sequence[Any], run_now: Callable[..., Any], dtypes: list[Any], shapes: list[Any]) -> list[Any]:
+    """Adds a dataset of one element, run_now(*inputs), and the node that returns the element."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
     as_function = tf.function(
         lambda *tensors: tf.numpy_function(run_now, tensors, dtypes), input_signature=specs, autograph=False
