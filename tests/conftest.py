@@ -284,6 +284,17 @@ def messages_are_printed() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def environment_is_restored() -> Iterator[None]:
+    """A test that joins a process group in the test process leaves GLOO_SOCKET_IFNAME, which later ranks would inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    # PYTEST_CURRENT_TEST, which pytest changes meanwhile, is its own.
+    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+
+
 @pytest.fixture(autouse=True, scope="session")
 def signals_are_heard() -> Iterator[None]:
     """Under nohup, or in the background of a shell, every process that a test starts would ignore SIGHUP or SIGINT."""

@@ -47,3 +47,9 @@ def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs(run_ranks):
     with pytest.raises(pytest.fail.Exception, match=r"ranks \[0\] did not finish(.|\n)*in _hang"):
         run_ranks(2, _hang, timeout_s=3)
     assert run_ranks(2, _rank_and_size) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_an_environment_variable_that_a_test_sets_is_gone_in_the_next_one(turn):
+    assert "MEGACLASS_LEFT_BEHIND" not in os.environ
+    os.environ["MEGACLASS_LEFT_BEHIND"] = turn

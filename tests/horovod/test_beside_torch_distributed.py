@@ -72,8 +72,9 @@ print(float(mean), hvd.allreduce(torch.tensor(float(mean)), op=hvd.Sum).item())
 
 @pytest.mark.ranks
 @pytest.mark.skipif(find_spec("ignite") is None, reason="ignite is not installed")
-def test_ignite_finds_horovod_and_its_metrics_are_those_of_all_ranks():
+def test_ignite_finds_horovod_and_averages_its_metrics_over_ranks():
     ranks = ended_ranks(2, python_script, _IGNITE)
+    # Alone, rank 0 has the mean 1.0 and rank 1 the mean 2.0.
     assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "1.5 3.0\n")] * 2, ranks
 
 

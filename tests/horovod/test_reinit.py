@@ -1,11 +1,13 @@
 """Use after shutdown(), and a second job in the same process: nothing of the first one is left in it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.horovod.jobs import error_of, in_job, job
+from tests.launch.conftest import wait_until
 
 import horovod.torch as hvd
 
@@ -137,6 +139,8 @@ def _traced_failures(path: str) -> None:
         # A trace that was not announced as DYNAMIC may be ended, and another one started.
         hvd.stop_timeline()
         hvd.start_timeline(f"{path}.next")
+        # Rank 0 writes both traces, and what rank 1 announces before belongs to the first one.
+        wait_until(Path(f"{path}.next").exists, what="the second trace of rank 0")
         hvd.alltoall(torch.ones(size), name="next")
 
 

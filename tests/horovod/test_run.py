@@ -121,7 +121,7 @@ def main_script(tmp_path: Path) -> str:
 @pytest.mark.ranks
 def test_functions_of_the_main_script_travel(main_script):
     done = subprocess.run(
-        [sys.executable, main_script, "2"], env=environment(), capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, main_script, "2"], env=environment(), capture_output=True, text=True, timeout=150, check=True
     )
     name = os.uname().nodename
     assert done.stdout == f"{[(0, 0, 0, name, 'hello', 2.0), (1, 1, 0, name, 'hello', 2.0)]}\n"
@@ -132,7 +132,7 @@ def test_when_the_caller_is_killed_its_ranks_end(main_script):
     mark = os.urandom(8).hex()
     caller = Run([sys.executable, main_script, "sleeps"], {**environment(), MARK: mark}, is_wrapped=False)
     try:
-        caller.says("asleep", times=2)
+        caller.says("asleep", times=2, timeout_s=150.0)
         caller.send(signal.SIGKILL)
         wait_until(lambda: not marked(mark), what="the end of the launcher and the ranks")
     finally:
@@ -151,7 +151,7 @@ def test_a_function_runs_on_other_hosts(bed: Bed, main_script, tmp_path):  # noq
     command = bed.inside("h1", sys.executable, main_script, "3", "h1:2,h2:1", "nowhere:3")
     run = Run(command, env, is_wrapped=True)
     bed.runs.append(run)
-    assert run.wait() == 1, run.story()
+    assert run.wait(timeout_s=150.0) == 1, run.story()
     expected = [(0, 0, 0, "h1"), (1, 1, 0, "h1"), (2, 0, 1, "h2")]
     assert f"{[(*place, 'hello', 3.0) for place in expected]}\n" in run.out
     assert "nowhere: its name cannot be resolved" in run.err

@@ -109,25 +109,36 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch):
         bench.run_bench(BenchSettings(backend="nccl"), World(), is_json=False)
 
 
-def test_more_ranks_than_gpus_are_refused_under_nccl_and_talk_through_gloo_otherwise(monkeypatch, capfd):
-    """One visible GPU is not refused here: it may be this rank's own, which the ranks find out by its UUID."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    world = World(rank=0, size=3, local_size=3, port=1)
+def device_chosen(monkeypatch, settings, *, num_ranks, num_gpus):
+    """The device with which a rank of this many on one host, which sees this many GPUs, would join."""
+
+    class JoinedError(Exception):
+        pass
+
+    def process_group(world, *, device):
+        raise JoinedError(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(bench, "process_group", process_group)
+    with pytest.raises(JoinedError) as joined:
+        bench.run_bench(settings, World(rank=0, size=num_ranks, local_size=num_ranks, port=1), is_json=False)
+    return str(joined.value)
+
+
+def test_more_ranks_than_gpus_are_refused_under_nccl_and_talk_through_gloo_otherwise(monkeypatch):
     with pytest.raises(
         LaunchError, match=r"asked for nccl, but torch .* sees 2 GPU\(s\) for 3 ranks: use --backend gloo"
     ):
-        bench.run_bench(BenchSettings(backend="nccl"), world, is_json=False)
-    chosen = []
+        device_chosen(monkeypatch, BenchSettings(backend="nccl"), num_ranks=3, num_gpus=2)
+    assert device_chosen(monkeypatch, BenchSettings(), num_ranks=3, num_gpus=2) == "cpu"
+    assert device_chosen(monkeypatch, BenchSettings(), num_ranks=2, num_gpus=2) == "cuda"
 
-    def process_group(world, *, device):
-        chosen.append(device)
-        raise LaunchError("far enough")
 
-    monkeypatch.setattr(bench, "process_group", process_group)
-    with pytest.raises(LaunchError, match="far enough"):
-        bench.run_bench(BenchSettings(), world, is_json=False)
-    assert chosen == ["cpu"]
+def test_a_rank_that_sees_one_gpu_may_have_it_for_itself_if_nccl_is_asked_for(monkeypatch):
+    # Joining with "cuda" compares the UUIDs of the ranks' GPUs, and refuses two ranks on one (ranks/test_devices.py).
+    assert device_chosen(monkeypatch, BenchSettings(backend="nccl"), num_ranks=2, num_gpus=1) == "cuda"
+    assert device_chosen(monkeypatch, BenchSettings(), num_ranks=2, num_gpus=1) == "cpu"
 
 
 def test_under_megaclass_run_on_two_hosts_rank_0_prints_the_table(bed):

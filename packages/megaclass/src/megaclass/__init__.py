@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC and not name[:1].isupper():
         raise AttributeError(f"module 'megaclass' has no attribute {name!r}")
     if name != "UserError":
-        importlib.import_module("megaclass.cli.main").check_torch()
+        importlib.import_module("megaclass.torch_version").check_torch()
     module = _PUBLIC.get(name, "megaclass.head.margins")
     if name not in _PUBLIC and name not in _margins():
         raise AttributeError(f"module 'megaclass' has no attribute {name!r}")

@@ -67,6 +67,20 @@ with tf.Graph().as_default():
         assert session.run(weight) == 1.0
         # Objects need no session.
         assert hvd.broadcast_object({"of": rank}, root_rank=1, session=session) == {"of": 1}
+# Two threads for 64 collectives that the ranks begin from opposite ends: none may keep a thread while it waits.
+with tf.Graph().as_default():
+    places = range(64) if rank == 0 else reversed(range(64))
+    given = {place: v1.placeholder(tf.float32, [None], f"given_{place}") for place in places}
+    totals = {place: hvd.allreduce(tensor, op=hvd.Sum, name=f"total_{place}") for place, tensor in given.items()}
+    two_threads = v1.ConfigProto(inter_op_parallelism_threads=2, use_per_session_threads=True)
+    with v1.Session(config=two_threads) as session:
+        for step in range(3):
+            sums = session.run(totals, {given[place]: [place, rank + step] for place in given})
+            assert {place: total.tolist() for place, total in sums.items()} == {
+                place: [2.0 * place, 1.0 + 2 * step] for place in range(64)
+            }, sums
+        # Only what is asked for runs: rank 1 has made the others before these.
+        assert session.run([totals[63], totals[0]], {given[0]: [1.0], given[63]: [2.0]})[1].tolist() == [2.0]
 for call, text in (
     (lambda: hvd.DistributedOptimizer(v1.train.AdamOptimizer(), op=hvd.Adasum), "op=Adasum needs a Keras optimizer"),
     (lambda: hvd.DistributedOptimizer(v1.train.AdamOptimizer(), backward_passes_per_step=2), "needs a Keras optimizer"),

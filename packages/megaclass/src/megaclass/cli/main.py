@@ -4,11 +4,9 @@ import argparse
 import atexit
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from megaclass import __version__
@@ -19,6 +17,7 @@ from megaclass.cli.hints import Parser, settings_for_options
 from megaclass.cli.models import add_model_commands
 from megaclass.cli.plan import add_plan_command
 from megaclass.cli.train import add_recipe_commands, add_train_commands
+from megaclass.torch_version import check_torch
 from megaclass_launch.command import run
 from megaclass_launch.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
 from megaclass_launch.messages import add_output_options, messages_on_stderr, print_error
@@ -144,25 +143,3 @@ def _parser() -> argparse.ArgumentParser:
     add_data_commands(commands)
     add_output_options(parser)
     return parser
-
-
-OLDEST = (2, 11)
-_DEVELOPED_ON = "2.13.0"
-
-
-def check_torch() -> None:
-    """Raises a UserError if torch is missing or too old: later errors would not name the cause."""
-    oldest = ".".join(map(str, OLDEST))
-    try:
-        found = version("torch")
-    except PackageNotFoundError:
-        raise UserError(
-            f"torch is not installed for {sys.executable}: pip install torch=={_DEVELOPED_ON}, or any torch from {oldest} on "
-            f"with the CUDA build that fits your driver."
-        ) from None
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
-        raise UserError(
-            f"torch {found} is installed for {sys.executable}, but megaclass needs torch {oldest} or later: "
-            f"pip install --upgrade 'torch>={oldest}', with the CUDA build that fits your driver."
-        )

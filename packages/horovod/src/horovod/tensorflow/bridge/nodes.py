@@ -1,13 +1,17 @@
 """Collectives in graphs, by nodes that run Python.
 
     tf.function    three nodes: submit (returns at once) -> a dequeue that is asynchronous -> fetch the result
-    v1 session     one node that submits and waits
+    v1 session     a dataset of one element, whose map function submits and waits
 
-Why three nodes: a Python node that waits for other ranks occupies a thread of TensorFlow's pool. Ranks may run independent
-nodes in different orders, so with a small pool each rank could wait inside a different collective, without end.
+Why not one Python node: a Python node that waits for other ranks occupies a thread of TensorFlow's pool. Ranks may run
+independent nodes in different orders, so with a small pool each rank could wait inside a different collective, without end.
+
 TensorFlow's queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished
 operations to `_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not
-wait. A v1 session offers no queue that another thread could fill.
+wait.
+
+A v1 session has queues of its own, which no other thread can fill. But the node that returns the single element of a dataset
+does not occupy a thread of the pool either: tf.data runs it on a thread of its own, and makes as many of these as are needed.
 
 State: `_started` maps tickets to the handles of submitted operations. submit adds entries and fetch removes them, each in one
 step under the interpreter's lock.
@@ -30,7 +34,7 @@ from horovod.tensorflow.bridge.memory import to_numpy, to_tensorflow, to_torch
 
 
 class _Notifier:
-    """A thread that tells TensorFlow's queues about finished operations, so the engine's thread never runs TensorFlow."""
+    """A thread that tells TensorFlow's queues about finished operations, so that the engine's thread never runs TensorFlow."""
 
     def __init__(self) -> None:
         self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -43,7 +47,7 @@ class _Notifier:
     def _run(self) -> None:
         token = tf.constant(True)
         while True:
-            # The queue has room for any number of tokens, so this does not block.
+            # The queue has room for any number of tokens, so that this does not block.
             tf.raw_ops.QueueEnqueueV2(handle=self._finished.get().queue_ref, components=[token])
 
 
@@ -57,13 +61,16 @@ def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[
 
     independent: exempts a tensor's node from the order of nodes that have side effects, and returns the tensor.
     """
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return _add_waiting_node(calls)
     inputs = [tensor for call in calls for tensor in call.inputs]
     counts = [len(call.inputs) for call in calls]
     dtypes = [dtype for call in calls for dtype in call.dtypes]
+    shapes = [shape for call in calls for shape in call.shapes]
     # The nodes keep the calls alive, and a tensor of TensorFlow its whole graph.
     calls = [call.without_inputs() for call in calls]
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return _add_dataset(
+            inputs, lambda *arrays: _flat(calls, _submit(calls, counts, arrays), to_numpy), dtypes, shapes
+        )
     with tf.init_scope():
         tokens = tf.queue.FIFOQueue(2**31 - 1, [tf.bool], [[]])
 
@@ -92,15 +99,22 @@ def add_nodes(calls: Sequence[Call], independent: Callable[[Any], Any]) -> list[
         return list(call_python(fetch, [ticket], dtypes))
 
 
-def _add_waiting_node(calls: Sequence[Call]) -> list[Any]:
-    inputs = [tensor for call in calls for tensor in call.inputs]
-    counts = [len(call.inputs) for call in calls]
-    dtypes = [dtype for call in calls for dtype in call.dtypes]
-
-    def run_now(*arrays: Any) -> Any:
-        return _flat(calls, _submit(calls, counts, arrays), to_numpy)
-
-    return list(tf.numpy_function(run_now, inputs, dtypes))
+def _add_dataset(inputs: Sequence[Any], run_now: Callable[..., Any], dtypes: list[Any], shapes: list[Any]) -> list[Any]:
+    """Adds a dataset of one element, run_now(*inputs), and the node that returns the element."""
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+    as_function = tf.function(
+        lambda *tensors: tf.numpy_function(run_now, tensors, dtypes), input_signature=specs, autograph=False
+    )
+    given = tf.raw_ops.TensorDataset(components=inputs, output_shapes=[tensor.shape for tensor in inputs])
+    mapped = tf.raw_ops.MapDataset(
+        input_dataset=given,
+        other_arguments=[],
+        f=as_function.get_concrete_function(),
+        output_types=dtypes,
+        output_shapes=shapes,
+        use_inter_op_parallelism=False,  # The function runs on tf.data's own thread, not in TensorFlow's pool.
+    )
+    return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes))
 
 
 def _submit(calls: Sequence[Call], counts: Sequence[int], arrays: Sequence[Any]) -> list[int]:
