@@ -194,9 +194,9 @@ class HeadCosts:
     images: int
     """The gathered batch in its various forms, and the list of drawn classes."""
     forward_extra: int
-    """Most bytes beside the stored exponentials while forward forms them, minus those stored at the end."""
+    """Most bytes in addition to the stored exponentials while forward forms them, minus those stored at the end."""
     update_extra: int
-    """Bytes beside them while the centres move."""
+    """Bytes in addition to them while the centres move."""
     building: int
     """Temporary bytes while the first centres are drawn."""
     flops: float

@@ -34,7 +34,7 @@ from horovod.tensorflow.bridge.memory import to_numpy, to_tensorflow, to_torch
 
 
 class _Notifier:
-    """A thread that tells TensorFlow's queues about finished operations, so that the engine's thread never runs TensorFlow."""
+    """A thread that tells TensorFlow's queues about finished operations, so the engine's thread never runs TensorFlow."""
 
     def __init__(self) -> None:
         self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -47,7 +47,7 @@ class _Notifier:
     def _run(self) -> None:
         token = tf.constant(True)
         while True:
-            # The queue has room for any number of tokens, so that this does not block.
+            # The queue has room for any number of tokens, so this does not block.
             tf.raw_ops.QueueEnqueueV2(handle=self._finished.get().queue_ref, components=[token])
 
 

@@ -118,7 +118,7 @@ class RunningStatistics:
     """
 
     def __init__(self, backbone: nn.Module) -> None:
-        # One contiguous block per dtype, so that a few launches copy all buffers.
+        # One contiguous block per dtype, so a few launches copy all buffers.
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in backbone.buffers():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)

@@ -1,4 +1,4 @@
-"""One run on one rank: the facts that are known before its first step, as one object, and the diary in events.jsonl.
+"""One run on one rank: the facts that are known before its first step, as one object, and the event log in events.jsonl.
 
 Rank 0 notes the events of the run; all other ranks note nothing.
 """
@@ -33,7 +33,7 @@ _MAX_WARNINGS = 200
 
 @dataclass(slots=True)
 class RunEvents:
-    """The diary of one start of a run. Used by the loop and by the thread that publishes checkpoints."""
+    """The event log of one start of a run. Used by the loop and by the thread that publishes checkpoints."""
 
     folder: Path
     is_main: bool

@@ -208,7 +208,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
             if bar is not None:
                 bar.advance_to(min(start + config.train.global_batch, source.num_images))
             if is_failed:
-                # Read one step late, so that the host does not wait for the GPU in every step.
+                # Read one step late, so the host does not wait for the GPU in every step.
                 break
             is_failed = batch.steps_W.any()
     return sums[:-1]
