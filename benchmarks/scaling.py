@@ -14,16 +14,13 @@ DIM = 512
 BACKBONES = {"iresnet50": (56.7 / 512, 43.6), "iresnet100": (98.3 / 512, 65.2)}
 # Head: fitted to four measured times (check below): TFLOP/s of the products, picoseconds per parameter of the sampled
 # centres (normalisation, update), and milliseconds per step for everything of the size of the batch.
-HEAD_TFLOPS, HEAD_PS_PER_PARAMETER, HEAD_FIXED_MS = 683.0, 5.1, 0.4
-# Nanoseconds per image of the global batch for the lists of images per class, which are sorted (head.py --pulls). None: not
-# measured, and left out.
-LIST_NS_PER_IMAGE: float | None = None
+HEAD_TFLOPS, HEAD_PS_PER_PARAMETER, HEAD_FIXED_MS = 600.0, 5.1, 0.35
 # (global batch, sampled classes on this rank, measured milliseconds)
 MEASURED_HEADS = [
-    (1024, 1_048_576, 7.90),
-    (4096, 1_048_576, 22.24),
-    (4096, 419_430 + 4096, 9.16),
-    (8192, 156_250 + 128, 6.88),
+    (1024, 1_048_576, 8.52),
+    (4096, 1_048_576, 25.01),
+    (4096, 419_430 + 4096, 10.18),
+    (8192, 156_250 + 128, 7.48),
 ]
 # Published: NVLink 4 has 450 GB/s per direction and GPU; NDR InfiniBand 400 Gbit/s, one adapter per GPU; eight GPUs per host.
 NVLINK_GBS, NETWORK_GBS, GPUS_PER_HOST = 450.0, 50.0, 8
@@ -59,8 +56,7 @@ class Step:
 
 def head_ms(global_batch: float, sampled: float) -> float:
     products = 6 * global_batch * sampled * DIM / (HEAD_TFLOPS * 1e12) * 1e3
-    lists = global_batch * (LIST_NS_PER_IMAGE or 0.0) * 1e-6
-    return products + sampled * DIM * HEAD_PS_PER_PARAMETER * 1e-9 + lists + HEAD_FIXED_MS
+    return products + sampled * DIM * HEAD_PS_PER_PARAMETER * 1e-9 + HEAD_FIXED_MS
 
 
 def hops_ms(num_gpus: int) -> float:
@@ -170,13 +166,6 @@ def limits() -> list[str]:
     return lines
 
 
-LISTS = (
-    "The lists of images per class, which the update needs, are not part of the head's times: they are sorted, and\n"
-    "  the time of that was not measured. Before, all pairs of images were compared, which took 5.5 ms at a global batch of\n"
-    "  65,536 and 84.5 ms at 262,144, and this page left that out."
-    if LIST_NS_PER_IMAGE is None
-    else f"The lists of images per class take {LIST_NS_PER_IMAGE:g} ns per image of the global batch."
-)
 ASSUMPTIONS = f"""
 What is assumed, and not measured:
 
@@ -188,8 +177,8 @@ What is assumed, and not measured:
   takes {HOP_US:.0f} µs within a host and {NETWORK_HOP_US:.0f} µs between hosts, and collectives are trees.
 - Gradients travel during the backward pass, two thirds of the backbone's time; with CUDA graphs after it. The head's three
   exchanges hide behind nothing: they lie between forward and backward.
-- The head was measured up to a global batch of 8,192, with programs for Hopper that are gone since: it now takes 8 to 12 %
-  longer. {LISTS}
+- The head was measured up to a global batch of 8,192. The lists of images per class, which the update needs, are sorted: 0.17 ms
+  at 8,192 images and 0.19 ms at 262,144 (head.py --pulls).
 - Labels are uniform over the classes. Slow ranks, checkpoints and evaluation are left out.
 - A core decodes {IMAGES_PER_CORE:,.0f} JPEGs of 112 × 112 per second; pixels (`data pack --format pixels`)
   need a fraction of that.
