@@ -17,6 +17,7 @@ from tests.horovod.jobs import job
 from torch import Tensor, nn
 
 import horovod.torch as hvd
+from horovod.engine.job import current
 
 DEVICE = os.environ.get("MEGACLASS_TEST_DEVICE", "cuda")
 pytestmark = [
@@ -490,7 +491,18 @@ def memory_does_not_grow(place: Place) -> None:
     assert used[1] <= used[0] + 2**20, used
 
 
+def gloo_connects_nobody_while_all_operations_run_on_gpus(place: Place) -> None:
+    sets = current.running().sets
+    result = hvd.allreduce(place.full(1000, 1.0), op=hvd.Sum)
+    equal(result, place.full(1000, float(place.size)))
+    connections = sets.connections[0]
+    assert "cpu" not in vars(connections) or connections.gpu is None
+    same(hvd.allreduce(torch.ones(100_000), op=hvd.Sum), torch.full((100_000,), float(place.size)))
+    assert "cpu" in vars(connections) or place.size == 1
+
+
 CHECKS = [
+    gloo_connects_nobody_while_all_operations_run_on_gpus,
     reductions_in_every_dtype,
     moves_in_every_dtype,
     odd_shapes,

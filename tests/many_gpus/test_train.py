@@ -134,13 +134,22 @@ def test_cuda_graphs_on_several_ranks_change_nothing(runs, tmp_path, size):
     curves = {}
     for setting in ("off", "on"):
         run_dir = tmp_path / setting
-        settings = ("backbone.batch_norm=local", f"train.cuda_graph={setting}", f"head.cuda_graph={setting}")
+        settings = ("backbone.batch_norm=local", f"train.cuda_graph={setting}")
         done = runs.train(size, run_dir, *settings, "train.evaluate_epochs=0")
         assert not any("could not be captured" in rank.stderr for rank in done), done[0].stderr
         are_captured = ["captured" in rank.stdout.splitlines() for rank in done]
         assert are_captured == [setting == "on" and DEVICE == "cuda"] * size
         curves[setting] = curve(run_dir)
     assert curves["on"] == same(curves["off"], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number_format", ["bf16", "fp8"])
+def test_compressed_gradients_train_with_nearly_the_same_curve(runs, tmp_path, number_format):
+    """On a GPU they travel on a stream of their own, during the backward pass."""
+    run_dir = tmp_path / "run"
+    runs.train(2, run_dir, f"train.compression={number_format}", "train.evaluate_epochs=0")
+    assert curve(run_dir) == same(curve(runs.of(1)), rel=2e-2)
 
 
 @pytest.mark.gpu
