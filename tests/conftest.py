@@ -293,6 +293,9 @@ def environment_is_restored() -> Iterator[None]:
         del os.environ[name]
     # PYTEST_CURRENT_TEST, which pytest changes meanwhile, is its own.
     os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+    # A group that an error ended stays until the process ends or joins another one, see `process_group`.
+    if (groups := sys.modules.get("megaclass_launch.ranks.process_group")) is not None:
+        groups._drop_group_left_by_error()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,7 +14,6 @@ SETTINGS = ["data.path=synthetic:8x4", "data.size=32", "backbone.name=slim", "tr
     "command",
     [
         ["train", "recipe.toml", *SETTINGS, "train.nproc=2", "train.epochs=1", "export.onnx=false"],
-        ["bench", "step", "recipe.toml", *SETTINGS, "train.nproc=2", "--steps", "1"],
         ["embed", "no-model", "--nproc", "2", ".", "--out", "out.npy"],
         ["evaluate", "no-model", "--nproc", "2"],
         ["check"],

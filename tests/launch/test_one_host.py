@@ -119,7 +119,6 @@ def test_with_horovods_names_programs_may_call_horovodrun(run):
         "[0]<stdout>:[0]<stdout>:rank 0 of 2",
         "[0]<stdout>:[1]<stdout>:rank 1 of 2",
     ], done.story()
-    assert run("-np", "1", "sh", "-c", inner).code == 127
 
 
 def test_two_names_of_this_machine_are_taken_for_two_hosts(run, script):
@@ -163,9 +162,10 @@ def test_the_last_thing_said_is_who_failed_first_and_where_its_output_is(run, sc
     assert before.strip() == "ZeroDivisionError: division by zero" and last == f"All it printed: {tmp_path}/rank.1"
 
 
-def test_a_horovod_script_without_the_option_for_it_is_told_so(run, script):
+def test_a_horovod_script_without_a_package_for_it_is_told_which_to_install(run, script):
+    # The script runs without site-packages.
     done = run("-np", "1", *script("import horovod.torch"))
-    assert done.code == 1 and "To use `import horovod` with Megaclass, add --horovod" in done.err, done.story()
+    assert done.code == 1 and "is installed there: pip install megaclass-horovod" in done.err, done.story()
 
 
 def test_a_module_of_horovod_that_is_not_there_is_no_reason_to_advise_the_option_for_it(run, tmp_path):

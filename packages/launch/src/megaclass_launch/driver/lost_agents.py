@@ -84,6 +84,9 @@ class LostAgents:
         names = ", ".join(f"{agent.name} ({agent.placement.ranks()})" for agent, _ in silent)
         text = f"{names} {why_silent(max(silent_s for _, silent_s in silent))}; {rank} then ended with {how_it_ended(code)}."
         self._messages.say(f"{text} All others are being stopped.")
+        for agent, _ in silent:
+            # Not waited for: no message reaches it. Its ranks end by themselves.
+            self._pipes.drop(agent)
         # 74, as the ranks themselves end: a connection was lost, and the job may be started again.
         outcome = Outcome(exit_code=EXIT_TRY_AGAIN, failed_hosts=tuple(agent.name for agent, _ in silent))
         self._end.end(outcome, report=f"the run ended because {text}", grace_s=self._silence_grace_s)
