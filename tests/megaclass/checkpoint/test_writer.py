@@ -516,8 +516,12 @@ def at_call(monkeypatch, kth, happens):
 
 def save_over(checkpoints, step):
     """A save that removes an older checkpoint and steps over one of the same number: every kind of call. Tried once."""
-    with pytest.MonkeyPatch.context() as monkeypatch, writer_for(checkpoints, keep=1) as writer:
+    options = {"keep": 1, "is_asked_to_stop": lambda: True}
+    with pytest.MonkeyPatch.context() as monkeypatch, writer_for(checkpoints, **options) as writer:
         monkeypatch.setattr(save_module, "_PAUSES_S", ())
+        # Asked to stop, it looks once for room on a full disk and ends.
+        monkeypatch.setattr(save_module, "_FULL_LOOK_S", 0.0)
+        monkeypatch.setattr(save_module, "_FULL_PAUSE_S", 0.0)
         writer.save(snapshot_at(step))
 
 
