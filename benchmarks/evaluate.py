@@ -66,8 +66,8 @@ def write_bin(path: Path) -> None:
 
 def measure_bin(path: Path, backbone: str) -> int:
     from megaclass.backbones import build_backbone
-    from megaclass.evaluate.protocol import Evaluator
-    from megaclass.evaluate.sets import evaluate_sets, find_sets
+    from megaclass.evaluation.protocol import Evaluator
+    from megaclass.evaluation.sets import evaluate_sets, find_sets
 
     network = build_backbone(backbone, embedding_dim=512, image_size=_IMAGE_SIZE).eval()
     with torch.no_grad():
@@ -95,7 +95,7 @@ def peak_bytes() -> int:
 
 def measure_search(num_rows: int, width: int, device: torch.device) -> int:
     """Every row is a probe and a gallery entry of another draw; 200 probes are checked against all entries in float64."""
-    from megaclass.evaluate.search import GalleryShard, search
+    from megaclass.evaluation.search import GalleryShard, search
 
     gallery, probes = unit_rows(num_rows, width, device, seed=0), unit_rows(num_rows, width, device, seed=1)
     if device.type == "cuda":

@@ -23,8 +23,8 @@ from megaclass.capacity.speed import step_time
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
-from megaclass.train.model.build import build_model
-from megaclass.train.step import training_step
+from megaclass.training.model.build import build_model
+from megaclass.training.step import training_step
 from megaclass_launch.ranks.process_group import process_group
 from megaclass_launch.world import World
 

@@ -23,11 +23,11 @@ from megaclass.data.loader import BatchLoader
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.evaluate.embed import embed_images
-from megaclass.evaluate.images import PairImages
-from megaclass.evaluate.protocols.verification import score_embeddings
+from megaclass.evaluation.embed import embed_images
+from megaclass.evaluation.images import PairImages
+from megaclass.evaluation.protocols.verification import score_embeddings
 from megaclass.head.sampling import sample_classes
-from megaclass.train.schedule import learning_rate
+from megaclass.training.schedule import learning_rate
 
 IMAGE_SIZE, EMBEDDING_DIM, BATCH, EPOCHS = 48, 128, 128, 5
 MOMENTUM, DECAY = 0.9, 5e-4

@@ -34,11 +34,11 @@ def child(backbone: str, device_name: str, data: str, begun: float) -> None:
 
     done("import torch")
     from megaclass.config.read import load_config_values
-    from megaclass.train import loop as loop
-    from megaclass.train import rank_main as rank_main
-    from megaclass.train.model.build import build_model
-    from megaclass.train.run.data import open_data
-    from megaclass.train.step import compile_programs, training_step
+    from megaclass.training import loop as loop
+    from megaclass.training import rank_main as rank_main
+    from megaclass.training.model.build import build_model
+    from megaclass.training.run.data import open_data
+    from megaclass.training.step import compile_programs, training_step
     from megaclass_launch.ranks.process_group import process_group
     from megaclass_launch.world import World
 

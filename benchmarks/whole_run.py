@@ -126,8 +126,8 @@ def step_alone(name: str) -> dict[str, float]:
     """The step of `megaclass train` with this backbone and as many classes, on images that are on the GPU already."""
     from megaclass.config.read import load_config_values
     from megaclass.data.loader import Batch
-    from megaclass.train.model.build import build_model
-    from megaclass.train.step import training_step
+    from megaclass.training.model.build import build_model
+    from megaclass.training.step import training_step
     from megaclass_launch.ranks.process_group import process_group
     from megaclass_launch.world import World
 

@@ -105,7 +105,7 @@ class EmulatedRecorder:
 
 def emulate_backbone_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedGraph]:
     """Lets backbones on a CPU capture their steps; returns the list that receives their graphs, forward and backward."""
-    from megaclass.train.model import build, graphed_backbone
+    from megaclass.training.model import build, graphed_backbone
 
     can_capture = graphed_backbone.can_capture
     EmulatedRecorder.graphs = []

@@ -16,9 +16,9 @@ from megaclass.checkpoint.load import check_files
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.config.read import load_config
 from megaclass.data.tools.stage import stage, unstage
-from megaclass.evaluate.gallery import read_embeddings, read_megaface_features
-from megaclass.evaluate.protocols.pairs import read_pairs_list
-from megaclass.evaluate.protocols.templates import read_ijb
+from megaclass.evaluation.gallery import read_embeddings, read_megaface_features
+from megaclass.evaluation.protocols.pairs import read_pairs_list
+from megaclass.evaluation.protocols.templates import read_ijb
 from megaclass.insightface.import_config import import_config, recipe_text
 from megaclass_launch.hosts import hosts_from_file, hosts_from_option
 from megaclass_launch.wire.agent_messages import MAX_OUTPUT_BYTES, AgentMessageChecker

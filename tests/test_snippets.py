@@ -29,10 +29,10 @@ NOT_RUN = {
     r"(-H |--hostfile|-hostfile)\S*(gpu-1|ip1|h1)": "several hosts; tests/launch runs these with hosts in network namespaces",
     r"^(mpirun|srun|sbatch|ray) |--launcher (slurm|ray|mpi)": "needs that scheduler; tests/launch/test_starters*.py run them",
     r"^torchrun --standalone --nproc-per-node 8": "eight processes; tests/launch/test_starters.py runs it with two",
-    r"import-config|work_dirs": "InsightFace's own files; tests/megaclass/train has some",
+    r"import-config|work_dirs": "InsightFace's own files; tests/megaclass/training has some",
     r"--host-discovery-script": "needs a script of the user; tests/launch has one",
-    r"--distractors": "MegaFace's folders; tests/megaclass/evaluate/test_identification.py runs it",
-    r"^megaclass push": "publishes; tests/megaclass/evaluate/test_trained_models.py pushes to a small hub of its own",
+    r"--distractors": "MegaFace's folders; tests/megaclass/evaluation/test_identification.py runs it",
+    r"^megaclass push": "publishes; tests/megaclass/evaluation/test_trained_models.py pushes to a small hub of its own",
     r"^megaclass demo": "the demo's recipe in full; tests/test_package.py runs it small from the wheel",
     r"^torch.save": "one line of Python about a file of the user",
     r"^megaclass check$|check --json": "tests/launch/test_check.py runs it",
@@ -52,7 +52,7 @@ SMALLER = [
     (r"data\.size=\[112,96\]", "data.size=[48,32]"),
     (r"\bmodel\.onnx", "exported/model.onnx"),  # that of an earlier command
     (r"^(megaclass plan .*)", r"\1 backbone.name=slim"),
-    (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/megaclass/evaluate/test_templates.py draws one
+    (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/megaclass/evaluation/test_templates.py draws one
     (r"train\.nproc=8", "train.nproc=1"),
     (r"\bRECIPE\b", "recipe.toml"),
     (r"train\.epochs=\d+", "train.epochs=0.1"),

@@ -33,9 +33,9 @@ TRANSLATED += [(page.with_name(page.name.replace(".zh-CN", "")), page) for page 
 
 NOT_RUN = {
     r"gpu-1|^srun|^sbatch": "several hosts or Slurm; tests/launch runs such lines with hosts in network namespaces",
-    r"train\.nproc=8": "eight processes; tests/megaclass/train starts two and four",
+    r"train\.nproc=8": "eight processes; tests/megaclass/training starts two and four",
     r"127\.0\.0\.1": "two agents; tests/launch runs it",
-    r"work_dirs": "InsightFace's own checkpoints; tests/megaclass/train/test_insightface.py writes some",
+    r"work_dirs": "InsightFace's own checkpoints; tests/megaclass/training/test_insightface.py writes some",
 }
 # What makes a command small: (pattern, replacement).
 SMALLER = [

@@ -13,8 +13,8 @@ from tests.launch.conftest import wait_until
 from tests.launch.counting_backbone import lost_and_repeated
 
 from megaclass.config.read import load_config
-from megaclass.train.rank_main import RankContext, train_in_group
-from megaclass.train.start.restart import StartMode
+from megaclass.training.rank_main import RankContext, train_in_group
+from megaclass.training.start.restart import StartMode
 from megaclass_launch.events_file import read_events
 from megaclass_launch.ranks.process_group import process_group
 from megaclass_launch.world import World

@@ -26,18 +26,18 @@ GATHER = [
     "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py:4394:all_gather_into_tensor",
     "/venv/lib/python3.12/site-packages/torch/distributed/c10d_logger.py:83:wrapper",
     "/packages/launch/src/megaclass_launch/ranks/collectives.py:29:gather_blocks",
-    "/packages/megaclass/src/megaclass/train/loop.py:91:train",
+    "/packages/megaclass/src/megaclass/training/loop.py:91:train",
 ]
 REDUCE = [GATHER[0].replace("all_gather_into_tensor", "all_reduce"), *GATHER[1:]]
 BACKWARD = [
     "/venv/lib/python3.12/site-packages/torch/autograd/graph.py:824:_engine_run_backward",
-    "/packages/megaclass/src/megaclass/train/step.py:91:_forward_backward",
+    "/packages/megaclass/src/megaclass/training/step.py:91:_forward_backward",
 ]
 WAITS_FOR_LOADER = [
     f"{LIB}/threading.py:355:wait",
     f"{LIB}/concurrent/futures/_base.py:451:result",
     "/packages/megaclass/src/megaclass/data/loader.py:142:batches",
-    "/packages/megaclass/src/megaclass/train/loop.py:80:train",
+    "/packages/megaclass/src/megaclass/training/loop.py:80:train",
 ]
 READS = [
     "/packages/megaclass/src/megaclass/data/sources/files.py:77:read",
@@ -88,7 +88,7 @@ WAITS_FOR_LOADER_PROCESS = [
     "/packages/megaclass/src/megaclass/data/loading/pool.py:172:_handle_messages",
     f"{SAYS}:wait_for_helper",
     "/packages/megaclass/src/megaclass/data/loading/pool.py:163:wait_for",
-    "/packages/megaclass/src/megaclass/train/loop.py:80:train",
+    "/packages/megaclass/src/megaclass/training/loop.py:80:train",
 ]
 
 
@@ -147,10 +147,10 @@ def test_a_rank_that_cannot_answer_is_the_suspect_wherever_the_others_are(odd, w
 def test_a_rank_that_has_done_fewer_steps_comes_before_the_places():
     """On a GPU the other ranks are steps ahead, and wait for their devices in another place than the slow one."""
     gpu = [
-        "/packages/megaclass/src/megaclass/train/metrics.py:66:<lambda>",
+        "/packages/megaclass/src/megaclass/training/metrics.py:66:<lambda>",
         f"{SAYS}:wait_for_gpu",
-        "/packages/megaclass/src/megaclass/train/metrics.py:66:read",
-        "/packages/megaclass/src/megaclass/train/loop.py:101:train",
+        "/packages/megaclass/src/megaclass/training/metrics.py:66:read",
+        "/packages/megaclass/src/megaclass/training/loop.py:101:train",
     ]
     verdict = find_verdict([report(0, gpu, step=20), report(1, GATHER, step=17), report(2, gpu, step=20)])
     assert verdict.suspects == (1,)

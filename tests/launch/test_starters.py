@@ -1,6 +1,6 @@
 """Ranks started by others: mpirun and srun, for real, on one host and on several.
 
-torchrun: tests/megaclass/train/test_train.py.
+torchrun: tests/megaclass/training/test_train.py.
 """
 
 import contextlib

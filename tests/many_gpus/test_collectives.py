@@ -20,7 +20,7 @@ from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.distributed.agreement import on_every_rank, on_main_rank_for_long, text_of_main_rank
 from megaclass.distributed.data_parallel import average_buffers_, data_parallel
 from megaclass.errors import DataError
-from megaclass.evaluate.search import search, shard_of_rank
+from megaclass.evaluation.search import search, shard_of_rank
 from megaclass_launch.errors import AgreedError
 from megaclass_launch.ranks.collectives import gather_blocks, scatter_sum, sum_over_ranks_
 

@@ -15,7 +15,7 @@ from tests.launch.conftest import Here, Run, run, wait_until  # noqa: F401 (fixt
 from tests.many_gpus.conftest import DEVICE, GpuRanks
 
 from megaclass.cli.main import main
-from megaclass.train.model import graphed_backbone
+from megaclass.training.model import graphed_backbone
 
 HERE = Path(__file__).parent
 RECIPE = """

@@ -11,7 +11,7 @@ import pytest
 import megaclass
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
-from megaclass.train import launch_ranks
+from megaclass.training import launch_ranks
 from megaclass_launch.messages import messages_on_stderr
 
 ROOT = Path(__file__).parents[2]

@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-MODULES = ("tests.megaclass.data.test_fuzz", "tests.megaclass.evaluate.test_fuzz", "tests.test_fuzz_lists")
+MODULES = ("tests.megaclass.data.test_fuzz", "tests.megaclass.evaluation.test_fuzz", "tests.test_fuzz_lists")
 PART = 1_000
 ADDRESS_SPACE = 4 * 2**30
 """Beyond what a process has at its start. More gives a MemoryError, which is a traceback."""

@@ -7,7 +7,7 @@ from megaclass.backbones import build_backbone
 from megaclass.backbones.recognise import recognise
 from megaclass.backbones.vit import DropPath, PatchMask, VisionTransformer
 from megaclass.errors import CheckpointError
-from megaclass.train.model.keyed_dropout import key_dropout
+from megaclass.training.model.keyed_dropout import key_dropout
 
 _BN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _BLOCK = [

@@ -8,9 +8,9 @@ import torch
 
 from megaclass.backbones import build_backbone
 from megaclass.errors import DataError, ExportError
-from megaclass.evaluate.protocol import SetResult
-from megaclass.evaluate.protocols.centre_health import read_run_centres
-from megaclass.evaluate.results import write_results
+from megaclass.evaluation.protocol import SetResult
+from megaclass.evaluation.protocols.centre_health import read_run_centres
+from megaclass.evaluation.results import write_results
 from megaclass.export.run_export import export_model
 from megaclass.export.safetensors_file import load_centres
 from megaclass.inference import ImageTreatment, load

@@ -39,7 +39,7 @@ from megaclass.head.cpu import chunked
 from megaclass.head.margins import MARGINS
 from megaclass.head.sampling import sample_classes
 from megaclass.keyed_random import Stream
-from megaclass.train.model.build import build_margin
+from megaclass.training.model.build import build_margin
 from megaclass_launch.errors import ConfigError
 
 ALL_MARGINS = {

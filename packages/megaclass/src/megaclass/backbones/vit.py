@@ -2,7 +2,7 @@
 
 Parameter names and shapes are those of its published state dicts. `regularise` switches on what InsightFace does in
 training only: dropping residual branches of whole images (stochastic depth) and leaving out a share of the patches.
-`train/model/keyed_dropout.py` makes both depend on (seed, step, image), so the loss curve is the same on any number of
+`training/model/keyed_dropout.py` makes both depend on (seed, step, image), so the loss curve is the same on any number of
 ranks. Without masking, `mask_token`, which published files always carry, is kept and not trained.
 """
 

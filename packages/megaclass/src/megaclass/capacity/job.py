@@ -154,7 +154,7 @@ class PlannedJob:
 
     @property
     def replays_backbone(self) -> bool:
-        """True if the backbone's steps are replayed as CUDA graphs (train/model/graphed_backbone.py).
+        """True if the backbone's steps are replayed as CUDA graphs (training/model/graphed_backbone.py).
 
         On several ranks `auto` decides by measurement; the plan then counts ordinary steps.
         """

@@ -1,7 +1,7 @@
 """Shards and the classes they hold: the one rule by which centres move to another number of ranks.
 
 A shard is the centres of a contiguous range of classes, in a file of a checkpoint (load.py) or in the memory of a rank of an
-elastic job (train/elastic). No torch here.
+elastic job (training/elastic). No torch here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

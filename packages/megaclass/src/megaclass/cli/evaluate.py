@@ -16,7 +16,7 @@ from megaclass_launch.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands
-    from megaclass.evaluate.protocol import EvaluationSet, SetResult
+    from megaclass.evaluation.protocol import EvaluationSet, SetResult
     from megaclass.inference import LoadedModel
     from megaclass_launch.world import World
 
@@ -142,10 +142,10 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
     def run(model: "LoadedModel", world: "World") -> int:
         from megaclass.data.sources.open_source import open_source
-        from megaclass.evaluate.protocol import Evaluator
-        from megaclass.evaluate.results import write_results
-        from megaclass.evaluate.sets import evaluate_sets, sets_of_main_rank
-        from megaclass.evaluate.training_overlap import compared_with_training_data
+        from megaclass.evaluation.protocol import Evaluator
+        from megaclass.evaluation.results import write_results
+        from megaclass.evaluation.sets import evaluate_sets, sets_of_main_rank
+        from megaclass.evaluation.training_overlap import compared_with_training_data
 
         sets = sets_of_main_rank(lambda: _sets(options), model.device)
         fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
@@ -184,7 +184,7 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
 
 def print_result(result: "SetResult") -> None:
     """Prints a few lines of numbers, or the reason why there are none."""
-    from megaclass.evaluate.results import headline, result_lines
+    from megaclass.evaluation.results import headline, result_lines
 
     print(f"{result.name:16} {headline(result)}", flush=True)
     for line in result_lines(result):
@@ -192,8 +192,8 @@ def print_result(result: "SetResult") -> None:
 
 
 def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
-    from megaclass.evaluate.protocol import EvaluationSet
-    from megaclass.evaluate.sets import find_sets
+    from megaclass.evaluation.protocol import EvaluationSet
+    from megaclass.evaluation.sets import find_sets
 
     sets = find_sets(options.on)
     if (options.gallery or options.distractors) and not options.probes:
@@ -212,8 +212,8 @@ def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
 def _report(options: argparse.Namespace, given: list[str]) -> int:
     import torch
 
-    from megaclass.evaluate.report.from_runs import report_of_runs
-    from megaclass.evaluate.report.page import write_report
+    from megaclass.evaluation.report.from_runs import report_of_runs
+    from megaclass.evaluation.report.page import write_report
 
     out = options.out or _place_of_report(options.runs)
     report = report_of_runs(options.runs, device=torch.device(options.device))

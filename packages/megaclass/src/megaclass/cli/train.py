@@ -97,8 +97,8 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
     if options.show_config:
         print(to_toml(config), end="")
         return 0
-    from megaclass.train.launch_ranks import start_training
-    from megaclass.train.start.restart import StartMode
+    from megaclass.training.launch_ranks import start_training
+    from megaclass.training.start.restart import StartMode
 
     mode = StartMode(
         resume=options.resume,
@@ -111,7 +111,7 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _top(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.train.observe.top import watch_run
+    from megaclass.training.observe.top import watch_run
 
     if not 0.1 <= options.interval <= 3600:
         raise ConfigError(f"--interval {options.interval:g} is not in [0.1, 3600] seconds.")

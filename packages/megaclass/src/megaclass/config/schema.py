@@ -1,7 +1,7 @@
 """All settings, as frozen dataclasses with a description under each field. `read.py` fills them from TOML and `key=value`.
 
 Values that can be computed are not settings. Values outside their range are refused here, before any process starts.
-The metadata MAY_CHANGE marks settings that a resumed run may change; any other change is refused (train/start/resume.py).
+The metadata MAY_CHANGE marks settings that a resumed run may change; any other change is refused (training/start/resume.py).
 docs/configuration.md is generated from this file by `make docs`.
 """
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaclass.evaluate.protocol import SetResult
-from megaclass.evaluate.protocols import PROTOCOLS
-from megaclass.evaluate.results import headline, read_results, remarks_on
+from megaclass.evaluation.protocol import SetResult
+from megaclass.evaluation.protocols import PROTOCOLS
+from megaclass.evaluation.results import headline, read_results, remarks_on
 from megaclass.image_size import shown_size
 from megaclass.metrics_file import read_summary
 

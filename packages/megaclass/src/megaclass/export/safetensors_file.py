@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megaclass.checkpoint.tensor_file import read_tensors
 from megaclass.errors import CheckpointError, DataError, ExportError
-from megaclass.evaluate.protocols.centre_health import ClassCentres, read_run_centres
+from megaclass.evaluation.protocols.centre_health import ClassCentres, read_run_centres
 from megaclass.export.check import Exporter, ExportJob, require_same_when_opened
 from megaclass_launch.files import published_file
 

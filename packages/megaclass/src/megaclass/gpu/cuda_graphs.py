@@ -1,6 +1,6 @@
 """CUDA graphs: the launches of a function are captured once and started with one call from then on.
 
-train/model/graphed_backbone.py uses them. `Recorder` captures; `ShapeGraphs` decides when, and keeps
+training/model/graphed_backbone.py uses them. `Recorder` captures; `ShapeGraphs` decides when, and keeps
 what was captured.
 """
 

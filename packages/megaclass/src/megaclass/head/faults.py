@@ -21,7 +21,7 @@ _NUM_WORDS = 6
 # On a GPU an optimizer of the backbone has run meanwhile, on gradients of zero: its momentum and decay may have moved weights.
 _KEPT = "No centre was updated, and from that step on the embeddings' gradient was zero."
 
-# A label that no image can have. A rank whose data failed sends batches of it (train/data_errors.py), so every rank
+# A label that no image can have. A rank whose data failed sends batches of it (training/data_errors.py), so every rank
 # refuses the step through the check of labels below, and no rank is left waiting.
 NO_CLASS = -1
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from megaclass.data.decode import Fit
 from megaclass.distributed.agreement import on_every_rank_for_long, on_main_rank_for_long, paths_of_main_rank
 from megaclass.errors import DataError
-from megaclass.evaluate.embed import OnProgress, embed_part, log_resized
-from megaclass.evaluate.images import FileImages, find_images
+from megaclass.evaluation.embed import OnProgress, embed_part, log_resized
+from megaclass.evaluation.images import FileImages, find_images
 from megaclass.inference import LoadedModel
 from megaclass_launch.files import published_file
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megaclass.data.decode import Fit
 from megaclass.errors import DataError
-from megaclass.evaluate.gallery import read_rows_and_names
-from megaclass.evaluate.images import GivenImages, find_images
-from megaclass.evaluate.search import GalleryShard, search_shard
+from megaclass.evaluation.gallery import read_rows_and_names
+from megaclass.evaluation.images import GivenImages, find_images
+from megaclass.evaluation.search import GalleryShard, search_shard
 from megaclass_launch.files import published_file, write_text
 
 ImageInput = str | Path | Image.Image | NDArray[np.uint8] | Tensor

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from megaclass.data.decode import Fit
 from megaclass.errors import CheckpointError, DataError
-from megaclass.evaluate.embed import OnBad, embed_part
-from megaclass.evaluate.images import GivenImages, Images
-from megaclass.evaluate.results import NUMBERS_FILE, read_results, weights_in
+from megaclass.evaluation.embed import OnBad, embed_part
+from megaclass.evaluation.images import GivenImages, Images
+from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
 from megaclass.image_size import ImageSize, compact_size, height_and_width
 from megaclass.inference.image_index import Comparable, ImageIndex, ImageInput, index_of, listed_images
 from megaclass.inference.thresholds import Threshold, Verdict, choose_threshold, points_of_results

@@ -9,11 +9,11 @@ import jinja2
 from markupsafe import Markup
 from PIL import Image
 
-import megaclass.evaluate.report as report
+import megaclass.evaluation.report as report
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.files import read_image_file
 from megaclass.errors import DataError
-from megaclass.evaluate.report.classes import Picture, picture
+from megaclass.evaluation.report.classes import Picture, picture
 from megaclass.inference.image_index import Neighbour
 from megaclass.inference.loaded_model import LoadedModel
 from megaclass_launch.files import write_text

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.errors import DataError
-from megaclass.evaluate.protocol import SetResult, is_number
-from megaclass.evaluate.protocols.verification import far_name
+from megaclass.evaluation.protocol import SetResult, is_number
+from megaclass.evaluation.protocols.verification import far_name
 
 CONFIG_FILE = "config.json"
 _KIND = "pairs"

@@ -1,0 +1,276 @@
+"""Sources of images for embedding: pairs, files and aligned photos, numbered and decoded one at a time.
+
+Photos are aligned by five landmarks: eyes, nose and corners of the mouth move to where every model
+expects them. Without a `fit` an image of another size than the model's is refused, because a set
+that was cropped for another model gives plausible but wrong numbers. The fit comes from the model
+(as it was trained) or from --fit.
+"""
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, pillow_to_rgb
+from megaclass.data.pair_file import PairSet
+from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
+from megaclass.errors import DataError
+from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass_launch.ranks.collectives import group_rank
+
+Floats = NDArray[np.float64]
+
+# Left eye, right eye, nose, left and right corner of the mouth, in a picture of 112 x 112.
+STANDARD_POINTS = np.array(
+    [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
+)
+_STANDARD_SIZE = 112
+
+
+def similarity_transform(points_N2: Floats, targets_N2: Floats) -> Floats:
+    """Returns the (2, 3) matrix of the rotation, scale and shift that bring the points closest to the targets.
+
+    Least squares without mirroring, in Umeyama's closed form: the singular value decomposition of the covariance gives the
+    rotation.
+    """
+    mean, target_mean = points_N2.mean(axis=0), targets_N2.mean(axis=0)
+    centred, target_centred = points_N2 - mean, targets_N2 - target_mean
+    left, spread, right = np.linalg.svd(target_centred.T @ centred)
+    # Without this factor the best fit to crossed landmarks could be a mirror image.
+    signs = np.array([1.0, np.sign(np.linalg.det(left) * np.linalg.det(right))])
+    rotation = left @ np.diag(signs) @ right
+    scale = (spread * signs).sum() / np.square(centred).sum()
+    return np.column_stack([scale * rotation, target_mean - scale * rotation @ mean])
+
+
+def align(photo_HW3: NDArray[np.uint8], points_52: Floats, image_size: int, *, where: str) -> NDArray[np.uint8]:
+    """Returns the aligned face (S, S, 3): bilinear, black outside the photo. where: names the photo in errors."""
+    if not np.isfinite(points_52).all() or np.ptp(points_52, axis=0).max() == 0:
+        raise DataError(
+            f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and must not all be one point."
+        )
+    from PIL import Image
+
+    matrix_23 = similarity_transform(points_52, STANDARD_POINTS * (image_size / _STANDARD_SIZE))
+    inverse_22 = np.linalg.inv(matrix_23[:, :2])
+    # Landmarks count from the centre of the first pixel, Pillow from its corner: half a pixel in both images.
+    half = np.array([0.5, 0.5])
+    shift = -inverse_22 @ matrix_23[:, 2] + half - inverse_22 @ half
+    coefficients = np.column_stack([inverse_22, shift]).ravel().tolist()
+    picture = Image.fromarray(photo_HW3).transform(
+        (image_size, image_size), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR
+    )
+    return np.asarray(picture)
+
+
+_log = logging.getLogger("megaclass.evaluation")
+Pixels = NDArray[np.uint8]
+
+
+class OtherSizeError(DataError):
+    """An image of another size. The file is not bad, so it is never skipped: the user must choose how to fit it."""
+
+
+class Images(Protocol):
+    """Images by number."""
+
+    @property
+    def image_size(self) -> ImageSize: ...
+
+    @property
+    def resized(self) -> set[int]:
+        """Numbers of the images decoded so far that had another size."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """Returns the name of the image for error messages."""
+        ...
+
+    def pixels(self, index: int) -> Pixels:
+        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FittedImages(ABC):
+    """Images that are fitted to the size of the model, or refused without a fit."""
+
+    image_size: ImageSize
+    fit: Fit | None = None
+    resized: set[int] = field(default_factory=set)
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Returns the name of the image for error messages."""
+
+    @abstractmethod
+    def _decoded(self, index: int) -> Pixels:
+        """Returns the image in its own size."""
+
+    def pixels(self, index: int) -> Pixels:
+        image_HW3 = self._decoded(index)
+        size = height_and_width(self.image_size)
+        if image_HW3.shape[:2] == size:
+            return image_HW3
+        if self.fit is None:
+            height, width = image_HW3.shape[:2]
+            raise OtherSizeError(
+                f"{self.name(index)} has {width} × {height} pixels, but the model takes {shown_size(self.image_size)}: use a "
+                f"model of that input size, or allow scaling with --resize or with --fit pad, crop or squash (in Python: "
+                f'fit="pad").'
+            )
+        self.resized.add(index)
+        return fit_image(image_HW3, size, self.fit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairImages(_FittedImages):
+    """The 2N encoded images of a verification set."""
+
+    pair_set: PairSet
+    set_name: str = "the pairs"
+
+    def __len__(self) -> int:
+        return len(self.pair_set.images)
+
+    def name(self, index: int) -> str:
+        return f"image {index} of {self.set_name} (pair {index // 2})"
+
+    def _decoded(self, index: int) -> Pixels:
+        return decode_image(self.pair_set.images[index], self.name(index))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileImages(_FittedImages):
+    """Image files, read on access."""
+
+    paths: Sequence[Path]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return str(self.paths[index])
+
+    def _decoded(self, index: int) -> Pixels:
+        return decode_image(read_image_file(self.paths[index]), self.name(index))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenImages(_FittedImages):
+    """Images that a caller gives: paths of files, Pillow images, arrays and tensors of bytes, in any mixture."""
+
+    images: Sequence[object]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        image = self.images[index]
+        return str(image) if isinstance(image, str | Path) else f"image {index} ({type(image).__name__})"
+
+    def _decoded(self, index: int) -> Pixels:
+        return pixels_of(self.images[index], self.name(index))
+
+
+def pixels_of(image: object, name: str) -> Pixels:
+    """Returns (H, W, 3) RGB of a path, a Pillow image, or bytes as (H, W, 3), (H, W) or, in a tensor, (3, H, W)."""
+    if isinstance(image, str | Path):
+        if Path(image).is_dir():
+            raise DataError(f"{name} is a folder: give its files, such as sorted(Path({name!r}).glob('*.jpg')).")
+        return decode_image(read_image_file(Path(image)), name)
+    if isinstance(image, Image.Image):
+        return pillow_to_rgb(ImageOps.exif_transpose(image), image, name)
+    if isinstance(image, Tensor):
+        array = image.detach().cpu().numpy()
+        array = array.transpose(1, 2, 0) if array.ndim == 3 and array.shape[0] in (1, 3) else array
+    elif isinstance(image, np.ndarray):
+        array = image
+    else:
+        raise DataError(
+            f"Cannot embed {name}: expected the path of an image file, a Pillow image, an array or a tensor."
+        )
+    is_plane = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3))
+    if array.dtype != np.uint8 or not is_plane or not array.size:
+        raise DataError(
+            f"Cannot embed {name} of shape {tuple(image.shape)} and {image.dtype}: expected RGB bytes (uint8), (H, W, 3) in "
+            f"an array or (3, H, W) in a tensor. Floating tensors must be the input of the network, (B, 3, H, W) in [-1, 1]."
+        )
+    grey = array[..., None] if array.ndim == 2 else array
+    return np.ascontiguousarray(np.broadcast_to(grey, (*grey.shape[:2], 3)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedImages:
+    """Photos with five landmarks each, rotated and scaled onto the standard face."""
+
+    paths: Sequence[Path]
+    points_N52: NDArray[np.float64]
+    image_size: ImageSize
+    resized: set[int] = field(default_factory=set)
+    """Always empty: alignment gives every photo the size of the model."""
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return str(self.paths[index])
+
+    def pixels(self, index: int) -> Pixels:
+        height, width = height_and_width(self.image_size)
+        if height != width:
+            raise DataError(
+                f"Cannot align {self.name(index)}: the model takes {shown_size(self.image_size)}, but the standard face "
+                f"of the landmarks is a square."
+            )
+        photo = decode_image(read_image_file(self.paths[index]), self.name(index))
+        return align(photo, self.points_N52[index], height, where=self.name(index))
+
+
+def find_images(folder: Path) -> list[Path]:
+    """Returns all image files below the folder, sorted by path; rank 0 logs which files are not images.
+
+    Names that start with a dot are ignored, and links to folders followed, as in folders of training data.
+    """
+    if not folder.is_dir():
+        raise DataError(f"Cannot read the images of {folder}: the folder does not exist.")
+    found: list[Path] = []
+    skipped_files = SkippedFiles()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        for name in [name for name in folders if _leads_upwards(Path(parent, name), folder)]:
+            folders.remove(name)
+            skipped_files.add(f"{Path(parent, name).relative_to(folder)} (a link to a folder above it)")
+        for name in sorted(files):
+            if has_image_name(name) and name[0] != ".":
+                found.append(Path(parent, name))
+            elif name[0] != ".":
+                skipped_files.add(str(Path(parent, name).relative_to(folder)))
+    if not found:
+        others = f" ({skipped_files.describe()})" if skipped_files.num_files else ""
+        raise DataError(f"{folder} holds no images: looked for {', '.join(IMAGE_SUFFIXES)} in it and below{others}.")
+    if skipped_files.num_files and group_rank(None) == 0:
+        _log.info("%s: %s", folder, skipped_files.describe())
+    return sorted(found)
+
+
+def _leads_upwards(path: Path, top: Path) -> bool:
+    """Returns whether the folder is a link to one that was entered on the way to it, which would never end."""
+    if not path.is_symlink():
+        return False
+    entered = [above for above in path.parents if above.is_relative_to(top)]
+    return path.resolve() in {above.resolve() for above in entered}
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"Cannot read the folder {error.filename}: {error.strerror}.") from error

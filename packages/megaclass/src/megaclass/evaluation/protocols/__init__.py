@@ -1,0 +1,13 @@
+"""The table of evaluation protocols. A new protocol is a file next to this one and a line here."""
+
+from megaclass.evaluation.protocol import EvaluationProtocol
+from megaclass.evaluation.protocols.distractors import DistractorProtocol
+from megaclass.evaluation.protocols.identification import IdentificationProtocol
+from megaclass.evaluation.protocols.pairs import PairProtocol
+from megaclass.evaluation.protocols.templates import TemplateProtocol
+
+# The first protocol that recognises a path evaluates it. An IJB folder could hold .bin files, so it is asked for first.
+PROTOCOLS: dict[str, EvaluationProtocol] = {
+    protocol.kind: protocol
+    for protocol in (TemplateProtocol(), PairProtocol(), IdentificationProtocol(), DistractorProtocol())
+}

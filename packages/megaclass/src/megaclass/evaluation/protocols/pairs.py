@@ -1,0 +1,266 @@
+"""The protocol of InsightFace's .bin files and of pair lists: is it the same identity on both images?
+
+The arithmetic is in `verification.py`. Here: reading both kinds of set, and what the report shows
+of them. A pair list is LFW's pairs.txt, or lines of `first second 0|1`. In LFW's form a line of
+counts comes first; then `name n m` names two images of one person and `name n name m` images of two
+persons, in files such as name/name_0001.jpg. Paths are relative to the folder of the list.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaclass.data.decode import IMAGE_SUFFIXES
+from megaclass.data.pair_file import read_pairs
+from megaclass.data.sources.files import read_image_file
+from megaclass.distributed.agreement import on_every_rank
+from megaclass.errors import DataError
+from megaclass.evaluation.images import FileImages, PairImages
+from megaclass.evaluation.protocol import (
+    RATE_CHECKS,
+    Cell,
+    Checks,
+    EvaluationProtocol,
+    EvaluationSet,
+    Evaluator,
+    HardPair,
+    Numbers,
+    Row,
+    SetResult,
+    best_cells,
+    is_count,
+    is_number,
+    is_number_or_none,
+    percent,
+    rate_rows,
+    share_cells,
+)
+from megaclass.evaluation.protocols.curves import curves_of
+from megaclass.evaluation.protocols.verification import ScoredPairs, score_embeddings
+from megaclass.evaluation.training_overlap import training_data_line
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairsList:
+    """The pairs of a list: pair i consists of the paths 2i and 2i + 1."""
+
+    paths: list[Path]
+    is_same_N: NDArray[np.bool_]
+    num_folds: int
+    """Number of folds from the first line of the list, or ten."""
+
+
+def read_pairs_list(path: Path, images: Path | None = None) -> PairsList:
+    folder = images or path.parent
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read the pairs {path}: {error}") from error
+    numbered = [(number, line.split()) for number, line in enumerate(lines, start=1) if line.strip()]
+    num_folds = 10
+    if numbered and len(numbered[0][1]) <= 2 and all(map(_is_number, numbered[0][1])):
+        counts = numbered.pop(0)[1]
+        num_folds = int(counts[0]) if len(counts) == 2 else 10
+    if not numbered:
+        raise DataError(f"{path} holds no pairs.")
+    paths: list[Path] = []
+    is_same: list[bool] = []
+    for number, words in numbered:
+        first, second, same = _pair(words, folder, f"Line {number} of {path}")
+        paths += [first, second]
+        is_same.append(same)
+    return PairsList(paths=paths, is_same_N=np.array(is_same), num_folds=num_folds)
+
+
+def _is_number(word: str) -> bool:
+    """Tells whether int() reads the word: str.isdigit() is also true of "²", and int() refuses thousands of digits."""
+    return word.isascii() and word.isdigit() and len(word) < 10
+
+
+def _pair(words: list[str], folder: Path, where: str) -> tuple[Path, Path, bool]:
+    match words:
+        case [name, first, second] if _is_number(first) and _is_number(second):
+            return _numbered(folder, name, first, where), _numbered(folder, name, second, where), True
+        case [name, first, other, second] if _is_number(first) and _is_number(second):
+            return _numbered(folder, name, first, where), _numbered(folder, other, second, where), False
+        case [left, right, ("0" | "1") as same]:
+            return _existing(folder / left, where), _existing(folder / right, where), same == "1"
+    raise DataError(f"{where} is {' '.join(words)[:80]!r}: expected `name n m`, `name n name m` or `first second 0|1`.")
+
+
+def _numbered(folder: Path, name: str, number: str, where: str) -> Path:
+    stem = folder / name / f"{name}_{int(number):04d}"
+    for suffix in IMAGE_SUFFIXES:
+        if _is_file(path := stem.with_name(stem.name + suffix)):
+            return path
+    raise DataError(
+        f"{where} names image {number} of {name}, but there is no {stem}.jpg (nor {', '.join(IMAGE_SUFFIXES[1:])})."
+    )
+
+
+def _existing(path: Path, where: str) -> Path:
+    if not _is_file(path):
+        raise DataError(f"{where} names {path}, which does not exist.")
+    return path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # a name that is too long, or a folder that may not be entered
+
+
+_ABSENT = "–"
+_MISTAKES_KEPT = 12
+
+
+def _is_training_data(value: object) -> bool:
+    keys = ("images", "found", "looked_at", "training_images")
+    return isinstance(value, dict) and all(is_count(value.get(key)) for key in keys) and "is_held_out" in value
+
+
+class PairProtocol(EvaluationProtocol):
+    """Verification of pairs in ten folds."""
+
+    kind = "pairs"
+    card_name = "10 folds, both flips"
+    found_at = "a .bin file, a pairs list (.txt), or a folder with *.bin or pairs.txt"
+    expected: ClassVar[Checks] = {
+        **RATE_CHECKS,
+        "accuracy": is_number,
+        "accuracy_std": is_number,
+        "threshold": is_number,
+        "fold_accuracies": lambda value: isinstance(value, list),
+        "threshold_far": is_number,
+        "threshold_at_far": lambda value: isinstance(value, dict) and all(map(is_number_or_none, value.values())),
+        "training_data": _is_training_data,
+        "published_tar_at_far_1e-3": is_number_or_none,
+        "xnorm": is_number_or_none,
+    }
+    optional = frozenset(
+        {"training_data", "tar_at_far_95", "published_tar_at_far_1e-3", "xnorm", "threshold_far", "threshold_at_far"}
+    )
+
+    def find(self, path: Path) -> list[EvaluationSet]:
+        if path.suffix in (".bin", ".txt"):
+            return [EvaluationSet(name=path.stem, kind=self.kind, path=path)]
+        if not path.is_dir():
+            return []
+        found = [EvaluationSet(name=one.stem, kind=self.kind, path=one) for one in sorted(path.glob("*.bin"))]
+        if (path / "pairs.txt").is_file():
+            found.append(EvaluationSet(name=path.name, kind=self.kind, path=path / "pairs.txt"))
+        return found
+
+    def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
+        return _evaluate_list(evaluator, one) if one.path.suffix == ".txt" else _evaluate_bin(evaluator, one)
+
+    def quoted(self, numbers: Numbers) -> float | None:
+        return float(numbers["accuracy"])
+
+    def headline(self, numbers: Numbers) -> str:
+        return f"{percent(numbers['accuracy'])} ± {100 * numbers['accuracy_std']:.2f}"
+
+    def lead(self, numbers: Numbers) -> str:
+        num_folds = len(numbers["fold_accuracies"])
+        return (
+            f"{numbers['num_pairs']:,} pairs, {numbers['num_same']:,} of the same identity. Accuracy: the threshold is "
+            f"chosen on {num_folds - 1} folds and judged on the one left out. In brackets: 95 % confidence."
+        )
+
+    def remark(self, numbers: Numbers) -> str:
+        return training_data_line(numbers)
+
+    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
+        accuracies = [n["accuracy"] for n in columns]
+        rows: list[Row] = [
+            ("Accuracy", best_cells([percent(accuracy) for accuracy in accuracies], accuracies)),
+            ("Deviation over folds", [Cell(percent(n["accuracy_std"])) for n in columns]),
+            *rate_rows(columns),
+        ]
+        # InsightFace's own number, for comparison. With too few different pairs it is a matter of luck and left out.
+        if any(n["tar_at_far"].get("1e-3") is not None for n in columns):
+            published = [n.get("published_tar_at_far_1e-3") for n in columns]
+            rows.append(("TAR at FAR 1e-3, published grid", share_cells(published)))
+        rows.append(("Best threshold (cosine)", [Cell(f"{1 - n['threshold'] / 2:.3f}") for n in columns]))
+        xnorms = [n.get("xnorm") for n in columns]
+        if any(xnorm is not None for xnorm in xnorms):
+            rows.append(("XNorm", [Cell(_ABSENT if xnorm is None else f"{xnorm:.2f}") for xnorm in xnorms]))
+        return rows
+
+
+def _evaluate_bin(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
+    pair_set = on_every_rank(lambda: read_pairs(one.path), evaluator.device, evaluator.group)
+    images = PairImages(pair_set=pair_set, image_size=evaluator.image_size, set_name=str(one.path), fit=evaluator.fit)
+    scored = _score(evaluator, one.name, images, pair_set.is_same)
+    return result_of_pairs(one.name, str(one.path), scored, pair_set.images)
+
+
+def _evaluate_list(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
+    pairs = on_every_rank(lambda: read_pairs_list(one.path), evaluator.device, evaluator.group)
+    images = FileImages(paths=pairs.paths, image_size=evaluator.image_size, fit=evaluator.fit)
+    scored = _score(evaluator, one.name, images, pairs.is_same_N, pairs.num_folds)
+    # A list may name files outside its own folder.
+    names = [os.path.relpath(path, one.path.parent) for path in pairs.paths]
+    return result_of_pairs(one.name, str(one.path), scored, _FileContents(pairs.paths), names)
+
+
+def _score(
+    evaluator: Evaluator, name: str, images: PairImages | FileImages, is_same_N: NDArray[np.bool_], num_folds: int = 10
+) -> ScoredPairs:
+    embedded = evaluator.embed(images)
+    return score_embeddings(name, embedded.sums_ND, is_same_N, xnorm=embedded.xnorm, num_folds=num_folds)
+
+
+def result_of_pairs(
+    name: str, path: str, scored: ScoredPairs, pictures: Sequence[bytes] | None, names: Sequence[str] | None = None
+) -> SetResult:
+    """Returns numbers and curves. pictures: the 2N encoded images, of which the hardest pairs are kept; None keeps none."""
+    verification = scored.verification
+    return SetResult(
+        name=name,
+        kind=PairProtocol.kind,
+        path=path,
+        numbers=verification.to_json(),
+        curves=curves_of(scored.distances_N, scored.is_same_N, threshold=verification.threshold),
+        hard_pairs=[] if pictures is None else hard_pairs_of(scored, pictures, names),
+    )
+
+
+def hard_pairs_of(scored: ScoredPairs, pictures: Sequence[bytes], names: Sequence[str] | None = None) -> list[HardPair]:
+    """Returns the closest different pairs, then the farthest same pairs, worst first. pictures: 2N encoded images."""
+    different, same = np.flatnonzero(~scored.is_same_N), np.flatnonzero(scored.is_same_N)
+    closest = different[np.argsort(scored.distances_N[different], kind="stable")][:_MISTAKES_KEPT]
+    farthest = same[np.argsort(-scored.distances_N[same], kind="stable")][:_MISTAKES_KEPT]
+    hard = []
+    for pair in [*closest.tolist(), *farthest.tolist()]:
+        is_called_same = scored.distances_N[pair] < scored.verification.threshold
+        hard.append(
+            HardPair(
+                pair=pair,
+                similarity=float(scored.similarities_N[pair]),
+                is_same=bool(scored.is_same_N[pair]),
+                is_wrong=bool(is_called_same != scored.is_same_N[pair]),
+                pictures=(pictures[2 * pair], pictures[2 * pair + 1]),
+                names=(names[2 * pair], names[2 * pair + 1]) if names else ("", ""),
+            )
+        )
+    return hard
+
+
+class _FileContents(Sequence[bytes]):
+    """Image files as bytes, read on access: of thousands of files the report keeps two dozen."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]
+        return read_image_file(self._paths[index])

@@ -1,0 +1,223 @@
+"""Collects the content of a report from run folders; training and evaluation wrote everything it shows."""
+
+import datetime
+import logging
+import platform
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import megaclass
+from megaclass.config.read import load_config_values
+from megaclass.config.schema import Config
+from megaclass.errors import DataError
+from megaclass.evaluation.embed import OnProgress
+from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health, read_run_centres
+from megaclass.evaluation.report.curves import cosine_range, time_parts
+from megaclass.evaluation.report.page import ModelReport, ReportData
+from megaclass.evaluation.report.ranks import rank_rows
+from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
+from megaclass.evaluation.training_images import TrainingImages, read_training_images
+from megaclass.metrics_file import read_metrics, read_summary
+from megaclass.progress import duration_text
+from megaclass_launch.errors import UserError
+from megaclass_launch.events_file import read_events
+from megaclass_launch.files import published_file
+
+_log = logging.getLogger("megaclass.evaluation")
+BASELINES_FOLDER = "baselines"
+_FACES_FILE = "faces.npz"
+
+
+def report_of_runs(
+    runs: Sequence[Path],
+    *,
+    device: torch.device,
+    on_progress: OnProgress | None = None,
+    known_centres: Mapping[Path, CentreHealth | None] | None = None,
+) -> ReportData:
+    """Reads the runs (or folders that `megaclass evaluate --out` wrote) in the given order.
+
+    known_centres: of runs whose centres have been measured already.
+    """
+    known_centres = known_centres or {}
+    models: list[ModelReport] = []
+    for run in runs:
+        centres = known_centres[run] if run in known_centres else measured_centres(run, device, on_progress)
+        models.append(_read_run(run, _name_of(run, runs), centres))
+        # Baselines are the same for every run on the same data; a comparison of runs goes without them.
+        if len(runs) == 1:
+            models += [
+                ModelReport(name=folder.name, results=read_results(folder), is_baseline=True)
+                for folder in sorted((run / BASELINES_FOLDER).glob("*/"), reverse=True)
+            ]
+    title = f"Megaclass run {runs[0].name}" if len(runs) == 1 else f"Megaclass: {', '.join(m.name for m in models)}"
+    return ReportData(title=title, models=models, versions=versions())
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that may explain a difference between two runs."""
+    return {
+        "megaclass": megaclass.__version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "Python": platform.python_version(),
+    }
+
+
+def write_faces(run: Path, rows: Sequence[Sequence[bytes]]) -> None:
+    """Stores a few training images in the run folder, so a report does not need the data."""
+    arrays = {
+        f"{row:03d}_{column:03d}": np.frombuffer(encoded, dtype=np.uint8)
+        for row, images in enumerate(rows)
+        for column, encoded in enumerate(images)
+    }
+    with published_file(run / _FACES_FILE, is_private=True) as unfinished:
+        np.savez(unfinished, **arrays)  # type: ignore[arg-type]
+
+
+def read_faces(run: Path) -> list[list[bytes]]:
+    """Returns the training images that `write_faces` stored, one row per identity."""
+    path = run / _FACES_FILE
+    if not path.is_file():
+        return []
+    rows: dict[str, list[bytes]] = {}
+    for name, encoded in sorted(read_arrays(path).items()):
+        rows.setdefault(name.split("_")[0], []).append(encoded.tobytes())
+    return list(rows.values())
+
+
+def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport:
+    known = (NUMBERS_FILE, "metrics.jsonl", "summary.json", "config.toml")
+    if not any((run / one).is_file() for one in known):
+        raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
+    summary = read_summary(run)
+    rows = _read_metrics(run / "metrics.jsonl")
+    path = run / "config.toml"
+    config_text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    config = _config_of(config_text)
+    num_classes = summary.get("num_classes")
+    metrics, events = [_drawable(row) for row in rows], read_events(run)[0]
+    return ModelReport(
+        name=name,
+        results=read_results(run),
+        metrics=metrics,
+        rank_rows=rank_rows(rows),
+        events=events,
+        profiles=sorted((run / "profile").glob("rank-*")),
+        facts=_facts(summary, metrics, events),
+        config_text=config_text,
+        cosines=cosine_range(config.head, num_classes if isinstance(num_classes, int) else None) if config else None,
+        centres=centres,
+        training_images=_training_images(run),
+        sample_faces=read_faces(run),
+    )
+
+
+def _config_of(text: str) -> Config | None:
+    """Returns the settings of a run; None if they cannot be read, which costs what is derived from them."""
+    try:
+        return load_config_values(tomllib.loads(text), where="config.toml") if text else None
+    except (UserError, tomllib.TOMLDecodeError, RecursionError):
+        return None
+
+
+def _name_of(run: Path, runs: Sequence[Path]) -> str:
+    """Returns the name of the folder, with its parent's name if two runs share it."""
+    name = run.resolve().name
+    return name if [one.resolve().name for one in runs].count(name) == 1 else f"{run.resolve().parent.name}/{name}"
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows; damaged lines are left out, with a warning."""
+    rows, num_damaged = read_metrics(path)
+    if num_damaged:
+        _log.warning("%s: %d damaged line(s) left out of the report.", path, num_damaged)
+    return rows
+
+
+def _drawable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a row that can be drawn as curves."""
+    return {key: value for key, value in row.items() if value is None or _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
+
+
+def _facts(
+    summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, str]:
+    shown = {
+        "finished_at": ("Finished", "{}"),
+        "command": ("Command", "{}"),
+        "host": ("Host", "{}"),
+        "gpu": ("GPU", "{}"),
+        "version": ("Version of megaclass", "{}"),
+        "data": ("Data", "{}"),
+        "data_fingerprint": ("Data fingerprint", "{}"),
+        "num_classes": ("Classes", "{:,}"),
+        "num_images": ("Training images", "{:,}"),
+        "image_size": ("Image size", "{}"),
+        "backbone": ("Backbone", "{}"),
+        "embedding_dim": ("Numbers per embedding", "{}"),
+        "world_size": ("Ranks", "{}"),
+        "steps": ("Steps", "{:,}"),
+        "final_loss": ("Final loss", "{:.4f}"),
+        "images_per_second": ("Images per second", "{:,.0f}"),
+    }
+    facts = _begun(events)
+    if seconds := sum(time_parts(metrics).values()):
+        facts["Duration"] = duration_text(seconds)
+    if peaks := [row["gpu_memory_gib"] for row in metrics if row.get("gpu_memory_gib")]:
+        facts["Largest allocation on the GPU"] = f"{max(peaks):.2f} GiB on rank 0"
+    for key, (title, text) in shown.items():
+        value = summary.get(key)
+        if value is not None:
+            is_plain = text == "{}" or _is_number(value)
+            facts[title] = text.format(value) if is_plain else str(value)
+    size = summary.get("image_size")
+    if isinstance(size, int):
+        facts["Image size"] = f"{size} × {size}"
+    elif isinstance(size, list):
+        # (height, width) of a rectangle.
+        facts["Image size"] = " × ".join(map(str, reversed(size)))
+    return facts
+
+
+def _begun(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the date of the first start, and what a run without a summary knows about itself."""
+    starts = [event for event in events if event["event"] in ("start", "resume")]
+    if not starts:
+        return {}
+    facts = {}
+    if 0 <= starts[0]["time"] < 4e9:
+        begun = datetime.datetime.fromtimestamp(starts[0]["time"], datetime.UTC)
+        facts["Started"] = begun.strftime("%Y-%m-%d %H:%M UTC")
+    for key, title in (("version", "Version of megaclass"), ("world_size", "Ranks")):
+        if isinstance(starts[-1].get(key), str | int):
+            facts[title] = str(starts[-1][key])
+    return facts
+
+
+def _training_images(run: Path) -> TrainingImages | None:
+    try:
+        return read_training_images(run)
+    except DataError as error:
+        _log.warning("The report has no section on training images: %s", error)
+        return None
+
+
+def measured_centres(run: Path, device: torch.device, on_progress: OnProgress | None) -> CentreHealth | None:
+    """Returns None if there is no checkpoint; the page then has no section on centres."""
+    if not (run / "checkpoints").is_dir():
+        return None
+    try:
+        return centre_health(read_run_centres(run), device=device, on_progress=on_progress)
+    except UserError as error:
+        _log.warning("The report has no section on class centres: %s", error)
+        return None

@@ -1,0 +1,60 @@
+"""Finds out how a verification set relates to the training data: held-out identities, unknown ones, or training images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaclass.data.pair_file import read_pairs
+from megaclass.data.sources.source import ImageSource
+from megaclass.data.tools.overlap import Overlap, find_overlaps
+from megaclass.data.tools.split import is_unseen
+from megaclass.evaluation.embed import OnProgress
+from megaclass.evaluation.protocol import SetResult
+
+
+def compared_with_training_data(
+    results: Sequence[SetResult],
+    source: ImageSource,
+    data_path: str,
+    drawn: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> list[SetResult]:
+    """Returns the results with `training_data` added to each .bin: how many of its images are training images, and whether
+    `megaclass data split` held its identities out of the data at `data_path`.
+
+    drawn: a .bin of synthetic identities, which are not in the training data by construction.
+    """
+    bins = {one.name: Path(one.path) for one in results if one.error is None and one.path.endswith(".bin")}
+    images = {name: read_pairs(path).images for name, path in bins.items()}
+    overlaps = find_overlaps(images, source, on_progress=on_progress) if bins else {}
+    return [
+        replace(
+            one,
+            numbers={
+                **one.numbers,
+                "training_data": _overlap_numbers(overlaps[one.name], bins[one.name], data_path, drawn),
+            },
+        )
+        if one.name in overlaps
+        else one
+        for one in results
+    ]
+
+
+def _overlap_numbers(overlap: Overlap, path: Path, data_path: str, drawn: Path | None) -> dict[str, int | bool]:
+    return {**overlap.to_json(), "is_held_out": path == drawn or is_unseen(path, data_path)}
+
+
+def training_data_line(numbers: Mapping[str, Any]) -> str:
+    """Returns a sentence on how the set relates to the training data; empty if they were not compared."""
+    said = numbers.get("training_data")
+    if said is None:
+        return ""
+    overlap = Overlap.from_json(said)
+    sentence = overlap.describe()
+    if overlap.num_found:
+        return f"WARNING: {sentence}. Hold some out first: megaclass data split."
+    if said["is_held_out"]:
+        return f"Its identities were held out of training; {sentence}."
+    return f"{sentence[0].upper()}{sentence[1:]}; other images of the same people may be in the training data."

@@ -1,0 +1,260 @@
+"""Commits of an elastic training: copies of its state in the memory of the ranks, and how they are restored.
+
+A rank has two places for a commit and fills the one that does not hold the last good commit:
+
+    take        copies the state to host memory, exchanges copies of the centres      place: holds nothing
+    agree       all-gather: every rank has filled its place                           place: whole, and the last good one
+
+A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
+all ranks have a whole copy, so at most one of two commits is unfinished at any time. After a loss the ranks compare what
+they hold (commit_plan.py) and restore the newest commit of which nothing is missing.
+
+State of Commits, used by the training thread only. It outlives the generations of the job:
+
+    _places       the two places                          written by commit, restore
+    _last         the place with the last good commit     written by commit, restore
+    _joined       this generation                         written by join
+    has_begun     the run has been put into its folder    written by join, begin
+    is_state_lost no member holds a commit any more       written by join
+    last_step     steps done by this process              written by the loop
+    spent_s       seconds in commits since the last row   written by commit, take_seconds
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megaclass.checkpoint.host_copy import HostCopy
+from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.head.shards import class_range
+from megaclass.training.elastic.commit_plan import (
+    NO_COMMIT,
+    NUM_NUMBERS,
+    HeldCommit,
+    RestorePlan,
+    copy_distance,
+    newest_whole_commit,
+    transfers,
+)
+from megaclass.training.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
+from megaclass.training.model.build import Model, generator_states, restore_generators
+from megaclass_launch.elastic.worker import Assignment, ElasticWorker
+from megaclass_launch.errors import ConnectionLostError
+from megaclass_launch.ranks.collectives import gather_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the job's ranks that is about to happen, as all ranks have agreed at a commit."""
+
+    is_wanted: bool = False
+    has_removals: bool = False
+    """Ranks will leave, perhaps one together with the rank that holds the copy of its centres."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Memory for the part of one commit that this rank holds; the buffers are reused."""
+
+    held: HeldCommit = NO_COMMIT
+    """NO_COMMIT while it is being filled."""
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    shared_copy: HostCopy = field(default_factory=HostCopy)
+    rows_copy: HostCopy = field(default_factory=HostCopy)
+    kept_copy: HostCopy = field(default_factory=HostCopy)
+
+    def rows_of(self, shard: tuple[int, int], start: int, stop: int, num_subcentres: int) -> dict[str, Tensor]:
+        """Returns the rows of the classes [start, stop), which are part of a shard that this place holds."""
+        is_own = shard == (self.held.own_start, self.held.own_stop)
+        rows = self.rows if is_own else self.kept
+        here = slice(*((number - shard[0]) * num_subcentres for number in (start, stop)))
+        return {name: tensor[here] for name, tensor in rows.items()}
+
+
+class Commits:
+    """The commits that this process holds, through all generations of its job."""
+
+    def __init__(self, worker: ElasticWorker, interval: int) -> None:
+        """interval: steps from one commit to the next."""
+        self.interval = interval
+        self.has_begun = False
+        """True once the run of this job is in its folder: a later generation continues it."""
+        self.last_step = 0
+        self.is_state_lost = False
+        """True if the job has made progress, but no member of this generation holds a commit of it; the same on every rank."""
+        self._worker = worker
+        self._places = (_Place(), _Place())
+        self._last = self._places[0]
+        self._joined: Assignment | None = None
+        self._distance = 0
+        self._spent_s = 0.0
+
+    # ---- generations ---------------------------------------------------------------------------------------------
+
+    def join(self, joined: Assignment, device: torch.device) -> RestorePlan | None:
+        """Collective. Begins a generation; returns the commit to restore. has_begun is then the same on every rank.
+
+        One all-gather of 16 numbers per rank.
+        """
+        self._joined = joined
+        # In each generation, because hosts have come and gone, and the copy should be on another host than its original.
+        self._distance = copy_distance([member.host for member in joined.members])
+        # A job that has made progress has begun, also if all ranks that did so are lost.
+        self.has_begun |= joined.has_progressed
+        own = [int(self.has_begun), *(number for place in self._places for number in place.held.numbers())]
+        rows_W = self._gather(own, device)
+        # A rank that is new in the job has begun nothing, but must take the same way as the others.
+        self.has_begun = any(row[0] for row in rows_W)
+        held_W = [
+            [HeldCommit(*row[start : start + NUM_NUMBERS]) for start in range(1, len(row), NUM_NUMBERS)]
+            for row in rows_W
+        ]
+        # Where progress was reported, a commit was made: each generation begins with one.
+        self.is_state_lost = joined.has_progressed and not any(
+            commit.generation for commits in held_W for commit in commits
+        )
+        return newest_whole_commit(held_W)
+
+    def _gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Collective. Returns the numbers of every rank.
+
+        ConnectionLostError if NCCL's group was aborted meanwhile: its operations then end without an error, and leave what was
+        in the memory before.
+        """
+        assert self._joined is not None
+        generation = self._joined.generation
+        rows_W = gather_blocks(torch.tensor([generation, *map(int, numbers)], device=device), None).tolist()
+        if any(row[0] != generation for row in rows_W):
+            raise ConnectionLostError(
+                f"{self._joined.world.name()}: an exchange of generation {generation} was aborted."
+            )
+        return [row[1:] for row in rows_W]
+
+    def begin(self) -> None:
+        """Notes that the run is in its folder."""
+        self.has_begun = True
+
+    def describe_change(self, first_step: int) -> dict[str, object]:
+        """Returns the fields of the event `rank_change`; empty in the first generation of a run."""
+        joined = self._joined
+        if joined is None or joined.previous_size == 0:
+            return {}
+        return {
+            "before": joined.previous_size,
+            "after": joined.world.size,
+            "lost_ranks": list(joined.lost_ranks()),
+            "undone_steps": max(0, self.last_step - first_step),
+            "generation": joined.generation,
+        }
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def step_done(self, step: int) -> None:
+        """Notes a finished step; the first one of a generation tells the driver that it trains."""
+        self.last_step = step
+        self._worker.committed(step)
+
+    def commit(self, model: Model, step: int, device: torch.device) -> Change:
+        """Collective. Keeps the state of this step; returns whether the ranks are about to change, the same on every rank.
+
+        Traffic: an all-reduce of batch norm's statistics, the centres of one rank from each rank to another one, an
+        all-gather of four numbers per rank.
+        """
+        begun = time.monotonic()
+        place = self._places[1] if self._last is self._places[0] else self._places[0]
+        held = self._take(place, model, step, device)
+        # News of the driver reach the ranks at different times: what one of them knows, all of them do after the exchange.
+        is_changed = self._worker.hosts_changed()
+        steps_W, changed_W, removals_W = zip(
+            *self._gather([step, is_changed, self._worker.has_removals], device), strict=True
+        )
+        assert set(steps_W) == {step}, f"the ranks commit different steps: {steps_W}"
+        # Not before: if a rank dies earlier, some ranks have filled their place and others have not, and what NCCL has received
+        # from that rank is garbage, which only the exchange above shows.
+        place.held, self._last = held, place
+        self._spent_s += time.monotonic() - begun
+        return Change(any(changed_W), any(removals_W))
+
+    def _take(self, place: _Place, model: Model, step: int, device: torch.device) -> HeldCommit:
+        """Fills the place; returns what it holds, if the exchange with the other ranks has succeeded."""
+        assert self._joined is not None
+        rank, size = self._joined.world.rank, self._joined.world.size
+        # First: a place that is half overwritten must not be offered if this process survives an error in the lines below.
+        place.held = NO_COMMIT
+        # The statistics of batch norm differ between ranks, and a rank that is lost takes its own along.
+        average_buffers_(model.backbone)
+        head = model.head
+        rows = head.rows()
+        # On a GPU both copies are started here and waited for below, so they overlap with the exchange between ranks.
+        place.shared = place.shared_copy.take(model.shared_state())
+        place.rows = place.rows_copy.take(rows)
+        place.generators = generator_states(device)
+        source = (rank - self._distance) % size
+        kept = class_range(head.num_classes, source, size) if size > 1 else class_range(1, 0, 1)
+        if size > 1:
+            num_rows = len(kept) * head.store.num_subcentres
+            place.kept = place.kept_copy.reserve(rows, num_rows)
+            swap_rows(rows, place.kept, to=(rank + self._distance) % size, source=source, device=device)
+        place.shared_copy.wait()
+        place.rows_copy.wait()
+        kept_classes = (kept.start, kept.stop) if size > 1 else (0, 0)
+        own = head.classes
+        return HeldCommit(self._joined.generation, step, head.num_classes, own.start, own.stop, *kept_classes)
+
+    def take_seconds(self) -> float:
+        """Returns the seconds spent on commits since the last call."""
+        seconds, self._spent_s = self._spent_s, 0.0
+        return seconds
+
+    # ---- restoring -----------------------------------------------------------------------------------------------
+
+    def restore(self, plan: RestorePlan, model: Model, device: torch.device) -> int:
+        """Collective. Loads a commit into a model that was built for the ranks of this generation; returns its step.
+
+        Traffic: what ranks need of shards that other ranks hold; if a rank is new, a broadcast of what all ranks have.
+        """
+        assert self._joined is not None
+        rank, size = self._joined.world.rank, self._joined.world.size
+        place = next((place for place in self._places if _is_of(place, plan)), None)
+        shared: Mapping[str, Tensor] = place.shared if place is not None else {}
+        # All ranks know the plan, so either all of them broadcast or none does.
+        if len(plan.ranks) < size:
+            shared = tensors_of_rank(shared, plan.ranks[0], device)
+        model.load_shared_state(dict(shared))
+        # Every rank goes through the same list in the same order: sender and receiver meet, and no two wait for each other.
+        for transfer in transfers(plan, size):
+            if rank not in (transfer.source, transfer.target):
+                continue
+            num_subcentres = model.head.store.num_subcentres
+            if rank == transfer.source:
+                assert place is not None
+                rows = place.rows_of(transfer.shard, transfer.start, transfer.stop, num_subcentres)
+                if transfer.target != rank:
+                    send_rows(rows, transfer.target, device)
+                    continue
+            else:
+                num_rows = (transfer.stop - transfer.start) * num_subcentres
+                rows = {
+                    name: torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+                    for name, tensor in model.head.rows().items()
+                }
+                receive_rows(rows, transfer.source)
+            model.head.load_rows(transfer.start, rows)
+        # The head draws its samples by step number.
+        model.head.step_count = plan.step
+        if place is not None:
+            # The other place may hold a newer commit that not all ranks had completed; the next commit overwrites it.
+            self._last = place
+            restore_generators(place.generators, device)
+        return plan.step
+
+
+def _is_of(place: _Place, plan: RestorePlan) -> bool:
+    held = place.held
+    return (held.generation, held.step, held.num_classes) == (plan.generation, plan.step, plan.num_classes)

@@ -1,0 +1,243 @@
+"""Builds the model from the settings: backbone, head, optimizer, precision."""
+
+import difflib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megaclass.backbones.configured import checkpoint_activations, configured_layers, freeze
+from megaclass.checkpoint.tensor_file import tensors_with_prefix
+from megaclass.config.own_classes import own_class
+from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
+from megaclass.data.sources.source import ImageSource
+from megaclass.distributed.data_parallel import data_parallel, exact_average
+from megaclass.head.margins import MARGINS, Margin
+from megaclass.head.partial_fc import PartialFC
+from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
+from megaclass.image_size import ImageSize, compact_size, height_and_width
+from megaclass.training.model.graphed_backbone import GraphedBackbone, can_capture
+from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
+from megaclass.training.model.precision import Ema, LossScale, Precision, RunningStatistics, choose_precision
+from megaclass_launch.errors import ConfigError
+from megaclass_launch.ranks.sync_batch_norm import synchronise_batch_norm
+from megaclass_launch.ranks.wire_formats import compression_hook
+from megaclass_launch.world import World
+
+_logger = logging.getLogger("megaclass.training")
+
+
+@dataclass
+class Model:
+    """Backbone, head and their optimizers: everything that a checkpoint must hold."""
+
+    backbone: nn.Module
+    parallel: DistributedDataParallel
+    """The backbone in DDP, which averages its gradients over the ranks; compiled, or replayed as CUDA graphs, by settings."""
+    head: PartialFC
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    loss_scale: LossScale
+    dropouts: list[KeyedDropout]
+    ema: Ema | None
+    statistics: RunningStatistics
+
+    @contextmanager
+    def for_evaluation(self) -> Iterator[nn.Module]:
+        """Yields the backbone with the weights to evaluate and export: the moving average if train.ema is set."""
+        with self.ema.in_place() if self.ema is not None else nullcontext():
+            yield self.backbone
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Returns the tensors that are the same on all ranks, by name."""
+        state = {f"backbone.{name}": tensor for name, tensor in self.backbone.state_dict().items()}
+        for name, parameter in self.backbone.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    state[f"optimizer.{name}.{key}"] = value
+        # Class centres are not here: every rank saves its own rows.
+        state |= {f"head.margin_{name}": value for name, value in self.head.margin_state.items()}
+        state |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state().items()}
+        return state | ({f"ema.{name}": mean for name, mean in self.ema.means.items()} if self.ema is not None else {})
+
+    def load_shared_state(self, state: dict[str, Tensor]) -> None:
+        # Names of an older checkpoint must stay readable: they are part of the file format.
+        self.backbone.load_state_dict(tensors_with_prefix(state, "backbone."))
+        for name, parameter in self.backbone.named_parameters():
+            for key, value in tensors_with_prefix(state, f"optimizer.{name}.").items():
+                if value.shape == parameter.shape:
+                    # In the memory layout of the weights: a fused optimizer walks through both by address.
+                    value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                elif self.optimizer.defaults.get("fused"):
+                    # Adam counts its steps on the CPU unless it is fused.
+                    value = value.to(parameter.device)
+                self.optimizer.state[parameter][key] = value
+        for name, value in tensors_with_prefix(state, "head.margin_").items():
+            self.head.margin_state[name].copy_(value)
+        self.loss_scale.load(tensors_with_prefix(state, "loss_scale."))
+        if self.ema is not None:
+            self.ema.load(tensors_with_prefix(state, "ema."))
+
+
+def input_size(config: Config, source: ImageSource) -> tuple[int, int]:
+    """Returns (height, width) of the backbone's input: data.size, or else the size of the first image."""
+    return height_and_width(config.data.size) if config.data.size else source.image_size
+
+
+def build_model(config: Config, source: ImageSource, world: World, device: torch.device) -> Model:
+    """Collective. DDP copies the weights of rank 0 to all ranks, and the head compares its settings between ranks."""
+    precision = choose_precision(config.train, device)
+    image_size = compact_size(input_size(config, source))
+    backbone, dropouts = _build_backbone(config, image_size, device)
+    head = PartialFC(
+        config.backbone.embedding_dim,
+        source.num_classes,
+        margin=build_margin(config.head),
+        sample_rate=config.head.sample_rate,
+        optimizer=build_row_optimizer(config.head),
+        seed=config.train.seed,
+        max_batch=-(-config.train.global_batch // world.size),
+        kernel=config.head.kernel,
+        storage=config.head.storage,
+        num_subcentres=config.head.subcentres,
+        filter_above=config.head.filter_above,
+        stored_bytes=None if config.head.stored_gib is None else round(config.head.stored_gib * 2**30),
+        device=device,
+    )
+    called = backbone
+    if config.is_compiled(on_gpu=device.type == "cuda"):
+        called = _compiled(backbone, image_size)
+    elif config.may_replay_backbone() and can_capture(device, backbone):
+        called = GraphedBackbone(backbone, config.train.cuda_graph, world.size)
+    parallel = data_parallel(called)
+    # A hook replaces the all-reduce of DDP: by a compressed one, or on CPUs by one with an exact average.
+    if config.train.compression != "none":
+        parallel.register_comm_hook(*compression_hook(config.train.compression))
+    elif device.type == "cpu":
+        parallel.register_comm_hook(None, exact_average)
+    return Model(
+        backbone=backbone,
+        parallel=parallel,
+        head=head,
+        optimizer=_build_optimizer(config.optimizer, backbone),
+        precision=precision,
+        loss_scale=LossScale(precision, device),
+        dropouts=dropouts,
+        ema=Ema(backbone, config.train.ema) if config.train.ema else None,
+        statistics=RunningStatistics(backbone),
+    )
+
+
+def build_margin(config: HeadConfig) -> Margin:
+    margin, size_field = _margin_class(config.margin)
+    given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
+    if config.margin_size is not None:
+        if size_field is None:
+            raise ConfigError(
+                f"head.margin_size is {config.margin_size}, but the margin {config.margin} has no single size."
+            )
+        given[size_field] = config.margin_size
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if hasattr(margin, "gradient"):
+        chosen["gradient"] = config.gradient
+    build: Callable[..., Margin] = margin
+    return build(scale=config.scale, **chosen)
+
+
+def _margin_class(name: str) -> tuple[type[Margin], str | None]:
+    """Returns the class, and the field that `head.margin_size` sets; for a class of the user, the field `margin`."""
+    if ":" in name:
+        margin = own_class("head.margin", name, "mymargins:SquaredMargin")
+        names = {field.name for field in fields(margin)} if is_dataclass(margin) else set()
+        if not (isinstance(margin, type) and issubclass(margin, Margin) and "scale" in names):
+            raise ConfigError(
+                f"head.margin is {name!r}, which is not a dataclass derived from megaclass.Margin with a field scale."
+            )
+        return margin, "margin" if "margin" in names else None
+    if name not in MARGINS:
+        close = difflib.get_close_matches(name, MARGINS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ConfigError(
+            f"head.margin is {name!r}; expected one of {', '.join(MARGINS)}, or package.module:Class of your own{hint}"
+        )
+    return MARGINS[name]
+
+
+def build_row_optimizer(config: HeadConfig) -> RowOptimizer:
+    chosen: dict[str, Any] = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    return ROW_OPTIMIZERS[config.optimizer](weight_decay=config.weight_decay, **chosen)
+
+
+def _build_backbone(
+    config: Config, image_size: ImageSize, device: torch.device
+) -> tuple[nn.Module, list[KeyedDropout]]:
+    # The initial weights depend on the seed alone: every rank draws the same ones, whatever ran before.
+    torch.manual_seed(config.train.seed)
+    backbone = configured_layers(config.backbone, image_size)
+    # After all layers are in place, and before anything wraps them.
+    dropouts = key_dropout(backbone, config.train.seed)
+    if config.backbone.batch_norm == "sync":
+        synchronise_batch_norm(backbone)
+    freeze(backbone, config.backbone)
+    if config.backbone.checkpoint_activations:
+        checkpoint_activations(backbone, config.backbone)
+    backbone.to(device)
+    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return backbone, dropouts
+
+
+def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
+    """Returns the compiled backbone, or the backbone itself if compiling fails; tries two images, because compiling is lazy."""
+    device = next(backbone.parameters()).device
+    images = torch.zeros((2, 3, *height_and_width(image_size)), device=device).to(memory_format=torch.channels_last)
+    # Static shapes: otherwise a second batch size would make the dimension dynamic, and the kernels slower.
+    compiled = torch.compile(backbone, dynamic=False)
+    was_training = backbone.training
+    try:
+        backbone.eval()
+        with torch.no_grad():
+            compiled(images)
+    except Exception as error:  # a compiler may fail in any way, which must not end the run
+        reason = str(error).strip().split("\n")[0]
+        _logger.warning(f"torch.compile failed, continuing without it: {reason}")
+        return backbone
+    finally:
+        backbone.train(was_training)
+    return compiled  # type: ignore[return-value]
+
+
+def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+    # Fused optimizers read `found_inf` on the device, so a bad step is skipped without waiting for the host.
+    fused = parameters[0].device.type == "cuda"
+    if config.name == "adamw":
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    sgd = torch.optim.SGD(
+        parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
+    )
+    if config.momentum:
+        # The fused optimizer would create its buffers uninitialised in the first step, and keep them if that is skipped.
+        for parameter in parameters:
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
+
+
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    """Returns the state of torch's random number generators on this rank: layers of users' own may draw from them."""
+    states = {"generator_cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["generator_cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: dict[str, Tensor], device: torch.device) -> None:
+    """Sets torch's random number generators to saved states, as far as this device has them."""
+    if "generator_cpu" in states:
+        torch.set_rng_state(states["generator_cpu"])
+    if "generator_cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["generator_cuda"], device)

@@ -1,0 +1,286 @@
+"""`megaclass train` in one rank: prepare the folder, open data and model, load weights, train, evaluate, export."""
+
+import faulthandler
+import logging
+import signal
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megaclass.checkpoint.save import CheckpointWriter
+from megaclass.checkpoint.tensor_file import check_dtypes
+from megaclass.config.read import to_toml
+from megaclass.config.schema import Config
+from megaclass.data.sources.open_source import verification_files
+from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
+from megaclass.errors import CheckpointError, ExportError, TrainError
+from megaclass.training.elastic.commits import Commits
+from megaclass.training.elastic.generations import check_most_ranks, joined_group, open_to_join, through_generations
+from megaclass.training.evaluation import evaluate_model
+from megaclass.training.finish import finish_run
+from megaclass.training.loop import TrainingResult, train
+from megaclass.training.model.build import Model, build_model
+from megaclass.training.run.data import describe_sizes, how_to_verify
+from megaclass.training.run.folder import RunFolder
+from megaclass.training.run.out_of_memory import out_of_memory_explained
+from megaclass.training.run.run import OpenedData, Run, open_run
+from megaclass.training.run.same_start import check_same_start
+from megaclass.training.run.signals import Stop, StopSignals
+from megaclass.training.start.initial_weights import load_initial_weights
+from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
+from megaclass.training.start.resume import resume_run
+from megaclass_launch.elastic.worker import Assignment, elastic_worker
+from megaclass_launch.errors import StateLostError
+from megaclass_launch.exit_codes import EXIT_RESUME_ME
+from megaclass_launch.hang.own_watch import watched_from_inside
+from megaclass_launch.rank_status import own_status
+from megaclass_launch.ranks.process_group import choose_device, process_group
+from megaclass_launch.world import World
+
+_logger = logging.getLogger("megaclass.training")
+# The shell's code for a program that was ended by Ctrl-C.
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
+_STDERR = 2
+_STATE_LOST = (
+    "all ranks that held the state of this elastic job are lost, the others had not received it yet, and the run folder "
+    "holds no checkpoint. The job does not start again at step 0 by itself: start it again with --overwrite."
+)
+# How long rank 0 of an elastic job waits, after a loss, for the files of other ranks in a checkpoint that is under way: they
+# wait for it to continue.
+_LAST_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run after its last step, ready to be evaluated and exported."""
+
+    run: Run
+    model: Model
+    outcome: TrainingResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticContext:
+    """State that a process of an elastic job has besides. All but `here` outlives the generations of the job."""
+
+    commits: Commits
+    opened: OpenedData
+    lock: FolderLock
+    max_ranks: int
+    """Largest number of ranks that the job may have; 0 if it was not given."""
+    here: Assignment
+    """The place of this process in the present generation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """Everything that one rank is given for its way from the settings to its exit code."""
+
+    config: Config
+    world: World
+    mode: StartMode
+    held: ExitStack
+    """Ends with the rank, after its process group: the run folder stays locked until rank 0 has written the last result."""
+    elastic: ElasticContext | None = None
+
+    @property
+    def is_continued(self) -> bool:
+        """True if an earlier generation of this elastic job has begun the run; the same on every rank after `Commits.join`."""
+        return self.elastic is not None and self.elastic.commits.has_begun
+
+
+def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
+    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
+    if not faulthandler.is_enabled():
+        # A crash in native code then prints where it happened, whichever launcher started this process.
+        faulthandler.enable(file=_STDERR)
+    # The agent can ask this rank for its stacks at any time, also while it joins the others.
+    own_status().give_stacks(str(Path(__file__).parents[1]))
+    worker = elastic_worker()
+    with ExitStack() as held, watched_from_inside(own_status(), world):
+        context = RankContext(config=config, world=world, mode=mode, held=held)
+        if worker is None:
+            code = _train_and_finish(context, process_group(world, device=config.train.device))
+            assert code is not None, "only the ranks of elastic jobs change"
+            return code
+        # Errors of this host come first, and what takes long: the others train meanwhile.
+        choose_device(config.train.device, world)
+        source = open_to_join(config) if worker.joins_running_job else None
+        commits, opened, lock = Commits(worker, config.train.commit_steps), OpenedData(source), FolderLock(held)
+
+        def train_generation(here: Assignment) -> int | None:
+            elastic = ElasticContext(commits=commits, opened=opened, lock=lock, max_ranks=worker.max_ranks, here=here)
+            group = joined_group(worker, here, config.train.device)
+            return _train_and_finish(replace(context, world=here.world, elastic=elastic), group)
+
+        return through_generations(worker, train_generation)
+
+
+def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.device]) -> int | None:
+    """Trains in the group, evaluates and exports; returns the exit code, or None if the ranks of an elastic job change."""
+    world = context.world
+    with group as device:
+        with out_of_memory_explained(context.config, world, device):
+            trained = train_in_group(context, device)
+        run, model, outcome = trained.run, trained.model, trained.outcome
+        if outcome.is_regrouping:
+            return None
+        run.events.note("end", outcome.num_steps, outcome="stopped" if outcome.stop else "finished")
+        if outcome.stop:
+            if world.is_main:
+                _logger.info(f"asked to stop; saved at step {outcome.num_steps}, --resume continues.")
+            return EXIT_RESUME_ME if outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
+        with model.for_evaluation(), own_status().long_work("evaluation"):
+            results = outcome.results or evaluate_model(run, model, has_bar=True)
+    # The other ranks are done: export and report are the work of one rank.
+    if world.is_main:
+        own_status().progress(allowed_s=0.0, phase="writing results")
+        # It may use the cores of the others on this machine.
+        torch.set_num_threads(torch.get_num_threads() * world.local_size)
+        try:
+            # The weights that were evaluated are those that are exported.
+            with model.for_evaluation():
+                finish_run(run, model, outcome, results)
+        except (OSError, ExportError, CheckpointError) as error:
+            reason = str(error).rstrip(".")
+            raise TrainError(
+                f"All {outcome.num_steps} steps are done and saved, but not all results could be written to "
+                f"{run.folder.path}: {reason}. Fix that, then --resume."
+            ) from error
+    return 0
+
+
+def train_in_group(context: RankContext, device: torch.device) -> TrainedRun:
+    """Collective. Runs from the settings to the last step: opens the run, builds the model, loads weights, trains."""
+    config, world, elastic = context.config, context.world, context.elastic
+    hosts = check_same_start(config, device)
+    plan = elastic.commits.join(elastic.here, device) if elastic is not None else None
+    # What an earlier generation did and said is not repeated: begin() below changes the answer.
+    is_continued = context.is_continued
+    mode, run = _open(context, hosts, device)
+    says = world.is_main and not is_continued
+    sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if says else "", device)
+    model = _build(run)
+    if plan is not None and elastic is not None:
+        first_step = elastic.commits.restore(plan, model, device)
+        # Rows of steps that are trained once more would be in the curve twice.
+        on_main_rank(lambda: run.folder.forget_metrics_after(first_step), device)
+    else:
+        if elastic is not None and elastic.commits.is_state_lost and mode.resume is None:
+            raise StateLostError(_STATE_LOST)
+        first_step = _load_weights(run, model, mode)
+        if is_continued and elastic is not None and world.is_main:
+            _announce_fallback(first_step, elastic.commits)
+        # From here on a restart continues this run (see start/restart.py).
+        on_main_rank(lambda: take_over(config, run.folder, mode), device)
+    if elastic is not None:
+        elastic.commits.begin()
+    if says:
+        _logger.info(run.source.describe())
+        _logger.info(sizes)
+        if device.type == "cuda":
+            _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
+        if Path(config.data.path).exists() and not verification_files(config.data.path):
+            _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
+    with run.events.ending_noted(is_elastic=elastic is not None):
+        outcome = _train_and_save(run, model, first_step, elastic.commits if elastic is not None else None)
+    if run.loader.bad_images.num_bad:
+        _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
+    if run.loader.num_resized:
+        _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
+    return TrainedRun(run, model, outcome)
+
+
+def _open(context: RankContext, hosts: tuple[str, ...], device: torch.device) -> tuple[StartMode, Run]:
+    """Collective. Locks the run folder, decides how the run starts, and opens the data."""
+    config, world, elastic = context.config, context.world, context.elastic
+    folder = RunFolder(Path(config.train.run_dir))
+    mode = prepare_run(
+        config,
+        folder,
+        world,
+        device,
+        context.mode,
+        context.held,
+        is_continued=context.is_continued,
+        lock=elastic.lock if elastic is not None else None,
+    )
+    # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
+    folder.check_seen_by_all(device)
+    own_status().name_folder(folder.path.absolute())
+    opened = open_run(config, world, device, folder, hosts, elastic.opened if elastic is not None else None)
+    if elastic is not None and elastic.max_ranks and not context.is_continued:
+        on_main_rank(lambda: check_most_ranks(config, opened.source, elastic.max_ranks), device)
+    return mode, replace(opened, command=mode.command)
+
+
+def _build(run: Run) -> Model:
+    """Collective. Builds the model, whose tensors must all have a place in a checkpoint."""
+    config, world, device = run.config, run.world, run.device
+    if world.is_main and device.type == "cuda":
+        # A start takes from five to fifteen seconds (benchmarks/startup.md): say what is being waited for.
+        _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
+    model = build_model(config, run.source, world, device)
+    on_every_rank(lambda: check_dtypes(model.shared_state()), device)
+    num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
+    _logger.debug(
+        f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
+        f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
+    )
+    return model
+
+
+def _load_weights(run: Run, model: Model, mode: StartMode) -> int:
+    """Collective. Loads the weights that the run starts from; returns its first step."""
+    if mode.resume is not None:
+        return resume_run(run, model, mode)
+    load_initial_weights(run, model, mode)
+    return 0
+
+
+def _announce_fallback(first_step: int, commits: Commits) -> None:
+    """Rank 0. Says what the ranks continue from, because no commit in memory is whole."""
+    last_step = commits.last_step
+    if commits.is_state_lost:
+        _logger.warning(
+            "all ranks that held the state of this job are lost, and the others had not received it yet: continuing from "
+            f"the checkpoint of step {first_step:,}."
+        )
+        return
+    if first_step == last_step:
+        _logger.info(
+            "the ranks that left held centres that no other rank has: continuing from the checkpoint on the disk."
+        )
+        return
+    where = f"the checkpoint of step {first_step:,}" if first_step else "the start, because there is no checkpoint yet"
+    _logger.warning(
+        f"a rank and the rank that held the copy of its centres are lost: going back from step {last_step:,} to {where}."
+    )
+
+
+def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | None) -> TrainingResult:
+    """Collective. Trains with a checkpoint writer; signals are handled until the last checkpoint is on the disk."""
+    config = run.config
+    signals = StopSignals(is_main=run.world.is_main)
+    with signals.handled():
+        with CheckpointWriter(
+            run.folder.checkpoints,
+            config=to_toml(config),
+            keep=config.train.keep_checkpoints,
+            device=run.device,
+            class_names=run.classes.text,
+            data=run.data_fingerprint,
+            is_asynchronous=config.train.async_checkpoints,
+            on_published=run.events.note_published,
+            last_wait_s=None if commits is None else _LAST_WAIT_S,
+            is_asked_to_stop=lambda: signals.is_asked,
+        ) as writer:
+            # Host memory for the copies is allocated now, so the first save takes no longer than the others.
+            writer.reserve(model.head.rows(), model.shared_state())
+            outcome = train(run, model, first_step, writer, signals, commits)
+            if run.world.is_main and not outcome.stop and not outcome.is_regrouping:
+                _logger.info(f"all {outcome.num_steps:,} steps are done; writing the last checkpoint")
+        # A signal may have come while the last checkpoint was written.
+        return replace(outcome, stop=signals.of_any_rank(run.device))

@@ -1,0 +1,52 @@
+"""Evaluation during training: on which of the .bin files next to the data."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaclass.config.read import load_config_values
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.tools.synthesize import synthesize
+from megaclass.training.evaluation import evaluate_model
+from megaclass.training.model.build import build_model
+from megaclass_launch.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation") / "data"
+    synthesize(folder, num_identities=4, images_per_identity=3, image_size=16, num_pairs=20, num_processes=1)
+    (folder / "verification.bin").rename(folder / "lfw.bin")
+    shutil.copy(folder / "lfw.bin", folder / "agedb_30.bin")
+    return folder
+
+
+def _evaluated(data: str, sets: list[str]) -> list[tuple[str, str | None]]:
+    """Names of the results and why there are no numbers."""
+    values = {
+        "data": {"path": data},
+        "backbone": {"name": "slim", "embedding_dim": 8},
+        "train": {"run_dir": "unused", "evaluate_sets": sets},
+    }
+    config = load_config_values(values, where="test")
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=0, local_size=1)
+    model = build_model(config, open_source(data), world, CPU)
+    run = SimpleNamespace(config=config, world=world, device=CPU, image_size=(16, 16))
+    return [(result.name, result.error) for result in evaluate_model(run, model)]
+
+
+def test_without_names_every_set_is_evaluated(run_ranks, data):
+    assert run_ranks(1, _evaluated, str(data), []) == [[("agedb_30", None), ("lfw", None)]]
+
+
+def test_with_names_those_alone_are_evaluated_and_one_that_is_not_there_is_noted_on_every_rank(run_ranks, data):
+    for results in run_ranks(2, _evaluated, str(data), ["lfw", "cfp_fp"]):
+        assert results == [
+            ("lfw", None),
+            ("cfp_fp", f"train.evaluate_sets names cfp_fp, but there is no cfp_fp.bin next to the data at {data}."),
+        ]
