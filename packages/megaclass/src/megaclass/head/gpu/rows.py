@@ -197,9 +197,8 @@ def draw(
 
     step: (1,) int64, on the device, as a rate that is a tensor.
     """
-    is_on_device = isinstance(rate, Tensor)
-    threshold = 0 if is_on_device else round(rate * 2**32) - 2**31
-    device_threshold = draw_threshold(rate) if is_on_device else None
+    device_threshold = draw_threshold(rate) if isinstance(rate, Tensor) else None
+    threshold = 0 if isinstance(rate, Tensor) else round(rate * 2**32) - 2**31
     device, start, num_local = labels_G.device, local_classes.start, len(local_classes)
     is_positive = torch.zeros(num_local, dtype=torch.uint8, device=device)
     if labels_G.shape[0]:
