@@ -1,7 +1,8 @@
-"""Runs of version 0.1.0 go on with this version: a run of three ranks that 0.1.0 has written, and the names of its weights.
+"""Runs of earlier versions go on with this version: recorded runs, and the names of the weights of 0.1.0.
 
-recorded/run_0_1_0/run has the settings, the losses of all eight steps and the checkpoint of step 4, as 0.1.0 wrote them;
-ended_model.safetensors is the model that it had after step 8.
+recorded/run_0_1_0/run has the settings, the losses of all eight steps and the checkpoint of step 4, as 0.1.0 wrote them on three
+ranks; ended_model.safetensors is the model that it had after step 8. run_0_2_0 is the same of 0.2.0 on 2026-11-19, on two ranks,
+with all of the head's state: AdaFace, AdamW, bf16, sub-centres. Both sample classes and average the weights.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from tests.forked import ended_ranks, megaclass_command
 
 from megaclass.backbones import build_backbone
 
-RECORDED = Path(__file__).parent / "recorded" / "run_0_1_0"
+RECORDED = Path(__file__).parent / "recorded"
 # SHA-256 of the sorted lines "name shape dtype" of the state dict, for embeddings of 512 numbers and images of 112 pixels.
 WEIGHTS_OF_0_1_0 = {
     "slim": "06653f3cb7fda97e",
@@ -40,14 +41,17 @@ def losses_in(metrics: Path) -> dict[int, float]:
 
 
 @pytest.mark.ranks
-def test_a_run_of_0_1_0_is_resumed_with_its_recipe_and_has_the_losses_that_0_1_0_had(tmp_path, monkeypatch):
-    monkeypatch.chdir(shutil.copytree(RECORDED, tmp_path / "copy"))
+@pytest.mark.parametrize(("name", "num_ranks"), [("run_0_1_0", 3), ("run_0_2_0", 2)])
+def test_a_recorded_run_is_resumed_with_its_recipe_and_has_the_losses_that_it_had(
+    name, num_ranks, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(shutil.copytree(RECORDED / name, tmp_path / "copy"))
     recorded = losses_in(Path("run/metrics.jsonl"))
     assert sorted(recorded) == [1, 2, 3, 4, 5, 6, 7, 8]
     first_rows = Path("run/metrics.jsonl").read_text().splitlines(keepends=True)[:4]
     Path("run/metrics.jsonl").write_text("".join(first_rows))
-    ranks = ended_ranks(3, megaclass_command, "train", "recipe.toml", "--resume", env={"PYTHONPATH": "."})
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], [rank.stderr for rank in ranks]
+    ranks = ended_ranks(num_ranks, megaclass_command, "train", "recipe.toml", "--resume", env={"PYTHONPATH": "."})
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, [rank.stderr for rank in ranks]
     assert "resuming from run/checkpoints/step-000000004, step 4\n" in ranks[0].stderr
     # Bit for bit on the kind of processor where it was recorded; others add in another order.
     assert losses_in(Path("run/metrics.jsonl")) == pytest.approx(recorded, rel=1e-5)
