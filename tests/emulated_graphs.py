@@ -82,7 +82,7 @@ def _address(tensor: Tensor) -> int:
 
 
 class EmulatedRecorder:
-    """In place of cuda_graphs.Recorder."""
+    """In place of graphed_backbone.Recorder."""
 
     graphs: list[EmulatedGraph]
     recording: _Recording | None = None

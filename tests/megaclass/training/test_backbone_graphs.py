@@ -20,11 +20,11 @@ from tests.megaclass.training.backbone_scenario import (
 from torch import Tensor, nn
 
 from megaclass.backbones import BACKBONES
+from megaclass.backbones.configured import largest_replayed_bytes
 from megaclass.backbones.iresnet import IResNet
-from megaclass.gpu.cuda_graphs import NUM_ORDINARY_STEPS, largest_backbone_bytes
 from megaclass.training.model import graphed_backbone
 from megaclass.training.model.build import build_model
-from megaclass.training.model.graphed_backbone import NUM_TRIAL_STEPS, GraphedBackbone, can_capture
+from megaclass.training.model.graphed_backbone import NUM_ORDINARY_STEPS, NUM_TRIAL_STEPS, GraphedBackbone, can_capture
 from megaclass.training.model.precision import Precision
 from megaclass_launch.ranks.process_group import process_group
 from megaclass_launch.world import World
@@ -258,8 +258,8 @@ def test_auto_captures_up_to_a_limit_of_what_forward_keeps(graphs, monkeypatch, 
 
 
 def test_the_limit_is_a_quarter_of_the_gpu_but_not_more_than_a_slow_host_needs():
-    assert largest_backbone_bytes(80 << 30) == 20 << 30
-    assert largest_backbone_bytes(140 << 30) == 32 << 30
+    assert largest_replayed_bytes(80 << 30) == 20 << 30
+    assert largest_replayed_bytes(140 << 30) == 32 << 30
 
 
 def test_a_capture_that_fails_warns_once_and_leaves_the_ordinary_way(graphs):

@@ -1,8 +1,8 @@
 """Runs of earlier versions go on with this version: recorded runs, and the names of the weights of 0.1.0.
 
-recorded/run_0_1_0/run has the settings, the losses of all eight steps and the checkpoint of step 4, as 0.1.0 wrote them on three
-ranks; ended_model.safetensors is the model that it had after step 8. run_0_2_0 is the same of 0.2.0 on 2026-11-19, on two ranks,
-with all of the head's state: AdaFace, AdamW, bf16, sub-centres. Both sample classes and average the weights.
+recorded/run_0_1_0/run has the settings, the losses of all eight steps and the checkpoint of step 4, as 0.1.0 wrote them on
+three ranks; ended_model.safetensors is the model that it had after step 8. run_0_2_0 is the same of 0.2.0 on 2026-11-19, on
+two ranks, with all of the head's state: AdaFace, AdamW, bf16, sub-centres. Both sample classes and average the weights.
 """
 
 import hashlib

@@ -5,10 +5,9 @@ from functools import cache
 
 import torch
 
-from megaclass.backbones.configured import backbone_on_paper
+from megaclass.backbones.configured import backbone_on_paper, largest_replayed_bytes
 from megaclass.capacity.trace import BackboneTrace, trace_backbone
 from megaclass.config.schema import BackboneConfig, Config
-from megaclass.gpu.cuda_graphs import largest_backbone_bytes
 from megaclass.head.gpu.tiling import (
     FLOAT32_TILES,
     GRADIENT_BYTES,
@@ -162,7 +161,7 @@ class PlannedJob:
         if not self.config.may_replay_backbone() or (setting == "auto" and self.num_ranks > 1):
             return False
         kept = self.backbone().at(self.part_batch).kept_for_backward()
-        return setting == "on" or kept <= largest_backbone_bytes(self.gpu.memory)
+        return setting == "on" or kept <= largest_replayed_bytes(self.gpu.memory)
 
     def with_settings(self, **sections: dict[str, object]) -> "PlannedJob":
         """Returns the job with other settings: with_settings(head={"sample_rate": 0.1})."""

@@ -3,69 +3,25 @@
 import importlib.util
 import os
 import warnings
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor
 
 from megaclass.errors import HeadError
 from megaclass.head.cpu import chunked, reference
 from megaclass.head.cpu.step import PlainStep
-from megaclass.head.faults import FaultWatch
 from megaclass.head.margins import CurricularFace, Margin
 from megaclass.head.problem import Kernel
-from megaclass.head.step import ForBackward, HeadStats, LossPart, StepContext, StepPlan
+
+if TYPE_CHECKING:
+    from megaclass.head.gpu.step import FusedStep
 
 _PLAIN: dict[str, Kernel] = {"reference": reference, "chunked": chunked}
 _FUSED = "triton_fused"
 
 
-class StepEngine(Protocol):
-    """Computes the steps of one head. The step number is the head's and comes with every call."""
-
-    context: StepContext
-    kernel: Kernel
-    faults: FaultWatch
-
-    def __init__(self, context: StepContext, kernel: Kernel) -> None: ...
-
-    def plan(self, labels_G: Tensor, counts_W: Tensor, step: int) -> StepPlan:
-        """Decides which classes take part. labels_G: below 0 for padding. Sends nothing."""
-
-    def forward(
-        self,
-        embeddings_BD: Tensor,
-        labels_B: Tensor,
-        planned: StepPlan | None,
-        *,
-        step: int,
-        product_dtype: torch.dtype,
-        for_backward: ForBackward | None,
-    ) -> tuple[StepPlan, LossPart]:
-        """Collective. Gathers the global batch and computes its loss.
-
-        planned: the plan of a step opened by begin_step(); None makes one for this batch.
-        for_backward: None if no backward follows.
-        Returns the step's plan, and what backward needs of this part; the mean loss is among it.
-        """
-
-    def backward(
-        self, plan: StepPlan, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Collective if wants_images. Weighs the part's images and returns their (max_batch, D) gradient."""
-
-    def update(
-        self,
-        plan: StepPlan,
-        parts: list[LossPart],
-        lr: float | Tensor,
-        *,
-        skip: bool | Tensor,
-        loss_scale: float | Tensor,
-        step: int,
-        is_measured: bool,
-    ) -> HeadStats | None:
-        """Moves the rows that took part, and the margin's running values. Collective if is_measured."""
+StepEngine: TypeAlias = "PlainStep | FusedStep"
+"""What computes the steps of one head. The step number is the head's and comes with every call."""
 
 
 def choose_engine(

@@ -1,8 +1,8 @@
-"""The GradScaler of the loop, whose loss scale and verdict the head follows (fp16).
+"""The GradScaler of the loop, whose loss scale and decision the head follows (fp16).
 
 A scaler multiplies the loss, and so the gradient that reaches the head, by its scale; users multiply it by weights, which are
 meant. Only the scaler can tell the two apart. Its scale is copied in backward, because update() changes it in place. The
-verdict is read in head.step(), where update() may have run (Lightning, Accelerate) or not (a plain loop):
+decision is read in head.step(), where update() may have run (Lightning, Accelerate) or not (a plain loop):
 
     not yet     the scaler still holds the flags of its optimizers
     it has      the scale is smaller than in backward exactly if a step was skipped

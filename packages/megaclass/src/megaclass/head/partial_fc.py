@@ -3,9 +3,9 @@
 This file is the whole public class. The arithmetic of a step is in step.py, cpu/step.py and gpu/step.py; that of questions
 about the centres in inspect.py.
 
-State of a step: `_open_step` (open_step.py) holds the plan that begin_step() makes for all forwards, and what the update needs
-of each backward. step() and abandon_step() form a new one and advance `step_count`, which every rank counts for itself and
-which the all-gather compares. All of it belongs to the thread that trains.
+State of a step: `_open_step` (OpenStep in step.py) holds the draw that begin_step() makes for all forwards, and what the
+update needs of each backward. step() and abandon_step() form a new one and advance `step_count`, which every rank counts
+for itself and which the all-gather compares. All of it belongs to the thread that trains.
 
 Traffic of a step over W ranks, G = W * max_batch rows in all, embeddings of D numbers of b bytes:
 
@@ -43,7 +43,6 @@ from megaclass.head.followed_scaler import FollowedScaler, check_unscaled
 from megaclass.head.gather_batch import gather_batch
 from megaclass.head.inspect import centres_of, closest_classes, cosines_with_all, nearest_to
 from megaclass.head.margins import Margin
-from megaclass.head.open_step import OpenStep
 from megaclass.head.problem import Kernel
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import SampleRate, rate_schedule
@@ -61,7 +60,7 @@ from megaclass.head.settings import (
 )
 from megaclass.head.shards import ClassRange, class_range
 from megaclass.head.state_dict import EXTRA, ModuleState, StateHeader
-from megaclass.head.step import ForBackward, HeadStats, LossPart, StepContext, StepPlan
+from megaclass.head.step import ForBackward, HeadStats, LossPart, OpenStep, StepContext, StepDraw
 from megaclass_launch.ranks.collectives import group_rank, group_size
 from megaclass_launch.ranks.gloo_exit import end_gloo_at_exit
 
@@ -227,10 +226,10 @@ class PartialFC(nn.Module):
         # Autograd would keep the (G, S) logits and their exponentials. The head has a backward of its own, which keeps what
         # stored_bytes allows and computes the rest again.
         with torch.no_grad(), _without_autocast(self.device):
-            plan, part = self._engine.forward(
+            draw, part = self._engine.forward(
                 embeddings_BD.detach(),
                 labels_B,
-                self._open_step.planned,
+                self._open_step.opened,
                 step=self.step_count,
                 product_dtype=product_dtype,
                 for_backward=for_backward,
@@ -239,8 +238,8 @@ class PartialFC(nn.Module):
         if for_backward is None:
             return loss
         # Random numbers of an image are keyed by its place in the step: those of the next forward come after these.
-        plan.counts_before.append(part.images.counts_W)
-        result: Tensor = _HeadLoss.apply(embeddings_BD, self._anchor, loss, self, plan, part)  # type: ignore[no-untyped-call]
+        draw.counts_before.append(part.images.counts_W)
+        result: Tensor = _HeadLoss.apply(embeddings_BD, self._anchor, loss, self, draw, part)  # type: ignore[no-untyped-call]
         return result
 
     def _stored_bytes(self) -> int:
@@ -266,7 +265,7 @@ class PartialFC(nn.Module):
             # The all-gather of forward, with embeddings of no columns. Not with max_batch, which bounds a single forward.
             no_embeddings = torch.zeros((len(labels), 0), device=self.device)
             batch = gather_batch(no_embeddings, labels, step=self.step_count, max_batch=None, group=self.group)
-            self._open_step.planned = self._engine.plan(batch.labels_G, batch.counts_W, self.step_count)
+            self._open_step.opened = self._engine.draw(batch.labels_G, batch.counts_W, self.step_count)
 
     @torch.no_grad()
     def step(
@@ -281,11 +280,11 @@ class PartialFC(nn.Module):
 
         skip: a flag, on the host or on the device, that leaves everything as it was. It must be the same on all ranks.
         loss_scale: the factor that the loss was multiplied by before backward and that is not meant as a weight. By default
-            that of the scaler given to follow_scaler(), whose verdict is then also followed; without a scaler 1.
+            that of the scaler given to follow_scaler(), whose decision is then also followed; without a scaler 1.
         is_measured: returns statistics of the step, for which 16 bytes are all-reduced; None if the host saw skip,
             without meaning if skip masked the update on the device. The same on all ranks.
         """
-        plan, parts = self._open_step.for_update()
+        draw, parts = self._open_step.for_update()
         if self._scaler is not None:
             if loss_scale is not None:
                 raise HeadError(
@@ -300,7 +299,7 @@ class PartialFC(nn.Module):
                 check_unscaled(self._open_step.upstream)
             self._is_scale_checked = True
         stats = self._engine.update(
-            plan, parts, lr, skip=skip, loss_scale=loss_scale, step=self.step_count, is_measured=is_measured
+            draw, parts, lr, skip=skip, loss_scale=loss_scale, step=self.step_count, is_measured=is_measured
         )
         if self._scaler is not None:
             self._engine.faults.forgive_not_finite()
@@ -562,9 +561,9 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, embeddings_BD: Tensor, anchor: Tensor, loss: Tensor, head: PartialFC, plan: StepPlan, part: LossPart
+        ctx: Any, embeddings_BD: Tensor, anchor: Tensor, loss: Tensor, head: PartialFC, draw: StepDraw, part: LossPart
     ) -> Tensor:
-        ctx.head, ctx.plan, ctx.part = head, plan, part
+        ctx.head, ctx.draw, ctx.part = head, draw, part
         ctx.num_images, ctx.dtype = len(embeddings_BD), embeddings_BD.dtype
         # A copy: autograd would take an input that is returned as it is for a view of that input.
         return loss.clone()
@@ -573,11 +572,11 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # First: a backward that must not come raises here, on every rank, before any of them enters the reduce-scatter.
-        ctx.head._open_step.add(ctx.plan, ctx.part, upstream)
+        ctx.head._open_step.add(ctx.draw, ctx.part, upstream)
         if ctx.head._scaler is not None:
             ctx.head._scaler.note_backward()
         with _without_autocast(upstream.device):
-            grad_BD = ctx.head._engine.backward(ctx.plan, ctx.part, upstream, ctx.needs_input_grad[0], ctx.dtype)
+            grad_BD = ctx.head._engine.backward(ctx.draw, ctx.part, upstream, ctx.needs_input_grad[0], ctx.dtype)
         if grad_BD is not None:
             # The rows behind are padding up to max_batch.
             grad_BD = ctx.head._engine.faults.masked(grad_BD[: ctx.num_images])

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.errors import HeadError
 from megaclass.head.centres import Centres
 from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
 from megaclass.head.faults import FaultWatch
@@ -110,7 +111,7 @@ class Move:
         return has_fault if self.skip is None else has_fault | self.skip.bool()
 
 
-# ---- the plan of a step -----------------------------------------------------------------------------------------
+# ---- the draw of a step -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class DrawnClasses:
 
 
 @dataclass(slots=True)
-class StepPlan:
+class StepDraw:
     """Classes that take part and numbers of images, fixed for all forwards of a step.
 
     Made when the step opens; each forward then appends to counts_before.
@@ -150,14 +151,14 @@ class StepPlan:
         """Returns the place in the step's global batch of each rank's next image."""
         return torch.stack([self.counts_W.cumsum(0) - self.counts_W, *self.counts_before]).sum(0)
 
-    def at_this_part(self) -> "StepPlan":
+    def at_this_part(self) -> "StepDraw":
         """Returns a copy that later forwards do not change."""
         return replace(self, counts_before=list(self.counts_before))
 
 
-def new_plan(drawn: DrawnClasses, counts_W: Tensor) -> StepPlan:
+def new_draw(drawn: DrawnClasses, counts_W: Tensor) -> StepDraw:
     """Sends nothing: every rank knows all labels and draws its own classes."""
-    return StepPlan(drawn, counts_W.sum(dtype=torch.float64), counts_W, [])
+    return StepDraw(drawn, counts_W.sum(dtype=torch.float64), counts_W, [])
 
 
 # ---- what a forward leaves for backward and the update -----------------------------------------------------------
@@ -232,14 +233,62 @@ class LossPart:
     target_coefficients_G: Tensor = field(init=False)
 
 
+class OpenStep:
+    """The open step of a head: what its forwards and backwards leave for the update.
+
+                 begin_step()                  backward                  step(), abandon_step(): a new object
+        closed --------------> opened is set -----------> parts ------------------------------------------> closed
+           |                                                 ^
+           +-------------------------------------------------+
+                 backward of a step that has one forward
+
+    One thread at a time uses it: backward may run on a thread of autograd, but the caller of backward() waits for that.
+    """
+
+    def __init__(self) -> None:
+        self.opened: StepDraw | None = None
+        """The draw for all forwards of a step that begin_step() has opened; else None, and each forward makes its own."""
+        self._parts: list[tuple[StepDraw, LossPart]] = []
+        self.upstream: Tensor
+        """Gradient of the loss that reached the last backward: 1, times what the loss was multiplied by."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened is not None or bool(self._parts)
+
+    def check_closed(self) -> None:
+        """Refuses to open a step inside another one."""
+        if self.is_open:
+            raise HeadError("begin_step() was called inside an open step: call step() first.")
+
+    def add(self, draw: StepDraw, part: LossPart, upstream: Tensor) -> None:
+        """Called by backward: the part takes part in the next step()."""
+        # Parts of one update share their drawn classes and their mean, and therefore the draw.
+        if self._parts and self._parts[0][0] is not draw:
+            raise HeadError(
+                "backward() came a second time before step(): for gradient accumulation hand all labels of the step to "
+                "begin_step() first. Lightning's accumulate_grad_batches and Accelerate's accumulate() cannot do that: set "
+                "them to 1, load the whole batch at once, and split it in the training step as the page "
+                '"Use it in your own loop" (docs/own-loop.md) shows.'
+            )
+        self._parts.append((draw, part))
+        self.upstream = upstream
+
+    def for_update(self) -> tuple[StepDraw, list[LossPart]]:
+        """Returns the draw of the step and its parts, of which there is at least one."""
+        if not self._parts:
+            raise HeadError("step() was called without a forward and a backward before it.")
+        return self._parts[0][0], [part for _, part in self._parts]
+
+
 # ---- forward ----------------------------------------------------------------------------------------------------
 
 
 def new_problem(
-    context: StepContext, plan: StepPlan, images: GatheredImages, slots_G: Tensor, for_backward: ForBackward | None
+    context: StepContext, draw: StepDraw, images: GatheredImages, slots_G: Tensor, for_backward: ForBackward | None
 ) -> Problem:
     """Returns the problem that the kernel solves. slots_G: place of each image's class among those that take part."""
-    drawn, settings = plan.drawn, context.settings
+    drawn, settings = draw.drawn, context.settings
     return Problem(
         unit_GD=images.operand_GD,
         weight_RD=context.store.weight_RD,
@@ -256,14 +305,14 @@ def new_problem(
     )
 
 
-def margin_targets(context: StepContext, plan: StepPlan, images: GatheredImages, step: int) -> Targets:
+def margin_targets(context: StepContext, draw: StepDraw, images: GatheredImages, step: int) -> Targets:
     """Returns the images as the margin sees them, with their cosines as this rank knows them."""
-    # Bound now: the plan has advanced to the next part by the time a kernel computes logits again for backward.
-    plan_now = plan.at_this_part()
+    # Bound now: the draw has advanced to the next part by the time a kernel computes logits again for backward.
+    draw_now = draw.at_this_part()
 
     def normals() -> Tensor:
         # Keyed by the image's place in the step's global batch: padding and parts do not shift the numbers.
-        places_W = plan_now.places_W()
+        places_W = draw_now.places_W()
         places_G = (places_W[:, None] + torch.arange(images.max_batch, device=context.device)).flatten()
         keys = stream_keys(Stream.MARGIN_NOISE, context.settings.seed, step)
         return normals_from_bits(random_bits(keys, places_G), torch.float64)
@@ -303,7 +352,7 @@ def sum_masses(
 
 
 def finish_losses(
-    context: StepContext, plan: StepPlan, targets: Targets, mass_G: Tensor, cosines_G: Tensor
+    context: StepContext, draw: StepDraw, targets: Targets, mass_G: Tensor, cosines_G: Tensor
 ) -> LossesAndSlopes:
     """Computes the losses from the softmax mass of the negatives and the target cosine; slopes by autograd."""
     margin, is_image_G = context.margin, targets.is_image_G
@@ -322,7 +371,7 @@ def finish_losses(
     # A margin may return anything for padding, also NaN; and an image without negatives has none to weigh.
     has_negatives_G = is_image_G & (mass_G > 0)
     # A step in which no rank brings an image has loss 0, not 0 / 0.
-    mean = total.detach() / plan.num_images.clamp_min(1)
+    mean = total.detach() / draw.num_images.clamp_min(1)
     return LossesAndSlopes(
         log_total_G=torch.where(has_negatives_G, log_total_G.detach(), torch.inf),
         slope_cosine_G=torch.zeros_like(mass_G) if slopes[0] is None else torch.where(is_image_G, slopes[0], 0),
@@ -352,14 +401,14 @@ def centre_gradient(kernel: Kernel, parts: list[LossPart]) -> Iterator[CentreGra
     return kernel.grad_centres([part.problem for part in parts], [part.negative_coefficients_G for part in parts])
 
 
-def move_rows(store: Centres, plan: StepPlan, parts: list[LossPart], kernel: Kernel, move: Move) -> None:
+def move_rows(store: Centres, draw: StepDraw, parts: list[LossPart], kernel: Kernel, move: Move) -> None:
     """Moves the rows that took part, with any optimizer, in PyTorch operations."""
     is_skipped = move.is_skipped()
     # A tensor is never compared with 1: the host would wait for it.
     is_scaled = isinstance(move.loss_scale, Tensor) or move.loss_scale != 1
     for chunk in centre_gradient(kernel, parts):
         won_R = _add_targets_(chunk, parts, store.num_subcentres)
-        mask_R = _mask(store, plan, chunk, won_R, is_skipped)
+        mask_R = _mask(store, draw, chunk, won_R, is_skipped)
         grad_RD = chunk.grad_RD / move.loss_scale if is_scaled else chunk.grad_RD
         rows = parts[0].problem.rows_of(chunk.start, chunk.stop)
         store.update_(rows, grad_RD, mask_R, move.lr, move.step, move.squares)
@@ -383,15 +432,15 @@ def _add_targets_(chunk: CentreGradient, parts: list[LossPart], num_subcentres: 
 
 
 def _mask(
-    store: Centres, plan: StepPlan, chunk: CentreGradient, won_R: Tensor | None, is_skipped: Tensor | None
+    store: Centres, draw: StepDraw, chunk: CentreGradient, won_R: Tensor | None, is_skipped: Tensor | None
 ) -> Tensor | None:
     """Returns the rows that move: no padding of a fixed-length sample, no losing sub-centre, nothing when skipped."""
     if is_skipped is None:
         return won_R
     # A 0-d mask if all rows share one fate; the last line gives it a length.
     mask_R = ~is_skipped if won_R is None else won_R & ~is_skipped
-    if plan.drawn.classes_S is not None:
-        is_real_S = plan.drawn.classes_S[chunk.start : chunk.stop] < len(store.classes)
+    if draw.drawn.classes_S is not None:
+        is_real_S = draw.drawn.classes_S[chunk.start : chunk.stop] < len(store.classes)
         mask_R = mask_R & is_real_S.repeat_interleave(store.num_subcentres)
     return mask_R.expand(len(chunk.grad_RD))
 
@@ -427,10 +476,10 @@ class HeadStats:
     """Share of the classes that took part."""
 
 
-def head_stats(context: StepContext, plan: StepPlan, parts: Sequence[LossPart], squares: Sequence[Tensor]) -> HeadStats:
+def head_stats(context: StepContext, draw: StepDraw, parts: Sequence[LossPart], squares: Sequence[Tensor]) -> HeadStats:
     """Collective: an all-reduce of 2 float64. squares: sums of squares of this rank's gradient, chunk by chunk."""
-    num_local, classes_S = len(context.store.classes), plan.drawn.classes_S
-    num_sampled = torch.full_like(plan.num_images, num_local)
+    num_local, classes_S = len(context.store.classes), draw.drawn.classes_S
+    num_sampled = torch.full_like(draw.num_images, num_local)
     if classes_S is not None:
         # Entries of num_local and above are the padding of a list of fixed length.
         num_sampled = (classes_S < num_local).sum()
@@ -439,7 +488,7 @@ def head_stats(context: StepContext, plan: StepPlan, parts: Sequence[LossPart], 
     own = torch.stack([torch.stack([torch.zeros_like(cosines), *squares]).sum(), num_sampled.double()])
     square, num_sampled = sum_over_ranks_(own, context.group)
     return HeadStats(
-        target_cosine=cosines / plan.num_images.clamp_min(1),
+        target_cosine=cosines / draw.num_images.clamp_min(1),
         gradient_norm=square.sqrt(),
         sampled_share=num_sampled / context.settings.num_classes,
     )

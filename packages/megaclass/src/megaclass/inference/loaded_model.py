@@ -24,7 +24,7 @@ from megaclass.evaluation.images import GivenImages, Images
 from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
 from megaclass.image_size import ImageSize, compact_size, height_and_width
 from megaclass.inference.image_index import Comparable, ImageIndex, ImageInput, index_of, listed_images
-from megaclass.inference.thresholds import Threshold, Verdict, choose_threshold, points_of_results
+from megaclass.inference.thresholds import Comparison, Threshold, choose_threshold, points_of_results
 
 
 class OnnxNetwork(nn.Module):
@@ -223,7 +223,7 @@ class LoadedModel:
         threshold: float | None = None,
         evaluation_set: str | None = None,
         **embedding: Any,
-    ) -> Verdict:
+    ) -> Comparison:
         """Tells whether two images show the same identity: their cosine lies above a threshold.
 
         A model without an evaluation has no threshold, which is an error.
@@ -244,7 +244,7 @@ class LoadedModel:
         else:
             chosen = Threshold(similarity=float(threshold), far=None, evaluated_on="")
         cosine = float(rows_ND[0] @ rows_MD[0])
-        return Verdict(is_same=cosine > chosen.similarity, similarity=cosine, threshold=chosen)
+        return Comparison(is_same=cosine > chosen.similarity, similarity=cosine, threshold=chosen)
 
     def threshold(self, *, far: float | None = None, evaluation_set: str | None = None) -> Threshold:
         """Returns the threshold that `verify` uses, with the false accept rate that was measured for it."""

@@ -32,7 +32,7 @@ class Threshold:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Comparison:
     """The answer of `LoadedModel.verify`; true if the images are called the same."""
 
     is_same: bool

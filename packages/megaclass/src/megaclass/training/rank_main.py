@@ -156,15 +156,15 @@ def train_in_group(context: RankContext, device: torch.device) -> TrainedRun:
     """Collective. Runs from the settings to the last step: opens the run, builds the model, loads weights, trains."""
     config, world, elastic = context.config, context.world, context.elastic
     hosts = check_same_start(config, device)
-    plan = elastic.commits.join(elastic.here, device) if elastic is not None else None
+    restoration = elastic.commits.join(elastic.here, device) if elastic is not None else None
     # What an earlier generation did and said is not repeated: begin() below changes the answer.
     is_continued = context.is_continued
     mode, run = _open(context, hosts, device)
     says = world.is_main and not is_continued
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if says else "", device)
     model = _build(run)
-    if plan is not None and elastic is not None:
-        first_step = elastic.commits.restore(plan, model, device)
+    if restoration is not None and elastic is not None:
+        first_step = elastic.commits.restore(restoration, model, device)
         # Rows of steps that are trained once more would be in the curve twice.
         on_main_rank(lambda: run.folder.forget_metrics_after(first_step), device)
     else:

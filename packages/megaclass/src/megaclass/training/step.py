@@ -70,7 +70,7 @@ def compile_programs(
     """
     if device.type != "cuda" or find_spec("triton") is None:
         return
-    from megaclass.gpu.triton_launch import compiling_only
+    from megaclass.triton_launch import compiling_only
 
     generators, step_count = generator_states(device), model.head.step_count
     was_skipped = torch.ones((), dtype=torch.bool, device=device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaclass.backbones.layers import norm_programs
-from megaclass.gpu.triton_launch import current_stream, launch
+from megaclass.triton_launch import current_stream, launch
 from megaclass_launch.ranks.collectives import sum_over_ranks_
 from megaclass_launch.ranks.sync_batch_norm import SyncBatchNorm, moments_over_ranks
 

@@ -91,7 +91,7 @@ def prepare(
 
     images: uint8 (B, 3, H, W). indices: int64 (B,), on the same device. mirror_key: key of mirroring; None does not mirror.
     """
-    from megaclass.gpu.triton_launch import launch
+    from megaclass.triton_launch import launch
 
     programs = _programs()
     assert programs is not None

@@ -22,7 +22,7 @@ from megaclass.head.step import (
     LossPart,
     Move,
     StepContext,
-    StepPlan,
+    StepDraw,
     TargetRows,
     drop_stored,
     finish_losses,
@@ -30,8 +30,8 @@ from megaclass.head.step import (
     margin_targets,
     move_margin_state,
     move_rows,
+    new_draw,
     new_part,
-    new_plan,
     new_problem,
     sum_masses,
 )
@@ -39,17 +39,18 @@ from megaclass_launch.ranks.collectives import scatter_sum
 
 
 class PlainStep:
-    """A step in PyTorch operations around a plain kernel. Interface and collectives: engine.py, step.py."""
+    """A step in PyTorch operations around a plain kernel. Collectives: step.py. gpu/step.py has the same methods."""
 
     def __init__(self, context: StepContext, kernel: Kernel) -> None:
         self.context, self.kernel, self.faults = context, kernel, context.faults
         self._never_waits = context.device.type == "cuda"
 
-    def plan(self, labels_G: Tensor, counts_W: Tensor, step: int) -> StepPlan:
+    def draw(self, labels_G: Tensor, counts_W: Tensor, step: int) -> StepDraw:
+        """Decides which classes take part. labels_G: below 0 for padding. Sends nothing."""
         settings, own = self.context.settings, self.context.store.classes
         rate = settings.rates.at(step)
         if rate == 1:
-            return new_plan(DrawnClasses(), counts_W)
+            return new_draw(DrawnClasses(), counts_W)
         # A GPU cannot tell the host how many were drawn without a wait: there the list has a fixed, padded length.
         capacity = sample_capacity(len(own), rate, len(labels_G)) if self._never_waits else None
         drawn_rate: float | Tensor = rate
@@ -63,18 +64,24 @@ class PlainStep:
             drawn_weight = 1 / rate if is_corrected else 1.0
             weight_S = torch.full_like(sample.classes_S, drawn_weight, dtype=self.context.store.work_dtype)
             weight_S.masked_fill_(sample.is_positive_S, 1.0).masked_fill_(sample.classes_S >= len(own), 0.0)
-        return new_plan(DrawnClasses(sample.classes_S, weight_S, None, sample.overflowed.double()), counts_W)
+        return new_draw(DrawnClasses(sample.classes_S, weight_S, None, sample.overflowed.double()), counts_W)
 
     def forward(
         self,
         embeddings_BD: Tensor,
         labels_B: Tensor,
-        planned: StepPlan | None,
+        opened: StepDraw | None,
         *,
         step: int,
         product_dtype: torch.dtype,
         for_backward: ForBackward | None,
-    ) -> tuple[StepPlan, LossPart]:
+    ) -> tuple[StepDraw, LossPart]:
+        """Collective. Gathers the global batch and computes its loss.
+
+        opened: the draw of a step opened by begin_step(); None makes one for this batch.
+        for_backward: None if no backward follows.
+        Returns the step's draw, and what backward needs of this part; the mean loss is among it.
+        """
         context, store = self.context, self.context.store
         word = store.overwrite_check.control_word(step)
         batch = gather_batch(
@@ -104,24 +111,25 @@ class PlainStep:
             counts_W=batch.counts_W,
             max_batch=batch.max_batch,
         )
-        plan = planned if planned is not None else self.plan(images.labels_G, images.counts_W, step)
-        slots_G, classes_S = images.local_ids_G, plan.drawn.classes_S
+        draw = opened if opened is not None else self.draw(images.labels_G, images.counts_W, step)
+        slots_G, classes_S = images.local_ids_G, draw.drawn.classes_S
         if classes_S is not None:
             # classes_S is ascending and contains every positive, so the search always finds the class itself.
             slots_G = torch.where(slots_G >= 0, torch.searchsorted(classes_S, slots_G), -1)
-        problem = new_problem(context, plan, images, slots_G, for_backward)
-        targets = margin_targets(context, plan, images, step)
-        mass_G, cosines_G, num_overflowed = sum_masses(context, problem, targets, self.kernel, plan.overflowed)
+        problem = new_problem(context, draw, images, slots_G, for_backward)
+        targets = margin_targets(context, draw, images, step)
+        mass_G, cosines_G, num_overflowed = sum_masses(context, problem, targets, self.kernel, draw.overflowed)
         self.faults.note(overflow_fault(fault, num_overflowed))
-        losses = finish_losses(context, plan, targets, mass_G, cosines_G)
-        return plan, new_part(context, images, problem, targets, cosines_G, losses)
+        losses = finish_losses(context, draw, targets, mass_G, cosines_G)
+        return draw, new_part(context, images, problem, targets, cosines_G, losses)
 
     def backward(
-        self, plan: StepPlan, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
+        self, draw: StepDraw, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
     ) -> Tensor | None:
+        """Collective if wants_images. Weighs the part's images and returns their (max_batch, D) gradient."""
         images, losses, rank = part.images, part.losses, self.context.rank
         # num_images counts the whole step, also the parts that come later: the parts add up to the mean of one large batch.
-        image_weight_G = images.is_image_G * (upstream.double() / plan.num_images.clamp_min(1))
+        image_weight_G = images.is_image_G * (upstream.double() / draw.num_images.clamp_min(1))
         # exp(-inf) is 0: padding and images without negatives, whose total is infinite, get no coefficient.
         part.negative_coefficients_G = image_weight_G * torch.exp(-losses.log_total_G)
         part.target_coefficients_G = image_weight_G * losses.slope_cosine_G
@@ -137,7 +145,7 @@ class PlainStep:
 
     def update(
         self,
-        plan: StepPlan,
+        draw: StepDraw,
         parts: list[LossPart],
         lr: float | Tensor,
         *,
@@ -146,6 +154,7 @@ class PlainStep:
         step: int,
         is_measured: bool,
     ) -> HeadStats | None:
+        """Moves the rows that took part, and the margin's running values. Collective if is_measured."""
         context, store = self.context, self.context.store
         # A GPU is not asked whether its centres were overwritten, because the host would wait: there the comparison
         # before each forward must suffice.
@@ -160,10 +169,10 @@ class PlainStep:
         if not skip:
             squares: list[Tensor] | None = [] if is_measured else None
             move = Move(lr, loss_scale, step, first_fault, device_skip, squares)
-            move_rows(store, plan, parts, self.kernel, move)
+            move_rows(store, draw, parts, self.kernel, move)
             move_margin_state(context, parts, move)
             if squares is not None:
-                stats = head_stats(context, plan, parts, squares)
+                stats = head_stats(context, draw, parts, squares)
         # A change by others stays visible to the comparison before the next forward, which raises on every rank.
         if not is_overwritten:
             store.overwrite_check.renew()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaclass.gpu.triton_launch import launch
 from megaclass.head.centres import Centres
 from megaclass.head.gather_batch import BlockLayout
 from megaclass.head.gpu import image_programs
@@ -19,6 +18,7 @@ from megaclass.head.gpu.tiling import next_power_of_2
 from megaclass.head.margins import Margin
 from megaclass.head.overwrite_check import MULTIPLIER, NUM_WATCHED, OverwriteCheck
 from megaclass.head.step import GatheredImages, LossesAndSlopes, LossPart, TargetRows
+from megaclass.triton_launch import launch
 from megaclass_launch.ranks.collectives import gather_blocks, scatter_sum
 
 

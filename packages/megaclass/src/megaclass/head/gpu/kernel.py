@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megaclass.gpu.triton_launch import launch
 from megaclass.head.gpu import kernel_programs as programs
 from megaclass.head.gpu.tiling import (
     FLOAT32_TILES,
@@ -28,6 +27,7 @@ from megaclass.head.gpu.tiling import (
     tiles_for,
 )
 from megaclass.head.problem import CentreGradient, Problem, Stored
+from megaclass.triton_launch import launch
 
 # Logits up to 64 give exponentials whose sum over 1e9 classes fits float32; larger ones are shifted down to that.
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.

@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaclass.gpu.triton_launch import launch
 from megaclass.head.centres import Centres
 from megaclass.head.counter_random import stream_state
 from megaclass.head.gpu import image_programs, row_programs
@@ -18,6 +17,7 @@ from megaclass.head.sampling import draw_threshold
 from megaclass.head.shards import ClassRange
 from megaclass.head.step import DrawnClasses
 from megaclass.keyed_random import Stream
+from megaclass.triton_launch import launch
 
 _DRAW_BLOCK = 4096
 _LINK_BLOCK = 256

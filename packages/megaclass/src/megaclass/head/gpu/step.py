@@ -35,7 +35,7 @@ from megaclass.head.step import (
     LossPart,
     Move,
     StepContext,
-    StepPlan,
+    StepDraw,
     centre_gradient,
     drop_stored,
     finish_losses,
@@ -43,15 +43,15 @@ from megaclass.head.step import (
     margin_targets,
     move_margin_state,
     move_rows,
+    new_draw,
     new_part,
-    new_plan,
     new_problem,
     sum_masses,
 )
 
 
 class FusedStep:
-    """A step in Triton programs around the fused kernel. Interface and collectives: engine.py, step.py."""
+    """A step in Triton programs around the fused kernel. What its methods promise: cpu/step.py. Collectives: step.py."""
 
     def __init__(self, context: StepContext, kernel: Kernel) -> None:
         self.context, self.kernel, self.faults = context, kernel, context.faults
@@ -60,11 +60,11 @@ class FusedStep:
         self._can_update = gpu_rows.can_update(context.store.optimizer)
         self._numbers = StepNumbers(context.device)
 
-    def plan(self, labels_G: Tensor, counts_W: Tensor, step: int) -> StepPlan:
+    def draw(self, labels_G: Tensor, counts_W: Tensor, step: int) -> StepDraw:
         settings, classes = self.context.settings, self.context.store.classes
         rate = settings.rates.at(step)
         if rate == 1:
-            return new_plan(DrawnClasses(), counts_W)
+            return new_draw(DrawnClasses(), counts_W)
         # Only the device knows how many classes were drawn, so the length of their list follows from shapes alone. It is too
         # short with a probability below 1e-15; that is then a fault, which masks the step.
         capacity = sample_capacity(len(classes), rate, len(labels_G))
@@ -72,18 +72,18 @@ class FusedStep:
         self._numbers.set_step(step)
         negatives = rate_of_negatives(labels_G, settings.num_classes, rate) if settings.sample_positives else rate
         drawn = gpu_rows.draw(labels_G, classes, negatives, settings.seed, self._numbers.step, capacity, drawn_weight)
-        return new_plan(drawn, counts_W)
+        return new_draw(drawn, counts_W)
 
     def forward(
         self,
         embeddings_BD: Tensor,
         labels_B: Tensor,
-        planned: StepPlan | None,
+        opened: StepDraw | None,
         *,
         step: int,
         product_dtype: torch.dtype,
         for_backward: ForBackward | None,
-    ) -> tuple[StepPlan, LossPart]:
+    ) -> tuple[StepDraw, LossPart]:
         context, settings = self.context, self.context.settings
         max_batch = settings.max_batch
         if max_batch is None:
@@ -96,19 +96,19 @@ class FusedStep:
         )
         gathered = gpu_images.gather(block, context.group)
         images = gpu_images.prepare(gathered, context.store, product_dtype)
-        plan = planned if planned is not None else self.plan(images.labels_G, images.counts_W, step)
+        draw = opened if opened is not None else self.draw(images.labels_G, images.counts_W, step)
         slots_G = images.local_ids_G
-        if plan.drawn.classes_S is not None:
+        if draw.drawn.classes_S is not None:
             # In place: no later step needs the local ids.
-            gpu_images.find_slots_(slots_G, plan.drawn.classes_S)
-        problem = new_problem(context, plan, images, slots_G, for_backward)
-        targets = margin_targets(context, plan, images, step)
-        mass_G, cosines_G, num_overflowed = sum_masses(context, problem, targets, self.kernel, plan.overflowed)
+            gpu_images.find_slots_(slots_G, draw.drawn.classes_S)
+        problem = new_problem(context, draw, images, slots_G, for_backward)
+        targets = margin_targets(context, draw, images, step)
+        mass_G, cosines_G, num_overflowed = sum_masses(context, problem, targets, self.kernel, draw.overflowed)
         # After the all-reduce, which also counts the ranks whose list was too short: one launch records the first fault.
         first_fault = self.faults.first_fault
         gpu_images.note_faults(first_fault, gathered, images, num_overflowed, settings.num_classes, self._numbers.step)
         if self._margin_numbers is None:
-            losses = finish_losses(context, plan, targets, mass_G, cosines_G)
+            losses = finish_losses(context, draw, targets, mass_G, cosines_G)
         else:
             losses = gpu_images.finish_losses(
                 context.margin,
@@ -116,22 +116,22 @@ class FusedStep:
                 mass_G,
                 cosines_G,
                 images.is_image_G,
-                plan.num_images,
+                draw.num_images,
                 first_fault,
             )
         # Looks at a copy of some forwards ago, which has arrived by now, and starts the next copy.
         self.faults.look(settings.num_classes)
-        return plan, new_part(context, images, problem, targets, cosines_G, losses)
+        return draw, new_part(context, images, problem, targets, cosines_G, losses)
 
     def backward(
-        self, plan: StepPlan, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
+        self, draw: StepDraw, part: LossPart, upstream: Tensor, wants_images: bool, dtype: torch.dtype
     ) -> Tensor | None:
         # Forward has already multiplied the exponentials by the centres, before the denominators were known: they are a factor
         # of each image's row, which is all that is left to apply. The weighted images are kept for the update.
         return gpu_images.grad_embeddings(
             part,
             upstream,
-            plan.num_images,
+            draw.num_images,
             wants_images=wants_images,
             rank=self.context.rank,
             group=self.context.group,
@@ -141,7 +141,7 @@ class FusedStep:
 
     def update(
         self,
-        plan: StepPlan,
+        draw: StepDraw,
         parts: list[LossPart],
         lr: float | Tensor,
         *,
@@ -163,10 +163,10 @@ class FusedStep:
             if self._can_update:
                 self._update_rows(parts, squares)
             else:
-                move_rows(self.context.store, plan, parts, self.kernel, move)
+                move_rows(self.context.store, draw, parts, self.kernel, move)
             move_margin_state(self.context, parts, move)
             if squares is not None:
-                stats = head_stats(self.context, plan, parts, squares)
+                stats = head_stats(self.context, draw, parts, squares)
         self.context.store.overwrite_check.renew()
         drop_stored(parts)
         return stats

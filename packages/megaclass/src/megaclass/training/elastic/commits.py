@@ -7,7 +7,7 @@ A rank has two places for a commit and fills the one that does not hold the last
 
 A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
 all ranks have a whole copy, so at most one of two commits is unfinished at any time. After a loss the ranks compare what
-they hold (commit_plan.py) and restore the newest commit of which nothing is missing.
+they hold (restoration.py) and restore the newest commit of which nothing is missing.
 
 State of Commits, used by the training thread only. It outlives the generations of the job:
 
@@ -30,16 +30,16 @@ from torch import Tensor
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.shards import class_range
-from megaclass.training.elastic.commit_plan import (
+from megaclass.training.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
+from megaclass.training.elastic.restoration import (
     NO_COMMIT,
     NUM_NUMBERS,
     HeldCommit,
-    RestorePlan,
+    Restoration,
     copy_distance,
     newest_whole_commit,
     transfers,
 )
-from megaclass.training.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
 from megaclass.training.model.build import Model, generator_states, restore_generators
 from megaclass_launch.elastic.worker import Assignment, ElasticWorker
 from megaclass_launch.errors import ConnectionLostError
@@ -97,7 +97,7 @@ class Commits:
 
     # ---- generations ---------------------------------------------------------------------------------------------
 
-    def join(self, joined: Assignment, device: torch.device) -> RestorePlan | None:
+    def join(self, joined: Assignment, device: torch.device) -> Restoration | None:
         """Collective. Begins a generation; returns the commit to restore. has_begun is then the same on every rank.
 
         One all-gather of 16 numbers per rank.
@@ -214,21 +214,21 @@ class Commits:
 
     # ---- restoring -----------------------------------------------------------------------------------------------
 
-    def restore(self, plan: RestorePlan, model: Model, device: torch.device) -> int:
+    def restore(self, restoration: Restoration, model: Model, device: torch.device) -> int:
         """Collective. Loads a commit into a model that was built for the ranks of this generation; returns its step.
 
         Traffic: what ranks need of shards that other ranks hold; if a rank is new, a broadcast of what all ranks have.
         """
         assert self._joined is not None
         rank, size = self._joined.world.rank, self._joined.world.size
-        place = next((place for place in self._places if _is_of(place, plan)), None)
+        place = next((place for place in self._places if _is_of(place, restoration)), None)
         shared: Mapping[str, Tensor] = place.shared if place is not None else {}
-        # All ranks know the plan, so either all of them broadcast or none does.
-        if len(plan.ranks) < size:
-            shared = tensors_of_rank(shared, plan.ranks[0], device)
+        # All ranks know the restoration, so either all of them broadcast or none does.
+        if len(restoration.ranks) < size:
+            shared = tensors_of_rank(shared, restoration.ranks[0], device)
         model.load_shared_state(dict(shared))
         # Every rank goes through the same list in the same order: sender and receiver meet, and no two wait for each other.
-        for transfer in transfers(plan, size):
+        for transfer in transfers(restoration, size):
             if rank not in (transfer.source, transfer.target):
                 continue
             num_subcentres = model.head.store.num_subcentres
@@ -247,14 +247,18 @@ class Commits:
                 receive_rows(rows, transfer.source)
             model.head.load_rows(transfer.start, rows)
         # The head draws its samples by step number.
-        model.head.step_count = plan.step
+        model.head.step_count = restoration.step
         if place is not None:
             # The other place may hold a newer commit that not all ranks had completed; the next commit overwrites it.
             self._last = place
             restore_generators(place.generators, device)
-        return plan.step
+        return restoration.step
 
 
-def _is_of(place: _Place, plan: RestorePlan) -> bool:
+def _is_of(place: _Place, restoration: Restoration) -> bool:
     held = place.held
-    return (held.generation, held.step, held.num_classes) == (plan.generation, plan.step, plan.num_classes)
+    return (held.generation, held.step, held.num_classes) == (
+        restoration.generation,
+        restoration.step,
+        restoration.num_classes,
+    )

@@ -19,36 +19,36 @@ gradients arrive at the end of backward, and their exchange does not overlap wit
 both at the start (StepTrial) and keeps the faster one.
 
 Memory: the pool keeps the activations until the graphs are dropped, while an ordinary step frees them in backward; next to it
-are a copy of the images and the gradients. `auto` bounds it (gpu/cuda_graphs.py).
+are a copy of the images and the gradients. `auto` bounds it (largest_replayed_bytes).
 """
 
 import logging
 import statistics
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from megaclass.backbones.configured import largest_replayed_bytes
 from megaclass.backbones.layers.norm import prepare_stream
-from megaclass.gpu.cuda_graphs import (
-    NUM_ORDINARY_STEPS,
-    CudaGraph,
-    Recorder,
-    ShapeGraphs,
-    capture_stream,
-    largest_backbone_bytes,
-)
 from megaclass.training.model.keyed_dropout import KeyedDropout
 
+_T = TypeVar("_T")
 _HAS_TRITON = find_spec("triton") is not None
 _logger = logging.getLogger(__name__)
+
+NUM_ORDINARY_STEPS = 3
+"""Steps of one shape before it is captured: they compile the programs, which cannot be done during a capture."""
 
 NUM_TRIAL_STEPS = 10
 """Steps of each kind that a trial compares."""
@@ -90,6 +90,113 @@ def is_replay_faster(ordinary_ms: Sequence[float], replayed_ms: Sequence[float])
     return statistics.median(replayed_ms) < (1 - _LEAST_GAIN) * statistics.median(ordinary_ms)
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of all captures. There is one, because cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+class Recorder:
+    """Captures graphs that run in the order of their capture and share a memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+        """Captures the launches of a function, which are not run, and returns its result. The host waits once."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("another capture is under way")
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device)
+        try:
+            # An error inside torch.cuda.graph may leave its stream the current one; the outer block restores the caller's.
+            # thread_local: threads of a data loader may allocate pinned memory meanwhile.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                result = function()
+        except Exception:
+            self._release_pool(stream.device_index)
+            raise
+        return graph, result
+
+    def _release_pool(self, device_index: int) -> None:
+        """Does after a failed capture what torch does after a good one and when its graph is dropped.
+
+        Otherwise the allocator would take the capture for unfinished: it would keep the pool's memory for good, and all memory
+        that several streams have used.
+        """
+        # The first line raises if torch has done it, which depends on where the capture failed.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device_index, self._pool)
+            torch._C._cuda_releasePool(device_index, self._pool)
+
+
+class ShapeGraphs:
+    """Keeps the graphs of the shape that was captured last, if there is one.
+
+    State, used by the thread that trains: `_captured` is the last step captured, `_shape` and `_num_equal` count ordinary
+    steps of the same shape in a row. A step of another shape runs without graphs and changes nothing, for example the
+    last batch of an epoch; if its shape stays, it replaces what was captured.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_on: bool,
+        largest_bytes: int | None,
+        num_ordinary: int,
+    ) -> None:
+        """largest_bytes: no larger step is captured. num_ordinary: steps of one shape before it is captured."""
+        self._num_ordinary = num_ordinary
+        self._is_on = is_on
+        self._largest_bytes = largest_bytes
+        self._captured: CapturedBackbone | None = None
+        self._shape: ReplayShape | None = None
+        self._num_equal = 0
+
+    def allows(self, num_bytes: int) -> bool:
+        """Returns True if a step of this size may be captured."""
+        return self._is_on and (self._largest_bytes is None or num_bytes <= self._largest_bytes)
+
+    def counts(self, shape: ReplayShape) -> bool:
+        """Returns True if steps of this shape are on their way to a capture, or captured."""
+        return self._is_on and (shape == self._shape if self._captured is None else shape == self._captured.shape)
+
+    def switch_off(self) -> None:
+        """Drops what was captured; all further steps run without graphs."""
+        self._is_on, self._captured = False, None
+
+    def find(
+        self, shape: ReplayShape, num_bytes: int, capture: "Callable[[ReplayShape], CapturedBackbone]"
+    ) -> "CapturedBackbone | None":
+        """Returns the graphs for the next forward, or None to run it without graphs. `capture` may raise."""
+        if not self.allows(num_bytes):
+            return None
+        if self._captured is not None and self._captured.shape == shape:
+            self._num_equal = 0
+            return self._captured if self._captured.is_free else None
+        self._num_equal = self._num_equal + 1 if shape == self._shape else 1
+        self._shape = shape
+        if self._num_equal <= self._num_ordinary:
+            return None
+        # Before the new one is captured, so both are not held at once.
+        self._captured = None
+        try:
+            self._captured = capture(shape)
+        except RuntimeError as error:
+            # Nothing has run yet: the step runs without graphs. torch.OutOfMemoryError is also a RuntimeError. The end of a
+            # capture that has failed raises an error of its own.
+            self._is_on = False
+            warnings.warn(
+                "The backbone's step could not be captured as a CUDA graph and runs without one, which only takes time of the "
+                f"host. train.cuda_graph=off avoids the attempt. The reason: {error.__context__ or error}",
+                stacklevel=2,
+            )
+        return self._captured
+
+
 class StepTrial:
     """Times ordinary steps, then replayed ones, and says whether the graphs stay.
 
@@ -113,7 +220,7 @@ class StepTrial:
         """Called when a forward begins that is not part of the trial: the time until the next step means nothing."""
         (self._replayed or self._ordinary).append(None)
 
-    def verdict(self) -> bool | None:
+    def decision(self) -> bool | None:
         """Returns whether the graphs stay; None before enough steps of both kinds."""
         if sum(moment is not None for moment in self._replayed) < NUM_TRIAL_STEPS + 2:
             return None
@@ -134,18 +241,16 @@ class StepTrial:
 class GraphedBackbone(nn.Module):
     """Stands for the backbone in DDP. Ordinary calls and replayed ones give the same bits."""
 
-    def __init__(self, backbone: nn.Module, setting: CudaGraph, num_ranks: int) -> None:
+    def __init__(self, backbone: nn.Module, setting: Literal["auto", "on", "off"], num_ranks: int) -> None:
         super().__init__()
-        # None after its verdict.
+        # None after its decision.
         self._trial = StepTrial() if setting == "auto" and num_ranks > 1 else None
         self.backbone = backbone
         self._all_parameters = list(backbone.parameters())
         device = next(backbone.parameters()).device
-        self._graphs: ShapeGraphs[ReplayShape, CapturedBackbone] = ShapeGraphs(
+        self._graphs = ShapeGraphs(
             is_on=setting != "off",
-            largest_bytes=largest_backbone_bytes(_device_bytes(device)) if setting == "auto" else None,
-            subject="The backbone's step",
-            setting="train.cuda_graph=off",
+            largest_bytes=largest_replayed_bytes(_device_bytes(device)) if setting == "auto" else None,
             num_ordinary=NUM_ORDINARY_STEPS + (NUM_TRIAL_STEPS if self._trial is not None else 0),
         )
         self._is_measured = setting == "auto"
@@ -183,7 +288,7 @@ class GraphedBackbone(nn.Module):
             self._trial.note_other()
             return None
         self._trial.note(device, is_replayed=captured is not None)
-        stays = self._trial.verdict()
+        stays = self._trial.decision()
         if stays is None:
             return captured
         self._trial = None
@@ -347,6 +452,6 @@ def _allocated_bytes(device: torch.device) -> int:
 def _is_compiling_only() -> bool:
     if not _HAS_TRITON:
         return False
-    from megaclass.gpu.triton_launch import is_compiling_only
+    from megaclass.triton_launch import is_compiling_only
 
     return is_compiling_only()

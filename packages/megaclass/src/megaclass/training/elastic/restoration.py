@@ -35,7 +35,7 @@ NUM_NUMBERS = len(NO_COMMIT.numbers())
 
 
 @dataclass(frozen=True, slots=True)
-class RestorePlan:
+class Restoration:
     """How a commit is restored: which rank has which part of it."""
 
     generation: int
@@ -58,7 +58,7 @@ class Transfer:
     stop: int
 
 
-def newest_whole_commit(held_W: Sequence[Sequence[HeldCommit]]) -> RestorePlan | None:
+def newest_whole_commit(held_W: Sequence[Sequence[HeldCommit]]) -> Restoration | None:
     """Returns how to restore the newest commit of which no class is lost; None if there is none. held_W: by rank.
 
     The rank to which the classes belonged provides them if it is there, otherwise the one with the copy.
@@ -76,17 +76,17 @@ def newest_whole_commit(held_W: Sequence[Sequence[HeldCommit]]) -> RestorePlan |
         owners = {(commit.own_start, commit.own_stop): rank for rank, commit in these}
         holders = {classes: rank for classes, rank in (copies | owners).items() if classes[0] < classes[1]}
         if whole_up_to(holders) == num_classes:
-            return RestorePlan(generation, step, num_classes, holders, tuple(rank for rank, _ in these))
+            return Restoration(generation, step, num_classes, holders, tuple(rank for rank, _ in these))
     return None
 
 
-def transfers(plan: RestorePlan, world_size: int) -> list[Transfer]:
+def transfers(restoration: Restoration, world_size: int) -> list[Transfer]:
     """Returns what each rank of the new world gets from whom, in the order in which it is sent."""
     return [
-        Transfer(plan.holders[shard], target, shard, start, stop)
+        Transfer(restoration.holders[shard], target, shard, start, stop)
         for target in range(world_size)
-        for own in [class_range(plan.num_classes, target, world_size)]
-        for shard, start, stop in overlapping({shard: shard for shard in plan.holders}, own.start, own.stop)
+        for own in [class_range(restoration.num_classes, target, world_size)]
+        for shard, start, stop in overlapping({shard: shard for shard in restoration.holders}, own.start, own.stop)
     ]
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megaclass.gpu import triton_launch
+from megaclass import triton_launch
 
 
 class Program:

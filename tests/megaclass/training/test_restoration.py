@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from megaclass.head.shards import class_range
-from megaclass.training.elastic.commit_plan import NO_COMMIT, HeldCommit, copy_distance, newest_whole_commit, transfers
+from megaclass.training.elastic.restoration import NO_COMMIT, HeldCommit, copy_distance, newest_whole_commit, transfers
 
 NUM_CLASSES = 11
 
@@ -44,24 +44,24 @@ def test_a_commit_is_lost_only_with_a_rank_and_the_one_that_holds_its_copy(size)
         for lost in combinations(range(size), num_lost):
             left = [commits[rank] for rank in range(size) if rank not in lost]
             # Processes that are new hold nothing.
-            plan = newest_whole_commit([*left, [NO_COMMIT, NO_COMMIT]])
+            restoration = newest_whole_commit([*left, [NO_COMMIT, NO_COMMIT]])
             is_lost = any((rank + distance) % size in lost for rank in lost)
-            assert (plan is None) == is_lost, lost
-            if plan is not None:
-                assert plan.step == 20 and plan.ranks == tuple(range(len(left)))
+            assert (restoration is None) == is_lost, lost
+            if restoration is not None:
+                assert restoration.step == 20 and restoration.ranks == tuple(range(len(left)))
 
 
 @pytest.mark.parametrize("new_size", [1, 2, 3, 4, 7])
 def test_every_rank_gets_each_of_its_classes_once_from_a_rank_that_holds_it(new_size):
     survivors = [held(rank, 4, 20) for rank in (0, 2, 3)]
-    plan = newest_whole_commit(
+    restoration = newest_whole_commit(
         [[commit, NO_COMMIT] for commit in survivors][:new_size] + [[NO_COMMIT]] * (new_size - 3)
     )
     if new_size < 2:
-        assert plan is None
+        assert restoration is None
         return
     received: dict[int, list[int]] = {}
-    for transfer in transfers(plan, new_size):
+    for transfer in transfers(restoration, new_size):
         commit = survivors[transfer.source]
         assert transfer.shard in {(commit.own_start, commit.own_stop), (commit.kept_start, commit.kept_stop)}
         assert transfer.shard[0] <= transfer.start < transfer.stop <= transfer.shard[1]
@@ -83,5 +83,5 @@ def test_a_commit_under_way_counts_only_if_nothing_of_it_is_missing():
 def test_a_later_generation_counts_more_than_a_later_step():
     gone_back = [held(rank, 2, 12, generation=3) for rank in range(2)]
     earlier = [held(rank, 2, 20, generation=2) for rank in range(2)]
-    plan = newest_whole_commit([[earlier[rank], gone_back[rank]] for rank in range(2)])
-    assert (plan.generation, plan.step) == (3, 12)
+    restoration = newest_whole_commit([[earlier[rank], gone_back[rank]] for rank in range(2)])
+    assert (restoration.generation, restoration.step) == (3, 12)
