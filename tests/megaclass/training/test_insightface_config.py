@@ -287,11 +287,23 @@ def test_what_cannot_be_carried_over_is_refused_with_the_line(tmp_path, line, me
 
 
 def test_settings_without_an_effect_are_named(tmp_path):
-    more = "config.wandb_key = 'KEY'\nconfig.using_wandb = True\nconfig.save_all_states = True"
-    _, remarks = imported(tmp_path, more)
-    assert "wandb_key was not carried over: log in with `wandb login`" in remarks
+    _, remarks = imported(tmp_path, "config.save_all_states = True")
     assert "save_all_states was not carried over" in remarks
     assert "not carried over, because switched off: resume, dali" in remarks
+
+
+def test_the_project_in_weights_and_biases_is_carried_over(tmp_path):
+    more = "config.using_wandb = True\nconfig.wandb_key = 'KEY'\nconfig.wandb_project = 'faces'\n"
+    config, remarks = imported(tmp_path, more + "config.wandb_entity = 'team'\nconfig.notes = 'first try'")
+    assert config.train.wandb_project == "faces"
+    assert "wandb_key was not carried over: log in with `wandb login`" in remarks and "KEY" not in remarks
+    assert "wandb_entity = 'team': set the variable WANDB_ENTITY" in remarks
+    assert "notes = 'first try': set the variable WANDB_NOTES" in remarks
+    config, remarks = imported(tmp_path, "config.using_wandb = True")
+    assert config.train.wandb_project == "project" and "wandb_project is not set" in remarks
+    config, remarks = imported(tmp_path, "config.using_wandb = False\nconfig.wandb_project = 'faces'")
+    assert config.train.wandb_project == ""
+    assert "using_wandb, wandb_project: Weights & Biases is switched off" in remarks
 
 
 @pytest.mark.parametrize(
