@@ -56,6 +56,7 @@ def test_a_published_config_becomes_a_recipe_with_the_same_settings(tmp_path):
     assert (config.backbone.name, config.backbone.embedding_dim) == ("iresnet50", 512)
     assert (config.head.margin, config.head.margin_size, config.head.sample_rate) == ("arcface", 0.5, 1.0)
     assert (config.head.scale, config.head.gradient) == (64.0, "straight-through")
+    assert config.head.sample_positives, "InsightFace draws r * C classes with the positives"
     assert (config.train.global_batch, config.train.epochs, config.train.nproc) == (1024, 20.0, 8)
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_norm) == (0.1, 5e-4, 5.0)
     assert (config.optimizer.schedule, config.optimizer.power) == ("polynomial", 1.0)
@@ -322,7 +323,7 @@ def test_the_recipes_train_as_the_configs_they_name(tmp_path, recipe, name, samp
     assert shipped.backbone == theirs.backbone
     assert shipped.optimizer == theirs.optimizer
     gradient = theirs.head.gradient if shipped.head.margin == "arcface" else shipped.head.gradient
-    assert shipped.head == replace(theirs.head, sample_rate=sample_rate, gradient=gradient)
+    assert shipped.head == replace(theirs.head, sample_rate=sample_rate, gradient=gradient, sample_positives=False)
     assert shipped.train.global_batch == theirs.train.global_batch
     assert shipped.train.epochs == theirs.train.epochs
 

@@ -73,7 +73,7 @@ class ConfigFile:
     lines: dict[str, Line] = field(default_factory=dict)
     """By name, in the order of the last assignments."""
     remarks: list[str] = field(default_factory=list)
-    """What the recipe does not do in the same way."""
+    """Everything that the recipe does not do in the same way."""
 
     def __contains__(self, name: str) -> bool:
         """Returns whether the file sets it."""

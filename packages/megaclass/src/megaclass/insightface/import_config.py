@@ -201,11 +201,12 @@ def head_settings(given: ConfigFile) -> Settings:
     """Translates margin, filter and sample rate. The margin is read like InsightFace's CombinedMarginLoss."""
     key, sizes = _margin_list(given)
     multiplier, angle, cosine = map(float, sizes)
-    # Scale and derivative are built into InsightFace's code.
+    # Scale, derivative and the meaning of the sample rate are built into InsightFace's code.
     settings: Settings = {
         "head.scale": 64.0,
         "head.gradient": "straight-through",
         "head.sample_rate": given.number("sample_rate"),
+        "head.sample_positives": True,
         "head.margin": "cosface" if cosine > 0 else "arcface",
         "head.margin_size": cosine if cosine > 0 else angle,
     }
