@@ -115,12 +115,22 @@ def _train(num_classes: int, options: dict[str, Any], num_steps: int = 20) -> tu
         {"sample_rate": 1.0},
         {"sample_rate": 0.2},
         {"sample_rate": 0.0},
+        {"sample_rate": 0.7, "sample_positives": True},
         {"sample_rate": [(0, 0.2), (10, 1.0)], "max_batch": 9},
         {"sample_rate": 0.2, "optimizer": RowAdamW()},
         {"sample_rate": 0.2, "optimizer": RowAdagrad(), "num_subcentres": 2},
         {"sample_rate": 0.2, "margin": CurricularFace(scale=16), "correct_sampling": True},
     ],
-    ids=["all", "a fifth", "positives only", "schedule", "adamw", "adagrad, sub-centres", "curricular, corrected"],
+    ids=[
+        "all",
+        "a fifth",
+        "positives only",
+        "positives counted",
+        "schedule",
+        "adamw",
+        "adagrad, sub-centres",
+        "curricular, corrected",
+    ],
 )
 def test_the_same_model_on_any_number_of_ranks(run_ranks, options):
     """13 classes cut over 1, 2, 3 and 4 ranks, uneven batches: one loss curve, one set of centres."""
@@ -576,6 +586,7 @@ def test_fewer_classes_than_ranks_are_refused(run_ranks):
         ({"kernel": "warp"}, "Unknown kernel 'warp'.*chunked"),
         ({"storage": "int8"}, "storage is 'int8'.*float32"),
         ({"sample_rate": 0.0, "correct_sampling": True}, "correct_sampling is True"),
+        ({"sample_positives": True, "correct_sampling": True}, "sample_positives is True"),
         ({"filter_above": 2.0}, "filter_above is 2.0"),
         ({"max_batch": 0}, "max_batch is 0"),
         ({"gradient_scale": "max"}, "gradient_scale is 'max'"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError
-from megaclass.head.sampling import is_drawn, rate_schedule, sample_capacity, sample_classes
+from megaclass.head.sampling import is_drawn, rate_of_negatives, rate_schedule, sample_capacity, sample_classes
 from megaclass.head.shards import class_range
 
 CPU = torch.device("cpu")
@@ -57,6 +57,36 @@ def test_the_share_of_drawn_classes_is_the_rate(rate, step):
     num_classes = 300_000
     deviation = math.sqrt(num_classes * rate * (1 - rate))
     assert abs(drawn(num_classes, rate, step=step).sum().item() - rate * num_classes) < 5 * deviation
+
+
+def test_with_the_positives_counted_the_rate_is_the_share_of_all_classes():
+    """1,013 classes, 64 images, r = 0.1: 101 classes take part on average, and 15 % if r counts the negatives alone."""
+    labels = [torch.randint(0, 1013, (64,), generator=torch.Generator().manual_seed(step)) for step in range(200)]
+
+    def mean_share(is_counted: bool) -> float:
+        total = 0
+        for step, labels_G in enumerate(labels):
+            rate = float(rate_of_negatives(labels_G, 1013, 0.1)) if is_counted else 0.1
+            total += len(sample_classes(labels_G, 0, 1013, rate, seed=0, step=step).classes_S)
+        return total / len(labels) / 1013
+
+    # One class in a thousand: the standard error of 200 steps of about 40 drawn classes is 0.0004.
+    assert abs(mean_share(True) - 0.1) < 0.0015
+    assert 0.15 < mean_share(False) < 0.16
+
+
+def test_the_rate_of_the_negatives_counts_each_positive_once_and_no_padding():
+    labels_G = torch.tensor([5, 2, 5, -1, -1, 0])
+    assert rate_of_negatives(labels_G, 103, 0.5).item() == (0.5 * 103 - 3) / 100
+    assert rate_of_negatives(labels_G, 103, 0.01).item() == 0
+    assert rate_of_negatives(torch.tensor([0, 1]), 2, 0.5).item() == 0
+    assert rate_of_negatives(NO_LABELS, 100, 0.25).item() == 0.25
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.999])
+def test_a_rate_on_the_device_draws_the_same_classes(rate):
+    on_device = is_drawn(3, 100_000, torch.tensor(rate, dtype=torch.float64), 1, 2, CPU)
+    assert torch.equal(on_device, is_drawn(3, 100_000, rate, 1, 2, CPU))
 
 
 def test_rate_0_draws_none_and_rate_1_all():

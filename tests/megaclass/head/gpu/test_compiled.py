@@ -84,7 +84,7 @@ def test_classes_are_drawn_on_every_supported_gpu(capability: int):
     types = {
         "is_positive": "*u8", "counts": "*i32", "classes": "*i64", "weights": "*fp32", "overflowed": "*fp64",
         "step": "*i64", "key_prefix": "i64", "first_class": "i32", "num_local": "i32", "threshold": "i32",
-        "capacity": "i32", "drawn_weight": "fp32",
+        "device_threshold": "*i64", "capacity": "i32", "drawn_weight": "fp32",
     }  # fmt: skip
     constants = {"COUNTS_ONLY": False, "BLOCK": 4096}
     assert compile_for(capability, triton_rows.draw_classes, types, constants, num_warps=8).spilled_bytes == 0

@@ -136,13 +136,24 @@ def test_every_margin_trains_as_the_reference_does(name):
 @interpreted
 @pytest.mark.parametrize(
     "name",
-    ["all classes", "a third", "positives only", "corrected", "filtered", "sub-centres", "recompute", "some stored"],
+    [
+        "all classes",
+        "a third",
+        "positives only",
+        "positives counted",
+        "corrected",
+        "filtered",
+        "sub-centres",
+        "recompute",
+        "some stored",
+    ],
 )
 def test_every_option_trains_as_the_reference_does(name):
     options: dict[str, Any] = {
         "all classes": {},
         "a third": {"sample_rate": 0.3},
         "positives only": {"sample_rate": 0.0},
+        "positives counted": {"sample_rate": 0.5, "sample_positives": True},
         "corrected": {"sample_rate": 0.3, "correct_sampling": True},
         "filtered": {"filter_above": 0.1, "sample_rate": 0.5},
         "sub-centres": {"num_subcentres": 3, "sample_rate": 0.5},
@@ -195,11 +206,12 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
 @interpreted
 def test_drawn_classes_are_those_of_plain_pytorch():
     from megaclass.head.gpu import rows as fused_rows
-    from megaclass.head.sampling import sample_classes
+    from megaclass.head.sampling import rate_of_negatives, sample_classes
     from megaclass.head.shards import ClassRange
 
     labels = torch.tensor([5, 9_999, 30_000, -1, 12_345, 12_345])
-    for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500)):
+    counted = rate_of_negatives(labels, 10_005, 0.1)
+    for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500), (counted, 1300), (torch.zeros_like(counted), 8)):
         truth = sample_classes(labels, 5, 10_000, rate, seed=7, step=3)
         drawn = fused_rows.draw(labels, ClassRange(5, 10_005), rate, 7, torch.tensor([3]), capacity, 10.0)
         classes, weights, count = drawn.classes_S, drawn.class_weight_S, len(truth.classes_S)

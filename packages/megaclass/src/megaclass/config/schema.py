@@ -168,6 +168,8 @@ class HeadConfig:
     """Derivative of arcface and combined: exact, or straight-through (the constant head.scale), as in InsightFace."""
     sample_rate: float | tuple[tuple[int, float], ...] = 1.0
     """Fraction of the negative classes used per step, 1.0 for the full softmax; or a schedule [[first step, rate], ...]."""
+    sample_positives: bool = False
+    """Count the positives in head.sample_rate, as InsightFace does: that fraction of all classes is used per step."""
     optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
     """Optimizer of the class centres."""
     momentum: float = field(default=0.9, metadata=within("in [0, 1)"))

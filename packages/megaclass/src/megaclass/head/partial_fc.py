@@ -114,6 +114,7 @@ class PartialFC(nn.Module):
         num_subcentres: int = 1,
         filter_above: float | None = None,
         correct_sampling: bool = False,
+        sample_positives: bool = False,
         stored_bytes: int | None = None,
         module_state: ModuleState = "refuse",
         device: torch.device | str | None = None,
@@ -134,6 +135,8 @@ class PartialFC(nn.Module):
         num_subcentres: centres per class; an image is compared with the closest one.
         filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
         correct_sampling: weight drawn negatives by 1 / sample rate, so the softmax denominator is unbiased.
+        sample_positives: sample_rate is the share of all classes that take part, positives included, as in InsightFace: fewer
+            negatives are drawn.
         stored_bytes: most bytes of exponentials kept for backward; the rest is computed again. By default an eighth of the
             GPU's memory.
         module_state: behaviour of state_dict() of a module around a head on several ranks. "refuse" raises, "whole"
@@ -159,6 +162,7 @@ class PartialFC(nn.Module):
             num_subcentres=num_subcentres,
             filter_above=filter_above,
             correct_sampling=correct_sampling,
+            sample_positives=sample_positives,
             stored_bytes=stored_bytes,
             module_state=module_state,
         )

@@ -59,9 +59,29 @@ class ClassSample:
     """0-d bool: more classes were drawn than the capacity holds. The step must not count."""
 
 
-def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, device: torch.device) -> Tensor:
+def rate_of_negatives(labels_G: Tensor, num_classes: int, rate: float) -> Tensor:
+    """Returns the rate of the negatives with which rate * num_classes classes take part on average, positives included.
+
+    InsightFace's meaning of the rate. 0 if the positives are as many or more. 0-d float64, formed on the device: every rank
+    knows all labels, so the ranks agree, and the classes do not depend on their number. labels_G: padding is below 0.
+    """
+    sorted_G = labels_G.sort().values
+    is_new_G = sorted_G.diff(prepend=sorted_G.new_full((1,), -1)) > 0
+    num_positives = (is_new_G & (sorted_G >= 0)).sum(dtype=torch.float64)
+    return ((rate * num_classes - num_positives) / (num_classes - num_positives).clamp_min(1)).clamp(0, 1)
+
+
+def draw_threshold(rate: Tensor) -> Tensor:
+    """Returns the threshold of `is_drawn` for a rate on the device; (1,) int64."""
+    return ((rate * 2**32).round().to(torch.int64) - 2**31).clamp_max(2**31 - 1).view(1)
+
+
+def is_drawn(start: int, num_local: int, rate: float | Tensor, seed: int, step: int, device: torch.device) -> Tensor:
     """Returns (num_local,) bool: whether each class is drawn. Depends on (seed, step, class), not on the ranks."""
     keys = stream_keys(Stream.DRAW_NEGATIVES, seed, step)
+    if isinstance(rate, Tensor):
+        classes = torch.arange(start, start + num_local, dtype=torch.int32, device=device)
+        return random_bits(keys, classes) < draw_threshold(rate)
     # Random bits are signed: a class is drawn if its bits are among the lowest `rate` of all 2^32 values.
     threshold = round(rate * 2**32) - 2**31
     drawn_K = torch.zeros(num_local, dtype=torch.bool, device=device)
@@ -77,7 +97,13 @@ def is_drawn(start: int, num_local: int, rate: float, seed: int, step: int, devi
 
 
 def sample_classes(
-    labels_G: Tensor, start: int, num_local: int, rate: float, seed: int, step: int, capacity: int | None = None
+    labels_G: Tensor,
+    start: int,
+    num_local: int,
+    rate: float | Tensor,
+    seed: int,
+    step: int,
+    capacity: int | None = None,
 ) -> ClassSample:
     """Returns the positives of the global batch on this rank, and each other class with probability `rate`.
 

@@ -54,6 +54,7 @@ class HeadSettings:
     num_subcentres: int
     filter_above: float | None
     correct_sampling: bool
+    sample_positives: bool
     stored_bytes: int | None
     module_state: ModuleState
 
@@ -71,6 +72,10 @@ class HeadSettings:
             "correct_sampling": (
                 not (self.correct_sampling and 0 in self.rates.rates),
                 "False if a sample rate is 0: no negative is drawn, so none can represent the others",
+            ),
+            "sample_positives": (
+                not (self.correct_sampling and self.sample_positives),
+                "False with correct_sampling, whose weight is the inverse of a rate that does not depend on the batch",
             ),
         }
         for name, (is_allowed, allowed) in limits.items():
@@ -99,7 +104,7 @@ class HeadSettings:
         """Settings that must be equal on all ranks. `kernel` and `stored_bytes` may differ."""
         names = (
             "embedding_dim", "num_classes", "seed", "max_batch", "gradient_scale", "filter_above", "correct_sampling",
-            "module_state", "storage", "num_subcentres",
+            "sample_positives", "module_state", "storage", "num_subcentres",
         )  # fmt: skip
         return {
             **{name: getattr(self, name) for name in names},

@@ -13,7 +13,7 @@ from megaclass.head.centres import Centres
 from megaclass.head.faults import find_fault, overflow_fault
 from megaclass.head.gather_batch import GlobalBatch, gather_batch
 from megaclass.head.problem import Kernel, rows_of_classes, unit_rows
-from megaclass.head.sampling import sample_capacity, sample_classes
+from megaclass.head.sampling import rate_of_negatives, sample_capacity, sample_classes
 from megaclass.head.step import (
     DrawnClasses,
     ForBackward,
@@ -46,13 +46,18 @@ class PlainStep:
         self._never_waits = context.device.type == "cuda"
 
     def plan(self, labels_G: Tensor, counts_W: Tensor, step: int) -> StepPlan:
-        rate, own = self.context.settings.rates.at(step), self.context.store.classes
+        settings, own = self.context.settings, self.context.store.classes
+        rate = settings.rates.at(step)
         if rate == 1:
             return new_plan(DrawnClasses(), counts_W)
         # A GPU cannot tell the host how many were drawn without a wait: there the list has a fixed, padded length.
         capacity = sample_capacity(len(own), rate, len(labels_G)) if self._never_waits else None
-        sample = sample_classes(labels_G, own.start, len(own), rate, self.context.settings.seed, step, capacity)
-        weight_S, is_corrected = None, self.context.settings.correct_sampling
+        drawn_rate: float | Tensor = rate
+        if settings.sample_positives:
+            drawn_rate = rate_of_negatives(labels_G, settings.num_classes, rate)
+            drawn_rate = drawn_rate if self._never_waits else float(drawn_rate)
+        sample = sample_classes(labels_G, own.start, len(own), drawn_rate, settings.seed, step, capacity)
+        weight_S, is_corrected = None, settings.correct_sampling
         if is_corrected or capacity is not None:
             # A positive takes part with certainty and is not corrected. Padding has weight 0: its exponentials do not count.
             drawn_weight = 1 / rate if is_corrected else 1.0

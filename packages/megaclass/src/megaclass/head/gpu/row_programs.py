@@ -187,6 +187,7 @@ def draw_classes(
     first_class,
     num_local,
     threshold,
+    device_threshold,  # (1,) int64, in place of `threshold`; or None
     capacity,
     drawn_weight,
     COUNTS_ONLY: tl.constexpr,
@@ -200,6 +201,8 @@ def draw_classes(
     keys = step_state(key_prefix, step)
     hashed = _mix_32((first_class + local).to(tl.uint32) ^ keys.to(tl.uint32))
     hashed = _mix_32(hashed + (keys >> 32).to(tl.uint32))
+    if device_threshold is not None:
+        threshold = tl.load(device_threshold)
     takes_part = is_local & (positive | (hashed.to(tl.int32, bitcast=True) < threshold))
     flags = takes_part.to(tl.int32)
     if COUNTS_ONLY:

@@ -14,6 +14,7 @@ from megaclass.head.gpu import image_programs, row_programs
 from megaclass.head.gpu.tiling import next_power_of_2
 from megaclass.head.problem import CentreGradient
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from megaclass.head.sampling import draw_threshold
 from megaclass.head.shards import ClassRange
 from megaclass.head.step import DrawnClasses
 from megaclass.keyed_random import Stream
@@ -186,7 +187,7 @@ def _key_prefix(purpose: Stream, seed: int) -> int:
 def draw(
     labels_G: Tensor,
     local_classes: ClassRange,
-    rate: float,
+    rate: float | Tensor,
     seed: int,
     step: Tensor,
     capacity: int,
@@ -194,8 +195,10 @@ def draw(
 ) -> DrawnClasses:
     """sampling.sample_classes with a capacity. Reads num_local bytes twice in five launches; nothing waits.
 
-    step: (1,) int64, on the device.
+    step: (1,) int64, on the device, as a rate that is a tensor.
     """
+    device_threshold = draw_threshold(rate) if isinstance(rate, Tensor) else None
+    threshold = 0 if isinstance(rate, Tensor) else round(rate * 2**32) - 2**31
     device, start, num_local = labels_G.device, local_classes.start, len(local_classes)
     is_positive = torch.zeros(num_local, dtype=torch.uint8, device=device)
     if labels_G.shape[0]:
@@ -227,7 +230,8 @@ def draw(
             _key_prefix(Stream.DRAW_NEGATIVES, seed),
             start,
             num_local,
-            round(rate * 2**32) - 2**31,
+            threshold,
+            device_threshold,
             capacity,
             float(drawn_weight),
             COUNTS_ONLY=counts_only,

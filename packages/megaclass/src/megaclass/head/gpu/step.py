@@ -27,7 +27,7 @@ from megaclass.head.gpu import images as gpu_images
 from megaclass.head.gpu import rows as gpu_rows
 from megaclass.head.gpu.rows import StepNumbers
 from megaclass.head.problem import Kernel
-from megaclass.head.sampling import sample_capacity
+from megaclass.head.sampling import rate_of_negatives, sample_capacity
 from megaclass.head.step import (
     DrawnClasses,
     ForBackward,
@@ -70,7 +70,8 @@ class FusedStep:
         capacity = sample_capacity(len(classes), rate, len(labels_G))
         drawn_weight = 1 / rate if settings.correct_sampling else 1.0
         self._numbers.set_step(step)
-        drawn = gpu_rows.draw(labels_G, classes, rate, settings.seed, self._numbers.step, capacity, drawn_weight)
+        negatives = rate_of_negatives(labels_G, settings.num_classes, rate) if settings.sample_positives else rate
+        drawn = gpu_rows.draw(labels_G, classes, negatives, settings.seed, self._numbers.step, capacity, drawn_weight)
         return new_plan(drawn, counts_W)
 
     def forward(

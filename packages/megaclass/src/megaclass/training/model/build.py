@@ -99,6 +99,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         source.num_classes,
         margin=build_margin(config.head),
         sample_rate=config.head.sample_rate,
+        sample_positives=config.head.sample_positives,
         optimizer=build_row_optimizer(config.head),
         seed=config.train.seed,
         max_batch=-(-config.train.global_batch // world.size),
