@@ -58,7 +58,7 @@ _CAUSES = (
 
 
 _LOST = r"not responding|timed out|Connection (closed|reset)|closed by remote host|Broken pipe|No route|unreachable"
-"""What ssh prints when an established connection is lost."""
+"""Messages of ssh about an established connection that is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
