@@ -387,8 +387,10 @@ def test_an_agent_that_is_stopped(bed):
     run = bed.start(*HOSTS, "--heartbeat", "5", *BEHIND_A_SHELL)
     run.says("up", times=4)
     os.kill(agents(bed, "h2")[0], signal.SIGSTOP)
-    assert run.wait() == 255
-    assert re.search(r"megaclass: h2 \(rank 2\) (has not answered|was lost)", run.err)
+    code = run.wait()
+    # Its orphan killers end it after the same time: the driver may hear of that first.
+    [how] = set(re.findall(r"megaclass: h2 \(rank 2\) (has not answered|was lost)", run.err))
+    assert code == (74 if how == "has not answered" else 255)
     bed.seconds_until_nothing_is_left(timeout_s=6)
 
 
@@ -523,7 +525,7 @@ def test_four_ranks_on_three_hosts_find_each_other_and_one_that_is_cut_off_while
         # The ssh server keeps its half of the connection until it notices; it is not ours to end.
         fault = f"a {how} cable, heartbeat {heartbeat_s} s,"
         gone_in_time(bed, record_property, fault, limit_s=float(heartbeat_s), apart_from="sshd: ")
-        assert run.wait() == 255
+        assert run.wait() == 74
         assert re.search(
             r"megaclass: h3 \(rank 3\) has not answered for \d+\.\d s: the host is unreachable",
             run.err,

@@ -56,6 +56,7 @@ def test_a_published_config_becomes_a_recipe_with_the_same_settings(tmp_path):
     assert (config.backbone.name, config.backbone.embedding_dim) == ("iresnet50", 512)
     assert (config.head.margin, config.head.margin_size, config.head.sample_rate) == ("arcface", 0.5, 1.0)
     assert (config.head.scale, config.head.gradient) == (64.0, "straight-through")
+    assert config.head.sample_positives, "InsightFace draws r * C classes with the positives"
     assert (config.train.global_batch, config.train.epochs, config.train.nproc) == (1024, 20.0, 8)
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_norm) == (0.1, 5e-4, 5.0)
     assert (config.optimizer.schedule, config.optimizer.power) == ("polynomial", 1.0)
@@ -287,11 +288,23 @@ def test_what_cannot_be_carried_over_is_refused_with_the_line(tmp_path, line, me
 
 
 def test_settings_without_an_effect_are_named(tmp_path):
-    more = "config.wandb_key = 'KEY'\nconfig.using_wandb = True\nconfig.save_all_states = True"
-    _, remarks = imported(tmp_path, more)
-    assert "wandb_key was not carried over: log in with `wandb login`" in remarks
+    _, remarks = imported(tmp_path, "config.save_all_states = True")
     assert "save_all_states was not carried over" in remarks
     assert "not carried over, because switched off: resume, dali" in remarks
+
+
+def test_the_project_in_weights_and_biases_is_carried_over(tmp_path):
+    more = "config.using_wandb = True\nconfig.wandb_key = 'KEY'\nconfig.wandb_project = 'faces'\n"
+    config, remarks = imported(tmp_path, more + "config.wandb_entity = 'team'\nconfig.notes = 'first try'")
+    assert config.train.wandb_project == "faces"
+    assert "wandb_key was not carried over: log in with `wandb login`" in remarks and "KEY" not in remarks
+    assert "wandb_entity = 'team': set the variable WANDB_ENTITY" in remarks
+    assert "notes = 'first try': set the variable WANDB_NOTES" in remarks
+    config, remarks = imported(tmp_path, "config.using_wandb = True")
+    assert config.train.wandb_project == "project" and "wandb_project is not set" in remarks
+    config, remarks = imported(tmp_path, "config.using_wandb = False\nconfig.wandb_project = 'faces'")
+    assert config.train.wandb_project == ""
+    assert "using_wandb, wandb_project: Weights & Biases is switched off" in remarks
 
 
 @pytest.mark.parametrize(
@@ -310,7 +323,7 @@ def test_the_recipes_train_as_the_configs_they_name(tmp_path, recipe, name, samp
     assert shipped.backbone == theirs.backbone
     assert shipped.optimizer == theirs.optimizer
     gradient = theirs.head.gradient if shipped.head.margin == "arcface" else shipped.head.gradient
-    assert shipped.head == replace(theirs.head, sample_rate=sample_rate, gradient=gradient)
+    assert shipped.head == replace(theirs.head, sample_rate=sample_rate, gradient=gradient, sample_positives=False)
     assert shipped.train.global_batch == theirs.train.global_batch
     assert shipped.train.epochs == theirs.train.epochs
 

@@ -7,16 +7,16 @@ from megaclass.insightface.import_config import published_gpus
 from megaclass_launch.errors import ConfigError
 
 
-def given(tmp_path, *lines: str) -> ConfigFile:
-    path = tmp_path / "config.py"
+def given(tmp_path, *lines: str, name: str = "config") -> ConfigFile:
+    path = tmp_path / f"{name}.py"
     path.write_text("\n".join(["config = edict()", *lines, ""]))
     return read_config_file(path)
 
 
 def test_values_are_those_of_the_file_and_else_those_of_base_py(tmp_path):
     settings = given(tmp_path, "config.lr = 1", "config.fp16 = True", "config.batch_size = 64.0")
-    assert (settings.number("lr"), settings.flag("fp16"), settings.integer("batch_size", least=1)) == (1.0, True, 64)
-    assert (settings.text("network"), settings.number("momentum"), settings.flag("dali_aug")) == ("r50", 0.9, False)
+    assert (settings.number("lr"), settings.value("fp16"), settings.integer("batch_size")) == (1.0, True, 64)
+    assert (settings.text("network"), settings.number("momentum"), settings.value("dali_aug")) == ("r50", 0.9, None)
     assert "lr" in settings and "momentum" not in settings
 
 
@@ -56,12 +56,12 @@ def test_a_value_of_another_type_is_an_error_that_names_the_line(tmp_path, line,
     ],
 )
 def test_the_number_of_gpus_is_the_one_asked_for_or_the_one_in_the_name(tmp_path, file_name, asked, expected, remark):
-    remarks: list[str] = []
-    assert published_gpus(file_name, asked, given(tmp_path, "config.batch_size = 128"), remarks) == expected
-    assert remark in "\n".join(remarks)
+    settings = given(tmp_path, "config.batch_size = 128", name=file_name)
+    assert published_gpus(asked, settings) == expected
+    assert remark in "\n".join(settings.remarks)
 
 
 def test_without_a_name_that_says_otherwise_a_given_number_needs_no_remark(tmp_path):
-    remarks: list[str] = []
-    assert published_gpus("ms1mv3_r50", 4, given(tmp_path, "config.batch_size = 128"), remarks) == 4
-    assert remarks == []
+    settings = given(tmp_path, "config.batch_size = 128", name="ms1mv3_r50")
+    assert published_gpus(4, settings) == 4
+    assert settings.remarks == []

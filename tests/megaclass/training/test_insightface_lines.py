@@ -81,8 +81,8 @@ def test_other_values_are_refused_with_line_and_reason(tmp_path, text, reason):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"config.lr = 0.1\0", "holds null bytes"),
-        (b"config.name = '\xff\xfe'", "is not UTF-8: byte 15 is 0xff"),
+        (b"config.lr = 0.1\0", "not Python"),
+        (b"config.name = '\xff\xfe'", "is not Python in UTF-8: .*position 15"),
         (b"config.lr = = 1", "line 1: not Python: "),
         (b"config.lr = 1\n  config.x = 2", "line 2: not Python: unexpected indent"),
         (b"config.lr = 1\nconfig.name = 'open", "line 2: not Python: "),
@@ -91,7 +91,6 @@ def test_other_values_are_refused_with_line_and_reason(tmp_path, text, reason):
         (b"config.lr = " + b"+".join([b"1"] * 100000), "nested too deeply|not Python"),
         (b"config.lr = a" + b".a" * 50000, "nested too deeply|not Python"),
         (b"config.lr = " + b"9" * 5000, "not Python"),
-        (b"#" * (1 << 21), "is larger than 1,048,576 bytes"),
         (b"", "holds no lines like"),
         (b"x = 1\n", "line 1: 'x = 1': expected config = edict"),
         (b"\x7fELF\x02\x01\x01", "not Python"),

@@ -4,9 +4,10 @@
 2    the user has to change something: a wrong option or setting, a host that cannot take part; or an elastic job whose state
      was lost with the ranks that held it
 74   an error that may pass, such as a full disk or a lost connection (errors.EXIT_TRY_AGAIN); a restart may help
+     Also a host that does not answer any more, whether the driver or a rank notices it first
 75   the ranks were asked to stop, saved, and can be resumed
-255  a host or its agent was lost before any rank failed; ssh uses the same code. Also an elastic job that ends because of
-     --elastic-timeout or --reset-limit, if no rank failed since the last commit; otherwise that failure decides
+255  an agent ended, or broke the protocol, before any rank failed; ssh uses the same code. Also an elastic job that ends
+     because of --elastic-timeout or --reset-limit, if no rank failed since the last commit; otherwise that failure decides
 134  the job hung: no rank made progress for the allowed time, and the driver has printed which rank is the culprit
 128 + n  a rank, or the driver, was ended by signal n; any other code is that of the first rank that failed
 """

@@ -14,7 +14,7 @@ from megaclass_launch.driver.job_end import LEAVE_S, JobEnd
 from megaclass_launch.driver.job_start import JobStart
 from megaclass_launch.driver.outcome import Outcome
 from megaclass_launch.driver.output import DriverMessages
-from megaclass_launch.driver.ssh import SshSettings, agent_command, why_not_started
+from megaclass_launch.driver.ssh import SshSettings, agent_command, is_connection_lost, why_not_started
 from megaclass_launch.errors import EXIT_TRY_AGAIN
 from megaclass_launch.exit_codes import EXIT_HOST_LOST, how_it_ended
 from megaclass_launch.hosts import Host
@@ -60,12 +60,12 @@ class LostAgents:
             self._start.problems.append((agent.name, why))
             self._pipes.finish(agent, PipeState.LOST)
         else:
-            self._lose(agent, why)
+            self._lose(agent, why, code=code_of_lost(agent))
 
     def note_silence(self, agent: AgentPipe, silent_s: float) -> None:
         """Gives up a host that has not answered for too long."""
         # An orphan killer could not reach it, either.
-        self._lose(agent, why_silent(silent_s), is_reachable=False, grace_s=self._silence_grace_s)
+        self._lose(agent, why_silent(silent_s), code=EXIT_TRY_AGAIN, is_reachable=False, grace_s=self._silence_grace_s)
 
     def end_because_of_silence(self, rank: str, code: int) -> bool:
         """Ends the job because of the hosts that do not answer, if there are any; returns whether there are.
@@ -114,7 +114,15 @@ class LostAgents:
         """Waits until every orphan killer is done or its time is up."""
         self._orphan_killers.wait()
 
-    def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True, grace_s: float | None = None) -> None:
+    def _lose(
+        self,
+        agent: AgentPipe,
+        why: str,
+        *,
+        code: int = EXIT_HOST_LOST,
+        is_reachable: bool = True,
+        grace_s: float | None = None,
+    ) -> None:
         # Only an agent that was told to start ranks can have left some behind.
         if agent.state is PipeState.RUNNING and is_reachable:
             self._kill_orphans_of(agent)
@@ -127,7 +135,7 @@ class LostAgents:
         last = "".join(f"\n    {line}" for line in agent.stderr_text.splitlines()[-3:])
         lost = f"{agent.name} ({agent.placement.ranks()}) {why}."
         self._messages.say(f"{lost} Its ranks end by themselves; all others are being stopped.{last}")
-        outcome = Outcome(exit_code=EXIT_HOST_LOST, failed_hosts=(agent.name,))
+        outcome = Outcome(exit_code=code, failed_hosts=(agent.name,))
         self._end.end(outcome, report=f"the run ended because {lost}", grace_s=grace_s)
 
     def _kill_orphans_of(self, agent: AgentPipe) -> None:
@@ -148,6 +156,11 @@ def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
         return why_not_started(agent.placement.host, ssh, code, agent.stderr_text)
     who = "its agent" if agent.placement.host.is_local else "its agent, or the ssh connection to it,"
     return f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
+
+
+def code_of_lost(agent: AgentPipe) -> int:
+    """Returns the exit code of a job that ends because ssh or the local agent has ended: 74 if the network is the cause."""
+    return EXIT_TRY_AGAIN if is_connection_lost(agent.stderr_text) else EXIT_HOST_LOST
 
 
 def why_silent(silent_s: float) -> str:

@@ -57,6 +57,10 @@ _CAUSES = (
 )
 
 
+_LOST = r"not responding|timed out|Connection (closed|reset)|closed by remote host|Broken pipe|No route|unreachable"
+"""Messages of ssh about an established connection that is lost."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshSettings:
     port: int | None = None
@@ -113,6 +117,11 @@ def why_not_started(host: Host, settings: SshSettings, code: int | None, stderr:
     """Describes why an agent ended, or sent nothing, before it could report. stderr: what it wrote there."""
     what, advice = cause_and_advice(host, settings, code, stderr)
     return f"{host.name}: {what}{f': {advice}' if advice else ''}.{_last_lines(stderr)}"
+
+
+def is_connection_lost(stderr: str) -> bool:
+    """Returns whether ssh says that an established connection was lost, and not that the program at its other end ended."""
+    return re.search(_LOST, stderr, re.IGNORECASE) is not None
 
 
 def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr: str) -> tuple[str, str]:

@@ -35,7 +35,7 @@ import time
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, Heartbeats
 from megaclass_launch.driver.job_end import JobEnd
-from megaclass_launch.driver.lost_agents import why_silent
+from megaclass_launch.driver.lost_agents import code_of_lost, why_silent
 from megaclass_launch.driver.outcome import Outcome, Reason
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.driver.ssh import SshSettings
@@ -44,6 +44,8 @@ from megaclass_launch.elastic.decisions import Generations, HostUpdates, Leavers
 from megaclass_launch.elastic.discovery import Discovery, HostTable, Source
 from megaclass_launch.elastic.job import ElasticJob, WorkerTable, named
 from megaclass_launch.elastic.worker_events import WorkerEvents
+from megaclass_launch.errors import EXIT_TRY_AGAIN
+from megaclass_launch.exit_codes import EXIT_HOST_LOST
 from megaclass_launch.options import RunOptions
 from megaclass_launch.wire.protocol import ProtocolError
 
@@ -113,26 +115,28 @@ class ElasticRun:
         try:
             messages = agent.read()
             if messages is None:
-                self._lose(agent, self._agents.why_ended(agent))
+                why = self._agents.why_ended(agent)
+                self._lose(agent, why, code=code_of_lost(agent))
                 return
             for message, payload in messages:
                 self._events.handle(agent, message, payload, self._generations.token)
         except ProtocolError as error:
             self._lose(agent, f"{agent.name} sent something that no agent of this version sends: {error}")
 
-    def _lose(self, agent: AgentPipe, why: str, *, is_reachable: bool = True) -> None:
+    def _lose(self, agent: AgentPipe, why: str, *, code: int = EXIT_HOST_LOST, is_reachable: bool = True) -> None:
         # Asked before the agent is forgotten. An agent that was told to leave is not in use any more, and its host may have a
         # new one by now: neither that one nor the workers there are lost.
         is_in_use = self._agents.by_host.get(agent.name) is agent
         self._agents.lose(agent, is_reachable=is_reachable)
         if is_in_use:
-            self._events.note_lost_host(agent.name, why)
+            self._events.note_lost_host(agent.name, why, code)
 
     def _beat(self, now: float) -> None:
         """Sends the heartbeats and checks everything that depends on the time, at least once per second."""
         for agent, silent_s in self._heartbeats.send(now):
             # Without an orphan killer, which could not reach the host, either.
-            self._lose(agent, f"{agent.name} {why_silent(silent_s)}", is_reachable=False)
+            why = f"{agent.name} {why_silent(silent_s)}"
+            self._lose(agent, why, code=EXIT_TRY_AGAIN, is_reachable=False)
         for agent in self._agents.late(now):
             timeout = f"(--start-timeout {self._options.start_timeout_s:g} s)"
             self._lose(agent, f"{agent.name} did not report in time {timeout}")

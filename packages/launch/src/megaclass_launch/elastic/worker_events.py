@@ -95,8 +95,8 @@ class WorkerEvents:
         self.hung_s = None
         self._published_at = time.monotonic()
 
-    def note_lost_host(self, name: str, why: str) -> None:
-        """Notes that a host's agent is gone, and all its workers with it."""
+    def note_lost_host(self, name: str, why: str, code: int = EXIT_HOST_LOST) -> None:
+        """Notes that a host's agent is gone, and all its workers with it. code: of the job, if it ends because of that."""
         lost = self._table.on_host(name)
         for worker in lost:
             self._output.finish(worker.shown_rank)
@@ -108,7 +108,7 @@ class WorkerEvents:
         num_members = sum(worker.rank is not None and not worker.is_leaving for worker in lost)
         with_it = f" with {num_members} rank(s)" if num_members else ""
         self._messages.say(f"{why.rstrip('.')}{with_it}. {self._ban(name)}")
-        self._note_failure(Outcome(exit_code=EXIT_HOST_LOST, may_restart=False), f"{why.rstrip('.')}.")
+        self._note_failure(Outcome(exit_code=code, may_restart=False), f"{why.rstrip('.')}.")
 
     def end_after_failure(self) -> None:
         """Ends a job that cannot continue: its first failure decides the exit code."""

@@ -67,16 +67,19 @@ GPUS = {
 
 
 def gpu_named(name: str | None) -> Gpu:
-    """Returns the GPU of this name; None: that of this machine if it is in the table, or else an H200."""
-    if name is not None:
-        known = GPUS.get(name.lower())
-        if known is None:
-            raise UserError(f"--gpu is {name!r}, which is not in the table; known: {', '.join(GPUS)}.")
-        return known
-    if torch.cuda.is_available():
+    """Returns the GPU of this name or part of a name; None: that of this machine if it is in the table, or else an H200."""
+    if name is None:
+        if not torch.cuda.is_available():
+            return GPUS["h200"]
         here = torch.cuda.get_device_properties(0)
         return known_gpu(here.name, here.total_memory) or GPUS["h200"]
-    return GPUS["h200"]
+    asked = name.lower().replace(" ", "")
+    found = [asked] if asked in GPUS else [known for known in GPUS if asked and asked in known]
+    if not found:
+        raise UserError(f"--gpu is {name!r}, which is not in the table; known: {', '.join(GPUS)}.")
+    if len(found) > 1:
+        raise UserError(f"--gpu is {name!r}, which may be {' or '.join(found)}: give one of them.")
+    return GPUS[found[0]]
 
 
 def known_gpu(name: str, memory: object) -> Gpu | None:

@@ -1,133 +1,87 @@
 """The plan of a job: memory, exchanges, speed, what would fit, what would change the answer most, and all of it as text."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megaclass.capacity.job import PlannedJob, head_costs
-from megaclass.capacity.memory import OUTSIDE_TORCH, USABLE, LoaderPlan, Memory, plan_loader, plan_memory
-from megaclass.capacity.speed import Exchange, StepTime, exchanges, exposed_seconds, step_time
+from megaclass.capacity.memory import OUTSIDE_TORCH, USABLE, Memory, plan_loader, plan_memory
+from megaclass.capacity.speed import exchanges, exposed_seconds, step_time
 from megaclass.progress import duration_text, size_text
 from megaclass_launch.errors import UserError
 
 _NUM_ADVICE = 3
 _WORTH_SAYING = 0.03
 """Changes of speed or memory below this share are not worth a line."""
+_MOST_RANKS = 1024
+_SAMPLED = 0.1
+"""The sample rate that is proposed; benchmarks/sampling_accuracy.md has its accuracy."""
+_Change = tuple[str, dict[str, dict[str, object]], int]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting, and what the plan would be with it."""
+    """Settings, and what the plan would be with them."""
 
     setting: str
+    """As typed on the command line."""
     peak: int
     images_per_second: float
     fits: bool
-    remark: str
+    remark: str = ""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that `megaclass plan` prints."""
+def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str, Any]:
+    """Returns everything that `megaclass plan` prints, as plain values in bytes and seconds.
 
-    job: PlannedJob
-    memory: Memory
-    loader: LoaderPlan
-    sent: list[Exchange]
-    time: StepTime
-    exchange_s: float
-    decode_rate: float | None
-    """Images per second that one thread of this machine reads and decodes; None if there is no data here."""
-    largest_batch: int
-    largest_classes: int
-    advice: list[Advice]
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.fits(self.job.gpu.memory)
-
-    @property
-    def step_s(self) -> float:
-        return self.time.compute + self.exchange_s
-
-    @property
-    def images_per_second(self) -> float:
-        return self.job.config.train.global_batch / self.step_s
-
-    @property
-    def epoch_s(self) -> float:
-        return self.job.num_images / self.images_per_second
-
-    @property
-    def total_s(self) -> float:
-        return self.epoch_s * self.job.config.train.epochs
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Of all ranks together: weights and optimizer state of backbone and centres."""
-        parts, head = self.memory.parts, head_costs(self.job)
-        shared = sum(parts.get(name, 0) for name in ("backbone", "optimizer state", "moving average"))
-        return shared + round((head.centres + head.row_state) * self.job.num_classes / self.job.local_classes)
-
-    @property
-    def threads_needed(self) -> int | None:
-        """Reader threads per rank that keep up with the step, at the measured rate."""
-        if not self.decode_rate:
-            return None
-        return math.ceil(self.images_per_second / self.job.num_ranks / self.decode_rate)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values, in bytes and seconds."""
-        config = self.job.config
-        return {
-            "gpu": self.job.gpu.name,
-            "gpu_bytes": self.job.gpu.memory,
-            "num_ranks": self.job.num_ranks,
-            "num_hosts": self.job.num_hosts,
-            "num_classes": self.job.num_classes,
-            "num_images": self.job.num_images,
-            "backbone": config.backbone.name,
-            "global_batch": config.train.global_batch,
-            "fits": self.fits,
-            "peak_bytes": self.memory.peak,
-            "usable_bytes": round((self.job.gpu.memory - OUTSIDE_TORCH) * USABLE),
-            "bytes": self.memory.parts,
-            "peak_moment": self.memory.peak_moment,
-            "host_loader_bytes": self.memory.host_loader,
-            "loader_processes_per_rank": self.loader.num_processes,
-            "reader_threads_per_rank": self.loader.num_threads,
-            "exchanges": [asdict(one) for one in self.sent],
-            "step_s": {**asdict(self.time), "exchange": self.exchange_s, "total": self.step_s},
-            "images_per_second": self.images_per_second,
-            "epoch_s": self.epoch_s,
-            "total_s": self.total_s,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "decode_images_per_second_per_thread": self.decode_rate,
-            "threads_needed_per_rank": self.threads_needed,
-            "largest_global_batch": self.largest_batch,
-            "largest_num_classes": self.largest_classes,
-            "advice": [asdict(one) for one in self.advice],
-        }
-
-
-def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> Plan:
-    """Plans the job. decode_rate: images per second that one thread reads and decodes here, if it was measured."""
+    decode_rate: images per second that one thread reads and decodes here, if it was measured.
+    """
     _check(job)
-    memory, sent, seconds = plan_memory(job), exchanges(job), step_time(job)
-    return Plan(
-        job=job,
-        memory=memory,
-        loader=plan_loader(job),
-        sent=sent,
-        time=seconds,
-        exchange_s=exposed_seconds(job, sent, seconds.backbone),
-        decode_rate=decode_rate,
-        largest_batch=_largest(lambda images: _with_batch(job, job.num_ranks * images), job.gpu.memory) * job.num_ranks,
-        largest_classes=_largest(lambda classes: replace(job, num_classes=job.num_ranks * classes), job.gpu.memory)
+    config, gpu = job.config, job.gpu.memory
+    memory, loader, sent, seconds = plan_memory(job), plan_loader(job), exchanges(job), step_time(job)
+    exchange_s = exposed_seconds(job, sent, seconds.backbone)
+    step_s = seconds.compute + exchange_s
+    speed = config.train.global_batch / step_s
+    smallest = smallest_that_fit(job)
+    return {
+        "gpu": job.gpu.name,
+        "gpu_bytes": gpu,
+        "num_ranks": job.num_ranks,
+        "num_hosts": job.num_hosts,
+        "num_classes": job.num_classes,
+        "num_images": job.num_images,
+        "backbone": config.backbone.name,
+        "global_batch": config.train.global_batch,
+        "fits": memory.fits(gpu),
+        "peak_bytes": memory.peak,
+        "usable_bytes": round((gpu - OUTSIDE_TORCH) * USABLE),
+        "bytes": memory.parts,
+        "peak_moment": memory.peak_moment,
+        "host_loader_bytes": memory.host_loader,
+        "loader_processes_per_rank": loader.num_processes,
+        "reader_threads_per_rank": loader.num_threads,
+        "exchanges": [asdict(one) for one in sent],
+        "step_s": {
+            **asdict(seconds),
+            "waiting": seconds.waiting,
+            "exchange": exchange_s,
+            "total": step_s,
+        },
+        "images_per_second": speed,
+        "epoch_s": job.num_images / speed,
+        "total_s": config.train.epochs * job.num_images / speed,
+        "checkpoint_bytes": _checkpoint_bytes(job, memory),
+        "decode_images_per_second_per_thread": decode_rate,
+        # Reader threads that keep up with the step.
+        "threads_needed_per_rank": math.ceil(speed / job.num_ranks / decode_rate) if decode_rate else None,
+        "largest_global_batch": _largest(lambda images: _with_batch(job, job.num_ranks * images)) * job.num_ranks,
+        "largest_num_classes": _largest(lambda classes: replace(job, num_classes=job.num_ranks * classes))
         * job.num_ranks,
-        advice=_advice(job),
-    )
+        "smallest_that_fit": [asdict(one) for one in smallest],
+        "advice": [asdict(one) for one in _advice(job)] if memory.fits(gpu) else [],
+    }
 
 
 def _check(job: PlannedJob) -> None:
@@ -142,44 +96,82 @@ def _check(job: PlannedJob) -> None:
         )
 
 
+def _checkpoint_bytes(job: PlannedJob, memory: Memory) -> int:
+    """Counts weights and optimizer state of backbone and centres, of all ranks together."""
+    head = head_costs(job)
+    shared = sum(memory.parts.get(name, 0) for name in ("backbone", "optimizer state", "moving average"))
+    return shared + round((head.centres + head.row_state) * job.num_classes / job.local_classes)
+
+
 def _with_batch(job: PlannedJob, batch: int) -> PlannedJob:
     accumulate = min(job.config.train.accumulate, batch)
     return job.with_settings(train={"global_batch": batch, "accumulate": accumulate})
 
 
-def _largest(job_of: Callable[[int], PlannedJob], memory: int) -> int:
+def _fits(job: PlannedJob) -> bool:
+    return plan_memory(job).fits(job.gpu.memory)
+
+
+def _largest(job_of: Callable[[int], PlannedJob]) -> int:
     """Returns the largest number whose job fits; 0 if 1 does not."""
     low, high = 0, 1
-    while high < 2**40 and plan_memory(job_of(high)).fits(memory):
+    while high < 2**40 and _fits(job_of(high)):
         low, high = high, 2 * high
     while high - low > max(1, low // 256):
         middle = (low + high) // 2
-        low, high = (middle, high) if plan_memory(job_of(middle)).fits(memory) else (low, middle)
+        low, high = (middle, high) if _fits(job_of(middle)) else (low, middle)
     return low
 
 
+def smallest_that_fit(job: PlannedJob) -> list[Advice]:
+    """Searches numbers of ranks, storage, sample rate and batch: answers how many GPUs the job needs.
+
+    The changes that alter the training least come first. Each later entry alters it more, and needs fewer GPUs than all
+    before it; the last one is the smallest job.
+    """
+    batch, parts = job.config.train.global_batch, job.config.train.accumulate
+    # Settings as typed, the same for with_settings, and how much they alter the training.
+    unchanged: _Change = ("", {}, 0)
+    storages: list[_Change] = [unchanged, ("head.storage=bf16", {"head": {"storage": "bf16"}}, 1)]
+    rates: list[_Change] = [unchanged]
+    if job.sample_rate > _SAMPLED:
+        rates.append((f"head.sample_rate={_SAMPLED}", {"head": {"sample_rate": _SAMPLED}}, 2))
+    batches: list[_Change] = [unchanged]
+    batches += [(f"train.accumulate={times * parts}", {"train": {"accumulate": times * parts}}, 1) for times in (2, 4)]
+    batches += [
+        (f"train.global_batch={batch // part}", {"train": {"global_batch": batch // part, "accumulate": 1}}, part)
+        for part in (2, 4, 8)
+    ]
+    found: list[Advice] = []
+    fewest = min(_MOST_RANKS, job.num_classes) + 1
+    for changes in sorted(itertools.product(storages, rates, batches), key=lambda three: sum(one[2] for one in three)):
+        changed = job
+        for _, sections, _ in changes:
+            changed = changed.with_settings(**sections)
+        num_ranks = 1
+        while num_ranks < fewest and _is_possible(candidate := replace(changed, num_ranks=num_ranks)):
+            if _fits(candidate):
+                setting = " ".join([f"-np {num_ranks}", *(text for text, _, _ in changes if text)])
+                found.append(Advice(setting, *_numbers(candidate)))
+                fewest = num_ranks
+            num_ranks *= 2
+    return found
+
+
 def _advice(job: PlannedJob) -> list[Advice]:
-    """Tries the settings that usually matter, and returns those that change the answer most."""
+    """Tries the settings that usually matter, and returns those that make a job that fits fastest."""
     config = job.config
     batch, stored = config.train.global_batch, job.stored_bytes / 2**30
-    accumulate = 2 * config.train.accumulate
-    with_settings = job.with_settings
     tries: list[tuple[str, PlannedJob, str]] = [
         (f"train.global_batch={2 * batch}", _with_batch(job, 2 * batch), "adapt optimizer.lr"),
-        (f"train.accumulate={accumulate}", with_settings(train={"accumulate": accumulate}), "the same step in parts"),
-        ("head.storage=bf16", with_settings(head={"storage": "bf16"}), "centres are rounded stochastically"),
-        ("head.optimizer=adagrad", with_settings(head={"optimizer": "adagrad"}), "needs another learning rate"),
-        (
-            "backbone.checkpoint_activations=true",
-            with_settings(backbone={"checkpoint_activations": True}),
-            "repeats the forward in backward",
-        ),
+        ("head.storage=bf16", job.with_settings(head={"storage": "bf16"}), "centres are rounded stochastically"),
+        ("head.optimizer=adagrad", job.with_settings(head={"optimizer": "adagrad"}), "needs another learning rate"),
         (f"-np {2 * job.num_ranks}", replace(job, num_ranks=2 * job.num_ranks), "twice the GPUs"),
-        (f"head.stored_gib={stored / 4:g}", with_settings(head={"stored_gib": stored / 4}), "computes more again"),
+        (f"head.stored_gib={stored * 4:g}", job.with_settings(head={"stored_gib": stored * 4}), "computes less again"),
     ]
-    if job.sample_rate > 0.1:
-        sampled = job.with_settings(head={"sample_rate": 0.1})
-        tries.insert(0, ("head.sample_rate=0.1", sampled, "see benchmarks/sampling_accuracy.md"))
+    if job.sample_rate > _SAMPLED:
+        sampled = job.with_settings(head={"sample_rate": _SAMPLED})
+        tries.insert(0, (f"head.sample_rate={_SAMPLED}", sampled, "see benchmarks/sampling_accuracy.md"))
     if not config.is_compiled(on_gpu=True) and config.backbone.name.startswith("vit"):
         tries.append(("train.compile=true", job.with_settings(train={"compile": True}), "compiles at the start"))
     if job.num_ranks > 1 and config.train.compression == "none":
@@ -191,29 +183,19 @@ def _advice(job: PlannedJob) -> list[Advice]:
         tries.append(
             ("train.cuda_graph=on", replayed, "the host starts a step with fewer calls; auto finds out by itself")
         )
-    if batch // 2 >= 2 * job.num_ranks:
-        tries.append((f"train.global_batch={batch // 2}", _with_batch(job, batch // 2), "adapt optimizer.lr"))
-    now = _numbers(job)
-    found = []
-    for setting, changed, remark in tries:
-        if changed == job or not _is_possible(changed):
-            continue
-        peak, speed, fits = _numbers(changed)
-        gain = speed / now[1] - 1
-        saved = 1 - peak / now[0]
-        # If the job does not fit, memory decides; if it does, speed.
-        worth = gain if now[2] and fits else saved + (10 if fits and not now[2] else 0)
-        if worth > _WORTH_SAYING and (fits or not now[2]):
-            found.append((worth, Advice(setting, peak, speed, fits, remark)))
-    found.sort(key=lambda pair: -pair[0])
-    return [one for _, one in found[:_NUM_ADVICE]]
+    speed = _numbers(job)[1]
+    found = [
+        Advice(setting, *_numbers(changed), remark)
+        for setting, changed, remark in tries
+        if changed != job and _is_possible(changed) and _fits(changed)
+    ]
+    found = [one for one in found if one.images_per_second > (1 + _WORTH_SAYING) * speed]
+    return sorted(found, key=lambda one: -one.images_per_second)[:_NUM_ADVICE]
 
 
 def _is_possible(job: PlannedJob) -> bool:
-    has_blocks = job.config.backbone.name.startswith(("iresnet", "vit"))
-    return (
-        has_blocks or not job.config.backbone.checkpoint_activations
-    ) and job.max_batch >= 2 * job.config.train.accumulate
+    """Batch norm needs two images in every part of a rank's batch."""
+    return job.max_batch >= 2 * job.config.train.accumulate
 
 
 def _numbers(job: PlannedJob) -> tuple[int, float, bool]:
@@ -226,86 +208,87 @@ def _numbers(job: PlannedJob) -> tuple[int, float, bool]:
 _BAR = 40
 
 
-def plan_text(plan: Plan) -> str:
-    """Returns the verdict first, then the tables."""
-    job, config = plan.job, plan.job.config
-    hosts = f" on {plan.job.num_hosts} hosts" if plan.job.num_hosts > 1 else ""
+def plan_text(plan: Mapping[str, Any], job: PlannedJob) -> str:
+    """Returns the plan as text: the answer first, then the tables."""
+    config, peak, seconds = job.config, plan["peak_bytes"], plan["step_s"]
+    hosts = f" on {job.num_hosts} hosts" if job.num_hosts > 1 else ""
     lines = [
         f"{config.backbone.name}, {job.num_classes:,} classes, {job.num_images:,} images, global batch "
         f"{config.train.global_batch:,}, {job.num_ranks} × {job.gpu.name}{hosts}",
-        *_about_cpu(plan),
-        "",
-        _verdict(plan),
-        "",
-        f"Memory per rank at its peak ({plan.memory.peak_moment})",
     ]
-    peak = plan.memory.peak
-    for name, size in plan.memory.parts.items():
+    if config.train.device == "cpu":
+        lines += ["The recipe trains on a CPU (train.device=cpu), which is not planned: these are the numbers of GPUs."]
+    lines += ["", _answer(plan), "", f"Memory per rank at its peak ({plan['peak_moment']})"]
+    for name, size in plan["bytes"].items():
         lines.append(f"  {name:24}{size_text(size):>12}  {'#' * round(_BAR * size / peak)}")
     lines += [f"  {'in all':24}{size_text(peak):>12}  of {size_text(job.gpu.memory)}"]
-    lines += [f"  {'loader, host memory':24}{size_text(plan.memory.host_loader):>12}"]
+    lines += [f"  {'loader, host memory':24}{size_text(plan['host_loader_bytes']):>12}"]
     lines += ["", "A step on each rank"]
-    for name, seconds in (
-        ("backbone", plan.time.backbone),
-        ("head", plan.time.head),
-        ("update", plan.time.update),
-        ("waiting for launches", plan.time.waiting),
-        ("exchanges not hidden", plan.exchange_s),
-        ("in all", plan.step_s),
+    for name, key in (
+        ("backbone", "backbone"),
+        ("head", "head"),
+        ("update", "update"),
+        ("waiting for launches", "waiting"),
+        ("exchanges not hidden", "exchange"),
+        ("in all", "total"),
     ):
-        lines.append(f"  {name:24}{1e3 * seconds:>9.2f} ms")
-    if plan.sent:
+        lines.append(f"  {name:24}{1e3 * seconds[key]:>9.2f} ms")
+    if plan["exchanges"]:
         lines += ["", "Exchanges of a step"]
         lines += [
-            f"  {one.name:34}{one.collective:16}{size_text(one.buffer):>12}{1e3 * one.seconds:>9.2f} ms"
-            for one in plan.sent
+            f"  {one['name']:34}{one['collective']:16}{size_text(one['buffer']):>12}{1e3 * one['seconds']:>9.2f} ms"
+            for one in plan["exchanges"]
         ]
     lines += [
         "",
-        f"Speed         {plan.images_per_second:,.0f} images/s, {duration_text(plan.epoch_s)} per epoch, "
-        f"{duration_text(plan.total_s)} for {config.train.epochs:g} epochs",
-        f"Checkpoint    {size_text(plan.checkpoint_bytes)}",
-        f"Data          {_data(plan)}",
-        f"Would fit     a global batch of {plan.largest_batch:,}, or {plan.largest_classes:,} classes",
+        f"Speed         {plan['images_per_second']:,.0f} images/s, {duration_text(plan['epoch_s'])} per epoch, "
+        f"{duration_text(plan['total_s'])} for {config.train.epochs:g} epochs",
+        f"Checkpoint    {size_text(plan['checkpoint_bytes'])}",
+        f"Data          {_data(plan, config.data.threads)}",
+        f"Would fit     {_would_fit(plan)}",
     ]
-    if plan.advice:
-        lines += ["", "Settings that would change it most"]
-        lines += [
-            f"  {one.setting:38}{size_text(one.peak):>11}{one.images_per_second:>12,.0f} images/s"
-            f"{'' if one.fits else ', does not fit'}  ({one.remark})"
-            for one in plan.advice
-        ]
+    for title, key in (("Fewest GPUs that fit", "smallest_that_fit"), ("Settings that would make it faster", "advice")):
+        if plan[key]:
+            lines += ["", title]
+            width = max(38, *(len(one["setting"]) for one in plan[key]))
+            lines += [
+                f"  {one['setting']:{width}}{size_text(one['peak']):>11}{one['images_per_second']:>12,.0f} images/s"
+                + (f"  ({one['remark']})" if one["remark"] else "")
+                for one in plan[key]
+            ]
     return "\n".join(lines)
 
 
-def _about_cpu(plan: Plan) -> list[str]:
-    if plan.job.config.train.device != "cpu":
-        return []
-    return ["The recipe trains on a CPU (train.device=cpu), which is not planned: these are the numbers of GPUs."]
+def _answer(plan: Mapping[str, Any]) -> str:
+    memory, peak = plan["gpu_bytes"], plan["peak_bytes"]
+    if plan["fits"]:
+        return f"Fits: {size_text(peak)} of {size_text(memory)} per GPU ({peak / memory:.0%})."
+    text = f"Does not fit: {size_text(peak)} are needed per GPU, which has {size_text(memory)}."
+    if not plan["smallest_that_fit"]:
+        return f"{text} Nothing fits on up to {_MOST_RANKS:,} of these GPUs: choose a smaller backbone or a larger GPU."
+    return f"{text} It fits with {plan['smallest_that_fit'][0]['setting']}."
 
 
-def _verdict(plan: Plan) -> str:
-    memory, share = plan.job.gpu.memory, plan.memory.peak / plan.job.gpu.memory
-    if plan.fits:
-        return f"Fits: {size_text(plan.memory.peak)} of {size_text(memory)} per GPU ({share:.0%})."
-    helping = next((one for one in plan.advice if one.fits), None)
-    hint = f" It would with {helping.setting}." if helping else ""
-    return f"Does not fit: {size_text(plan.memory.peak)} are needed per GPU, which has {size_text(memory)}.{hint}"
+def _would_fit(plan: Mapping[str, Any]) -> str:
+    batch, classes = plan["largest_global_batch"], plan["largest_num_classes"]
+    with_batch = f"a global batch of {batch:,}" if batch else "no batch with these classes"
+    with_classes = f"{classes:,} classes" if classes else "no number of classes with this batch"
+    return f"{with_batch}, or {with_classes}"
 
 
-def _data(plan: Plan) -> str:
-    per_rank = plan.images_per_second / plan.job.num_ranks
-    needed = f"{per_rank:,.0f} images/s per rank are needed"
-    if plan.decode_rate is None or plan.threads_needed is None:
+def _data(plan: Mapping[str, Any], threads_per_process: int) -> str:
+    needed = f"{plan['images_per_second'] / plan['num_ranks']:,.0f} images/s per rank are needed"
+    threads, processes = plan["reader_threads_per_rank"], plan["loader_processes_per_rank"]
+    wanted = plan["threads_needed_per_rank"]
+    if wanted is None:
         return f"{needed}; nothing was measured, because there is no data here"
-    loader = plan.loader
-    here = f"{loader.num_threads} thread" + "s" * (loader.num_threads > 1)
-    if loader.num_processes:
-        here += f" in {loader.num_processes} loader process" + "es" * (loader.num_processes > 1)
+    here = f"{threads} thread" + "s" * (threads > 1)
+    if processes:
+        here += f" in {processes} loader process" + "es" * (processes > 1)
     indent = f"\n{'':14}"
-    reads = f"{needed}; one thread of this machine{indent}reads and decodes {plan.decode_rate:,.0f}, so {plan.threads_needed}"
-    if loader.num_threads >= plan.threads_needed:
+    decoded = f"{plan['decode_images_per_second_per_thread']:,.0f}"
+    reads = f"{needed}; one thread of this machine{indent}reads and decodes {decoded}, so {wanted}"
+    if threads >= wanted:
         return f"{reads} keep up; each rank has {here}"
-    per_process = plan.job.config.data.threads
-    change = f"data.workers={-(-plan.threads_needed // per_process)}"
+    change = f"data.workers={-(-wanted // threads_per_process)}"
     return f"{reads} would keep up;{indent}each rank has {here}: set {change} if the host has the cores"

@@ -34,7 +34,9 @@ def add_plan_command(commands: "Commands") -> None:
     plan.add_argument(
         "--ranks-per-host", type=at_least(1), default=8, metavar="N", help="GPUs of each host (default: 8)"
     )
-    plan.add_argument("--gpu", metavar="NAME", help="h200, h100, a100-80, … (default: that of this machine, or h200)")
+    plan.add_argument(
+        "--gpu", metavar="NAME", help="h200, h100, a100-80, 4090, … (default: that of this machine, or h200)"
+    )
     plan.add_argument(
         "--network-gbit", type=at_least(1), default=100, metavar="N", help="network of each host (default: 100)"
     )
@@ -61,21 +63,19 @@ def _plan(options: argparse.Namespace, given: list[str]) -> int:
     gpu = gpu_named(options.gpu)
     source = _source(config)
     num_classes, num_images = _sizes(config, source, options)
-    plan = make_plan(
-        PlannedJob(
-            config=config,
-            gpu=gpu,
-            num_ranks=options.num_proc or config.train.nproc,
-            ranks_per_host=options.ranks_per_host,
-            num_classes=num_classes,
-            num_images=num_images,
-            image_size=_image_size(config, source),
-            network=0.9 * options.network_gbit * 1e9 / 8,
-        ),
-        decode_rate=_decode_rate(source) if source is not None else None,
+    job = PlannedJob(
+        config=config,
+        gpu=gpu,
+        num_ranks=options.num_proc or config.train.nproc,
+        ranks_per_host=options.ranks_per_host,
+        num_classes=num_classes,
+        num_images=num_images,
+        image_size=_image_size(config, source),
+        network=0.9 * options.network_gbit * 1e9 / 8,
     )
-    print(json.dumps(plan.to_json(), indent=1) if options.json else plan_text(plan))
-    return 0 if plan.fits else 1
+    plan = make_plan(job, decode_rate=_decode_rate(source) if source is not None else None)
+    print(json.dumps(plan, indent=1) if options.json else plan_text(plan, job))
+    return 0 if plan["fits"] else 1
 
 
 def _source(config: "Config") -> "ImageSource | None":

@@ -8,7 +8,6 @@ the line. The one exception is the function lr_step_func of older configs, which
 import ast
 import math
 import operator
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,11 +16,8 @@ from typing import Any, TypeGuard
 
 from megaclass_launch.errors import ConfigError
 
-_MAX_BYTES = 1 << 20
 # Beyond these no setting makes sense, and 9**9**9 would occupy the machine.
-_MAX_NUMBER = 1e18
-_MAX_EXPONENT = 64
-_MAX_TEXT = 4096
+_MAX_NUMBER, _MAX_EXPONENT = 1e18, 64
 _ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -33,7 +29,6 @@ _ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_ALLOWED = "expected config = edict() or config.<name> = <literal or arithmetic>; the file is not executed"
 
 # Defaults from InsightFace's configs/base.py, which every config overrides.
 BASE: dict[str, object] = {
@@ -57,7 +52,7 @@ BASE: dict[str, object] = {
 
 
 class _CannotReadError(Exception):
-    """Raised for an expression that is not a literal or arithmetic; the text is the reason."""
+    """Raised for a statement or value that is not one of the two kinds; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,9 @@ class Line:
     """The last assignment to `config.<name>`."""
 
     value: object
-    """A number, text, bool, None, or a list or tuple of them."""
     number: int
     text: str
-    """The statement in the file, shortened and printable."""
+    """The line in the file, shortened and printable."""
 
 
 @dataclass
@@ -79,13 +73,17 @@ class ConfigFile:
     lines: dict[str, Line] = field(default_factory=dict)
     """By name, in the order of the last assignments."""
     remarks: list[str] = field(default_factory=list)
+    """Everything that the recipe does not do in the same way."""
 
     def __contains__(self, name: str) -> bool:
         """Returns whether the file sets it."""
         return name in self.lines
 
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+
     def value(self, name: str) -> object:
-        return self.lines[name].value if name in self else BASE[name]
+        return self.lines[name].value if name in self else BASE.get(name)
 
     def number(self, name: str) -> float:
         value = self.value(name)
@@ -93,7 +91,7 @@ class ConfigFile:
             raise self.error(name, "expected a number")
         return float(value)
 
-    def integer(self, name: str, least: int) -> int:
+    def integer(self, name: str, least: int = 1) -> int:
         value = self.value(name)
         if not is_number(value) or value != int(value) or value < least:
             raise self.error(name, f"expected a whole number of at least {least}")
@@ -105,9 +103,6 @@ class ConfigFile:
             raise self.error(name, "expected text")
         return value
 
-    def flag(self, name: str) -> bool:
-        return bool(self.lines[name].value) if name in self else bool(BASE.get(name, False))
-
     def error(self, name: str, reason: str) -> ConfigError:
         """Returns an error about the line that sets it."""
         line = self.lines.get(name)
@@ -117,26 +112,28 @@ class ConfigFile:
 
 def read_config_file(path: Path) -> ConfigFile:
     """Parses the file; refuses every statement that is neither `config = edict()` nor `config.x = value`."""
-    source = _read_source(path)
     found = ConfigFile(path)
     try:
+        source = path.read_text(encoding="utf-8-sig")
         with warnings.catch_warnings():
             # "\d" in a string causes a SyntaxWarning, which is irrelevant here.
             warnings.simplefilter("ignore")
             statements = ast.parse(source).body
         source_lines = source.split("\n")
         for statement in statements:
-            text = _first_line(statement, source_lines)
+            text = printable(source_lines[statement.lineno - 1])
             try:
                 _follow(statement, text, found)
             except _CannotReadError as reason:
                 raise ConfigError(f"{path}, line {statement.lineno}: {text!r}: {reason}.") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     except SyntaxError as error:
         raise ConfigError(f"{path}, line {error.lineno or 1}: not Python: {printable(error.msg)}.") from error
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is nested too deeply for one of InsightFace's configs.") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not Python: {printable(str(error))}.") from error
+        raise ConfigError(f"{path} is not Python in UTF-8: {printable(str(error))}.") from error
     if not found.lines:
         raise ConfigError(f"{path} holds no lines like config.network = 'r50': is it one of InsightFace's configs?")
     return found
@@ -150,24 +147,7 @@ def printable(text: str, limit: int = 120) -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _read_source(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{path} is larger than {_MAX_BYTES:,} bytes: it is not one of InsightFace's configs.")
-    if b"\0" in data:
-        raise ConfigError(f"{path} holds null bytes: it is not a Python file.")
-    try:
-        # Like Python: the byte order mark is removed, and every line ends with "\n".
-        return re.sub(r"\r\n?", "\n", data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: byte {error.start} is {data[error.start]:#04x}.") from error
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _follow(statement: ast.stmt, text: str, found: ConfigFile) -> None:
@@ -179,7 +159,7 @@ def _follow(statement: ast.stmt, text: str, found: ConfigFile) -> None:
         case ast.Assign([ast.Name("config")], ast.Call(ast.Name("edict" | "EasyDict" | "dict"), [], [])):
             found.lines.clear()
         case ast.FunctionDef("lr_step_func", decorator_list=[], args=ast.arguments(defaults=[], kw_defaults=[])):
-            found.remarks.append(
+            found.remark(
                 f"lr_step_func in line {statement.lineno} was not carried over: the recipe has the polynomial schedule of "
                 f"the current train_v2.py; for steps set optimizer.schedule = 'step' and optimizer.step_epochs"
             )
@@ -191,7 +171,9 @@ def _follow(statement: ast.stmt, text: str, found: ConfigFile) -> None:
             found.lines.pop(name, None)
             found.lines[name] = line
         case _:
-            raise _CannotReadError(_ALLOWED)
+            raise _CannotReadError(
+                "expected config = edict() or config.<name> = <literal or arithmetic>; the file is not executed"
+            )
 
 
 def _value(node: ast.expr, found: ConfigFile) -> Any:
@@ -228,22 +210,10 @@ def _computed(operation: ast.operator | ast.unaryop, *values: Any) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    """Refuses values that no setting can have: huge or infinite numbers, long text, bytes, complex numbers."""
-    if is_number(value):
-        # The size comes first, because isfinite cannot convert huge integers.
-        if abs(value) > _MAX_NUMBER or not math.isfinite(value):
-            raise _CannotReadError("the number is too large")
-    elif isinstance(value, str):
-        if len(value) > _MAX_TEXT:
-            raise _CannotReadError("the text is too long")
-    elif value is not None and not isinstance(value, bool):
+    """Refuses values that no setting can have: huge or infinite numbers, bytes, complex numbers."""
+    # The size comes first, because isfinite cannot convert huge integers.
+    if is_number(value) and (abs(value) > _MAX_NUMBER or not math.isfinite(value)):
+        raise _CannotReadError("the number is too large")
+    if value is not None and not isinstance(value, bool | int | float | str):
         raise _CannotReadError(f"a value of type {type(value).__name__} is not a setting")
     return value
-
-
-def _first_line(statement: ast.stmt, source_lines: list[str]) -> str:
-    """Returns the first line of the statement."""
-    # Column offsets count bytes.
-    line = source_lines[statement.lineno - 1].encode()
-    end = statement.end_col_offset if statement.end_lineno == statement.lineno else None
-    return printable(line[statement.col_offset : end].decode(errors="replace"))
