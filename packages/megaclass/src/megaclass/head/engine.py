@@ -21,7 +21,7 @@ _FUSED = "triton_fused"
 
 
 StepEngine: TypeAlias = "PlainStep | FusedStep"
-"""What computes the steps of one head. The step number is the head's and comes with every call."""
+"""The class that computes the steps of one head. The step number is the head's and comes with every call."""
 
 
 def choose_engine(
