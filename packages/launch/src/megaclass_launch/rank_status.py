@@ -131,11 +131,6 @@ class OwnStatus:
         # Threads of a script that uses hvd may wait for different operations at the same time.
         self._lock = threading.Lock()
 
-    @property
-    def has_reader(self) -> bool:
-        """True if an agent, or the parent that started the ranks, reads this page."""
-        return self._handle is not None
-
     def give_stacks(self, package: str = "") -> None:
         """Lets the reader ask for the stacks of this process at any time. Main thread only. package: see RankStatus."""
         if self._handle is not None:
