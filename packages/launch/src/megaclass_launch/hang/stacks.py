@@ -1,6 +1,6 @@
 """Collects the stacks of the ranks of one host, also of ranks that cannot answer.
 
-    the rank registered (train, hvd)   its page says so: STACKS_SIGNAL, upon which faulthandler writes into the page's file
+    the rank registered (give_stacks)  its page says so: STACKS_SIGNAL, upon which faulthandler writes into the page's file
     any other Python program           SIGABRT: with PYTHONFAULTHANDLER=1 it prints its stacks on stderr, and ends
     stopped (T), in the kernel (D)     cannot answer; the kernel's own view of it is reported instead
     loader processes of a rank         asked with it; their stacks follow its own, see AskedLoader
