@@ -1,8 +1,5 @@
 """The verdict on a hang: which ranks are named, and in which words, for stacks as faulthandler writes them."""
 
-import contextlib
-import os
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,13 +10,11 @@ from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.outcome import OutcomeDecision, Reason
 from megaclass_launch.driver.rank_table import RankTable
 from megaclass_launch.exit_codes import EXIT_HUNG
-from megaclass_launch.hang import own_watch, record
 from megaclass_launch.hang.stacks import LookClock, RankReport
 from megaclass_launch.hang.verdict import find_verdict
 from megaclass_launch.hosts import Host
 from megaclass_launch.placement import place_ranks
-from megaclass_launch.rank_status import OwnStatus, RankStatus, StatusPage
-from megaclass_launch.world import World
+from megaclass_launch.rank_status import OwnStatus, StatusPage
 
 LIB = "/usr/lib/python3.12"
 GATHER = [
@@ -245,55 +240,6 @@ def test_a_job_may_be_ended_only_if_a_rank_waits_for_another(others, may_end):
 
 def test_a_single_process_that_waits_in_a_collective_waits_for_nobody():
     assert not find_verdict([report(0, GATHER)]).may_end
-
-
-def test_a_rank_whose_run_folder_hangs_goes_on_and_blames_no_other_rank(monkeypatch, capsys, tmp_path):
-    """Under torchrun and others, ranks find each other's stacks on the disk, which may be what hangs."""
-    never = threading.Event()
-    monkeypatch.setattr(record, "_WRITE_S", 0.05)
-    monkeypatch.setattr(record, "write_private", lambda path, text: never.wait(20.0))
-    monkeypatch.setattr(own_watch, "write_text", lambda *arguments, **options: never.wait(20.0))
-    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    seen = RankStatus(
-        pid=os.getpid(),
-        main_thread=threading.get_ident(),
-        gives_stacks=False,
-        step=7,
-        num_done=8,
-        progress_at=time.monotonic() - 60,
-        allowed_s=10.0,
-        phase="",
-        detail="",
-        folder=str(tmp_path),
-        package="",
-    )
-    # os._exit() would raise SystemExit here.
-    own_watch._report_late_rank(seen, World(rank=1, size=4), "")
-    never.set()
-    printed = capsys.readouterr().err
-    assert "the job continues" in printed
-    assert "rank 1 " in printed and "wrote no stacks" not in printed and "Stacks:" not in printed
-
-
-@pytest.mark.parametrize("error", ["", "[pair.cc:544] Connection closed by peer [10.0.0.2]:4711"])
-def test_a_rank_that_wrote_nothing_is_said_to_have_closed_its_connection_if_it_did(
-    monkeypatch, capsys, tmp_path, error
-):
-    monkeypatch.setattr(own_watch, "_OTHERS_S", 0.3)
-    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    own = OwnStatus(None)
-    own.progress(step=7, allowed_s=1.0)
-    own.name_folder(tmp_path)
-    with contextlib.suppress(SystemExit):
-        try:
-            raise RuntimeError(error)
-        except RuntimeError:
-            # As in a clean-up: this thread is handling the error while it hangs.
-            own_watch._report_late_rank(own.read(), World(rank=0, size=2), "")
-    printed = capsys.readouterr().err
-    assert ("rank 1 (?): wrote no stacks, and its connection was closed: it has ended, or" in printed) is bool(error), (
-        printed
-    )
 
 
 @pytest.mark.parametrize("waits", [True, False])

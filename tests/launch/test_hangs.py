@@ -164,16 +164,6 @@ def test_train_on_one_machine_names_the_rank_keeps_its_stacks_and_ends(tmp_path,
 SHORT = [*TRAIN, "data.path=synthetic:10x100", "train.epochs=2"]
 
 
-def test_a_single_process_with_a_slow_step_is_reported_once_and_trains_to_its_end(tmp_path, recipe):
-    done = run_forked(megaclass_command, "train", str(recipe), *SHORT, env=environment(tmp_path, "slow"))
-    assert done.returncode == 0, done.stderr
-    reports = re.findall(r"megaclass: no step has finished for \d+ s; the job continues, .*", done.stderr)
-    assert len(reports) == 1, done.stderr
-    assert re.search(r"rank 0 \(\S+\): in launch/hanging_backbone\.py:\d+ \(hang\), asleep\. Stacks: ", reports[0])
-    assert "in hang" in (tmp_path / "run" / "hang" / "step-3" / "rank-0.txt").read_text()
-    assert "hang" not in {event["event"] for event in read_events(tmp_path / "run")[0]}
-
-
 @pytest.mark.ranks
 def test_ranks_that_are_all_slow_and_wait_for_nobody_are_reported_and_train_to_the_end(tmp_path, recipe):
     command = ("train", str(recipe), *SHORT, "train.nproc=2")
@@ -186,9 +176,8 @@ def test_ranks_that_are_all_slow_and_wait_for_nobody_are_reported_and_train_to_t
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_job_that_was_paused_for_longer_than_the_limit_goes_on_without_a_report(tmp_path, recipe, num_processes):
-    command = ("train", str(recipe), *SHORT, "train.hang_after_s=6", f"train.nproc={num_processes}")
+def test_a_job_that_was_paused_for_longer_than_the_limit_goes_on_without_a_report(tmp_path, recipe):
+    command = ("train", str(recipe), *SHORT, "train.hang_after_s=6", "train.nproc=2")
     with Forked(megaclass_command, *command, env=environment(tmp_path, "pause")) as job:
         deadline = time.monotonic() + 120
         while not (tmp_path / "pipe.pause-now").exists() and job.is_alive() and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ print([name for name in {TORCHRUNS} if name in os.environ], *[os.environ.get(nam
 from megaclass_launch.world import world_from_environment
 world = world_from_environment()
 assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 2, rank, 2), world
-assert str(world.port) == os.environ["MEGACLASS_STORE_PORT"] and world.starter == "megaclass run", world
+assert str(world.port) == os.environ["MEGACLASS_STORE_PORT"] and world.starter == "megaclass-run", world
 """
 
 

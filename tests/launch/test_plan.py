@@ -36,7 +36,7 @@ h3: rank 3
 
 RANK_3 = (
     "RANK=3 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=2 GROUP_WORLD_SIZE=3 MASTER_ADDR=<address of h1> "
-    "MASTER_PORT=<free port of h1> MEGACLASS_STARTER=megaclass run HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=0 "
+    "MASTER_PORT=<free port of h1> MEGACLASS_STARTER=megaclass-run HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=0 "
     "HOROVOD_LOCAL_SIZE=1 HOROVOD_CROSS_RANK=2 HOROVOD_CROSS_SIZE=3 HOROVOD_HOSTNAME=h3 "
     "HOROVOD_GLOO_RENDEZVOUS_ADDR=<address of h1> HOROVOD_GLOO_RENDEZVOUS_PORT=<free port of h1> HOROVOD_CONTROLLER=gloo "
     "PYTHONUNBUFFERED=1"
@@ -68,7 +68,7 @@ def test_a_rank_reads_its_place_back(given):
             assert (read.cross_rank, read.cross_size, read.starter) == (
                 world.cross_rank,
                 world.cross_size,
-                "megaclass run",
+                "megaclass-run",
             )
             assert (read.address, read.port) == ("10.0.0.1", 1234)
 

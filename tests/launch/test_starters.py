@@ -374,7 +374,7 @@ def test_a_batch_script_that_forgets_srun_is_told(slurm, tmp_path):
     (tmp_path / "join.py").write_text(_JOIN)
     done = slurm.run("salloc", "-t5", "-N2", "-n3", sys.executable, str(tmp_path / "join.py"))
     assert "rank 0 of 1" in done.stdout
-    assert "Slurm granted 3 tasks, but this is one process: type `srun megaclass …`" in done.stderr
+    assert "Slurm granted 3 tasks, but this is one process: type `srun` in front of the command" in done.stderr
 
 
 # ---- megaclass run --launcher ----

@@ -46,7 +46,7 @@ def without(env, name):
 
 
 def test_horovods_names_with_our_own_for_the_place_of_rank_0_come_before_names_that_a_script_has_set():
-    world = World(rank=1, size=2, local_rank=1, local_size=2, starter="megaclass run", port=2345)
+    world = World(rank=1, size=2, local_rank=1, local_size=2, starter="megaclass-run", port=2345)
     env = environment_of(world, is_horovod=True)
     assert not set(env) & set(TORCHRUN)
     assert world_from_environment(env) == world

@@ -37,7 +37,7 @@ def test_the_device_of_a_rank_that_sees_one_gpu_is_that_one(monkeypatch):
 
 def test_a_rank_without_a_gpu_among_several_is_refused(monkeypatch):
     see(monkeypatch, "a", "b")
-    with pytest.raises(LaunchError, match=r"local rank 2, but torch sees 2 GPU\(s\) here.*train\.device=cpu"):
+    with pytest.raises(LaunchError, match=r"local rank 2, but torch sees 2 GPU\(s\) here.*choose the device cpu"):
         choose_device("cuda", World(rank=2, size=3, local_rank=2, local_size=3, port=1))
 
 

@@ -1,10 +1,11 @@
 """The commands of this package: megaclass-run, megaclass-check, and `python -m megaclass_launch run|check|bench`.
 
-The command `megaclass` of the package above adds the same commands to its own (add_check_command, add_allreduce_command).
+Packages that are built on this one add the same commands to their own (run, add_check_command, add_allreduce_command).
 """
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,16 +16,18 @@ from megaclass_launch.errors import EXIT_TRY_AGAIN, UserError, is_transient
 from megaclass_launch.messages import messages_on_stderr, print_error
 from megaclass_launch.operating_system import is_linux
 
+_logger = logging.getLogger("megaclass.launch")
+
 _CHECK = {
     "help": "check whether training would start here or on these hosts",
-    "description": "Checks whether training would start, and prints a table with advice: megaclass check -H gpu-1:8,gpu-2:8",
+    "description": "Checks whether training would start, and prints a table with advice: %(prog)s -H gpu-1:8,gpu-2:8",
     "epilog": "Exits with 0 only if training would start.",
 }
 
 
-def run_command(arguments: Sequence[str] | None = None) -> NoReturn:
+def run_command() -> NoReturn:
     """The program `megaclass-run`."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    sys.exit(run(sys.argv[1:]))
 
 
 def check_command() -> NoReturn:
@@ -38,7 +41,7 @@ def command() -> NoReturn:
     """The program `python -m megaclass_launch`."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
-        run_command(arguments[1:])
+        sys.exit(run(arguments[1:]))
     parser = argparse.ArgumentParser(prog="python -m megaclass_launch", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"megaclass {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -64,23 +67,37 @@ def _ended(function: Callable[[argparse.Namespace], int], options: argparse.Name
             return 130
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Runs the job of a command line and returns its exit code; errors are printed."""
+def run(arguments: Sequence[str], program: str = "megaclass-run") -> int:
+    """Runs the job of a command line and returns its exit code (exit_codes.py); errors are printed.
+
+    program: the command that was typed, for messages.
+    """
     with messages_on_stderr():
-        # Before the import: it needs modules that only Linux has.
+        # Before the imports: they need modules that only Linux has.
         if not is_linux():
             print(
-                f"megaclass run: jobs are started and watched on Linux only. On {sys.platform}, train in one process: "
-                f"megaclass train RECIPE train.nproc=1.",
+                f"{program}: jobs are started and watched on Linux only. On {sys.platform}, start your command itself, as one "
+                f"process.",
                 file=sys.stderr,
             )
             return 2
-        from megaclass_launch.run import run as run_job
+        from megaclass_launch.check.build_table import build_table
+        from megaclass_launch.hosts import given_hosts
+        from megaclass_launch.launchers import LAUNCHERS
+        from megaclass_launch.options import parse_options
+        from megaclass_launch.signals import open_standard_streams
 
+        open_standard_streams()
         try:
-            return run_job(arguments)
+            options = parse_options(arguments, program=program)
+            if options.checks_build:
+                print(build_table())
+                return 0
+            for remark in options.remarks:
+                _logger.info(remark, extra={"sender": program})
+            return LAUNCHERS[options.launcher].launch(options, given_hosts(options.hosts, options.hostfile))
         except UserError as error:
-            print(f"megaclass run: {error}", file=sys.stderr)
+            print(f"{program}: {error}", file=sys.stderr)
             return 2
 
 
@@ -125,35 +142,19 @@ def add_allreduce_command(bench_commands: Any) -> None:
     """Adds `bench allreduce` to the commands of `bench`."""
     allreduce = bench_commands.add_parser(
         "allreduce",
-        help="measure all-reduce and other collectives by size, and check every result",
-        description="Prints the table of all_reduce_perf: megaclass run -np 4 -H h1:2,h2:2 megaclass bench allreduce -e 64M",
+        help="measure all-reduce by size, and check every result",
+        description="Prints time and bandwidth by size. To be started on all ranks, by any starter.",
     )
     allreduce.add_argument("-b", "--min-bytes", default="8", metavar="SIZE", help="first size (default: 8)")
     allreduce.add_argument("-e", "--max-bytes", default="256M", metavar="SIZE", help="last size (default: 256M)")
     allreduce.add_argument("-f", "--factor", type=int, default=2, metavar="N", help="factor between sizes (default: 2)")
-    allreduce.add_argument(
-        "-n", "--iterations", type=int, default=20, metavar="N", help="repetitions per size (default: 20)"
-    )
-    allreduce.add_argument(
-        "--seconds",
-        type=float,
-        default=2.0,
-        metavar="S",
-        help="longest time per size; large sizes are repeated less often (default: 2)",
-    )
-    allreduce.add_argument(
-        "--operations",
-        default="all_reduce,all_gather,reduce_scatter,broadcast",
-        metavar="NAMES",
-        help="comma-separated operations (default: all four)",
-    )
     allreduce.add_argument("--backend", default="auto", help="gloo, nccl, or auto: all that work here (default: auto)")
     allreduce.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
     allreduce.set_defaults(run=lambda options, given: bench_allreduce(options))
 
 
 def check(options: argparse.Namespace) -> int:
-    """`megaclass check`."""
+    """The command `check`."""
     from megaclass_launch.check.check import CheckSettings
     from megaclass_launch.check.check import check as check_hosts
     from megaclass_launch.driver.ssh import SshSettings
@@ -184,7 +185,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _run_options(options: argparse.Namespace, workdir: str) -> tuple[str, ...]:
-    """Returns options for `megaclass run` that are equivalent to those given to `check`."""
+    """Returns options for `run` that are equivalent to those given to `check`."""
     found = [f"--ssh-arg={argument}" for argument in options.ssh_arg]
     for name, value in (
         ("--ssh-port", options.ssh_port),
@@ -199,19 +200,14 @@ def _run_options(options: argparse.Namespace, workdir: str) -> tuple[str, ...]:
 
 
 def bench_allreduce(options: argparse.Namespace) -> int:
-    """`megaclass bench allreduce`."""
-    from megaclass_launch.ranks.bench_allreduce import BenchSettings, parse_bytes, run_bench, warn_of_one_rank
+    """The command `bench allreduce`."""
+    from megaclass_launch.ranks.bench_allreduce import BenchSettings, parse_bytes, run_bench
     from megaclass_launch.world import world_from_environment
 
     settings = BenchSettings(
         min_bytes=parse_bytes(options.min_bytes),
         max_bytes=parse_bytes(options.max_bytes),
         factor=options.factor,
-        iterations=options.iterations,
-        seconds_per_size=options.seconds,
-        operations=tuple(options.operations.split(",")),
         backend=options.backend,
     )
-    world = world_from_environment()
-    warn_of_one_rank(world)
-    return run_bench(settings, world, is_json=options.json)
+    return run_bench(settings, world_from_environment(), is_json=options.json)

@@ -1,7 +1,7 @@
 """Functions that differ between Linux, macOS and Windows.
 
-Training in one process on a CPU, evaluation, export and search work on all three as far as code can tell. Starting several
-processes (`train.nproc`, `megaclass run`), loader processes and staging are for Linux.
+Training in one process on a CPU, evaluation, export and search work on all three as far as code can tell. Starting
+several processes, loader processes and staging are for Linux.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""The command line of `megaclass run`, with horovodrun's option names. Standard library only."""
+"""The command line of a job, with horovodrun's option names. Standard library only."""
 
 import argparse
 import itertools
@@ -6,9 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.horovod_options import (
@@ -33,14 +33,18 @@ _NO_EFFECT = {
 }
 _NUM_VALUES = dict.fromkeys(("--mpi-args", "--binding-args"), 1)
 HOROVOD_VERSION = "0.28.1"
+PROGRAM = "megaclass-run"
+"""The command of this package. Other packages have names of their own for it."""
 FAULT_GRACE_S = 3.0
 _SIGNAL_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """The parsed command line of `megaclass run`."""
+    """The parsed command line of a job."""
 
+    program: str
+    """The command that was typed, for messages: megaclass-run, horovodrun, or a command of another package."""
     command: tuple[str, ...]
     launcher: str
     """A name in LAUNCHERS."""
@@ -108,63 +112,65 @@ class RunOptions:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message[0].upper()}{message[1:]}. See `megaclass run --help`.")
+        raise LaunchError(f"{message[0].upper()}{message[1:]}. See `{self.prog} --help`.")
 
 
-def parse_options(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> RunOptions:
+def parse_options(
+    arguments: Sequence[str], env: Mapping[str, str] = os.environ, *, program: str = PROGRAM
+) -> RunOptions:
     """Parses the command line. Raises LaunchError for options that are wrong or contradict each other."""
-    parser = run_parser()
+    parser = run_parser(program)
     given = parser.parse_args(list(arguments))
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
-    if not command and not given.check_build:
-        parser.error("there is no command to run: megaclass run -np 2 python train.py")
+    if not command and not given.checks_build:
+        parser.error(f"there is no command to run: {program} -np 2 python train.py")
     _check_elastic(given, parser)
     given_env, handed_over = _environment(given, env)
-    interfaces = ",".join(given.network_interfaces)
-    return RunOptions(
-        command=tuple(command),
-        launcher=given.launcher,
-        checks_build=given.check_build,
-        num_processes=given.num_proc,
-        min_processes=given.min_np,
-        max_processes=given.max_np,
-        host_discovery_script=given.host_discovery_script,
-        slots_per_host=given.slots_per_host,
-        elastic_timeout_s=given.elastic_timeout,
-        reset_limit=given.reset_limit if given.reset_limit is not None else given.restarts,
-        cooldown_s=tuple(given.blacklist_cooldown_range) if given.blacklist_cooldown_range else None,
-        hosts=given.hosts,
-        hostfile=given.hostfile,
-        ssh_port=given.ssh_port,
-        ssh_identity_file=given.ssh_identity_file,
-        ssh_args=tuple(given.ssh_arg),
-        python=given.python or sys.executable,
-        workdir=given.workdir or str(Path.cwd()),
-        remote_prefix=given.remote_prefix,
-        given_env=given_env,
-        is_horovod=given.horovod,
-        interfaces=tuple(name for name in interfaces.split(",") if name),
-        master_port=given.master_port,
-        start_timeout_s=given.start_timeout,
-        heartbeat_s=given.heartbeat,
-        fault_grace_s=given.grace or FAULT_GRACE_S,
-        signal_grace_s=given.grace or _SIGNAL_GRACE_S,
-        hang_timeout_s=given.hang_timeout,
-        output_dir=given.output_filename,
-        with_timestamp=given.prefix_output_with_timestamp,
-        restarts=given.restarts if given.restarts is not None else given.reset_limit or 0,
-        excludes_failed_hosts=given.exclude_failed_hosts,
-        allows_mixed_versions=given.allow_mixed_versions,
-        is_dry_run=given.dry_run,
-        is_verbose=given.verbose,
-        remarks=(*given.remarks, *handed_over),
-        call_fds=given.call_fds,
+    typed: dict[str, Any] = {field.name: getattr(given, field.name, None) for field in fields(RunOptions)}
+    options = RunOptions(
+        **{
+            **typed,
+            "program": program,
+            "command": tuple(command),
+            "reset_limit": given.reset_limit if given.reset_limit is not None else given.restarts,
+            "cooldown_s": tuple(given.cooldown_s) if given.cooldown_s else None,
+            "ssh_args": tuple(given.ssh_args),
+            "workdir": given.workdir or str(Path.cwd()),
+            "given_env": given_env,
+            "interfaces": tuple(name for name in ",".join(given.interfaces).split(",") if name),
+            "fault_grace_s": given.grace or FAULT_GRACE_S,
+            "signal_grace_s": given.grace or _SIGNAL_GRACE_S,
+            "restarts": given.restarts if given.restarts is not None else given.reset_limit or 0,
+            "remarks": (*given.remarks, *handed_over),
+        }
     )
+    _check_launcher(options)
+    return options
+
+
+def _check_launcher(options: RunOptions) -> None:
+    """Raises LaunchError for options that the launcher would ignore."""
+    given = {
+        "--exclude-failed-hosts": options.excludes_failed_hosts,
+        "--min-np": options.min_processes is not None,
+        "--max-np": options.max_processes is not None,
+        "--host-discovery-script": options.host_discovery_script is not None,
+        "--hang-timeout": options.hang_timeout_s,
+        "--remote-prefix": options.remote_prefix,
+        "--restarts": options.restarts,
+        "--output-filename": options.output_dir is not None,
+        "--prefix-output-with-timestamp": options.with_timestamp,
+    }
+    if found := [flag for flag in LAUNCHERS[options.launcher].unsupported if given[flag]]:
+        raise LaunchError(
+            f"--launcher {options.launcher} does not support {' and '.join(found)}: leave that out, or leave --launcher "
+            f"out, and the ranks are started over ssh."
+        )
 
 
 def _check_elastic(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuses elastic options that contradict each other."""
-    least, start, most = given.min_np, given.num_proc, given.max_np
+    least, start, most = given.min_processes, given.num_processes, given.max_processes
     known = [(flag, n) for flag, n in (("--min-np", least), ("-np", start), ("--max-np", most)) if n is not None]
     for (low_flag, low), (high_flag, high) in itertools.pairwise(known):
         if low > high:
@@ -173,27 +179,33 @@ def _check_elastic(given: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error("--host-discovery-script names the hosts: leave -H and --hostfile out")
     if given.host_discovery_script is not None and least is None and start is None:
         parser.error("--host-discovery-script needs --min-np N or -np N: with how many processes may the job start?")
-    if (span := given.blacklist_cooldown_range) and span[0] > span[1]:
+    if (span := given.cooldown_s) and span[0] > span[1]:
         parser.error(f"--blacklist-cooldown-range {span[0]:g} {span[1]:g}: the first number must not be the larger one")
 
 
-def run_parser() -> argparse.ArgumentParser:
-    """Returns the parser of `megaclass run`, which the command line of the package does not know."""
+def run_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+    """Returns the parser of a job's command line; its results have the names of the fields of RunOptions.
+
+    program: the command to name in the help; it may be another package's.
+    """
     parser = _Parser(
-        prog="megaclass run",
-        usage="megaclass run -np N [-H host:slots,host:slots] [options] command …",
+        prog=program,
+        usage=f"{program} -np N [-H host:slots,host:slots] [options] command …",
         description="Start a command N times, on this machine or on several, and never leave a process behind.",
         epilog="Other options of horovodrun are accepted; a message names those that have no effect.",
     )
     parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and exit")
-    parser.add_argument("-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="total number of processes")
+    parser.add_argument(
+        "-n", "-np", "--num-proc", dest="num_processes", type=at_least(1), metavar="N", help="number of processes"
+    )
     parser.add_argument(
         "--launcher", type=_launcher, default="ssh", metavar="NAME",
         help=f"what starts the processes: {', '.join(LAUNCHERS)} (default: ssh, which is not needed on one machine)",
     )  # fmt: skip
     parser.add_argument(
-        "-cb", "--check-build", action="store_true", help="print the available frameworks, controllers and operations"
-    )
+        "-cb", "--check-build", dest="checks_build", action="store_true",
+        help="print the available frameworks, controllers and operations",
+    )  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command that each process runs")
 
     hosts = parser.add_argument_group("hosts (default: those of the Slurm, PBS or LSF job, otherwise this machine)")
@@ -203,25 +215,28 @@ def run_parser() -> argparse.ArgumentParser:
     hosts.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
     hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
     hosts.add_argument(
-        "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh; repeatable"
-    )
+        "--ssh-arg", dest="ssh_args", action="append", default=[], metavar="ARG",
+        help="additional argument for ssh; repeatable",
+    )  # fmt: skip
     hosts.add_argument(
-        "--python", metavar="PATH", help="Python interpreter with megaclass on the hosts (default: the path of this one)",
+        "--python", default=sys.executable, metavar="PATH",
+        help="Python interpreter with megaclass on the hosts (default: the path of this one)",
     )  # fmt: skip
     hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
     hosts.add_argument(
         "--remote-prefix", default="", metavar="TEXT", help="shell text in front of the agent's command on other hosts"
     )
     hosts.add_argument(
-        "--network-interface", "--network-interfaces", dest="network_interfaces", metavar="NAMES", action="append",
+        "--network-interface", "--network-interfaces", dest="interfaces", metavar="NAMES", action="append",
         default=[], help="network interfaces to use, comma-separated (default: the one towards host 0)",
     )  # fmt: skip
     hosts.add_argument(
         "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
     )
     hosts.add_argument(
-        "--allow-mixed-versions", action="store_true", help="allow different versions of Python, torch or megaclass"
-    )
+        "--allow-mixed-versions", dest="allows_mixed_versions", action="store_true",
+        help="allow different versions of Python, torch or megaclass",
+    )  # fmt: skip
 
     env = parser.add_argument_group("environment")
     env.add_argument(
@@ -231,40 +246,44 @@ def run_parser() -> argparse.ArgumentParser:
         "--env-file", type=Path, metavar="FILE", help="file with variables for all ranks, lines NAME=VALUE"
     )
     env.add_argument(
-        "--horovod",
-        action="store_true",
+        "--horovod", dest="is_horovod", action="store_true",
         help="also give the ranks Horovod's variables: HOROVOD_RANK, HOROVOD_SIZE and so on",
-    )
+    )  # fmt: skip
 
     times = parser.add_argument_group("times in seconds, and restarts")
     times.add_argument(
-        "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default: 30)"
-    )
+        "--start-timeout", dest="start_timeout_s", type=seconds, default=30.0, metavar="S",
+        help="time for all hosts to answer (default: 30)",
+    )  # fmt: skip
     times.add_argument(
-        "--heartbeat", type=seconds, default=30.0, metavar="S",
+        "--heartbeat", dest="heartbeat_s", type=seconds, default=30.0, metavar="S",
         help="the job ends within this time after a host is lost (default: 30)",
     )  # fmt: skip
     times.add_argument(
         "--grace", type=seconds, metavar="S",
         help=f"time from SIGTERM to SIGKILL (default: {FAULT_GRACE_S:g} after a failure, {_SIGNAL_GRACE_S:g} after SIGTERM "
-        "or SIGHUP to megaclass run, so ranks can save)",
+        "or SIGHUP to this command, so ranks can save)",
     )  # fmt: skip
     times.add_argument(
-        "--hang-timeout", type=seconds, default=0.0, metavar="S",
+        "--hang-timeout", dest="hang_timeout_s", type=seconds, default=0.0, metavar="S",
         help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",
     )  # fmt: skip
     times.add_argument(
         "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default: 0)",
     )  # fmt: skip
-    times.add_argument("--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed")
+    times.add_argument(
+        "--exclude-failed-hosts", dest="excludes_failed_hosts", action="store_true",
+        help="restart without the hosts that failed",
+    )  # fmt: skip
 
     elastic = parser.add_argument_group("elastic jobs, whose number of processes may change while they run")
     elastic.add_argument(
-        "--min-np", "--min-num-proc", type=at_least(1), metavar="N",
+        "--min-np", "--min-num-proc", dest="min_processes", type=at_least(1), metavar="N",
         help="minimum number of processes (default: -np); with --exclude-failed-hosts, of a restart",
     )  # fmt: skip
     elastic.add_argument(
-        "--max-np", "--max-num-proc", type=at_least(1), metavar="N", help="maximum number of processes (default: all slots)",
+        "--max-np", "--max-num-proc", dest="max_processes", type=at_least(1), metavar="N",
+        help="maximum number of processes (default: all slots)",
     )  # fmt: skip
     elastic.add_argument(
         "--host-discovery-script", metavar="COMMAND",
@@ -275,7 +294,7 @@ def run_parser() -> argparse.ArgumentParser:
         help="slots of hosts for which the script names none (default: 1)",
     )  # fmt: skip
     elastic.add_argument(
-        "--elastic-timeout", type=seconds, default=600.0, metavar="S",
+        "--elastic-timeout", dest="elastic_timeout_s", type=seconds, default=600.0, metavar="S",
         help="time to wait for --min-np processes before the job ends (default: 600)",
     )  # fmt: skip
     elastic.add_argument(
@@ -283,19 +302,22 @@ def run_parser() -> argparse.ArgumentParser:
         help="maximum number of changes (default: any number); without the options above, the same as --restarts",
     )  # fmt: skip
     elastic.add_argument(
-        "--blacklist-cooldown-range", "--cooldown-range", type=seconds, nargs=2, metavar=("LOW", "HIGH"),
+        "--blacklist-cooldown-range", "--cooldown-range", dest="cooldown_s", type=seconds, nargs=2,
+        metavar=("LOW", "HIGH"),
         help="seconds for which a failed host gets no new processes; doubles with each failure (default: forever)",
     )  # fmt: skip
 
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output-filename", type=Path, metavar="DIR", help="also write the output to DIR/rank.<n>/{stdout,stderr}"
-    )
-    output.add_argument(
-        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", help="print the time before each line",
+        "--output-filename", dest="output_dir", type=Path, metavar="DIR",
+        help="also write the output to DIR/rank.<n>/{stdout,stderr}",
     )  # fmt: skip
-    output.add_argument("--verbose", action="store_true", help="print what the driver does")
-    output.add_argument("--dry-run", action="store_true", help="print the whole plan and exit")
+    output.add_argument(
+        "-prefix-timestamp", "--prefix-output-with-timestamp", dest="with_timestamp", action="store_true",
+        help="print the time before each line",
+    )  # fmt: skip
+    output.add_argument("--verbose", dest="is_verbose", action="store_true", help="print what the driver does")
+    output.add_argument("--dry-run", dest="is_dry_run", action="store_true", help="print the whole plan and exit")
 
     parser.set_defaults(remarks=[])
     for flag in _NO_EFFECT:
@@ -310,7 +332,7 @@ class _Version(argparse.Action):
     """Prints the version; after --horovod, which horovodrun gives, the one of Horovod's API, which scripts compare."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
-        print(HOROVOD_VERSION if namespace.horovod else f"megaclass {megaclass_version()}")
+        print(HOROVOD_VERSION if namespace.is_horovod else f"megaclass {megaclass_version()}")
         parser.exit()
 
 
@@ -358,7 +380,7 @@ def _environment(given: argparse.Namespace, env: Mapping[str, str]) -> tuple[dic
             raise LaunchError(
                 f"-x {name}: the variable is not set here. Set it, or give its value with -x {name}=VALUE."
             )
-    if given.horovod:
+    if given.is_horovod:
         found[HOROVOD_MARK] = "1"
     return found, remarks
 

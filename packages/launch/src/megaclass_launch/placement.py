@@ -11,7 +11,7 @@ from megaclass_launch.rendezvous.job_secret import JOB_SECRET
 from megaclass_launch.rendezvous.socket_offer import OFFER_NAME
 from megaclass_launch.world import OWN_ADDRESS, OWN_PORT, STORE_PORT, TORCHRUN_VARIABLES, World, environment_of
 
-STARTER = "megaclass run"
+STARTER = "megaclass-run"
 
 HOROVOD_MARK = "MEGACLASS_HOROVOD"
 """If this variable is given to the ranks, they get horovodrun's environment in place of torchrun's."""
@@ -149,7 +149,7 @@ def describe_plan(
     given: Mapping[str, str],
     passed: Mapping[str, str],
 ) -> str:
-    """Describes everything that `megaclass run` would do. Variables are named without their values, which may be secrets.
+    """Describes everything that a job would do. Variables are named without their values, which may be secrets.
 
     agents: the command that starts each host's agent.
     """

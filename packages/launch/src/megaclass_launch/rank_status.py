@@ -1,6 +1,6 @@
 """The current place of a rank, on a page of memory that it shares with its agent. Standard library only.
 
-The agent (or `megaclass train` with train.nproc) creates one file in memory per rank and passes its descriptor. The rank
+The agent (or the parent of ranks on one machine) creates one file in memory per rank and passes its descriptor. The rank
 writes its step, its phase and how long it may stay there; the agent reads them without the rank's help, over no network, also
 while the rank is stopped. Behind the page, in the same file, Python's faulthandler writes the stacks of all threads when the
 agent sends STACKS_SIGNAL; it does so from C, without the interpreter lock. A rank that was started in another way has a page
@@ -11,7 +11,7 @@ of its own, which no other process reads.
     128 …       four texts of fixed length: phase, detail, folder, package
     4096 …      stacks
 
-The training loop writes it, or under hvd the threads that wait for operations, one at a time under a lock.
+The training loop writes it, or the threads that wait for operations, one at a time under a lock.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class RankStatus:
     step: int
     """Steps of training done; -1 if the rank does not train."""
     num_done: int
-    """Number of times that the rank made progress: steps, or operations of hvd."""
+    """Number of times that the rank made progress: steps, or operations."""
     progress_at: float
     """Time of the last progress; time.monotonic() of this host, which all its processes share."""
     allowed_s: float
@@ -128,13 +128,8 @@ class OwnStatus:
         self._counter = 0
         self._step, self._num_done, self._progress_at, self._allowed_s = -1, 0, 0.0, 0.0
         self._gives_stacks = False
-        # Threads of a script that uses hvd may wait for different operations at the same time.
+        # Threads of a script may wait for different operations at the same time.
         self._lock = threading.Lock()
-
-    @property
-    def has_reader(self) -> bool:
-        """True if an agent, or the parent that started the ranks, reads this page."""
-        return self._handle is not None
 
     def give_stacks(self, package: str = "") -> None:
         """Lets the reader ask for the stacks of this process at any time. Main thread only. package: see RankStatus."""

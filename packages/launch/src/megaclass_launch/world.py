@@ -101,12 +101,12 @@ _TORCHRUN_DERIVED: dict[str, Derived] = {
     "cross_size": lambda env, found: max(1, found["size"] // max(found["local_size"], 1)),
     "cross_rank": lambda env, found: 0,
 }
-# In this order: torchrun inside a job of Slurm, or inside `megaclass run --horovod`, is in charge.
+# In this order: torchrun inside a job of Slurm, or inside `megaclass-run --horovod`, is in charge.
 STARTERS = (
     Starter(
         # Only with --horovod; otherwise it sets torchrun's names and MEGACLASS_STARTER. A script may have set torchrun's
         # names itself, for a process group of its own, so these come first.
-        name="megaclass run",
+        name="megaclass-run",
         is_present=lambda env: is_horovods(env),
         unset=(OWN_PORT,),
         rank=("HOROVOD_RANK",),
@@ -150,7 +150,7 @@ STARTERS = (
             "cross_rank": lambda env, found: min(found["rank"] // max(1, found["local_size"]), found["cross_size"] - 1),
             "port": lambda env, found: _port_of(f"mpi {_open_mpi_job(env)}"),
         },
-        # On several hosts the ranks ask mpirun for the address of rank 0 (distributed/network/rank0_address.py).
+        # On several hosts the ranks ask mpirun for the address of rank 0 (rendezvous/rank0_address.py).
         address_advice="leave MASTER_ADDR out, or add -x MASTER_ADDR={own}.",
     ),
     Starter(
@@ -184,7 +184,7 @@ def world_from_environment(env: Environment = os.environ) -> World:
 
 
 def is_horovods(env: Environment = os.environ) -> bool:
-    """Returns whether `megaclass run --horovod` started this process, and not torchrun within that."""
+    """Returns whether `megaclass-run --horovod` started this process, and not torchrun within that."""
     return "HOROVOD_RANK" in env and OWN_PORT in env and "TORCHELASTIC_RUN_ID" not in env
 
 
@@ -204,7 +204,7 @@ def environment_of(world: World, *, is_horovod: bool = False) -> dict[str, str]:
 
     is_horovod: Horovod's names, and two of our own, in place of torchrun's.
     """
-    starter = next(starter for starter in STARTERS if starter.name == ("megaclass run" if is_horovod else "torchrun"))
+    starter = next(starter for starter in STARTERS if starter.name == ("megaclass-run" if is_horovod else "torchrun"))
     fields = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "address", "port")
     placed = {getattr(starter, field)[-1]: str(getattr(world, field)) for field in fields}
     return {**placed, "MEGACLASS_STARTER": world.starter}
@@ -212,13 +212,13 @@ def environment_of(world: World, *, is_horovod: bool = False) -> dict[str, str]:
 
 def _world(starter: Starter, env: Environment) -> World:
     name = starter.name
-    if name in ("torchrun", "megaclass run"):
-        # `megaclass run` and `megaclass train` set torchrun's names, and their own name here.
+    if name in ("torchrun", "megaclass-run"):
+        # This package's launchers set torchrun's names, and their own name here.
         name = env.get("MEGACLASS_STARTER", name)
     found: dict[str, int] = {}
     for what in _FIELDS:
         names: tuple[str, ...] = getattr(starter, what)
-        # An empty store port stands for none (launch/placement.py).
+        # An empty store port stands for none (placement.py).
         given = next(
             (variable for variable in names if variable in env and (env[variable] or variable != STORE_PORT)), None
         )
@@ -323,7 +323,7 @@ def _missing(name: str, env: Environment, starter: str) -> LaunchError:
     unset = f"type `unset {left_over}` if they are left over from another job, " if left_over else ""
     return LaunchError(
         f"The environment is that of {starter}, but {name} is not set. "
-        f"Set {name}, {unset}or start with `megaclass run -np N …`, which sets all of them."
+        f"Set {name}, {unset}or start with `megaclass-run -np N …`, which sets all of them."
     )
 
 

@@ -3,12 +3,12 @@
 import sys
 from typing import NoReturn
 
-from megaclass_launch.command import run_command
+from megaclass_launch.command import run
 
 
 def command() -> NoReturn:
     """Starts a job as typed: horovodrun -np 16 -H host1:8,host2:8 python train.py."""
-    run_command(["--horovod", *sys.argv[1:]])
+    sys.exit(run(["--horovod", *sys.argv[1:]], "horovodrun"))
 
 
 if __name__ == "__main__":

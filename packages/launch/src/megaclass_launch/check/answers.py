@@ -1,4 +1,4 @@
-"""Validates the answers of hosts in `megaclass check`: a host may be compromised. Standard library only.
+"""Validates the answers of hosts in `check`: a host may be compromised. Standard library only.
 
 Every field has a type and a range, and terminal control characters are removed from texts. Values that appear in advice,
 which users copy into a shell, must also match a pattern: a version, an address, the name of an interface.

@@ -1,4 +1,4 @@
-"""`megaclass run --check-build`: the table of available frameworks and controllers, in the format of horovodrun."""
+"""`--check-build`: the table of available frameworks and controllers, in the format of horovodrun."""
 
 import importlib.util
 import shutil

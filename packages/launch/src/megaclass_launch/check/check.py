@@ -1,4 +1,4 @@
-"""`megaclass check`: finds out whether training would start on these hosts, and what to do if not.
+"""The command `check`: finds out whether training would start on these hosts, and what to do if not.
 
 Standard library only; torch is imported in a separate process. The steps, each with the hosts that passed the previous ones:
 
@@ -49,7 +49,7 @@ class CheckSettings:
     master_port: int = 0
     start_timeout_s: float = 30.0
     run_options: tuple[str, ...] = ()
-    """Options with which `megaclass run` reaches the same hosts."""
+    """Options with which `run` reaches the same hosts."""
 
 
 def check(settings: CheckSettings) -> Report:
@@ -306,12 +306,12 @@ def _reached(reply: Facts, own_address: str) -> list[Finding]:
 
 
 def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding, list[dict[str, Any]]]:
-    """Runs `bench allreduce` by `megaclass run`, as training is started; returns the finding and the rows."""
+    """Runs `bench allreduce` by `run`, as training is started; returns the finding and the rows."""
     listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     is_here = len(hosts) == 1 and hosts[0].is_local
     where = ("-np", str(hosts[0].slots)) if is_here else ("-H", listed)
     sizes = ("-b", str(_LATENCY_BYTES), "-e", str(_BANDWIDTH_BYTES), "-f", str(_BANDWIDTH_BYTES // _LATENCY_BYTES))
-    bench = ("-P", "-m", "megaclass_launch", "bench", "allreduce", "--operations", "all_reduce", "--json", *sizes)
+    bench = ("-P", "-m", "megaclass_launch", "bench", "allreduce", "--json", *sizes)
     run = [sys.executable, "-P", "-m", "megaclass_launch", "run", *settings.run_options, *where]
     command = [*run, settings.ssh.python, *bench]
     try:
@@ -331,7 +331,7 @@ def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding
 
 
 def _rows(output: str) -> list[dict[str, Any]]:
-    """Parses rank 0's JSON; `megaclass run` has put the rank's number before each line."""
+    """Parses rank 0's JSON; `run` has put the rank's number before each line."""
     text = "".join(line.removeprefix("[0]<stdout>:") for line in output.splitlines() if line.startswith("[0]<stdout>:"))
     try:
         return rows_in(json.loads(text))

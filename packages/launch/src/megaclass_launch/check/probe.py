@@ -1,4 +1,4 @@
-"""The process that `megaclass check` runs on every host: it collects facts and tries to connect to other hosts.
+"""The process that `check` runs on every host: it collects facts and tries to connect to other hosts.
 
 It is started like an agent, over ssh or locally, answers questions that arrive as JSON lines on stdin, and exits when stdin
 ends. torch is imported in a separate process, because a broken installation may end the process that imports it.

@@ -1,4 +1,4 @@
-"""The report of `megaclass check`: findings with advice, as a table or JSON. Standard library only."""
+"""The report of `check`: findings with advice, as a table or JSON. Standard library only."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -65,7 +65,7 @@ class Report:
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Facts about each host; empty for a host that did not answer."""
     all_reduce: Sequence[Mapping[str, Any]] = ()
-    """Rows of `megaclass bench allreduce`."""
+    """Rows of `bench allreduce`."""
 
     @property
     def would_start(self) -> bool:

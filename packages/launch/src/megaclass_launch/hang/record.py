@@ -10,7 +10,7 @@ from megaclass_launch.files import make_private_folder, write_private
 from megaclass_launch.hang.stacks import RankReport
 from megaclass_launch.hang.verdict import HangVerdict, describe_groups
 
-HANG_FOLDER = "hang"
+_HANG_FOLDER = "hang"
 _WRITE_S = 1.5
 """The run folder may be on the very disk that hangs: after this time the writer is left alone."""
 
@@ -24,13 +24,13 @@ def keep_stacks(run_folder: Path, name: str, reports: Sequence[RankReport]) -> P
     """Writes a file per rank; returns their folder, or None if that fails or takes too long."""
 
     def write() -> None:
-        folder = run_folder / HANG_FOLDER / name
-        make_private_folder(run_folder / HANG_FOLDER)
+        folder = run_folder / _HANG_FOLDER / name
+        make_private_folder(run_folder / _HANG_FOLDER)
         make_private_folder(folder)
         for report in reports:
             write_private(folder / f"rank-{report.rank}.txt", _text_of(report))
 
-    return run_folder / HANG_FOLDER / name if done_in_time(write) else None
+    return run_folder / _HANG_FOLDER / name if _done_in_time(write) else None
 
 
 def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: HangVerdict, step: int | None) -> None:
@@ -38,8 +38,8 @@ def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: HangVerdic
     groups = describe_groups(verdict)
 
     def write() -> None:
-        folder = run_folder / HANG_FOLDER / name
-        make_private_folder(run_folder / HANG_FOLDER)
+        folder = run_folder / _HANG_FOLDER / name
+        make_private_folder(run_folder / _HANG_FOLDER)
         make_private_folder(folder)
         write_private(folder / "verdict.txt", f"{sentence}\n\n{groups}\n")
         append_event(
@@ -48,10 +48,10 @@ def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: HangVerdic
             step=step,
             text=sentence,
             ranks=list(verdict.suspects),
-            stacks=f"{HANG_FOLDER}/{name}",
+            stacks=f"{_HANG_FOLDER}/{name}",
         )
 
-    done_in_time(write)
+    _done_in_time(write)
 
 
 def _text_of(report: RankReport) -> str:
@@ -67,7 +67,7 @@ def _text_of(report: RankReport) -> str:
     return "\n".join([*lines, "", report.stacks or "(no Python stacks)", ""])
 
 
-def done_in_time(action: Callable[[], None]) -> bool:
+def _done_in_time(action: Callable[[], None]) -> bool:
     """Runs the action in a thread that is left behind if it takes too long."""
     is_done = threading.Event()
 

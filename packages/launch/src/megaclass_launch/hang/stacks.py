@@ -1,6 +1,6 @@
 """Collects the stacks of the ranks of one host, also of ranks that cannot answer.
 
-    the rank registered (train, hvd)   its page says so: STACKS_SIGNAL, upon which faulthandler writes into the page's file
+    the rank registered (give_stacks)  its page says so: STACKS_SIGNAL, upon which faulthandler writes into the page's file
     any other Python program           SIGABRT: with PYTHONFAULTHANDLER=1 it prints its stacks on stderr, and ends
     stopped (T), in the kernel (D)     cannot answer; the kernel's own view of it is reported instead
     loader processes of a rank         asked with it; their stacks follow its own, see AskedLoader
@@ -40,21 +40,8 @@ _CALLS = {
     },
 }  # fmt: skip
 _OF_FILES = {
-    *(
-        "read",
-        "write",
-        "pread",
-        "pwrite",
-        "readv",
-        "writev",
-        "preadv",
-        "fstat",
-        "flock",
-        "fsync",
-        "fdatasync",
-        "getdents",
-    ),
-    *("fcntl", "ioctl", "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept"),
+    *("read", "write", "pread", "pwrite", "readv", "writev", "preadv", "fstat", "flock", "fsync", "fdatasync"),
+    *("getdents", "fcntl", "ioctl", "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept"),
 }
 ASLEEP = ("nanosleep", "clock_nanosleep", "pause")
 _WAITS_FOR_FILE = ("read", "pread", "readv", "preadv", "open", "openat", "stat", "lstat", "fstat", "newfstatat", "statx",
@@ -125,12 +112,6 @@ def file_wait(pid: int) -> str:
 # A stopped job (Ctrl-Z, scontrol suspend, docker pause) or virtual machine makes no progress, while
 # the clock goes on. Its watcher, which looks once per second, is stopped with it and sees the pause
 # as a gap between two looks.
-
-"""Tells a watcher that was paused from ranks that hang. Standard library only.
-
-A stopped job (Ctrl-Z, scontrol suspend, docker pause) or virtual machine makes no progress, while the clock goes on. Its
-watcher, which looks once per second, is stopped with it and sees the pause as a gap between two looks.
-"""
 
 PAUSE_S = 5.0
 """A gap between two looks that is at least this long means that the watcher was paused; overload delays less."""
@@ -265,8 +246,6 @@ class RankReport:
     """Text of Python's faulthandler, of the rank and then of its loader processes."""
     package: str = ""
     """The folder of megaclass in the rank's process; empty if the rank does not use it."""
-    error: str = ""
-    """The error that its main thread is handling; known only if the rank reports itself."""
 
 
 @dataclass(frozen=True, slots=True)

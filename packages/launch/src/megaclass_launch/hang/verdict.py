@@ -282,8 +282,7 @@ def describe_groups(verdict: HangVerdict) -> str:
 
 
 # ---- sentence ----
-# The one message about a hang, the same from `megaclass run`, `megaclass train` and a rank without
-# a launcher of ours.
+# The one message about a hang, the same with and without a driver.
 
 
 def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:

@@ -1,4 +1,4 @@
-"""The table of launchers: the ways in which `megaclass run --launcher NAME` starts the processes of a job.
+"""The table of launchers: the ways in which `--launcher NAME` starts the processes of a job.
 
 To add a launcher, write a module with a function `launch` of the type below and add one line to the table. Modules are
 imported when they are used, so a launcher may depend on packages that others do not need. Standard library only.
@@ -25,7 +25,7 @@ class Launcher:
     module: str
     """Has a function `launch`."""
     unsupported: tuple[str, ...] = ()
-    """Options of `megaclass run` that are refused with this launcher."""
+    """Options that are refused with this launcher."""
 
     def launch(self, options: "RunOptions", hosts: "Sequence[Host]") -> int:
         """Starts the job and returns its exit code."""

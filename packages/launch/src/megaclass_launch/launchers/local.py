@@ -1,7 +1,7 @@
 """Ranks of one job on this machine.
 
-`launch` is `megaclass run --launcher local`. `run_local` is what `megaclass train` uses for train.nproc: the ranks write to
-this terminal themselves, without a driver between them and it.
+`launch` is `--launcher local`. `run_local` is for programs that start their own ranks: these write to this terminal
+themselves, without a driver between them and it.
 """
 
 import contextlib
@@ -35,8 +35,7 @@ from megaclass_launch.rendezvous.job_secret import new_secret
 from megaclass_launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 
 # ---- local hang watch ----
-# Looks for hangs of the ranks that `megaclass train` started on this machine, where no agent and no
-# driver is between.
+# Looks for hangs of ranks on this machine, where no agent and no driver is between.
 
 
 class LocalHangWatch:
@@ -105,7 +104,7 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
     if num_processes > (most := max(16, 4 * num_cores)):
         raise LaunchError(
             f"{num_processes} processes were requested on this machine: with {num_cores} cores, at most {most} are "
-            f"allowed. For several machines: megaclass run -H host1:8,host2:8 …"
+            f"allowed. For several machines: megaclass-run -H host1:8,host2:8 …"
         )
     queued = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     queued += [signal.SIGHUP] if is_heeded(signal.SIGHUP) else []

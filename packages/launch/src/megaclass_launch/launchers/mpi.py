@@ -1,4 +1,4 @@
-"""`megaclass run --launcher mpi`: hands the job to Open MPI's mpirun. Standard library only."""
+"""`--launcher mpi`: hands the job to Open MPI's mpirun. Standard library only."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""`megaclass run --launcher slurm`: hands the job to srun, inside an allocation or asking for one. Standard library only."""
+"""`--launcher slurm`: hands the job to srun, inside an allocation or asking for one. Standard library only."""
 
 import os
 from collections.abc import Mapping, Sequence

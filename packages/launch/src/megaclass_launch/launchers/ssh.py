@@ -1,4 +1,4 @@
-"""`megaclass run`, and `--launcher ssh`: the project's own driver, over ssh or on this machine. Standard library only."""
+"""The default, `--launcher ssh`: the package's own driver, over ssh or on this machine. Standard library only."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
         return elastic.run(options, [])
     if not hosts and (found := hosts_from_batch_system(os.environ)) is not None:
         hosts, what = found
-        _logger.info("detected %s", what, extra={"sender": "megaclass run"})
+        _logger.info("detected %s", what, extra={"sender": options.program})
     start = elastic.run if options.is_elastic else driver.run
     return start(options, hosts or [this_machine(options)])
 

@@ -1,10 +1,13 @@
-"""`megaclass bench allreduce`: measures collectives in the table format of nccl-tests and checks every result."""
+"""`bench allreduce`: the time and bandwidth of all-reduce by size, in the words of nccl-tests, with every result checked.
+
+It tells whether the network is as fast as it should be and computes rightly. For other collectives there is nccl-tests.
+"""
 
 import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,33 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass_launch.errors import ConfigError, LaunchError
-from megaclass_launch.ranks.collectives import all_gather_single, gather_blocks, reduce_scatter_single
 from megaclass_launch.ranks.process_group import process_group
 from megaclass_launch.world import World
 
 _log = logging.getLogger("megaclass.bench")
 
 _ELEMENT_BYTES = 4
-_SETTINGS_BYTES = 1024
 _PERIOD = 251
 """Values repeat with a prime period, so a block at the wrong position does not look right by chance."""
-
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_REPETITIONS = 20
+_SECONDS_PER_SIZE = 2.0
+"""Sizes are repeated less often if the repetitions would take longer than this."""
 BACKENDS = ("auto", "gloo", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSettings:
-    """Sizes, operations and backend to measure."""
+    """Sizes and backend to measure; all ranks need the same."""
 
     min_bytes: int = 8
     max_bytes: int = 256 << 20
     factor: int = 2
-    iterations: int = 20
-    """Largest number of repetitions per size."""
-    seconds_per_size: float = 2.0
-    """Sizes are repeated less often if the repetitions would take longer than this."""
-    operations: tuple[str, ...] = OPERATIONS
     backend: str = "auto"
     """auto: gloo, and also nccl if every rank has its own GPU."""
 
@@ -49,12 +46,6 @@ class BenchSettings:
             )
         if self.factor < 2:
             raise ConfigError(f"-f is {self.factor}, the factor between a size and the next one: expected 2 or more.")
-        if self.iterations < 1 or not self.seconds_per_size > 0:
-            raise ConfigError(
-                f"-n {self.iterations} and --seconds {self.seconds_per_size:g}: at least one repetition is needed."
-            )
-        if unknown := [name for name in self.operations if name not in OPERATIONS]:
-            raise ConfigError(f"Unknown operation {unknown[0]!r}: expected {', '.join(OPERATIONS)}.")
         if self.backend not in BACKENDS:
             raise ConfigError(f"Unknown backend {self.backend!r}: expected {', '.join(BACKENDS)}.")
 
@@ -70,18 +61,14 @@ class BenchSettings:
 class Row:
     """One line of the table; equal on every rank."""
 
-    operation: str
     backend: str
     ranks: int
     bytes: int
-    """Size of the whole tensor: the output of all_gather, the input of reduce_scatter."""
-    count: int
-    """Number of elements that each rank contributes."""
     time_us: float
     algorithm_gbps: float
     """Bytes divided by time, in 1e9 bytes per second."""
     bus_gbps: float
-    """Bandwidth that each link carries: comparable between operations, numbers of ranks and with the hardware's figure."""
+    """Bandwidth that each link carries: comparable between numbers of ranks and with the hardware's figure."""
     num_wrong: int
     """Number of elements with a wrong value, over all ranks."""
 
@@ -96,6 +83,8 @@ def parse_bytes(text: str) -> int:
 
 def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
     """Measures and prints on rank 0; returns the exit code: 0, or 1 if a result was wrong."""
+    if world.size == 1:
+        _log.warning("a single rank sends nothing: start this command with two ranks or more.")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # NCCL refuses two ranks on one GPU. A rank that sees one GPU of its host may have it for itself.
     may_have_gpu = world.local_size <= num_gpus or (num_gpus == 1 and settings.backend == "nccl")
@@ -106,135 +95,22 @@ def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
             f"{world.name()} was asked for nccl, but torch {torch.__version__} {seen}: use --backend gloo."
         )
     rows: list[Row] = []
+    shows_table = world.is_main and not is_json
     with process_group(world, device="cuda" if has_gpu else "cpu") as device:
-        _check_same_settings(settings, device)
         for backend, where in _backends(settings, device):
-            group = dist.new_group(backend=backend)
-            for operation in settings.operations:
-                if world.is_main and not is_json:
-                    print(_header(operation, backend, world), flush=True)
-                for row in measure(settings, operation, backend, where, group):
-                    rows.append(row)
-                    if world.is_main and not is_json:
-                        print(_line(row), flush=True)
-    if world.is_main:
-        print(json.dumps([asdict(row) for row in rows], indent=1) if is_json else _footer(rows), flush=True)
-    return 1 if any(row.num_wrong for row in rows) else 0
-
-
-def measure(
-    settings: BenchSettings, operation: str, backend: str, device: torch.device, group: dist.ProcessGroup | None
-) -> Iterator[Row]:
-    """Yields one row per size. Collective: every rank measures the same sizes with the same number of repetitions."""
-    for size in settings.sizes():
-        trial = _trial(operation, size, device, group)
-        trial.call()  # the first call opens connections
-        once_s = _seconds(trial.call, 1, device, group)
-        repetitions = max(1, min(settings.iterations, int(settings.seconds_per_size / max(once_s, 1e-9))))
-        time_s = _seconds(trial.call, repetitions, device, group)
-        wrong = torch.tensor([trial.num_wrong()], dtype=torch.int64, device=device)
-        dist.all_reduce(wrong, group=group)
-        num_ranks = dist.get_world_size(group)
-        algorithm_gbps = trial.num_bytes / time_s / 1e9
-        yield Row(
-            operation=operation,
-            backend=backend,
-            ranks=num_ranks,
-            bytes=trial.num_bytes,
-            count=trial.count,
-            time_us=time_s * 1e6,
-            algorithm_gbps=algorithm_gbps,
-            bus_gbps=algorithm_gbps * bus_factor(operation, num_ranks),
-            num_wrong=int(wrong),
-        )
-
-
-def bus_factor(operation: str, num_ranks: int) -> float:
-    """Returns the share of the data that must cross each link with any algorithm (nccl-tests' PERFORMANCE.md)."""
-    share = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": 1.0}[operation]
-
-
-# ---- the operations ----
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Trial:
-    """One operation with its tensors, ready to be called."""
-
-    num_bytes: int
-    count: int
-    call: Callable[[], object]
-    num_wrong: Callable[[], int]
-    """Calls the operation once more on new values; returns the number of wrong elements in this rank's result."""
-
-
-def _values(count: int, rank: int, device: torch.device) -> Tensor:
-    """Returns small integers, whose sums over ranks are exact in float32 in any order."""
-    return ((torch.arange(count, device=device) + rank) % _PERIOD).float()
-
-
-def _sum_of_values(count: int, num_ranks: int, device: torch.device) -> Tensor:
-    total = torch.zeros(count, device=device)
-    for rank in range(num_ranks):
-        total += _values(count, rank, device)
-    return total
-
-
-def _elements(size: int) -> int:
-    return max(1, size // _ELEMENT_BYTES)
-
-
-def _trial(operation: str, size: int, device: torch.device, group: dist.ProcessGroup | None) -> _Trial:
-    """Returns the operation on a tensor of about `size` bytes, in which every rank has values of its own."""
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    count = _elements(size)
-    # The whole tensor consists of a block per rank if an operation gathers or scatters.
-    block = max(1, count // num_ranks)
-    whole = {"all_gather": num_ranks * block, "reduce_scatter": num_ranks * block}.get(operation, count)
-    num_given = block if operation == "all_gather" else whole
-    result = torch.zeros(block if operation == "reduce_scatter" else whole, device=device)
-    given = _values(num_given, rank, device) if operation in ("all_gather", "reduce_scatter") else result
-
-    def call() -> None:
-        if operation == "all_reduce":
-            # Zeros stay zeros; repeated sums of other numbers would grow until they overflow.
-            dist.all_reduce(result, group=group)
-        elif operation == "all_gather":
-            all_gather_single(result, given, group=group)
-        elif operation == "reduce_scatter":
-            reduce_scatter_single(result, given, group=group)
-        else:
-            dist.broadcast(result, src=0, group=group)
-
-    def num_wrong() -> int:
-        if operation == "all_gather":
-            expected = torch.cat([_values(block, other, device) for other in range(num_ranks)])
-        elif operation == "broadcast":
-            expected = _values(whole, 0, device)
-        else:
-            expected = _sum_of_values(whole, num_ranks, device)
-            expected = expected[rank * block : (rank + 1) * block] if operation == "reduce_scatter" else expected
-        result.copy_(_values(whole, rank, device)) if given is result else result.zero_()
-        call()
-        return int((result != expected).sum())
-
-    return _Trial(num_bytes=whole * _ELEMENT_BYTES, count=num_given, call=call, num_wrong=num_wrong)
-
-
-def _seconds(
-    call: Callable[[], object], repetitions: int, device: torch.device, group: dist.ProcessGroup | None
-) -> float:
-    """Returns the mean time of a call on the slowest rank; equal on all ranks, so all choose the same repetitions."""
-    dist.barrier(group=group)
-    begun = time.perf_counter()
-    for _ in range(repetitions):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    mean = torch.tensor([(time.perf_counter() - begun) / repetitions], dtype=torch.float64, device=device)
-    dist.all_reduce(mean, op=dist.ReduceOp.MAX, group=group)
-    return float(mean)
+            if shows_table:
+                print(_header(backend, world), flush=True)
+            for row in measure(settings, backend, where, dist.new_group(backend=backend)):
+                rows.append(row)
+                if shows_table:
+                    print(_line(row), flush=True)
+    num_wrong = sum(row.num_wrong for row in rows)
+    if shows_table:
+        verdict = "OK" if num_wrong == 0 else "WRONG: do not train on these hosts; check network, driver and memory"
+        print(f"\n# Wrong values: {num_wrong} {verdict}", flush=True)
+    elif world.is_main:
+        print(json.dumps([asdict(row) for row in rows], indent=1), flush=True)
+    return 1 if num_wrong else 0
 
 
 def _backends(settings: BenchSettings, device: torch.device) -> list[tuple[str, torch.device]]:
@@ -242,49 +118,71 @@ def _backends(settings: BenchSettings, device: torch.device) -> list[tuple[str, 
     return on_gpu if settings.backend == "nccl" else [*on_gpu, ("gloo", torch.device("cpu"))]
 
 
-def _check_same_settings(settings: BenchSettings, device: torch.device) -> None:
-    """Raises LaunchError if ranks differ in their settings, and would hang or compute nonsense. All-gathers 1 KiB per rank."""
-    text = str(settings).encode().ljust(_SETTINGS_BYTES)[:_SETTINGS_BYTES]
-    blocks_W = gather_blocks(torch.tensor(list(text), dtype=torch.uint8, device=device), None).cpu()
-    settings_W = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in blocks_W]
-    others = [rank for rank, theirs in enumerate(settings_W) if theirs != settings_W[0]]
-    if others:
-        raise LaunchError(
-            f"Ranks were started with different options: rank 0 has {settings_W[0]}, rank {others[0]} has "
-            f"{settings_W[others[0]]}. Start all of them with the same command line."
+def measure(
+    settings: BenchSettings, backend: str, device: torch.device, group: dist.ProcessGroup | None
+) -> Iterator[Row]:
+    """Yields one row per size. Collective: every rank measures the same sizes with the same number of repetitions."""
+    num_ranks = dist.get_world_size(group)
+    for size in settings.sizes():
+        # Zeros stay zeros; repeated sums of other numbers would grow until they overflow.
+        numbers = torch.zeros(max(1, size // _ELEMENT_BYTES), device=device)
+        dist.all_reduce(numbers, group=group)  # the first call opens connections
+        once_s = _seconds(numbers, 1, group)
+        time_s = _seconds(numbers, max(1, min(_REPETITIONS, int(_SECONDS_PER_SIZE / max(once_s, 1e-9)))), group)
+        wrong = torch.tensor([_num_wrong(numbers, group)], dtype=torch.int64, device=device)
+        dist.all_reduce(wrong, group=group)
+        algorithm_gbps = numbers.nbytes / time_s / 1e9
+        yield Row(
+            backend=backend,
+            ranks=num_ranks,
+            bytes=numbers.nbytes,
+            time_us=time_s * 1e6,
+            algorithm_gbps=algorithm_gbps,
+            # With any algorithm this share of the data must cross each link, twice (nccl-tests' PERFORMANCE.md).
+            bus_gbps=algorithm_gbps * 2 * (num_ranks - 1) / num_ranks,
+            num_wrong=int(wrong),
         )
 
 
-# ---- the table ----
+def _seconds(numbers: Tensor, repetitions: int, group: dist.ProcessGroup | None) -> float:
+    """Returns the mean time of a call on the slowest rank; equal on all ranks, so all choose the same repetitions."""
+    dist.barrier(group=group)
+    begun = time.perf_counter()
+    for _ in range(repetitions):
+        dist.all_reduce(numbers, group=group)
+    if numbers.is_cuda:
+        torch.cuda.synchronize(numbers.device)
+    mean = torch.tensor([(time.perf_counter() - begun) / repetitions], dtype=torch.float64, device=numbers.device)
+    dist.all_reduce(mean, op=dist.ReduceOp.MAX, group=group)
+    return float(mean)
 
 
-def _header(operation: str, backend: str, world: World) -> str:
+def _num_wrong(numbers: Tensor, group: dist.ProcessGroup | None) -> int:
+    """Sums different numbers of all ranks once and returns how many of this rank's results are wrong."""
+
+    def values(rank: int) -> Tensor:
+        # Small integers, whose sums over ranks are exact in float32 in any order.
+        return ((torch.arange(len(numbers), device=numbers.device) + rank) % _PERIOD).float()
+
+    expected = torch.zeros_like(numbers)
+    for rank in range(dist.get_world_size(group)):
+        expected += values(rank)
+    numbers.copy_(values(dist.get_rank(group)))
+    dist.all_reduce(numbers, group=group)
+    num_wrong = int((numbers != expected).sum())
+    numbers.zero_()
+    return num_wrong
+
+
+def _header(backend: str, world: World) -> str:
     hosts = f"{world.cross_size} host{'s' if world.cross_size > 1 else ''}"
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     return (
-        f"\n# {operation}, {backend}, {ranks} on {hosts}\n"
-        f"#{'size':>11}{'count':>13}{'type':>8}{'redop':>8}{'root':>6}{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}\n"
-        f"#{'(B)':>11}{'(elements)':>13}{'':>8}{'':>8}{'':>6}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
+        f"\n# all_reduce of float32, {backend}, {ranks} on {hosts}\n"
+        f"#{'size':>11}{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}\n"
+        f"#{'(B)':>11}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
     )
 
 
 def _line(row: Row) -> str:
-    reduction = "sum" if "reduce" in row.operation else "none"
-    root = 0 if row.operation == "broadcast" else -1
-    return (
-        f" {row.bytes:>11}{row.count:>13}{'float':>8}{reduction:>8}{root:>6}"
-        f"{row.time_us:>11.1f}{row.algorithm_gbps:>9.3f}{row.bus_gbps:>9.3f}{row.num_wrong:>8}"
-    )
-
-
-def _footer(rows: list[Row]) -> str:
-    num_wrong = sum(row.num_wrong for row in rows)
-    mean = sum(row.bus_gbps for row in rows) / len(rows)
-    verdict = "OK" if num_wrong == 0 else "WRONG: do not train on these hosts; check network, driver and memory"
-    return f"\n# Wrong values      : {num_wrong} {verdict}\n# Avg bus bandwidth : {mean:.4f}"
-
-
-def warn_of_one_rank(world: World) -> None:
-    """Warns if there is only one rank, so nothing can be measured."""
-    if world.size == 1:
-        _log.warning("a single rank sends nothing. Start several: megaclass run -np 2 megaclass bench allreduce")
+    return f" {row.bytes:>11}{row.time_us:>11.1f}{row.algorithm_gbps:>9.3f}{row.bus_gbps:>9.3f}{row.num_wrong:>8}"

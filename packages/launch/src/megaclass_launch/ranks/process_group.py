@@ -1,4 +1,4 @@
-"""Joins the default process group and chooses the device. The only caller of init_process_group (hvd/ has its own groups)."""
+"""Joins the default process group and chooses the device. Other packages may have groups of their own."""
 
 import contextlib
 import ipaddress
@@ -241,14 +241,12 @@ def choose_device(device: str, world: World) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError(
-            f"{world.name()} was asked for device 'cuda', but {no_gpu()}; or train on the CPU with train.device=cpu."
-        )
+        raise LaunchError(f"{world.name()} was asked for device 'cuda', but {no_gpu()}; or choose the device cpu.")
     index = gpu_of_rank(world.local_rank, torch.cuda.device_count())
     if index is None:
         raise LaunchError(
             f"{world.name()} is local rank {world.local_rank}, but torch sees {torch.cuda.device_count()} GPU(s) here, and "
-            f"NCCL refuses two ranks on one GPU: start at most one process per GPU, or set train.device=cpu."
+            f"NCCL refuses two ranks on one GPU: start at most one process per GPU, or choose the device cpu."
         )
     return torch.device("cuda", index)
 
@@ -272,7 +270,7 @@ def _check_no_shared_gpu(
     if pair := ranks_sharing_a_gpu(gpus_W):
         raise LaunchError(
             f"{world.name()} does not start, because ranks {pair[0]} and {pair[1]} would share GPU {gpus_W[pair[0]]}, and "
-            f"NCCL refuses two ranks on one GPU: start at most one process per GPU, or set train.device=cpu. For tests, "
+            f"NCCL refuses two ranks on one GPU: start at most one process per GPU, or choose the device cpu. For tests, "
             f"NCCL_HOSTID with another value per rank allows it."
         )
 
@@ -288,9 +286,7 @@ def unused_gpus(device: torch.device, world: World, driver: Path = Path("/proc/d
     present = len(list(driver.iterdir())) if driver.is_dir() else 0
     if device.type == "cpu":
         if torch.cuda.is_available():
-            return [
-                f"training on the CPU although {torch.cuda.device_count()} GPU(s) are usable: set train.device=auto."
-            ]
+            return [f"training on the CPU although {torch.cuda.device_count()} GPU(s) are usable: choose device=auto."]
         if present:
             return [
                 f"the driver shows {present} GPU(s) on {socket.gethostname()}, but torch {torch.__version__} cannot use "
@@ -308,7 +304,9 @@ def unused_tasks(world: World, env: Mapping[str, str] = os.environ) -> list[str]
     """Returns a warning if Slurm granted several tasks, which only srun uses, to a process that was started without srun."""
     asked = env.get("SLURM_NPROCS") or env.get("SLURM_NTASKS", "1")
     if world.is_main and world.starter == "none" and "SLURM_JOB_ID" in env and asked.isdecimal() and int(asked) > 1:
-        return [f"Slurm granted {asked} tasks, but this is one process: type `srun megaclass …` to use all of them."]
+        return [
+            f"Slurm granted {asked} tasks, but this is one process: type `srun` in front of the command to use all of them."
+        ]
     return []
 
 
@@ -328,5 +326,5 @@ def _waiting_for_rank_0(world: World, timeout_s: float) -> str:
     return (
         f"{world.name()} has not reached rank 0 at {world.address} port {world.port} for {_HINT_S:g} s and keeps "
         f"trying for up to {timeout_s:g} s. Is rank 0 running, and does a firewall block the port? "
-        f"Run `megaclass check -H …` to find out."
+        f"Run `megaclass-check -H …` to find out."
     )

@@ -138,7 +138,7 @@ class ConnectionWatch:
         Args:
             peers: addresses of the other hosts.
             ends_process: whether this process exits if it still runs 2 s after its connections were closed. In a user's own
-                training loop (hvd) the closed connections raise errors, which the user may handle; uncaught, they end the
+                training loop the closed connections raise errors, which the user may handle; uncaught, they end the
                 process with the same code.
         """
         # Once more in the caller's thread, so connections of the last moment are among those seen.
@@ -156,7 +156,7 @@ class ConnectionWatch:
             sys.excepthook = self._excepthook
 
     def _end_uncaught(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        """Is sys.excepthook once a connection was ended: the program ends as `megaclass train` does, after its traceback."""
+        """Is sys.excepthook once a connection was ended: the program ends after its traceback, with a code that says so."""
         self._excepthook(kind, error, at)
         if issubclass(kind, Exception):
             # Python ends with the code of a SystemExit that leaves the hook; it still calls what is registered with atexit.

@@ -1,9 +1,9 @@
 """The secret that the processes of one job share, and how they get it. Standard library only.
 
-`megaclass run` and `megaclass train` create a new secret at each start. They pass it to local ranks in the environment and
-to agents on other hosts over ssh's stdin. Ranks of mpirun on several hosts get it from rank 0 through PMIx. Ranks without a
-secret that are all on one machine get one from each other over a Unix socket, where the kernel identifies the user at the
-other end. Otherwise there is no secret, and every message must be treated as one from a stranger.
+A launcher creates a new secret at each start. It passes it to local ranks in the environment, and to agents on other hosts
+over ssh's stdin. Ranks of mpirun on several hosts get it from rank 0 through PMIx. Ranks without a secret that are all on one
+machine get one from each other over a Unix socket, where the kernel identifies the user at the other end. Otherwise there is
+no secret, and every message must be treated as one from a stranger.
 """
 
 import os

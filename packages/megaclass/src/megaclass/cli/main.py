@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = ["--resume=auto" if a == "--resume" else a for a in arguments]
     # The rest of the line is parsed by `run` itself, in horovodrun's grammar.
     if given[:1] == ["run"]:
-        return run(arguments[1:])
+        return run(arguments[1:], "megaclass run")
     for argument in given:
         if (shown := argument.encode(errors="backslashreplace").decode()) != argument:
             # It would be written into UTF-8 files later, and fail there.

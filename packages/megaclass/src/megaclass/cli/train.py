@@ -200,7 +200,7 @@ def _completion(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     from megaclass_launch.options import run_parser
 
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    commands.choices["run"] = run_parser()
+    commands.choices["run"] = run_parser("megaclass run")
     for action in _positionals(parser):
         if not action.choices:
             # The attribute is how shtab is told what an argument is.

@@ -34,7 +34,6 @@ from megaclass.training.start.resume import resume_run
 from megaclass_launch.elastic.worker import Assignment, elastic_worker
 from megaclass_launch.errors import StateLostError
 from megaclass_launch.exit_codes import EXIT_RESUME_ME
-from megaclass_launch.hang.own_watch import watched_from_inside
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.process_group import choose_device, process_group
 from megaclass_launch.world import World
@@ -99,7 +98,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
     own_status().give_stacks(str(Path(__file__).parents[1]))
     worker = elastic_worker()
-    with ExitStack() as held, watched_from_inside(own_status(), world):
+    with ExitStack() as held:
         context = RankContext(config=config, world=world, mode=mode, held=held)
         if worker is None:
             code = _train_and_finish(context, process_group(world, device=config.train.device))
