@@ -124,9 +124,9 @@ def _add_pack(below: "Commands") -> None:
     pack.add_argument("--out", type=Path, required=True, help="folder to write; an interrupted run is resumed")
     pack.add_argument(
         "--format",
-        choices=["rec", "tar", "pixels"],
+        choices=["rec", "tar"],
         default="rec",
-        help="output format (default: rec); pixels: decoded once, 37 kB per image of 112 x 112, nothing to decode in training",
+        help="output format (default: rec)",
     )
     pack.add_argument(
         "--labels",

@@ -114,5 +114,5 @@ def _require_room(num_bytes: int, device: torch.device) -> None:
     if num_bytes > _LARGEST_SHARE * free:
         raise DataError(
             f"data.on_gpu is true, but the images need {num_bytes / 2**30:.1f} GiB of GPU memory, more than "
-            f"{_LARGEST_SHARE:.0%} of the {free / 2**30:.1f} GiB that are free: leave it out, or pack the data as pixels."
+            f"{_LARGEST_SHARE:.0%} of the {free / 2**30:.1f} GiB that are free: leave it out."
         )
