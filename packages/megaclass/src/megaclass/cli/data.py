@@ -67,9 +67,9 @@ def add_data_commands(commands: "Commands") -> None:
     stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
     stage.add_argument("path", nargs="?", help=_DATA)
     stage.add_argument(
-        "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm/faces"
+        "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm"
     )
-    stage.add_argument("--remove", action="store_true", help="remove the copy in this folder")
+    stage.add_argument("--remove", action="store_true", help="remove all of your copies in this folder")
 
     bench = _command(
         below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
