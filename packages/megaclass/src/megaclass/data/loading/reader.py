@@ -157,7 +157,7 @@ class BatchReader:
 
 
 class BadImages:
-    """Counts the images of a run that could not be read, reports each once, and stops the run when there are too many.
+    """Counts the images of a run, reports each that could not be read once, and stops the run when there are too many.
 
     Workers update all fields under _lock.
     """
@@ -172,6 +172,8 @@ class BadImages:
         """Failed attempts; an image that fails in every epoch counts every time."""
         self.indices: set[int] = set()
         """Indices of the images that failed."""
+        self.num_resized = 0
+        """Images of another size that this rank has fitted so far."""
 
     def describe(self) -> str:
         return (
@@ -179,9 +181,10 @@ class BadImages:
             f"{len(self.indices):,} different ones; megaclass data verify lists them."
         )
 
-    def add_read(self, num_images: int) -> None:
+    def add_read(self, num_images: int, num_resized: int = 0) -> None:
         with self._lock:
             self.num_read += num_images
+            self.num_resized += num_resized
 
     def add_bad(self, index: int, error: DataError) -> None:
         with self._lock:
