@@ -2,9 +2,9 @@
 
     python benchmarks/loader.py [--out benchmarks/loader.md] [--seconds 3]
 
-Data: a .rec of drawn 112 x 112 JPEGs, and the same images packed as pixels; both in the page cache. Batches of 512. With a
-GPU the batches go there, as in training. The alternative in the same run: bare `simplejpeg.decode_jpeg` of the same bytes in
-as many processes, which neither chooses, reads, collates nor delivers anything.
+Data: a .rec of drawn 112 x 112 JPEGs in the page cache. Batches of 512. With a GPU the batches go there, as in training. The
+alternative in the same run: bare `simplejpeg.decode_jpeg` of the same bytes in as many processes, which neither chooses,
+reads, collates nor delivers anything.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.choose import available_cores, choose_processes
 from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.data.tools.synthesize import synthesize
 
 BATCH, NUM_IDENTITIES, IMAGES_PER_IDENTITY = 512, 1024, 16
@@ -122,10 +121,6 @@ def main() -> None:
             if num_processes * num_threads <= cores:
                 name = f"{num_processes} processes, {num_threads} threads each"
                 add("JPEG", name, in_processes(folder, num_processes, num_threads, options.seconds))
-        pixels = Path(scratch) / "pixels"
-        pack(source, pixels, PackOptions(layout="pixels"), num_threads=cores)
-        for num_processes in counts:
-            add("pixels", f"{num_processes} processes", in_processes(pixels, num_processes, 1, options.seconds))
         chosen = choose_processes(
             str(folder), workers="auto", threads=1, device=torch.device("cuda"), num_local_ranks=1
         )

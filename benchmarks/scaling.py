@@ -180,8 +180,7 @@ What is assumed, and not measured:
 - The head was measured up to a global batch of 8,192. The lists of images per class, which the update needs, are sorted:
   0.17 ms at 8,192 images and 0.19 ms at 262,144 (head.py --pulls).
 - Labels are uniform over the classes. Slow ranks, checkpoints and evaluation are left out.
-- A core decodes {IMAGES_PER_CORE:,.0f} JPEGs of 112 × 112 per second; pixels (`data pack --format pixels`)
-  need a fraction of that.
+- A core decodes {IMAGES_PER_CORE:,.0f} JPEGs of 112 × 112 per second.
 
 What follows:
 

@@ -1,6 +1,5 @@
 """Recipes, InsightFace configs, lists, features, agents' messages and checkpoints under fire: a result or one clear line."""
 
-import json
 import random
 import struct
 from collections.abc import Callable
@@ -8,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_json, mutate_text
+from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_text
 from tests.launch.test_hostile_agent import assert_harmless, mutated
 from tests.megaclass.checkpoint.test_save_and_load import save
 
 from megaclass.checkpoint.load import check_files
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.config.read import load_config
-from megaclass.data.tools.stage import stage, unstage
 from megaclass.evaluation.gallery import read_embeddings, read_megaface_features
 from megaclass.evaluation.protocols.pairs import read_pairs_list
 from megaclass.evaluation.protocols.templates import read_ijb
@@ -73,8 +71,6 @@ def make_target(name: str, folder: Path) -> Target:
         return Target(b"", _check_messages, _mutated_message, ProtocolError)
     if name == "checkpoint files":
         return _checkpoint_target(folder)
-    if name == ".staged.json":
-        return _staged_target(folder)
     if name.startswith("IJB "):
         return _ijb_target(name.removeprefix("IJB "), folder)
     whole, change, file, read = {
@@ -102,7 +98,6 @@ NAMES = [
     *(f"IJB {name}" for name in ("ijbc_face_tid_mid.txt", "ijbc_name_5pts_score.txt", "ijbc_1N_gallery_G1.csv")),
     "MegaFace feature",
     "embeddings.npy",
-    ".staged.json",
     "agent's messages",
     "checkpoint files",
 ]
@@ -144,35 +139,6 @@ def _ijb_target(file: str, folder: Path) -> Target:
     return Target(
         IJB[file].encode(), _written_to(folder / "meta" / file, lambda path: read_ijb(path.parents[1])), mutate_text
     )
-
-
-def _staged_target(folder: Path) -> Target:
-    """A list of staged files that another process wrote: nothing outside the folder may be touched."""
-    data, staged, outside = folder / "data", folder / "staged", folder / "outside"
-    (data / "0").mkdir(parents=True)
-    (data / "0" / "a.jpg").write_bytes(b"a")
-    outside.write_text("as it was")
-    stage(str(data), staged)
-    whole = (staged / ".staged.json").read_bytes()
-
-    def attempt(content: bytes) -> None:
-        staged.mkdir(mode=0o700, exist_ok=True)
-        (staged / ".staged.json").write_bytes(content)
-        try:
-            stage(str(data), staged)
-            unstage(staged)
-        finally:
-            assert outside.read_text() == "as it was" and (data / "0" / "a.jpg").read_bytes() == b"a"
-
-    return Target(whole, attempt, lambda whole, rng: _with_paths(mutate_json(whole, rng), rng))
-
-
-def _with_paths(content: bytes, rng: np.random.Generator) -> bytes:
-    """Sometimes with names that lead outside."""
-    if rng.random() < 0.7:
-        return content
-    names = ["../outside", "/etc/passwd", "0/../../outside", "..", ".", "", "0", "a" * 300, "\0", "0/a.jpg/x", "\ud800"]
-    return json.dumps([[names[int(rng.integers(len(names)))], 1, 1]]).encode()
 
 
 def _mutated_message(whole: bytes, rng: np.random.Generator) -> bytes:

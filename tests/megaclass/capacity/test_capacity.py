@@ -179,7 +179,7 @@ def test_the_loader_is_the_one_that_training_would_start_on_this_machine(monkeyp
         started = choose.choose_processes("debug", workers="auto", threads=threads, device=cuda, num_local_ranks=8)
         found = plan_loader(with_data(planned, threads=threads))
         assert (found.num_processes, found.num_threads) == (started.num_processes, threads * started.num_processes)
-        # data/loading/prefetch.py: at most 16 batches ahead, within 256 MiB, and two that training holds.
+        # data/loading/pool.py: at most 16 batches ahead, within 256 MiB, and two that training holds.
         assert found.host_bytes == 18 * batch_bytes
     assert plan_loader(with_data(planned, workers=3, threads=2)).num_threads == 6
     own_threads = plan_loader(with_data(planned, workers=0, threads=5))

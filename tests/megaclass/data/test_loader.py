@@ -251,9 +251,9 @@ def test_orders_reach_the_batches(source, order):
 def test_leaving_early_ends_the_threads(source):
     batches = BatchLoader(source, global_batch=2, num_workers=4).batches(num_steps=10_000)
     next(batches)
-    assert any(thread.name.startswith("megaclass-decode") for thread in threading.enumerate())
+    assert any(thread.name.startswith("megaclass-data") for thread in threading.enumerate())
     batches.close()
-    assert not any(thread.name.startswith("megaclass-decode") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("megaclass-data") for thread in threading.enumerate())
 
 
 LOAD_FOREVER = """

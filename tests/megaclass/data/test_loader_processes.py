@@ -20,12 +20,12 @@ from PIL import Image
 from tests.forked import run_forked
 
 import megaclass
+from megaclass.data import loader as loader_module
 from megaclass.data.loader import Batch, BatchLoader
-from megaclass.data.loading import choose, pool, resident
+from megaclass.data.loading import choose, pool
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
-from megaclass.data.loading.messages import Piece, bad_reports, receive, send
 from megaclass.data.loading.pool import LoaderSettings
-from megaclass.data.loading.worker import Filler
+from megaclass.data.loading.worker import Filler, Piece, bad_reports, receive, send
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize
@@ -98,20 +98,16 @@ def test_every_mode_yields_the_same_bytes_from_any_step_on(folder, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_slot_is_filled_again_only_when_nobody_holds_any_part_of_it(folder):
+def test_batches_that_are_held_keep_their_bytes(folder):
     options = {"global_batch": 16, "mirror": False}
     truth = list(BatchLoader(open_source(folder), **options).batches(num_steps=40))
     held: list[tuple[int, torch.Tensor]] = []
-    addresses = set()
     for number, batch in enumerate(in_processes(folder, 2, **options).batches(num_steps=40)):
-        addresses.add(batch.images.data_ptr())
         if number % 7 == 0:
             held.append((number, batch.images[3:5, 1]))
         del batch
     for number, part in held:
         assert torch.equal(part, truth[number].images[3:5, 1])
-    # 18 slots, and a copy for each batch that is held while two others are.
-    assert len(addresses) < 30
 
 
 @pytest.mark.ranks
@@ -304,7 +300,6 @@ def test_stacks_of_a_hanging_rank_include_its_loader_processes_and_the_file_or_s
 LOAD_FOREVER = """
 import sys, torch
 from megaclass.data.loader import BatchLoader
-from megaclass.data.loading.messages import bad_reports, receive, send
 from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import open_source
 processes = LoaderSettings(path=sys.argv[1], num_processes=2, num_threads=2)
@@ -412,7 +407,7 @@ def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
         "rank": 1,
         "world_size": 2,
     }
-    monkeypatch.setattr("megaclass.data.loading.resident._BLOCK_IMAGES", 16)
+    monkeypatch.setattr(loader_module, "_BLOCK_IMAGES", 16)
     truth = list(BatchLoader(open_source(files), **options).batches(num_steps=7))
     by_threads = BatchLoader(open_source(files), is_resident=True, num_workers=2, **options)
     assert_equal(list(by_threads.batches(num_steps=7)), truth)
@@ -424,7 +419,7 @@ def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
         assert loader.bad_images.num_read == 40 and loader.bad_images.num_bad == 1 and loader.num_resized == 7
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
     with pytest.raises(DataError, match=r"need 1\.0 GiB of GPU memory, more than 70% of the 1\.0 GiB that are free"):
-        resident._require_room(2**30, GPU)
+        loader_module._require_room(2**30, GPU)
 
 
 def test_reports_of_many_bad_images_fit_into_packets():

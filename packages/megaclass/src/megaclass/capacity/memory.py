@@ -7,7 +7,7 @@ import numpy as np
 from megaclass.capacity.job import HeadCosts, PlannedJob, head_costs
 from megaclass.data.loader import batches_of_threads, prefetched_by_threads
 from megaclass.data.loading.choose import automatic_processes
-from megaclass.data.loading.prefetch import num_slots
+from megaclass.data.loading.pool import num_slots
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ def add_data_commands(commands: "Commands") -> None:
     stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
     stage.add_argument("path", nargs="?", help=_DATA)
     stage.add_argument(
-        "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm/faces"
+        "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm"
     )
-    stage.add_argument("--remove", action="store_true", help="remove the copy in this folder")
+    stage.add_argument("--remove", action="store_true", help="remove all of your copies in this folder")
 
     bench = _command(
         below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
@@ -124,9 +124,9 @@ def _add_pack(below: "Commands") -> None:
     pack.add_argument("--out", type=Path, required=True, help="folder to write; an interrupted run is resumed")
     pack.add_argument(
         "--format",
-        choices=["rec", "tar", "pixels"],
+        choices=["rec", "tar"],
         default="rec",
-        help="output format (default: rec); pixels: decoded once, 37 kB per image of 112 x 112, nothing to decode in training",
+        help="output format (default: rec)",
     )
     pack.add_argument(
         "--labels",

@@ -103,7 +103,7 @@ class DataConfig:
     max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE | within("in [0, 1]"))
     """Largest fraction of unreadable images; they are replaced by others, and the run stops when there are more."""
     stage: str = field(default="", metadata=MAY_CHANGE)
-    """Folder in memory, such as /dev/shm/faces, to which each host copies the data before reading it; empty for none."""
+    """Folder in memory, such as /dev/shm, in which each host keeps a copy of the data; empty for none."""
 
     def __post_init__(self) -> None:
         _require_ranges("data", self)

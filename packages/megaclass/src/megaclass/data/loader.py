@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import threading
-from collections import deque
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -17,17 +16,22 @@ from numpy.typing import NDArray
 from megaclass.data.augment import Augment, augment_, mirror_, normalise
 from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.decode import Fit
-from megaclass.data.loading.pool import LoaderSettings
-from megaclass.data.loading.prefetch import ProcessBatches
+from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
-from megaclass.data.loading.resident import ResidentImages, load_images
 from megaclass.data.order import Order, rank_batch
 from megaclass.data.sources.source import ImageSource
+from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
 from megaclass_launch.ranks.reused_memory import ReusedMemory
 
+_log = logging.getLogger("megaclass.data")
+
 _MIRROR_SALT = 0x6D6972726F72
+# Images that are decoded at once if all of them are kept on the device, and the largest share of its free memory that they
+# may take: the model, its activations and the head need the rest.
+_BLOCK_IMAGES = 512
+_LARGEST_SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -150,22 +154,23 @@ class BatchLoader:
         self.world_size = world_size
         self.mirror = mirror
         self.augment = augment
-        self.num_resized = 0
-        """Images of another size that this rank has fitted so far; workers add to it under _counting."""
-        self._counting = threading.Lock()
         self.num_workers = max(1, num_workers)
         self.num_prefetched = prefetched_by_threads(self.num_workers, num_prefetched)
         self.processes = processes
         self.device = device
         self.is_resident = is_resident
-        self._resident: ResidentImages | None = None
-        self._batch_shape = (plan.max_rows, *self.image_size, 3)
+        self._resident: _ResidentImages | None = None
         num_kept = batches_of_threads(self.num_workers, self.num_prefetched)
-        self._memory = ReusedMemory(num_kept * math.prod(self._batch_shape))
+        self._memory = ReusedMemory(num_kept * plan.max_rows * math.prod(self.image_size) * 3)
 
     @property
     def steps_per_epoch(self) -> int:
         return self.order.steps_per_epoch
+
+    @property
+    def num_resized(self) -> int:
+        """Images of another size that this rank has fitted so far."""
+        return self.bad_images.num_resized
 
     def batches(self, epoch: int = 0, step: int = 0, *, num_steps: int | None = None) -> Iterator[Batch]:
         """Yields `num_steps` batches from (epoch, step) on, across epochs; by default up to the end of the epoch.
@@ -174,25 +179,11 @@ class BatchLoader:
         """
         first = epoch * self.steps_per_epoch + step
         stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
-        if self.is_resident:
-            return self._from_device(first, stop)
-        if self.processes is None:
-            return self._from_threads(first, stop)
-        return self._from_processes(self.processes, first, stop)
+        return self._from_device(first, stop) if self.is_resident else self._read(self._reader, first, stop)
 
     def load(self, epoch: int, step: int) -> Batch:
         """Returns one batch, decoded in the calling thread."""
-        num_rows = self._reader.num_rows(step)
-        images_BHW3 = self._memory.take(math.prod(self._batch_shape)).reshape(self._batch_shape)[:num_rows]
-        indices_B: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
-        num_resized = self._reader.fill(epoch, step, range(num_rows), images_BHW3, indices_B)
-        self.bad_images.add_read(num_rows)
-        # Added once per batch, not per image, because all workers share the lock.
-        with self._counting:
-            self.num_resized += num_resized
-        labels_B = torch.from_numpy(self.source.labels[indices_B])
-        images = torch.from_numpy(images_BHW3).permute(0, 3, 1, 2)
-        return Batch(images, labels_B, indices_B, epoch, step, self._treatment(epoch, step))
+        return self._load(self._reader, epoch, step)
 
     def describe_resized(self) -> str:
         """Returns a sentence about images of another size; empty if there were none."""
@@ -207,51 +198,81 @@ class BatchLoader:
     def _treatment(self, epoch: int, step: int) -> Treatment:
         return Treatment(self.order.seed, epoch * self.steps_per_epoch + step, self.mirror, self.augment)
 
-    def _from_threads(self, first: int, stop: int) -> Iterator[Batch]:
-        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="megaclass-decode")
-        waiting: deque[Future[Batch]] = deque()
-        upcoming = first
+    def _load(self, reader: BatchReader, epoch: int, step: int) -> Batch:
+        num_rows, shape = reader.num_rows(step), (reader.plan.max_rows, *self.image_size, 3)
+        images_BHW3 = self._memory.take(math.prod(shape)).reshape(shape)[:num_rows]
+        indices_B: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
+        num_resized = reader.fill(epoch, step, range(num_rows), images_BHW3, indices_B)
+        self.bad_images.add_read(num_rows, num_resized)
+        labels_B = torch.from_numpy(self.source.labels[indices_B])
+        images = torch.from_numpy(images_BHW3).permute(0, 3, 1, 2)
+        return Batch(images, labels_B, indices_B, epoch, step, self._treatment(epoch, step))
+
+    def _read(self, reader: BatchReader, first: int, stop: int) -> Iterator[Batch]:
+        """Yields the batches of a reader for the steps [first, stop), counted across epochs."""
+        steps = reader.order.steps_per_epoch
+        if self.processes is None:
+            # Batches are submitted in order and taken in order, whichever thread finishes first.
+            numbers, num_ahead = range(first, stop), self.num_prefetched - 1
+            yield from ordered_map(
+                lambda n: self._load(reader, *divmod(n, steps)), numbers, self.num_workers, num_ahead
+            )
+            return
+        processes = LoaderProcesses(self.processes, reader, self.bad_images, self.device)
         try:
-            for _ in range(first, stop):
-                # Batches are submitted in order and taken in order, whichever thread finishes first.
-                while upcoming < stop and len(waiting) < self.num_prefetched:
-                    waiting.append(pool.submit(self.load, *divmod(upcoming, self.steps_per_epoch)))
-                    upcoming += 1
-                yield waiting.popleft().result()
+            for loaded in processes.batches(first, stop):
+                epoch, step = divmod(loaded.step, steps)
+                tensors = (loaded.images, loaded.labels, loaded.indices)
+                yield Batch(*tensors, epoch, step, self._treatment(epoch, step), loaded.index_tensor)
         finally:
-            # Also when the caller drops the generator: no thread may read on after its run has ended.
-            pool.shutdown(wait=True, cancel_futures=True)
+            processes.close()
 
     def _from_device(self, first: int, stop: int) -> Iterator[Batch]:
         if self._resident is None:
-            device = self.device or torch.device("cpu")
-            self._resident = load_images(self._reader, self.bad_images, device, self.processes, self.num_workers)
-            self.num_resized += self._resident.num_resized
+            self._resident = self._load_all(self.device or torch.device("cpu"))
         for number in range(first, stop):
             epoch, step = divmod(number, self.steps_per_epoch)
             indices = rank_batch(self.order, epoch, step, self.rank, self.world_size)
             images, labels, indices_B, index_tensor = self._resident.batch(indices)
             yield Batch(images, labels, indices_B, epoch, step, self._treatment(epoch, step), index_tensor)
 
-    def _from_processes(self, settings: LoaderSettings, first: int, stop: int) -> Iterator[Batch]:
-        processes = ProcessBatches(settings, self._reader, self.bad_images, self.device)
-        try:
-            for loaded in processes.batches(first, stop, self.steps_per_epoch):
-                self.num_resized += processes.take_num_resized()
-                pixels, treatment = loaded.pixels, self._treatment(loaded.epoch, loaded.step)
-                yield Batch(
-                    pixels.images,
-                    pixels.labels,
-                    pixels.indices,
-                    loaded.epoch,
-                    loaded.step,
-                    treatment,
-                    pixels.index_tensor,
-                )
-                # Otherwise this frame would hold the batch, and with it its slot, while the next one is awaited.
-                del loaded, pixels
-        finally:
-            processes.close()
+    def _load_all(self, device: torch.device) -> _ResidentImages:
+        """Decodes all images. Replaces unreadable ones as a batch would."""
+        source, begun = self.source, time.monotonic()
+        shape = (source.num_images, *self.image_size, 3)
+        _require_room(math.prod(shape), device)
+        # The seed stays: it decides which image replaces an unreadable one.
+        plan = replace(self._reader.plan, order="file", global_batch=_BLOCK_IMAGES, rank=0, world_size=1)
+        reader = BatchReader(source, plan, self.bad_images.add_bad)
+        images = torch.empty(shape, dtype=torch.uint8, device=device)
+        shown = np.empty(source.num_images, dtype=np.int64)
+        start = 0
+        for block in self._read(reader, 0, reader.order.steps_per_epoch):
+            rows = slice(start, start + len(block.indices))
+            images[rows] = block.images.permute(0, 2, 3, 1)
+            shown[rows] = block.indices
+            start = rows.stop
+        self._memory.release()
+        _log.info("decoded %s images onto %s in %.1f s", f"{start:,}", device, time.monotonic() - begun)
+        return _ResidentImages(images, torch.from_numpy(np.ascontiguousarray(source.labels)).to(device), shown)
+
+
+@dataclass(frozen=True)
+class _ResidentImages:
+    """Pixels and labels of all images on the device, and the index actually stored for each: unreadable ones are replaced."""
+
+    images_NHW3: torch.Tensor
+    labels_N: torch.Tensor
+    shown_N: NDArray[np.int64]
+
+    def batch(self, indices_B: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64], torch.Tensor]:
+        """Returns images (B, 3, H, W) and labels on the device, and the indices of the images, on the host and there."""
+        shown_B = self.shown_N[indices_B]
+        device = self.images_NHW3.device
+        places = torch.from_numpy(shown_B)
+        # Pinned, because a copy from pageable memory makes the host wait for the GPU.
+        places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
+        return self.images_NHW3[places].permute(0, 3, 1, 2), self.labels_N[places], shown_B, places
 
 
 def prefetched_by_threads(num_threads: int, num_prefetched: int = 4) -> int:
@@ -269,6 +290,18 @@ def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bo
     # The topmost bit of a hash is a fair coin.
     bits = combine64(seed, _MIRROR_SALT, epoch, indices.astype(np.uint64))
     return (bits >> np.uint64(63)).astype(bool)
+
+
+def _require_room(num_bytes: int, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    # What the driver reports, which counts also the memory of other processes on this GPU.
+    free, _ = torch.cuda.mem_get_info(device)
+    if num_bytes > _LARGEST_SHARE * free:
+        raise DataError(
+            f"data.on_gpu is true, but the images need {num_bytes / 2**30:.1f} GiB of GPU memory, more than "
+            f"{_LARGEST_SHARE:.0%} of the {free / 2**30:.1f} GiB that are free: leave it out."
+        )
 
 
 def _fitting_batch(num_images: int) -> int:

@@ -11,15 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit, decode_into
 from megaclass.data.order import ClassOrder, FileOrder, ImageOrder, Order
-from megaclass.data.sources.pixel_file import PixelFileSource
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
@@ -27,7 +25,6 @@ from megaclass_launch.errors import is_transient
 from megaclass_launch.even_parts import even_part
 
 _log = logging.getLogger("megaclass.data")
-T = TypeVar("T")
 _REPLACE_SALT = 0x7265706C616365
 _MAX_REPLACEMENTS = 100
 # A network file system that fails over is away for seconds; a longer wait would keep all ranks waiting.
@@ -115,19 +112,12 @@ class BatchReader:
             indices_B[rows.start : rows.stop] = wanted_R
             images_BHW3[rows.start : rows.stop] = self.source.pixels(wanted_R, self.plan.image_size)
             return 0
-        if isinstance(self.source, PixelFileSource) and self._has_pixels(self.source, wanted_R):
-            indices_B[rows.start : rows.stop] = wanted_R
-            _retried(partial(self.source.copy_pixels, wanted_R, images_BHW3[rows.start : rows.stop]))
-            return 0
         num_resized = 0
         for row, index in zip(rows, wanted_R.tolist(), strict=True):
             # A replaced image keeps its row but changes its index, and with it the label.
             indices_B[row], is_resized = self._fill_one(images_BHW3[row], index)
             num_resized += is_resized
         return num_resized
-
-    def _has_pixels(self, source: PixelFileSource, indices: NDArray[np.int64]) -> bool:
-        return source.image_size == self.plan.image_size and source.has_all(indices)
 
     def _fill_one(self, out_HW3: NDArray[np.uint8], index: int) -> tuple[int, bool]:
         """Decodes the image, or else the first readable one of a chain that depends on the seed and the image alone.
@@ -151,12 +141,23 @@ class BatchReader:
             raise DataError(f"Cannot decode {self.source.name_of(index)}: {self.crashes[index]}.")
         # Before the read, which may block for long: the table names the image if the process is killed meanwhile.
         self._on_image(index)
-        encoded = _retried(partial(self.source.read, index))
+        encoded = self._read(index)
         return decode_into(out_HW3, encoded, self.source.name_of(index), self.plan.fit)
+
+    def _read(self, index: int) -> bytes:
+        """Reads an image, and again after errors that may pass (an I/O error, too many open files)."""
+        for pause_s in _READ_AGAIN_S:
+            try:
+                return self.source.read(index)
+            except (DataError, OSError) as error:
+                if not is_transient(error):
+                    raise
+                time.sleep(pause_s)
+        return self.source.read(index)
 
 
 class BadImages:
-    """Counts the images of a run that could not be read, reports each once, and stops the run when there are too many.
+    """Counts the images of a run, reports each that could not be read once, and stops the run when there are too many.
 
     Workers update all fields under _lock.
     """
@@ -171,6 +172,8 @@ class BadImages:
         """Failed attempts; an image that fails in every epoch counts every time."""
         self.indices: set[int] = set()
         """Indices of the images that failed."""
+        self.num_resized = 0
+        """Images of another size that this rank has fitted so far."""
 
     def describe(self) -> str:
         return (
@@ -178,9 +181,10 @@ class BadImages:
             f"{len(self.indices):,} different ones; megaclass data verify lists them."
         )
 
-    def add_read(self, num_images: int) -> None:
+    def add_read(self, num_images: int, num_resized: int = 0) -> None:
         with self._lock:
             self.num_read += num_images
+            self.num_resized += num_resized
 
     def add_bad(self, index: int, error: DataError) -> None:
         with self._lock:
@@ -201,15 +205,3 @@ class BadImages:
                 f"{self._max_fraction} allows. The last one: {error} "
                 f"megaclass data verify lists them, and writes a clean copy with --repair."
             )
-
-
-def _retried(read: Callable[[], T]) -> T:
-    """Calls `read`, and again after errors that may pass (an I/O error, too many open files)."""
-    for pause_s in _READ_AGAIN_S:
-        try:
-            return read()
-        except (DataError, OSError) as error:
-            if not is_transient(error):
-                raise
-            time.sleep(pause_s)
-    return read()

@@ -11,7 +11,6 @@ from pathlib import Path
 from megaclass.data.sources.files import FolderFormat, ListFormat, has_image_name
 from megaclass.data.sources.in_memory import DebugSource, DrawnSource, SyntheticFormat
 from megaclass.data.sources.joined import JoinedSource
-from megaclass.data.sources.pixel_file import PixelFormat
 from megaclass.data.sources.records import RecordFormat
 from megaclass.data.sources.source import ImageSource, SourceFormat, list_names
 from megaclass.data.sources.tar import TarFormat
@@ -57,7 +56,6 @@ FORMATS: list[type[SourceFormat]] = [
     DebugFormat,
     JoinedFormat,
     RecordFormat,
-    PixelFormat,
     ListFormat,
     TarFormat,
     FolderFormat,

@@ -82,7 +82,6 @@ class RecordFormat(SourceFormat):
 
     suffix = ".rec"
     contents = "train.rec and train.idx"
-    caches = ("*.idx.cache", "*.idx.sorted.cache", "*.rec.labels")
 
     @classmethod
     def matches(cls, path: str) -> bool:

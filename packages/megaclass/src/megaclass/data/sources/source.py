@@ -7,7 +7,7 @@ A new format is one file with a subclass of `SourceFormat` and one line in the t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -69,8 +69,6 @@ class SourceFormat(ABC):
     """Content of a folder of this format, for error messages; empty: the format is not a folder."""
     notation: ClassVar[str] = ""
     """How a path is written that names no file, for error messages."""
-    caches: ClassVar[Sequence[str]] = ()
-    """Patterns of the files that opening the data writes next to it."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -78,7 +78,6 @@ class TarFormat(SourceFormat):
 
     suffix = ".tar"
     contents = "*.tar"
-    caches = ("*.tar.cache", "shards.cache")
 
     @classmethod
     def matches(cls, path: str) -> bool:

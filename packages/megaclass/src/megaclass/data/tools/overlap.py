@@ -1,9 +1,9 @@
 """Finds images of an evaluation set that are also training images: the same bytes, or the same picture encoded again.
 
-`data pack --size` and `--format pixels` encode images again, so equal bytes alone would miss pairs drawn from the folder that
-was packed. Two files are the same picture if their 8 x 8 thumbnails differ by at most 6 of 255 everywhere. Scaling and encoding
-by `data pack` change thumbnails of 112 x 112 by at most 4; in Omniglot, whose drawings are alike, the closest two of 2,720
-differ by 14. A picture that was cropped or padded is not recognised.
+`data pack --size` encodes images again, so equal bytes alone would miss pairs drawn from the folder that was packed. Two
+files are the same picture if their 8 x 8 thumbnails differ by at most 6 of 255 everywhere. Scaling and encoding by `data pack`
+change thumbnails of 112 x 112 by at most 4; in Omniglot, whose drawings are alike, the closest two of 2,720 differ by 14. A
+picture that was cropped or padded is not recognised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packs any source into `train.rec` with `train.idx` and `property`, tar shards or pixels; `classes.txt` if classes have names.
+"""Packs any source into `train.rec` with `train.idx` and `property`, or tar shards; `classes.txt` if classes have names.
 
 The files are written in a hidden folder next to the target and published by one rename. They are a pure function of the
 source and the options, so an interrupted run resumes after the last whole record or shard. The hidden folder of a run with
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit, decode_image, encode_jpeg, fit_image, image_dimensions, image_suffix
 from megaclass.data.order import shuffled
-from megaclass.data.sources.pixel_file import FACTS_FILE, LABELS_FILE, PIXELS_FILE
 from megaclass.data.sources.recordio import (
     MAX_EXACT_LABEL,
     Record,
@@ -37,7 +36,6 @@ from megaclass.data.sources.recordio import (
 from megaclass.data.sources.records import LABELS_IN_ID2
 from megaclass.data.sources.source import CLASSES_FILE, ImageSource
 from megaclass.data.threaded_map import ordered_map
-from megaclass.data.tools.pack_pixels import UNREADABLE_FILE, write_pixels
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
 from megaclass.image_size import ImageSize, height_and_width
@@ -55,8 +53,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    layout: Literal["rec", "tar", "pixels"] = "rec"
-    """rec: train.rec, train.idx and property; tar: shards of (jpg, cls); pixels: uncompressed, to be mapped."""
+    layout: Literal["rec", "tar"] = "rec"
+    """rec: train.rec, train.idx and property; tar: shards of (jpg, cls)."""
     labels: Literal["auto", "float", "id2"] = "auto"
     """Field of a .rec for classes: float (exact up to 2^24) or id2 (64 bits). auto: id2 only if there are more classes."""
     shuffle_seed: int | None = 0
@@ -115,9 +113,7 @@ def pack(
             if not is_alone:
                 raise DataError(f"Another process is writing {out} at this moment.")
             _clear_other_job(partial, arguments)
-            write = {"rec": packing.write_records, "tar": packing.write_shards, "pixels": packing.write_pixels}[
-                options.layout
-            ]
+            write = packing.write_records if options.layout == "rec" else packing.write_shards
             num_resumed = write(partial)
             packing.write_class_names(partial)
             (partial / _LOCK_FILE).unlink()
@@ -184,20 +180,6 @@ class _Packing:
                     _add(tar, f"{key:010d}.cls", str(label).encode())
             unfinished.replace(shard)
         return num_resumed
-
-    def write_pixels(self, folder: Path) -> int:
-        done = 0
-
-        def count(num_images: int, num_other_size: int) -> None:
-            nonlocal done
-            done += num_images
-            self.num_other_size += num_other_size
-            if self.on_progress is not None:
-                self.on_progress(done, self.source.num_images)
-
-        return write_pixels(
-            folder, self.source, self.by_class, self.image_size, self.options.fit, self.num_threads, count
-        )
 
     def write_class_names(self, folder: Path) -> None:
         if not self.class_names:
@@ -311,8 +293,7 @@ def _clear_other_job(partial: Path, arguments: dict[str, object]) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    names = ("train.rec", "train.idx", "property", CLASSES_FILE, _ARGUMENTS_FILE)
-    is_name = path.name in (*names, PIXELS_FILE, LABELS_FILE, FACTS_FILE, UNREADABLE_FILE)
+    is_name = path.name in ("train.rec", "train.idx", "property", CLASSES_FILE, _ARGUMENTS_FILE)
     return (is_name or re.fullmatch(r"shard-[0-9]+\.(tar|partial)", path.name) is not None) and path.is_file()
 
 
