@@ -104,6 +104,26 @@ def test_any_number_of_ranks_gives_what_one_gives_on_every_rank(run_ranks, num_r
         assert xnorm == pytest.approx(want_xnorm, rel=1e-6)
 
 
+def test_an_image_that_stands_in_many_pairs_is_embedded_once():
+    distinct = [_png(pixels) for pixels in _pixels(6)]
+    drawn = np.random.default_rng(1).permutation(np.repeat(np.arange(6), 11)).tolist()
+    counting = CountingBackbone()
+    pair_set = PairSet([distinct[number] for number in drawn], np.arange(33) % 2 == 0)
+    embeddings, xnorm = embed_pairs(counting, pair_set, image_size=_SIZE, device=_CPU, batch_size=6)
+    assert counting.batches == [6, 6], "one batch, straight and mirrored, instead of eleven"
+    alone = PairSet(distinct, np.array([True, False, True]))
+    want, _ = embed_pairs(TinyBackbone(), alone, image_size=_SIZE, device=_CPU, batch_size=6)
+    first_seen = list(dict.fromkeys(drawn))
+    np.testing.assert_allclose(embeddings, want[drawn], atol=1e-6)
+    assert len(np.unique(embeddings, axis=0)) == len(first_seen) == 6
+    # XNorm is the mean over the images of all pairs, not over distinct ones.
+    _, repeated = embed_pairs(
+        TinyBackbone(), PairSet(pair_set.images[:4] * 2, np.arange(4) > 1), image_size=_SIZE, device=_CPU
+    )
+    _, once = embed_pairs(TinyBackbone(), PairSet(pair_set.images[:4], np.arange(2) > 0), image_size=_SIZE, device=_CPU)
+    assert repeated == pytest.approx(once, rel=1e-6) and xnorm > 0
+
+
 def _count_work_and_traffic(num_pairs: int) -> tuple[list[int], list[int]]:
     backbone, gathered = CountingBackbone(), []
 

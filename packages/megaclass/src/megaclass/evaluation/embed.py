@@ -1,7 +1,7 @@
 """Embeds images with a network; each rank embeds a part of them."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,19 +56,22 @@ def embed_images(
 ) -> Embedded:
     """Collective. Embeds all images; the result is the same on every rank. The network keeps its train or eval mode.
 
-    Every rank embeds a contiguous part, decoding batch by batch: at most two batches of pixels are in memory. An image that
-    cannot be decoded, has another size or an embedding that is not finite is an error that every rank raises. Rank 0 logs
-    how many images had another size and were fitted to the model's.
+    Of images with equal content one is embedded: a set of 6,000 pairs names most of its images several times. Every rank
+    embeds a contiguous part, decoding batch by batch: at most two batches of pixels are in memory. An image that cannot be
+    decoded, has another size or an embedding that is not finite is an error that every rank raises. Rank 0 logs how many
+    images had another size and were fitted to the model's.
 
-    Traffic per rank: one all-gather of 4 KiB (did all ranks succeed?), one of ceil(N / W) x (D + 2) floats.
+    Traffic per rank: one all-gather of 4 KiB (did all ranks succeed?), one of ceil(N / W) x (D + 2) floats, where N counts
+    distinct images.
     """
     num_ranks = group_size(group)
-    part = part_of_rank(len(images), group_rank(group), num_ranks)
+    firsts, places_N = distinct_images(images)
+    part = [firsts[place] for place in part_of_rank(len(firsts), group_rank(group), num_ranks)]
 
     def report(done: int, _: int) -> None:
         if on_progress is not None:
             # This rank speaks for all: the others are about as far.
-            on_progress(min(len(images), done * num_ranks), len(images))
+            on_progress(min(len(firsts), done * num_ranks), len(firsts))
 
     rows = on_every_rank(
         lambda: embed_part(
@@ -85,10 +88,22 @@ def embed_images(
         group,
     )
     is_resized = rows.new_tensor([[float(index in images.resized)] for index in part])
-    gathered = gather_blocks(torch.cat([rows, is_resized], dim=1), group).flatten(0, 1)[: len(images)].cpu().numpy()
+    gathered = gather_blocks(torch.cat([rows, is_resized], dim=1), group).flatten(0, 1).cpu().numpy()[places_N]
     if group_rank(group) == 0:
         log_resized(int(gathered[:, -1].sum()), len(images), images.image_size, f"from {images.name(0)} on")
     return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-2]), norms_N=np.ascontiguousarray(gathered[:, -2]))
+
+
+def distinct_images(images: Images) -> tuple[list[int], NDArray[np.int64]]:
+    """Returns the first image of each content, and for every image the place of its content among them."""
+    firsts: list[int] = []
+    places: dict[Hashable, int] = {}
+    places_N = np.empty(len(images), dtype=np.int64)
+    for index in range(len(images)):
+        places_N[index] = place = places.setdefault(images.content(index), len(firsts))
+        if place == len(firsts):
+            firsts.append(index)
+    return firsts, places_N
 
 
 def log_resized(num_resized: int, num_images: int, image_size: ImageSize, which: str) -> None:

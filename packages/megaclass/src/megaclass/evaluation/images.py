@@ -6,10 +6,11 @@ that was cropped for another model gives plausible but wrong numbers. The fit co
 (as it was trained) or from --fit.
 """
 
+import hashlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -96,6 +97,10 @@ class Images(Protocol):
         """Returns the name of the image for error messages."""
         ...
 
+    def content(self, index: int) -> Hashable:
+        """Returns what tells the image from others: images of equal content are embedded once."""
+        ...
+
     def pixels(self, index: int) -> Pixels:
         """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
         ...
@@ -116,6 +121,10 @@ class _FittedImages(ABC):
     @abstractmethod
     def _decoded(self, index: int) -> Pixels:
         """Returns the image in its own size."""
+
+    def content(self, index: int) -> Hashable:
+        """Returns the number of the image: nothing is known about its content."""
+        return index
 
     def pixels(self, index: int) -> Pixels:
         image_HW3 = self._decoded(index)
@@ -146,6 +155,9 @@ class PairImages(_FittedImages):
     def name(self, index: int) -> str:
         return f"image {index} of {self.set_name} (pair {index // 2})"
 
+    def content(self, index: int) -> Hashable:
+        return hashlib.blake2b(self.pair_set.images[index], digest_size=16).digest()
+
     def _decoded(self, index: int) -> Pixels:
         return decode_image(self.pair_set.images[index], self.name(index))
 
@@ -161,6 +173,9 @@ class FileImages(_FittedImages):
 
     def name(self, index: int) -> str:
         return str(self.paths[index])
+
+    def content(self, index: int) -> Hashable:
+        return self.paths[index]
 
     def _decoded(self, index: int) -> Pixels:
         return decode_image(read_image_file(self.paths[index]), self.name(index))
@@ -225,6 +240,10 @@ class AlignedImages:
 
     def name(self, index: int) -> str:
         return str(self.paths[index])
+
+    def content(self, index: int) -> Hashable:
+        """Returns the number of the photo: it may show several faces, each with landmarks of its own."""
+        return index
 
     def pixels(self, index: int) -> Pixels:
         height, width = height_and_width(self.image_size)

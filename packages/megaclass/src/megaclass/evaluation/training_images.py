@@ -92,6 +92,9 @@ class _SourceImages:
     def name(self, index: int) -> str:
         return self.source.name_of(index)
 
+    def content(self, index: int) -> int:
+        return index
+
     def pixels(self, index: int) -> Pixels:
         image_HW3 = decode_image(self.source.read(index), self.name(index))
         size = height_and_width(self.image_size)
