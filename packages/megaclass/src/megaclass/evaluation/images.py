@@ -23,6 +23,7 @@ from torch import Tensor
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, pillow_to_rgb
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
+from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.image_size import ImageSize, height_and_width, shown_size
 from megaclass_launch.ranks.collectives import group_rank
@@ -179,6 +180,22 @@ class FileImages(_FittedImages):
 
     def _decoded(self, index: int) -> Pixels:
         return decode_image(read_image_file(self.paths[index]), self.name(index))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceImages(_FittedImages):
+    """The images of labelled data, read on access."""
+
+    source: ImageSource
+
+    def __len__(self) -> int:
+        return self.source.num_images
+
+    def name(self, index: int) -> str:
+        return self.source.name_of(index)
+
+    def _decoded(self, index: int) -> Pixels:
+        return decode_image(self.source.read(index), self.name(index))
 
 
 @dataclass(frozen=True, kw_only=True)

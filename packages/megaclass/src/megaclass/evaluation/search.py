@@ -100,7 +100,7 @@ def search(
     # Each rank has the best of its shard; the best of all are among them.
     scores_WPk = gather_blocks(own.other_scores_Pk.to(device), group)
     indices_WPk = gather_blocks(own.other_indices_Pk.to(device), group)
-    scores_Pk, indices_Pk = _best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
+    scores_Pk, indices_Pk = best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
     mates_P = gather_blocks(own.mate_scores_P.to(device), group).amax(dim=0)
     return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P)
 
@@ -125,7 +125,7 @@ def search_shard(
     # Blocks of the gallery are the outer loop: each is copied to the device once, whatever the number of probes.
     gallery_block = min(_MAX_GALLERY_BLOCK, max(1, len(gallery)))
     probe_block = max(1, (max_block_bytes or _BLOCK_BYTES[device.type]) // (4 * gallery_block))
-    with _full_precision():
+    with full_precision():
         for start in range(0, len(gallery), gallery_block):
             rows_BD = torch.as_tensor(gallery.embeddings_ND[start : start + gallery_block]).to(device).float()
             labels_B = None
@@ -147,7 +147,7 @@ def search_shard(
                     block_PB.masked_fill_(is_mate_PB, _NOTHING)
                 # Merged with the best so far: k scores per probe are all that is kept between blocks.
                 found, places = torch.topk(block_PB, min(k, block_PB.shape[1]), dim=1)
-                scores_Pk[here], indices_Pk[here] = _best(
+                scores_Pk[here], indices_Pk[here] = best(
                     torch.cat([scores_Pk[here], found], dim=1),
                     torch.cat([indices_Pk[here], places + (gallery.first + start)], dim=1),
                     k,
@@ -155,7 +155,7 @@ def search_shard(
     return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P)
 
 
-def _best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k highest scores and their entries, highest first; of equal scores the earlier entry comes first.
 
     Sorting by entry first makes the result independent of how the gallery is split over blocks and ranks.
@@ -166,8 +166,15 @@ def _best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.gather(1, order), indices.gather(1, order)
 
 
+def unit_rows_or_zero(rows_BD: Tensor) -> Tensor:
+    """Normalises rows; a row that is zero or not finite becomes zeros, whose cosine with every row is 0."""
+    norms_B1 = rows_BD.norm(dim=1, keepdim=True)
+    is_usable_B1 = torch.isfinite(norms_B1) & (norms_B1 > 0)
+    return torch.where(is_usable_B1, rows_BD / norms_B1.clamp_min(1e-30), 0.0)
+
+
 @contextmanager
-def _full_precision() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """Turns TF32 off: ten bits per score are enough to train, but not to rank a million neighbours."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -214,7 +221,7 @@ def _search_shard_with_faiss(
         _add_far_mates(mates_P, probes_PD, rows_ND, probe_labels_P, labels_N, probe_keys_P, keys_N)
         scores = np.where(is_mate, np.float32(_NOTHING), scores)
     missing = max(0, k - scores.shape[1])
-    scores_Pk, indices_Pk = _best(
+    scores_Pk, indices_Pk = best(
         torch.from_numpy(np.pad(scores, ((0, 0), (0, missing)), constant_values=_NOTHING)),
         torch.from_numpy(np.pad(np.maximum(places, 0), ((0, 0), (0, missing))) + gallery.first),
         k,

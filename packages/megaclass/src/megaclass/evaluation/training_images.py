@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from megaclass.data.decode import Fit, decode_image, fit_image
+from megaclass.data.decode import Fit, decode_image
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.evaluation.embed import OnProgress, embed_part
-from megaclass.evaluation.images import Pixels
-from megaclass.evaluation.protocols.centre_health import CentreReader, unit_rows_or_zero
+from megaclass.evaluation.images import SourceImages
+from megaclass.evaluation.protocols.centre_health import CentreReader
 from megaclass.evaluation.results import read_arrays
-from megaclass.image_size import ImageSize, height_and_width
+from megaclass.evaluation.search import unit_rows_or_zero
+from megaclass.image_size import ImageSize
 from megaclass_launch.files import published_file
 
 FILE = "training_images.npz"
@@ -77,30 +78,6 @@ class TrainingImages:
     """A picture of each class that the report names by number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SourceImages:
-    """Images of a source as `embed_part` takes them."""
-
-    source: ImageSource
-    image_size: ImageSize
-    fit: Fit
-    resized: set[int] = field(default_factory=set)
-
-    def __len__(self) -> int:
-        return self.source.num_images
-
-    def name(self, index: int) -> str:
-        return self.source.name_of(index)
-
-    def content(self, index: int) -> int:
-        return index
-
-    def pixels(self, index: int) -> Pixels:
-        image_HW3 = decode_image(self.source.read(index), self.name(index))
-        size = height_and_width(self.image_size)
-        return image_HW3 if image_HW3.shape[:2] == size else fit_image(image_HW3, size, self.fit)
-
-
 def examine_training_images(
     network: nn.Module,
     source: ImageSource,
@@ -116,7 +93,7 @@ def examine_training_images(
 
     shown_classes: further classes of which a picture is kept.
     """
-    images = _SourceImages(source=source, image_size=image_size, fit=fit)
+    images = SourceImages(source=source, image_size=image_size, fit=fit)
     indices_N, embeddings_ND = _embedded_sample(network, images, device, centres.num_rows, on_progress)
     labels_N = np.asarray(source.labels)[indices_N]
     own_N, other_N, others_N = _compared(embeddings_ND, labels_N, centres)
@@ -163,7 +140,7 @@ def examine_training_images(
 
 
 def _embedded_sample(
-    network: nn.Module, images: _SourceImages, device: torch.device, num_rows: int, on_progress: OnProgress | None
+    network: nn.Module, images: SourceImages, device: torch.device, num_rows: int, on_progress: OnProgress | None
 ) -> tuple[NDArray[np.int64], Tensor]:
     """Returns the numbers of the images that could be read in time, and their unit embeddings."""
     source = images.source
@@ -232,7 +209,7 @@ def _images_of(source: ImageSource, classes: Collection[int], most: int) -> dict
     return found
 
 
-def _thumbnails(images: _SourceImages, indices: Sequence[int]) -> list[bytes]:
+def _thumbnails(images: SourceImages, indices: Sequence[int]) -> list[bytes]:
     """Returns small JPEGs; images that cannot be read are left out."""
     found = []
     for index in indices:

@@ -4,6 +4,7 @@ Two classes whose centres nearly coincide are most often one person under two na
 Letters: C classes, R = C x M rows (the M sub-centres of a class are adjacent), D numbers each.
 """
 
+import functools
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from megaclass.checkpoint.load import newest_whole
 from megaclass.checkpoint.manifest import Manifest, read_manifest
 from megaclass.errors import CheckpointError
 from megaclass.evaluation.embed import OnProgress
-from megaclass.evaluation.search import GalleryShard, search
+from megaclass.evaluation.search import GalleryShard, search, unit_rows_or_zero
 
 _NEAREST_SHOWN = 20
 _BLOCK_ROWS = 2**16
@@ -83,18 +84,24 @@ class SavedCentres:
 
     @property
     def num_rows(self) -> int:
-        return sum(shape[0] for _, shape in self._files())
+        return sum(shape[0] for _, shape in self._files)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, self.num_rows, _BLOCK_ROWS):
+            yield start, self.rows(start, min(start + _BLOCK_ROWS, self.num_rows))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Reads the rows [start, stop), which may lie in several shards."""
         from safetensors import safe_open
 
-        first = 0
-        for path, (num_rows, _) in self._files():
-            with safe_open(path, framework="pt") as file:
-                weight = file.get_slice("weight")
-                for start in range(0, num_rows, _BLOCK_ROWS):
-                    yield first + start, weight[start : start + _BLOCK_ROWS].float()
+        parts, first = [], 0
+        for path, (num_rows, _) in self._files:
+            here = slice(max(0, start - first), min(num_rows, stop - first))
+            if here.start < here.stop:
+                with safe_open(path, framework="pt") as file:
+                    parts.append(file.get_slice("weight")[here].float())
             first += num_rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def names_of(self, numbers: Collection[int]) -> dict[int, str]:
         # One pass over the list: a hundred million names need not be in memory to show twenty.
@@ -106,7 +113,7 @@ class SavedCentres:
         from safetensors import SafetensorError
 
         try:
-            shapes = [shape for _, shape in self._files()]
+            shapes = [shape for _, shape in self._files]
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"Cannot read the centres of {self.folder}: {error}") from error
         num_rows = sum(shape[0] for shape in shapes)
@@ -119,6 +126,7 @@ class SavedCentres:
         names = [name.decode(errors="replace") for name in self.classes.names()]
         return ClassCentres(weight_RD=torch.cat([rows for _, rows in self.blocks()]), names=names)
 
+    @functools.cached_property
     def _files(self) -> list[tuple[Path, tuple[int, int]]]:
         """Returns the shards in the order of their classes, with the shape of their centres."""
         from safetensors import safe_open
@@ -221,13 +229,6 @@ def _first_pass(centres: CentreReader, device: torch.device) -> tuple[Tensor, ND
         probes.append(unit_rows_or_zero(rows[torch.from_numpy(here)]))
         chosen.append(here + first)
     return torch.cat(probes), np.concatenate(chosen), norms_R
-
-
-def unit_rows_or_zero(rows_BD: Tensor) -> Tensor:
-    """Normalises rows; a row that is zero or not finite becomes zeros, whose cosine with every row is 0."""
-    norms_B1 = rows_BD.norm(dim=1, keepdim=True)
-    is_usable_B1 = torch.isfinite(norms_B1) & (norms_B1 > 0)
-    return torch.where(is_usable_B1, rows_BD / norms_B1.clamp_min(1e-30), 0.0)
 
 
 def _closest(
