@@ -37,7 +37,7 @@ def child(backbone: str, device_name: str, data: str, begun: float) -> None:
     from megaclass.training import loop as loop
     from megaclass.training import rank_main as rank_main
     from megaclass.training.model.build import build_model
-    from megaclass.training.run.data import open_data
+    from megaclass.training.run.run import open_data
     from megaclass.training.step import compile_programs, training_step
     from megaclass_launch.ranks.process_group import process_group
     from megaclass_launch.world import World

@@ -54,7 +54,7 @@ def _evaluate_between_steps(folder: str) -> tuple[dict[str, float], bool]:
     import torch.distributed as dist
 
     from megaclass.config.read import load_config_values
-    from megaclass.training.evaluation import accuracies, evaluate_between_steps
+    from megaclass.training.between_steps import accuracies, evaluate_between_steps
     from megaclass.training.model.build import build_model
     from megaclass_launch.world import World
 

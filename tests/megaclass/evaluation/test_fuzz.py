@@ -27,7 +27,7 @@ from megaclass.evaluation.training_images import ConfusedImage, TrainingImages, 
 from megaclass.inference import load
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.phases import PHASES
-from megaclass.training.observe.top import draw, read_run
+from megaclass.training.top import draw, read_run
 from megaclass_launch.events_file import EVENTS
 
 SAMPLE_MUTATIONS = 60

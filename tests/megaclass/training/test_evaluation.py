@@ -10,8 +10,10 @@ import torch.distributed as dist
 from megaclass.config.read import load_config_values
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.training.evaluation import evaluate_model
+from megaclass.training.between_steps import evaluate_model
 from megaclass.training.model.build import build_model
+from megaclass.training.start.restart import StartMode, check_start
+from megaclass_launch.errors import ConfigError
 from megaclass_launch.world import World
 
 CPU = torch.device("cpu")
@@ -44,9 +46,15 @@ def test_without_names_every_set_is_evaluated(run_ranks, data):
     assert run_ranks(1, _evaluated, str(data), []) == [[("agedb_30", None), ("lfw", None)]]
 
 
-def test_with_names_those_alone_are_evaluated_and_one_that_is_not_there_is_noted_on_every_rank(run_ranks, data):
-    for results in run_ranks(2, _evaluated, str(data), ["lfw", "cfp_fp"]):
-        assert results == [
-            ("lfw", None),
-            ("cfp_fp", f"train.evaluate_sets names cfp_fp, but there is no cfp_fp.bin next to the data at {data}."),
-        ]
+def test_with_names_those_alone_are_evaluated(run_ranks, data):
+    assert run_ranks(2, _evaluated, str(data), ["lfw"]) == [[("lfw", None)]] * 2
+
+
+def test_a_set_that_is_not_there_is_refused_before_the_run_starts(data, tmp_path):
+    values = {"data": {"path": str(data)}, "train": {"run_dir": str(tmp_path / "run"), "evaluate_sets": ["lfw", "cfp"]}}
+    with pytest.raises(
+        ConfigError, match=r"names cfp, but there is no cfp\.bin next to .*: those next to it are agedb_30, lfw"
+    ):
+        check_start(load_config_values(values, where="test"), StartMode(), ["megaclass", "train"])
+    values["train"]["evaluate_sets"] = ["lfw"]
+    check_start(load_config_values(values, where="test"), StartMode(), ["megaclass", "train"])

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaclass.training.elastic import commits as commits_module
-from megaclass.training.elastic import generations
-from megaclass.training.elastic.commits import Commits
-from megaclass.training.elastic.generations import joined_group
-from megaclass.training.elastic.restoration import HeldCommit
+from megaclass.training import commits as commits_module
+from megaclass.training import generations
+from megaclass.training.commits import Commits, HeldCommit
+from megaclass.training.generations import joined_group
 from megaclass_launch.elastic.worker import Assignment, Member
 from megaclass_launch.errors import ConnectionLostError
 from megaclass_launch.world import World

@@ -17,7 +17,7 @@ from megaclass.config.read import load_config_values
 from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.evaluation.report.from_runs import read_faces
-from megaclass.training.evaluation import evaluate_model
+from megaclass.training.between_steps import evaluate_model
 from megaclass.training.finish import finish_run
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder

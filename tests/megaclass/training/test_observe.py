@@ -15,11 +15,11 @@ from rich.console import Console
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import TrainConfig
 from megaclass.phases import PHASES, find_slow_rank
-from megaclass.training.clock import StepClock, gather_phases, phase_row
-from megaclass.training.hooks import describe_row
-from megaclass.training.observe.observer import HangLimit, Observer
-from megaclass.training.observe.top import draw, read_run
-from megaclass.training.run.same_start import check_same_data, check_same_start
+from megaclass.training.between_steps import describe_row
+from megaclass.training.metrics import StepClock, gather_phases, phase_row
+from megaclass.training.observer import HangLimit, Observer
+from megaclass.training.run.run import check_same_data, check_same_start
+from megaclass.training.top import draw, read_run
 from megaclass_launch.errors import ConfigError, LaunchError, UserError
 from megaclass_launch.events_file import append_event
 from megaclass_launch.rank_status import OwnStatus
@@ -85,7 +85,7 @@ def test_a_slow_rank_is_in_the_progress_line_of_every_row_and_among_the_events_o
     observer = Observer(run, StepClock(CPU), first_step=0)
     shown = []
     for step, phases in enumerate((slow, even, slow, slow, slow, slow), start=1):
-        monkeypatch.setattr("megaclass.training.observe.observer.gather_phases", lambda own, device, p=phases: (p, []))
+        monkeypatch.setattr("megaclass.training.observer.gather_phases", lambda own, device, p=phases: (p, []))
         row = observer.read(SimpleNamespace(phase_s={}, last_step_s=0.1), step)
         row |= {"loss": 1.0, "images_per_second": 10.0, "learning_rate": 0.1, "data_wait_share": 0.0}
         shown.append(describe_row(row, observer.describe_slow()))
@@ -137,7 +137,7 @@ def _config(**changes):
 
 
 def _refused(version):
-    from megaclass.training.run import same_start
+    from megaclass.training.run import run as same_start
 
     rank = dist.get_rank()
     # Each host may keep its data elsewhere.
@@ -196,8 +196,10 @@ def test_top_shows_loss_speed_ranks_and_events_of_a_run_and_survives_foreign_con
         read_run(tmp_path)
     append_event(tmp_path, "start", step=0, num_steps=200, world_size=2)
     assert "no loss yet" in lines_of(tmp_path)
-    (tmp_path / "config.toml").write_text("[train]\nglobal_batch = 64\n")
-    rows = [{"step": step, "loss": 50.0 - step / 4, "images_per_second": 640.0} for step in range(10, 110, 10)]
+    rows = [
+        {"step": step, "loss": 50.0 - step / 4, "images_per_second": 640.0, "elapsed_s": step / 10}
+        for step in range(10, 110, 10)
+    ]
     phases = {phase: [0.01, 0.01] for phase in PHASES} | {"data": [0.01, 0.05]}
     rows[-1] |= {"slow_rank": 1, "slow_phase": "data\x1b[2J", "slower": 0.9, "rank_seconds": phases, "data_s": 0.03}
     text = "".join(json.dumps(row) + "\n" for row in rows)

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from megaclass.head.shards import class_range
-from megaclass.training.elastic.restoration import NO_COMMIT, HeldCommit, copy_distance, newest_whole_commit, transfers
+from megaclass.training.commits import NO_COMMIT, HeldCommit, copy_distance, newest_whole_commit, transfers
 
 NUM_CLASSES = 11
 

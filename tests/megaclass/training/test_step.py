@@ -20,12 +20,11 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError, TrainError
 from megaclass.head.step import HeadStats
-from megaclass.training.clock import StepClock
-from megaclass.training.metrics import Meter, check_finite
+from megaclass.training.metrics import Meter, StepClock, StepResult, check_finite
 from megaclass.training.model.build import Model, build_model
 from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.training.model.precision import LossScale, Precision
-from megaclass.training.step import StepResult, training_step
+from megaclass.training.step import training_step
 from megaclass_launch.errors import ConfigError
 from megaclass_launch.world import World
 
@@ -429,7 +428,7 @@ def test_the_meter_leaves_skipped_steps_out_of_the_mean():
 def test_the_meter_tells_the_median_and_the_longest_steps(monkeypatch):
     # Ends of steps: the first one has no begin. After a pause the next step has none either.
     ends = iter([1.0, 1.1, 1.3, 1.4, 9.0, 9.1, 9.3])
-    monkeypatch.setattr("megaclass.training.clock.time.perf_counter", lambda: next(ends))
+    monkeypatch.setattr("megaclass.training.metrics.time.perf_counter", lambda: next(ends))
     clock = StepClock(CPU)
     meter = Meter(12, [], CPU, clock)
     for _ in range(4):

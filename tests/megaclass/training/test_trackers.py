@@ -13,8 +13,8 @@ import pytest
 from tests.launch.conftest import wait_until
 
 from megaclass.config.read import load_config_values
-from megaclass.training.observe.sinks import TRACKERS, open_sinks
 from megaclass.training.run.folder import RunFolder
+from megaclass.training.sinks import TRACKERS, open_sinks
 from megaclass_launch.errors import ConfigError
 
 PROMETHEUS = next(tracker for tracker in TRACKERS if tracker.setting == "metrics_port")

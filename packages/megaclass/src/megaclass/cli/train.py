@@ -58,7 +58,6 @@ def add_train_commands(commands: Commands) -> None:
     top.add_argument(
         "--once", action="store_true", help="print the view once; the default if the output is not a terminal"
     )
-    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two views (default: 2)")
     top.set_defaults(run=_top)
 
     recipe = commands.add_parser(
@@ -111,11 +110,11 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _top(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.training.observe.top import watch_run
-
-    if not 0.1 <= options.interval <= 3600:
-        raise ConfigError(f"--interval {options.interval:g} is not in [0.1, 3600] seconds.")
-    return watch_run(options.folder, interval_s=options.interval, is_once=options.once)
+    try:
+        from megaclass.training.top import watch_run
+    except ImportError:
+        raise ConfigError("megaclass top needs rich: pip install 'megaclass[ui]'") from None
+    return watch_run(options.folder, is_once=options.once)
 
 
 def _import_config(options: argparse.Namespace, given: list[str]) -> int:

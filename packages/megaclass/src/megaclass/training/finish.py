@@ -34,8 +34,7 @@ from megaclass.inference import weights_fingerprint
 from megaclass.progress import bar_on_demand
 from megaclass.training.loop import TrainingResult
 from megaclass.training.model.build import Model
-from megaclass.training.run.data import how_to_verify
-from megaclass.training.run.run import Run
+from megaclass.training.run.run import Run, how_to_verify
 from megaclass_launch.errors import UserError
 from megaclass_launch.files import make_private_folder
 from megaclass_launch.messages import wrapped

@@ -1,13 +1,13 @@
 """The training loop. Read this first.
 
-One step on every rank (training/step.py), and what follows it (train/hooks.py):
+One step on every rank (step.py), and what follows it (between_steps.py):
 
     batch       this rank's part of the global batch, decoded ahead of time
     forward     backbone: images -> embeddings; head: embeddings of all ranks -> one loss, the same on every rank
     backward    head: gradient of the embeddings; DDP: gradients of the backbone, averaged over ranks
     update      the optimizer updates the backbone, the head updates the sampled class centres; a step with a loss or
                 gradient that is not finite updates nothing
-    hooks       evaluate, report, commit, save: each one when it is due
+    between     evaluate, report, commit, save: each one when it is due
 """
 
 from contextlib import ExitStack
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from megaclass.checkpoint.save import CheckpointWriter
 from megaclass.data.loading.choose import available_cores
 from megaclass.evaluation.protocol import SetResult
-from megaclass.training.clock import StepClock
+from megaclass.training.between_steps import BetweenSteps
+from megaclass.training.commits import Commits
 from megaclass.training.data_errors import DataErrors, batch_of_no_class
-from megaclass.training.elastic.commits import Commits
-from megaclass.training.hooks import LoopState, open_hooks
-from megaclass.training.metrics import Meter
+from megaclass.training.metrics import Meter, StepClock
 from megaclass.training.model.build import Model
-from megaclass.training.observe.observer import Observer
+from megaclass.training.observer import Observer
 from megaclass.training.run.run import Run
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.schedule import Schedule
@@ -59,19 +58,30 @@ def train(
     """
     config, loader, device = run.config, run.loader, run.device
     schedule = Schedule(config, loader.steps_per_epoch, commits.interval if commits is not None else None)
-    now = LoopState(first_step, schedule.num_steps)
     clock, data_errors = StepClock(device, model.backbone), DataErrors()
     # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
     meter = Meter(config.train.global_batch, run.folder.read_metrics(), device, clock)
     observer = Observer(run, clock, first_step)
+    between = BetweenSteps(
+        run,
+        model,
+        first_step,
+        schedule.num_steps,
+        meter=meter,
+        observer=observer,
+        data_errors=data_errors,
+        writer=writer,
+        signals=signals,
+        commits=commits,
+    )
     # The order of the data is a function of (seed, epoch, step), so a resumed run just starts in the middle of an epoch.
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
-    batches = loader.batches(epoch, step_in_epoch, num_steps=now.num_steps - first_step)
+    batches = loader.batches(epoch, step_in_epoch, num_steps=schedule.num_steps - first_step)
     # After an error in its data a rank keeps sending this batch, so no other rank waits for it (data_errors.py).
     refused = batch_of_no_class(-(-config.train.global_batch // run.world.size), loader.image_size)
     model.parallel.train()
     with ExitStack() as held:
-        hooks = open_hooks(run, model, now, held, meter, observer, data_errors, writer, signals, commits)
+        between.open(held)
         for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
             duties = schedule.duties(step)
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
@@ -90,18 +100,16 @@ def train(
                     clock=clock,
                 )
                 meter.add(result)
-            now.step_done(duties)
-            for hook in hooks:
-                hook.after_step(now)
-            if now.is_over:
+            between.after_step(duties)
+            if between.is_over:
                 # The checkpoint is on its way: what the run has done is not lost.
                 break
     observer.finish()
     return TrainingResult(
-        num_steps=now.done,
+        num_steps=between.done,
         final_loss=meter.last_loss,
         images_per_second=meter.images_per_second(),
-        stop=now.stop,
-        is_regrouping=now.is_regrouping,
-        results=None if now.stop else now.results,
+        stop=between.stop,
+        is_regrouping=between.is_regrouping,
+        results=None if between.stop else between.results,
     )

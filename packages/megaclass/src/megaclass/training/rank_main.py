@@ -2,8 +2,10 @@
 
 import faulthandler
 import logging
+import re
 import signal
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,18 +17,15 @@ from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
 from megaclass.data.sources.open_source import verification_files
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
-from megaclass.errors import CheckpointError, ExportError, TrainError
-from megaclass.training.elastic.commits import Commits
-from megaclass.training.elastic.generations import check_most_ranks, joined_group, open_to_join, through_generations
-from megaclass.training.evaluation import evaluate_model
+from megaclass.errors import CheckpointError, ExportError, HeadError, TrainError
+from megaclass.training.between_steps import evaluate_model
+from megaclass.training.commits import Commits
 from megaclass.training.finish import finish_run
+from megaclass.training.generations import check_most_ranks, joined_group, open_to_join, through_generations
 from megaclass.training.loop import TrainingResult, train
-from megaclass.training.model.build import Model, build_model
-from megaclass.training.run.data import describe_sizes, how_to_verify
+from megaclass.training.model.build import Model, build_model, build_row_optimizer
 from megaclass.training.run.folder import RunFolder
-from megaclass.training.run.out_of_memory import out_of_memory_explained
-from megaclass.training.run.run import OpenedData, Run, open_run
-from megaclass.training.run.same_start import check_same_start
+from megaclass.training.run.run import OpenedData, Run, check_same_start, describe_sizes, how_to_verify, open_run
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
@@ -169,7 +168,11 @@ def train_in_group(context: RankContext, device: torch.device) -> TrainedRun:
     else:
         if elastic is not None and elastic.commits.is_state_lost and mode.resume is None:
             raise StateLostError(_STATE_LOST)
-        first_step = _load_weights(run, model, mode)
+        first_step = 0
+        if mode.resume is not None:
+            first_step = resume_run(run, model, mode)
+        else:
+            load_initial_weights(run, model, mode)
         if is_continued and elastic is not None and world.is_main:
             _announce_fallback(first_step, elastic.commits)
         # From here on a restart continues this run (see start/restart.py).
@@ -202,9 +205,8 @@ def _open(context: RankContext, hosts: tuple[str, ...], device: torch.device) ->
         world,
         device,
         context.mode,
-        context.held,
+        elastic.lock if elastic is not None else FolderLock(context.held),
         is_continued=context.is_continued,
-        lock=elastic.lock if elastic is not None else None,
     )
     # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
@@ -229,14 +231,6 @@ def _build(run: Run) -> Model:
         f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
     )
     return model
-
-
-def _load_weights(run: Run, model: Model, mode: StartMode) -> int:
-    """Collective. Loads the weights that the run starts from; returns its first step."""
-    if mode.resume is not None:
-        return resume_run(run, model, mode)
-    load_initial_weights(run, model, mode)
-    return 0
 
 
 def _announce_fallback(first_step: int, commits: Commits) -> None:
@@ -283,3 +277,64 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
                 _logger.info(f"all {outcome.num_steps:,} steps are done; writing the last checkpoint")
         # A signal may have come while the last checkpoint was written.
         return replace(outcome, stop=signals.of_any_rank(run.device))
+
+
+# ---- out of memory: how much was asked for, what takes the memory, and which settings to lower ----------------------
+
+_GIB = 2**30
+# Texts of the allocators of torch: of a CPU, and of CUDA, whose exception is a class of its own.
+_CPU_TEXT = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+
+
+@contextmanager
+def out_of_memory_explained(config: Config, world: World, device: torch.device) -> Iterator[None]:
+    """Turns an out-of-memory error in the block into a TrainError with figures and the settings to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        free, total = torch.cuda.mem_get_info(device)
+        used = (
+            f"{(total - free) / _GIB:.1f} of {total / _GIB:.1f} GiB are in use, "
+            f"{torch.cuda.memory_allocated(device) / _GIB:.1f} GiB of them by tensors of this process"
+        )
+        raise TrainError(_text(config, world, device, asked[1] if asked else "more", used)) from error
+    except (RuntimeError, MemoryError, HeadError) as error:
+        found = _CPU_TEXT.search(str(error))
+        if found is None and not isinstance(error, MemoryError):
+            raise
+        asked_text = f"{int(found[1]) / _GIB:.2f} GiB" if found else "more"
+        import resource  # not on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        used = f"this process has used up to {peak / _GIB:.1f} GiB"
+        raise TrainError(_text(config, world, device, asked_text, used)) from error
+
+
+def _text(config: Config, world: World, device: torch.device, asked: str, used: str) -> str:
+    train, head = config.train, config.head
+    lower = [f"train.global_batch={max(1, train.global_batch // 2)} (is {train.global_batch})"]
+    if train.accumulate < train.global_batch:
+        lower.append(f"train.accumulate={2 * train.accumulate} (is {train.accumulate}; the same step in parts)")
+    if head.sample_rate == 1.0:
+        lower.append("head.sample_rate=0.1 (is 1.0)")
+    if head.storage != "bf16":
+        lower.append(f"head.storage=bf16 (is {head.storage})")
+    if head.stored_gib:
+        lower.append(f"head.stored_gib=0 (is {head.stored_gib:g})")
+    return (
+        f"{world.name()} ran out of memory on {device}: it asked for {asked}, and {used}. {_centres(config)} Lower one of: "
+        f"{'; '.join(lower)}; or use more processes, which share the classes (train.nproc is {train.nproc})."
+    )
+
+
+def _centres(config: Config) -> str:
+    """Returns a sentence on what a million centres cost with these settings."""
+    width = config.backbone.embedding_dim
+    weight = torch.empty((1, width), dtype=torch.bfloat16 if config.head.storage == "bf16" else torch.float32)
+    rows = {"weight": weight, **build_row_optimizer(config.head).new_state(weight)}
+    per_class = config.head.subcentres * sum(row.numel() * row.element_size() for row in rows.values())
+    return (
+        f"Centres and optimizer state take {per_class * 10**6 / _GIB:.2f} GiB per million classes "
+        f"(backbone.embedding_dim={width}, head.optimizer={config.head.optimizer}), divided by the number of processes."
+    )

@@ -21,10 +21,6 @@ class StepDuties:
     is_reported: bool
 
 
-NOTHING_DUE = StepDuties(0.0, False, False, False, False, False)
-"""Before the first step."""
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Number of steps of a run and the duties of each. commit_steps: of an elastic job, steps between two commits."""

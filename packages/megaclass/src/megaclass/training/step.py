@@ -1,7 +1,6 @@
 """One step: forward and backward over the parts of a batch, then one update, or none if a value is not finite."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -11,23 +10,11 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
 from megaclass.head.step import HeadStats
-from megaclass.training.clock import NO_CLOCK, StepClock
+from megaclass.training.metrics import NO_CLOCK, StepClock, StepResult
 from megaclass.training.model.build import Model, generator_states, restore_generators
 
 # Keeps the division by a gradient norm of zero finite.
 _TINY = 1e-12
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of a step, on the device: reading it makes the host wait, so the loop reads it only when it reports."""
-
-    loss: Tensor
-    """Mean over the global batch, the same on every rank; NaN if the embeddings were."""
-    was_skipped: Tensor
-    """0-d bool, the same on every rank."""
-    head_stats: HeadStats | None = None
-    """Only if requested; meaningless if the step was skipped."""
 
 
 def training_step(

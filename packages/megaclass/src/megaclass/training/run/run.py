@@ -1,34 +1,280 @@
-"""One run on one rank: the facts that are known before its first step, as one object, and the event log in events.jsonl.
+"""One run on one rank: ranks that agree on what to train, the data, and the event log in events.jsonl.
 
-Rank 0 notes the events of the run; all other ranks note nothing.
+Each host has its own copy of the recipe, the package and perhaps the data. Ranks with different settings would hang in
+collectives of different sizes, or worse, train something that no user asked for: they refuse to start and show the difference.
 """
 
+import hashlib
+import json
 import logging
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megaclass import __version__
+from megaclass.backbones import check_backbone
 from megaclass.checkpoint.class_names import ClassList, class_list
+from megaclass.config.read import flat_values
 from megaclass.config.schema import Config
+from megaclass.data.augment import parse_augment
 from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.loading.choose import choose_processes
+from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.sources.open_source import check_source, open_source, verification_files
+from megaclass.data.sources.source import ImageSource, PixelSource
+from megaclass.data.tools.inspect import survey_sizes
+from megaclass.data.tools.stage import stage
+from megaclass.data.tools.synthesize import synthesize
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
-from megaclass.training.run.data import open_data
+from megaclass.errors import DataError
+from megaclass.evaluation.sets import find_sets
+from megaclass.image_size import compact_size
+from megaclass.progress import bar_on_demand
+from megaclass.training.model.build import input_size
 from megaclass.training.run.folder import RunFolder
-from megaclass.training.run.same_start import check_same_data
-from megaclass_launch.errors import UserError
+from megaclass_launch.errors import ConfigError, LaunchError, UserError
 from megaclass_launch.events_file import append_event, read_events
+from megaclass_launch.ranks.collectives import gather_blocks
 from megaclass_launch.world import World
 
+# Where a host keeps its data and how many threads read it is the host's own business: the data's fingerprint is compared.
+OF_EACH_HOST = ("data.path", "data.stage", "data.threads")
+_SHOWN = 8
+_MIB = 2**20
 _logger = logging.getLogger("megaclass.training")
 _MAX_WARNINGS = 200
 """Warnings per start: one about every image of a broken data set must not fill the disk."""
+
+
+# ---- the same start on all ranks ----------------------------------------------------------------------------------
+
+
+def check_same_start(config: Config, device: torch.device) -> tuple[str, ...]:
+    """Collective. Returns the host names of all ranks; raises LaunchError on every rank if their settings or versions differ.
+
+    One all-gather of 32 bytes per rank, and of the host names; if the ranks differ, one of all settings.
+    """
+    hosts = tuple(gather_texts(socket.gethostname(), device))
+    facts = {"megaclass": __version__}
+    facts |= {name: value for name, value in flat_values(config).items() if name not in OF_EACH_HOST}
+    raise_if_different({name: str(value) for name, value in facts.items()}, hosts, device)
+    return hosts
+
+
+def check_same_data(fingerprint: str, num_images: int, num_classes: int, hosts: tuple[str, ...], world: World,
+                    device: torch.device) -> None:  # fmt: skip
+    """Collective. Raises LaunchError on every rank if the hosts have different data.
+
+    fingerprint: of the first rank per host; the others of the host see the same files and pass an empty text.
+    """
+    facts = {"number of images": f"{num_images:,}", "number of classes": f"{num_classes:,}"}
+    raise_if_different(facts, hosts, device)
+    own = fingerprint if world.local_rank == 0 else ""
+    found = gather_texts(own, device)
+    table = {"data fingerprint": {rank: text for rank, text in enumerate(found) if text}}
+    if len(set(table["data fingerprint"].values())) > 1:
+        raise LaunchError(_described(table, hosts))
+
+
+def raise_if_different(facts: dict[str, str], hosts: tuple[str, ...], device: torch.device) -> None:
+    """Collective. Compares digests; only if they differ are the facts themselves exchanged."""
+    text = json.dumps(facts, sort_keys=True)
+    digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=device)
+    digests_W = gather_blocks(digest, None)
+    if bool((digests_W == digests_W[0]).all()):
+        return
+    facts_W = [json.loads(theirs) for theirs in gather_texts(text, device)]
+    names = dict.fromkeys(name for theirs in facts_W for name in theirs)
+    table = {name: {rank: theirs.get(name, "(not there)") for rank, theirs in enumerate(facts_W)} for name in names}
+    different = {name: values for name, values in table.items() if len(set(values.values())) > 1}
+    raise LaunchError(_described(different, hosts))
+
+
+def gather_texts(text: str, device: torch.device) -> list[str]:
+    """Collective. Returns the texts of all ranks: one all-gather of lengths, one of the texts, padded to the longest."""
+    encoded = text.encode(errors="replace")
+    lengths_W = gather_blocks(torch.tensor([len(encoded)], device=device), None).flatten().tolist()
+    block = torch.zeros(max(1, *lengths_W), dtype=torch.uint8)
+    block[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    rows = gather_blocks(block.to(device), None).cpu().tolist()
+    return [bytes(row[:length]).decode(errors="replace") for row, length in zip(rows, lengths_W, strict=True)]
+
+
+def _described(table: dict[str, dict[int, str]], hosts: tuple[str, ...]) -> str:
+    lines = []
+    for name, values in list(table.items())[:_SHOWN]:
+        by_value: dict[str, list[int]] = {}
+        for rank, value in values.items():
+            by_value.setdefault(value, []).append(rank)
+        sides = []
+        for value, ranks in by_value.items():
+            more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            sides.append(f"{value} on rank {ranks[0]} ({hosts[ranks[0]]}){more}")
+        lines.append(f"  {name}: {'; '.join(sides)}")
+    if len(table) > _SHOWN:
+        lines.append(f"  and {len(table) - _SHOWN} more")
+    listed = "\n".join(lines)
+    return (
+        f"The ranks would not train the same thing, so none of them starts. They differ in\n{listed}\n"
+        f"Use the same recipe, package version and data on all hosts."
+    )
+
+
+# ---- the training data: drawn or found, staged into memory, opened, and described ---------------------------------
+
+
+def make_data(config: Config) -> None:
+    """Draws synthetic identities unless they exist; checks that the data and the sets of train.evaluate_sets exist."""
+    synth, path = config.synth, config.data.path
+    if synth.identities:
+        with bar_on_demand("drawing identities") as on_progress:
+            synthesize(
+                Path(path),
+                num_identities=synth.identities,
+                images_per_identity=synth.images_per_identity,
+                image_size=synth.size,
+                seed=synth.seed,
+                num_pairs=synth.pairs,
+                on_progress=on_progress,
+            )
+    else:
+        check_source(path)
+    if config.train.evaluate_sets:
+        found = [one.name for one in find_sets(verification_files(path))]
+        for name in config.train.evaluate_sets:
+            if name not in found:
+                there = f"those next to it are {', '.join(found)}" if found else "there is no .bin file next to it"
+                raise ConfigError(
+                    f"train.evaluate_sets names {name}, but there is no {name}.bin next to the data at {path}: {there}. "
+                    f"Without train.evaluate_sets all of them are evaluated."
+                )
+
+
+def open_data(
+    config: Config, world: World, device: torch.device, source: ImageSource | None = None
+) -> tuple[ImageSource, BatchLoader]:
+    """Opens the data and the loader of this rank; with data.stage, one rank per host first copies the data into memory.
+
+    source: the data, if this process has opened it already.
+    """
+    path = staged_path(config)
+    source = open_source(path) if source is None else source
+    height, width = size = input_size(config, source)
+    if height != width and not config.data.size:
+        # The first photo may have any shape: a model should not take that shape unless the user asks for it.
+        raise DataError(
+            f"The images at {config.data.path} have {width} × {height} pixels, which is not a square. Set the input size: "
+            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{height},{width}] for rectangles."
+        )
+    if config.data.on_gpu and device.type != "cuda":
+        raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
+    check_backbone(config.backbone.name, compact_size(size))
+    warning = check_classes(source, config.data.path)
+    if warning and world.is_main:
+        _logger.warning(warning)
+    processes = choose_processes(
+        path,
+        workers=config.data.workers,
+        threads=config.data.threads,
+        device=device,
+        num_local_ranks=world.local_size,
+    )
+    return source, make_loader(config, source, world, device, processes)
+
+
+def check_classes(source: ImageSource, path: str) -> str:
+    """Refuses data of one class; returns a warning if no class has two images, empty otherwise."""
+    above = f"If {path} holds the images of one identity, set data.path={Path(path).resolve().parent}."
+    if source.num_classes < 2:
+        raise DataError(
+            f"{path} holds images of a single class, and a classifier needs two: expected one subfolder per identity. {above}"
+        )
+    # The labels of a large set are counted only if it may be one of single images.
+    if source.num_images > source.num_classes or np.bincount(source.labels).max(initial=0) > 1:
+        return ""
+    return (
+        f"each of the {source.num_classes:,} classes at {path} has one image: what images of an identity have in common "
+        f"cannot be learned from that. Expected several images per subfolder; if the file names tell the identities, move "
+        f"the files of each into one subfolder."
+    )
+
+
+def how_to_verify(path: str, recipe: str = "RECIPE") -> list[str]:
+    """Returns the commands that make a verification set for data that has none next to it."""
+    place = Path(path).name or "data"
+    split = f"megaclass data split {path} --identities 0.1 --out {place}-split"
+    return [
+        f"there is no .bin file next to {path}: hold identities out with `{split}`, and train on the others",
+        f"  {split}",
+        f"  megaclass train {recipe} data.path={place}-split/train train.run_dir=runs/{place}-split",
+    ]
+
+
+def make_loader(
+    config: Config,
+    source: ImageSource,
+    world: World,
+    device: torch.device,
+    processes: LoaderSettings | None = None,
+) -> BatchLoader:
+    """Builds the loader that yields this rank's part of every global batch."""
+    return BatchLoader(
+        source,
+        global_batch=config.train.global_batch,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.train.seed,
+        num_workers=config.data.threads,
+        mirror=config.data.mirror,
+        augment=parse_augment(config.data.augment),
+        image_size=input_size(config, source),
+        fit=config.data.fit,
+        keep_last=config.data.keep_last,
+        order=config.data.order,
+        images_per_class=config.data.images_per_class,
+        max_bad_fraction=config.data.max_bad_fraction,
+        num_parts=config.train.accumulate,
+        # Batch norm needs two images for its statistics; the synchronised one counts those of all ranks.
+        fewest_in_part=1 if config.backbone.batch_norm == "sync" and world.size > 1 else 2,
+        processes=processes,
+        device=device,
+        is_resident=config.data.on_gpu,
+    )
+
+
+def describe_sizes(config: Config, source: ImageSource) -> str:
+    """Describes which input size the model takes and why, and how many images have another size."""
+    height, width = size = input_size(config, source)
+    reason = "from data.size" if config.data.size else "the size of the first image; data.size sets another"
+    text = f"the model takes images of {width} × {height} pixels, {reason}"
+    if isinstance(source, PixelSource):
+        return f"{text}."
+    found = survey_sizes(source, size)
+    if not found.num_other_size:
+        return f"{text}; {found.looked_at()} have it."
+    text += f"; {found.num_other_size:,} of {found.looked_at()} have another size and are fitted (data.fit={config.data.fit})"
+    change = {"pad": "get black borders", "crop": "lose edges", "squash": "are distorted"}[config.data.fit]
+    return f"{text}, {found.num_other_shape:,} of these {change}."
+
+
+def staged_path(config: Config) -> str:
+    """Returns where to read the data: its path, or the copy in memory that one rank of this host makes."""
+    if not config.data.stage:
+        return config.data.path
+    with bar_on_demand("copying the data into memory, MiB") as on_progress:
+        return stage(
+            config.data.path, Path(config.data.stage), lambda done, total: on_progress(done // _MIB, total // _MIB)
+        )
+
+
+# ---- the run and its events ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -36,9 +36,9 @@ from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_main_rank_for_long, text_of_main_rank
 from megaclass.errors import CheckpointError
 from megaclass.progress import size_text
-from megaclass.training.observe.sinks import TRACKERS
-from megaclass.training.run.data import make_data
 from megaclass.training.run.folder import RunFolder
+from megaclass.training.run.run import make_data
+from megaclass.training.sinks import TRACKERS
 from megaclass_launch.errors import ConfigError
 from megaclass_launch.files import folder_bytes, free_bytes
 from megaclass_launch.world import NO_STARTER, World
@@ -106,15 +106,13 @@ def prepare_run(
     world: World,
     device: torch.device,
     mode: StartMode,
-    held: ExitStack,
+    lock: FolderLock,
     *,
     is_continued: bool = False,
-    lock: FolderLock | None = None,
 ) -> StartMode:
     """Collective. Rank 0 locks the folder, decides how the run starts, and makes the data; returns the decision.
 
-    The lock is entered into `held`, or taken as `lock`, which may have it already. is_continued: an elastic job has begun this
-    run with other ranks, so rank 0 decides as after a restart.
+    is_continued: an elastic job has begun this run with other ranks, so rank 0 decides as after a restart.
     """
     decided = mode
     # Under torchrun, srun or megaclass run no parent has called check_start. The ranks that our own parent starts cannot
@@ -129,7 +127,7 @@ def prepare_run(
             if mode.needs_free_folder and not is_restart:
                 folder.check_free()
         # A restart may come before the previous rank 0 has ended.
-        (lock or FolderLock(held)).take(folder, _PREVIOUS_START_ENDS_S if is_restart else 0.0)
+        lock.take(folder, _PREVIOUS_START_ENDS_S if is_restart else 0.0)
         if is_restart:
             if not is_continued:
                 wait_for_room(folder)

@@ -18,10 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaclass.config.schema import TrainConfig
 from megaclass.phases import SlowRank, find_slow_rank
-from megaclass.training.clock import StepClock, gather_phases, phase_row
-from megaclass.training.metrics import Meter
-from megaclass.training.observe.sinks import TRACKERS
+from megaclass.training.metrics import Meter, StepClock, gather_phases, phase_row
 from megaclass.training.run.run import Run
+from megaclass.training.sinks import TRACKERS
 from megaclass_launch.files import make_private_folder, published_file
 from megaclass_launch.rank_status import OwnStatus, own_status
 

@@ -1,49 +1,225 @@
-"""Commits of an elastic training: copies of its state in the memory of the ranks, and how they are restored.
+"""Decisions about commits of an elastic training, as pure functions: every rank computes the same ones from the same table.
 
-A rank has two places for a commit and fills the one that does not hold the last good commit:
-
-    take        copies the state to host memory, exchanges copies of the centres      place: holds nothing
-    agree       all-gather: every rank has filled its place                           place: whole, and the last good one
-
-A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
-all ranks have a whole copy, so at most one of two commits is unfinished at any time. After a loss the ranks compare what
-they hold (restoration.py) and restore the newest commit of which nothing is missing.
-
-State of Commits, used by the training thread only. It outlives the generations of the job:
-
-    _places       the two places                          written by commit, restore
-    _last         the place with the last good commit     written by commit, restore
-    _joined       this generation                         written by join
-    has_begun     the run has been put into its folder    written by join, begin
-    is_state_lost no member holds a commit any more       written by join
-    last_step     steps done by this process              written by the loop
-    spent_s       seconds in commits since the last row   written by commit, take_seconds
+A commit is the state of one step, in the memory of the ranks. Each rank holds the part of it that all ranks have (backbone and
+its optimizer), the centres of its own classes, and a copy of the centres of one other rank, which has a number of places
+(`copy_distance`) less. A commit can be restored as long as the ranks that are left hold all classes of it.
 """
 
+import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.checkpoint.class_ranges import Classes, overlapping, whole_up_to
 from megaclass.checkpoint.host_copy import HostCopy
+from megaclass.checkpoint.tensor_file import DTYPE_NAMES
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.shards import class_range
-from megaclass.training.elastic.exchange import receive_rows, send_rows, swap_rows, tensors_of_rank
-from megaclass.training.elastic.restoration import (
-    NO_COMMIT,
-    NUM_NUMBERS,
-    HeldCommit,
-    Restoration,
-    copy_distance,
-    newest_whole_commit,
-    transfers,
-)
 from megaclass.training.model.build import Model, generator_states, restore_generators
 from megaclass_launch.elastic.worker import Assignment, ElasticWorker
 from megaclass_launch.errors import ConnectionLostError
 from megaclass_launch.ranks.collectives import gather_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCommit:
+    """The part of a commit that one rank holds. The ranks exchange it as seven numbers."""
+
+    generation: int
+    """Generation of the job in which it was made, from 1; 0 if the rank holds none."""
+    step: int
+    num_classes: int
+    own_start: int
+    own_stop: int
+    kept_start: int
+    """Classes of the other rank; none if kept_start equals kept_stop."""
+    kept_stop: int
+
+    def numbers(self) -> list[int]:
+        return list(astuple(self))
+
+
+NO_COMMIT = HeldCommit(0, 0, 0, 0, 0, 0, 0)
+NUM_NUMBERS = len(NO_COMMIT.numbers())
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """How a commit is restored: which rank has which part of it."""
+
+    generation: int
+    step: int
+    num_classes: int
+    holders: Mapping[Classes, int]
+    """The rank that provides each range of classes."""
+    ranks: tuple[int, ...]
+    """Ranks that hold this commit, and thus the part that all ranks have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Centres of the classes [start, stop) that rank `source` holds in the shard `shard` and rank `target` needs."""
+
+    source: int
+    target: int
+    shard: Classes
+    start: int
+    stop: int
+
+
+def newest_whole_commit(held_W: Sequence[Sequence[HeldCommit]]) -> Restoration | None:
+    """Returns how to restore the newest commit of which no class is lost; None if there is none. held_W: by rank.
+
+    The rank to which the classes belonged provides them if it is there, otherwise the one with the copy.
+    """
+    found = [(rank, commit) for rank, commits in enumerate(held_W) for commit in commits if commit.generation]
+    # A later generation may have gone back to an earlier step: its commits are newer.
+    keys = {(commit.generation, commit.step, commit.num_classes) for _, commit in found}
+    for generation, step, num_classes in sorted(keys, reverse=True):
+        these = [
+            (rank, commit)
+            for rank, commit in found
+            if (commit.generation, commit.step, commit.num_classes) == (generation, step, num_classes)
+        ]
+        copies = {(commit.kept_start, commit.kept_stop): rank for rank, commit in these}
+        owners = {(commit.own_start, commit.own_stop): rank for rank, commit in these}
+        holders = {classes: rank for classes, rank in (copies | owners).items() if classes[0] < classes[1]}
+        if whole_up_to(holders) == num_classes:
+            return Restoration(generation, step, num_classes, holders, tuple(rank for rank, _ in these))
+    return None
+
+
+def transfers(restoration: Restoration, world_size: int) -> list[Transfer]:
+    """Returns what each rank of the new world gets from whom, in the order in which it is sent."""
+    return [
+        Transfer(restoration.holders[shard], target, shard, start, stop)
+        for target in range(world_size)
+        for own in [class_range(restoration.num_classes, target, world_size)]
+        for shard, start, stop in overlapping({shard: shard for shard in restoration.holders}, own.start, own.stop)
+    ]
+
+
+def copy_distance(hosts: Sequence[str]) -> int:
+    """Returns the offset d that puts most copies on another host: rank r sends its centres to rank (r + d) % W.
+
+    hosts: by rank. 0 for a single rank. Every rank then holds one copy, whatever the offset is.
+    """
+    size = len(hosts)
+
+    def num_elsewhere(distance: int) -> int:
+        return sum(host != hosts[(rank + distance) % size] for rank, host in enumerate(hosts))
+
+    return max(range(1, size), key=num_elsewhere, default=0)
+
+
+# ---- Sends the state of an elastic training between ranks, as plain bytes. Nothing that arrives is unpickled. -----
+
+_CHUNK_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 20
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def swap_rows(
+    own: Mapping[str, Tensor], kept: Mapping[str, Tensor], *, to: int, source: int, device: torch.device
+) -> None:
+    """Collective. Sends this rank's rows to rank `to` and fills `kept`, in host memory, with those of rank `source`.
+
+    own, kept: the same names on every rank. Traffic: the rows of one rank, per rank, in pieces of up to 64 MiB.
+    """
+    for name in own:
+        sent, received = _pieces(own[name]), _pieces(kept[name])
+        # Shards differ by at most one class, so one side may have a piece more.
+        while True:
+            part, place = next(sent, None), next(received, None)
+            if part is None and place is None:
+                break
+            # Both in one batch: a send that waits for its receiver, on every rank at once, would never end.
+            operations = []
+            if part is not None:
+                operations.append(dist.P2POp(dist.isend, part.contiguous(), to))
+            buffer = None
+            if place is not None:
+                # NCCL receives on the GPU only; one piece at a time, because there may be no room for a second shard.
+                buffer = place if device.type == "cpu" else torch.empty_like(place, device=device)
+                operations.append(dist.P2POp(dist.irecv, buffer, source))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            if place is not None and buffer is not None and buffer is not place:
+                place.copy_(buffer)
+
+
+def send_rows(rows: Mapping[str, Tensor], target: int, device: torch.device) -> None:
+    """Sends rows to another rank, which calls receive_rows with rows of the same names and sizes."""
+    for tensor in rows.values():
+        for part in _pieces(tensor):
+            dist.send(part.to(device).contiguous(), target)
+
+
+def receive_rows(rows: Mapping[str, Tensor], source: int) -> None:
+    """Fills the rows, on the device of the process group, with those that another rank sends."""
+    for tensor in rows.values():
+        for part in _pieces(tensor):
+            dist.recv(part, source)
+
+
+def tensors_of_rank(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
+    """Collective. Returns the tensors of rank `source` on every rank, in host memory; the other ranks' own do not matter.
+
+    Two broadcasts of names, types and shapes, then one per tensor.
+    """
+    is_source = dist.get_rank() == source
+    rows = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+    header = json.dumps(rows).encode() if is_source else b""
+    length = torch.tensor([len(header)], device=device)
+    dist.broadcast(length, source)
+    # Before memory is taken for it.
+    assert 0 < int(length) <= _MAX_HEADER_BYTES, int(length)
+    text = torch.zeros(int(length), dtype=torch.uint8)
+    text[: len(header)] = torch.frombuffer(bytearray(header or b"\0"), dtype=torch.uint8)[: len(header)]
+    text = text.to(device)
+    dist.broadcast(text, source)
+    found = {}
+    for name, dtype, shape in json.loads(bytes(text.cpu().numpy())):
+        value = tensors[name] if is_source else torch.empty(shape, dtype=_DTYPES[dtype])
+        for part in _pieces(value.reshape(-1).view(torch.uint8)):
+            sent = part.to(device)
+            dist.broadcast(sent, source)
+            if not is_source and sent is not part:
+                part.copy_(sent)
+        found[name] = value
+    return found
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields views of whole rows of up to 64 MiB; none of a tensor without rows."""
+    if tensor.numel():
+        yield from tensor.split(max(1, _CHUNK_BYTES // (tensor[0].numel() * tensor.element_size())))
+
+
+# ---- Commits of an elastic training: copies of its state in the memory of the ranks, and how they are restored. -----
+#
+# A rank has two places for a commit and fills the one that does not hold the last good commit:
+#
+#     take        copies the state to host memory, exchanges copies of the centres      place: holds nothing
+#     agree       all-gather: every rank has filled its place                           place: whole, and the last good one
+#
+# A rank that dies in between leaves the previous commit untouched on all ranks. A rank that has passed `agree` knows that
+# all ranks have a whole copy, so at most one of two commits is unfinished at any time. After a loss the ranks compare what
+# they hold (restoration.py) and restore the newest commit of which nothing is missing.
+#
+# State of Commits, used by the training thread only. It outlives the generations of the job:
+#
+#     _places       the two places                          written by commit, restore
+#     _last         the place with the last good commit     written by commit, restore
+#     _joined       this generation                         written by join
+#     has_begun     the run has been put into its folder    written by join, begin
+#     is_state_lost no member holds a commit any more       written by join
+#     last_step     steps done by this process              written by the loop
+#     spent_s       seconds in commits since the last row   written by commit, take_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,255 @@
+"""The work of the ranks between two steps, in this order.
+
+    evaluate    the accuracies of the weights as they are now     every train.evaluate_epochs
+    report      a row of metrics, errors and signals of all ranks every train.report_steps, and before any other work
+    commit      the state, into the memory of an elastic job      every train.commit_steps, and before a checkpoint
+    save        a checkpoint                                      every train.checkpoint_epochs, and before the loop is left
+
+The order matters. The accuracies are part of the row. An error that the report finds must end the run before a state with it
+is kept. A commit comes before the checkpoint of the same step: ranks never go back behind a checkpoint that is complete.
+
+Every condition depends on the step alone or on what all ranks have agreed, so all ranks call the same collectives.
+"""
+
+import logging
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megaclass.checkpoint.save import CheckpointWriter, Snapshot
+from megaclass.data.sources.open_source import verification_files
+from megaclass.distributed.agreement import on_every_rank, paths_of_main_rank
+from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.evaluation.protocol import Evaluator, SetResult
+from megaclass.evaluation.results import headline
+from megaclass.evaluation.sets import evaluate_sets, find_sets
+from megaclass.progress import Bar, bar_on_demand, no_bar, progress_bar
+from megaclass.training.commits import Change, Commits
+from megaclass.training.data_errors import DataErrors
+from megaclass.training.metrics import Meter, check_finite
+from megaclass.training.model.build import Model, generator_states
+from megaclass.training.observer import Observer
+from megaclass.training.run.run import Run
+from megaclass.training.run.signals import Stop, StopSignals
+from megaclass.training.schedule import StepDuties
+from megaclass.training.sinks import Sink, no_sinks, open_sinks
+from megaclass_launch.rank_status import own_status
+
+_logger = logging.getLogger("megaclass.training")
+# The progress bar shows the data wait above this share.
+_SHOWN_WAIT_SHARE = 0.05
+
+
+class BetweenSteps:
+    """The work between the steps of one rank, and the position of the loop. Used by the loop alone."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: Model,
+        done: int,
+        num_steps: int,
+        *,
+        meter: Meter,
+        observer: Observer,
+        data_errors: DataErrors,
+        writer: CheckpointWriter,
+        signals: StopSignals,
+        commits: Commits | None,
+    ) -> None:
+        self._run, self._model, self._meter, self._observer = run, model, meter, observer
+        self._data_errors, self._writer, self._signals, self._commits = data_errors, writer, signals, commits
+        self._bar: Bar
+        self._send_row: Sink
+        self._reported_errors: set[str] = set()
+        self._duties: StepDuties | None = None
+        """Of the last step done; None before the first one."""
+        self._num_steps = num_steps
+        self._change = Change()
+        """The ranks of an elastic job that are about to change."""
+        self.done = done
+        """Steps done since the start of the run."""
+        self.results: list[SetResult] | None = None
+        """The last evaluation."""
+        self.stop = Stop.NO
+        """The request to stop before the last step, if a signal made one."""
+
+    @property
+    def is_regrouping(self) -> bool:
+        """True once the ranks have agreed to leave their generation, because hosts have changed."""
+        is_last = self._duties is not None and self._duties.is_last
+        return self._change.is_wanted and not is_last and not self.stop
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.stop) or self.is_regrouping
+
+    def open(self, held: ExitStack) -> None:
+        """Collective. Notes the start of the run, and opens what receives its metrics until `held` ends."""
+        run, is_main = self._run, self._run.world.is_main
+        sinks = open_sinks(run.config, run.folder, is_new=self.done == 0) if is_main else no_sinks()
+        self._send_row = on_every_rank(lambda: held.enter_context(sinks), run.device)
+        # Only now: a run whose sinks cannot be opened leaves its folder free.
+        change = self._commits.describe_change(self.done) if self._commits is not None else None
+        run.events.note_begin(self.done, self._num_steps, run.world.size, change)
+        # From the first step on, the ranks that are left after a loss can continue.
+        self._commit()
+        bar = progress_bar("training", self._num_steps, start=self.done) if is_main else no_bar()
+        self._bar = held.enter_context(bar)
+
+    def after_step(self, duties: StepDuties) -> None:
+        """Collective. Does what is due after this step."""
+        self.done += 1
+        self._duties = duties
+        # Loss and accuracies of this very step, or none: the best checkpoint is chosen by them.
+        numbers: dict[str, float] = {}
+        detail = ""
+        if duties.is_evaluated:
+            numbers = self._evaluate()
+        if duties.is_reported:
+            detail = self._report(duties, numbers)
+        self._bar.advance_to(self.done, detail)
+        if self._commits is not None:
+            self._commits.step_done(self.done)
+            if duties.is_committed and not self.stop:
+                self._commit()
+        # When ranks leave, one may take along the only copy of another's centres.
+        if duties.is_saved or self.stop or (self.is_regrouping and self._change.has_removals):
+            self._save(numbers)
+
+    def _evaluate(self) -> dict[str, float]:
+        with self._meter.paused(), self._observer.long_work("evaluation"):
+            self.results = evaluate_between_steps(self._run, self._model, self.done, self._reported_errors)
+        numbers = accuracies(self.results)
+        self._run.events.note("evaluation", self.done, seconds=self._meter.last_pause_s, **numbers)
+        return numbers
+
+    def _report(self, duties: StepDuties, numbers: dict[str, float]) -> str:
+        """Returns the text behind the progress bar; adds the loss to the numbers.
+
+        Ends the run on all ranks after an error of any rank: bad data, gradients that are not finite, a full disk.
+        """
+        run, device = self._run, self._run.device
+        row = {"step": self.done, "epoch": self.done / run.loader.steps_per_epoch, "learning_rate": duties.lr}
+        row |= self._meter.read()
+        row |= self._observer.read(self._meter, self.done)
+        if self._commits is not None:
+            row["commit_s"] = self._commits.take_seconds()
+        numbers |= {"loss": row["loss"]}
+        with self._observer.reporting():
+            on_every_rank(partial(self._check_and_send, row | numbers), device)
+        if row["skipped_steps"]:
+            run.events.note("skip", self.done, num_steps=row["skipped_steps"])
+        # Signals are exchanged at reports only, so other steps need no additional collective.
+        self.stop = Stop.NO if duties.is_last else self._signals.of_any_rank(device)
+        return describe_row(row, self._observer.describe_slow())
+
+    def _check_and_send(self, row: dict[str, Any]) -> None:
+        self._data_errors.check()
+        on_nan, is_scaled = self._run.config.train.on_nan, self._model.loss_scale.is_dynamic
+        check_finite(row, int(row["step"]), on_nan, is_scaled, self._meter.skipped_in_row)
+        self._send_row(row)
+
+    def _commit(self) -> None:
+        if self._commits is not None:
+            with self._observer.long_work("commit"):
+                change = self._commits.commit(self._model, self.done, self._run.device)
+            # Before the first step a commit keeps the state only.
+            self._change = change if self._duties is not None else self._change
+
+    def _save(self, numbers: dict[str, float]) -> None:
+        """Averages the batch statistics over the ranks and starts a checkpoint, written during the next steps."""
+        _logger.debug(f"saving a checkpoint of step {self.done}")
+        head = self._model.head
+        with self._observer.long_work("saving"):
+            average_buffers_(self._model.backbone)
+            self._writer.save(
+                Snapshot(
+                    step=self.done,
+                    shared=self._model.shared_state(),
+                    head_rows=head.rows(),
+                    class_start=head.classes.start,
+                    class_stop=head.classes.stop,
+                    num_classes=head.num_classes,
+                    rank_state=generator_states(self._run.device),
+                    metrics=numbers,
+                )
+            )
+
+
+def describe_row(row: dict[str, Any], slow_rank: str = "") -> str:
+    """Returns the text behind the progress bar. slow_rank: which rank is slower than the others, and in which phase."""
+    parts = [
+        f"loss {row['loss']:.3f}",
+        f"{row['images_per_second']:,.0f} images/s",
+        f"lr {row['learning_rate']:.3g}",
+    ]
+    # Shown only if it matters, so the line usually fits into 80 columns.
+    if row["data_wait_share"] >= _SHOWN_WAIT_SHARE:
+        parts.append(f"waiting for data {row['data_wait_share']:.0%}")
+    if "gpu_memory_gib" in row:
+        parts.append(f"{row['gpu_memory_gib']:.1f} GiB")
+    return "  ".join([*parts, slow_rank] if slow_rank else parts)
+
+
+# ---- evaluation of the model in training, at the end or between two steps -----------------------------------------
+
+
+def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[SetResult]:
+    """Collective. Evaluates the *.bin files next to the data by the published ten-fold protocol; all ranks embed a part.
+
+    A set that cannot be evaluated has the error in its result, because it must not end a long run.
+    has_bar: rank 0 shows the progress; not between steps, where the bar of the training is on the screen.
+    """
+    config = run.config
+    # Rank 0 looks for the files: on a shared disk that is slow to show new ones, ranks would evaluate different sets.
+    sets = find_sets(paths_of_main_rank(lambda: verification_files(config.data.path), run.device))
+    wanted = config.train.evaluate_sets
+    chosen = [one for one in sets if not wanted or one.name in wanted]
+    if chosen and run.world.is_main:
+        _logger.info(f"evaluating on {', '.join(one.name for one in chosen)}")
+    evaluator = Evaluator(
+        network=model.backbone,
+        image_size=run.image_size,
+        device=run.device,
+        num_threads=config.data.threads,
+        fit=config.data.fit,
+        mirror=config.data.mirror,
+    )
+    with bar_on_demand("embedding images") if has_bar and run.world.is_main else nullcontext(None) as show:
+
+        def note_progress(done: int, total: int) -> None:
+            # Shows the agent that the evaluation advances, and how far it is; it may take any time.
+            own_status().progress(allowed_s=0.0, phase="evaluation", detail=f"{done:,} of {total:,} images")
+            if show is not None:
+                show(done, total)
+
+        return evaluate_sets(replace(evaluator, on_progress=note_progress), chosen)
+
+
+def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: set[str]) -> list[SetResult]:
+    """Collective. Evaluates the weights that would be exported now; training continues unchanged afterwards.
+
+    Rank 0 logs the accuracies after `step` steps, and why a set could not be evaluated, once: errors in `reported_errors`
+    are not repeated, new ones are added.
+    """
+    # With local batch norm each rank has statistics of its own; the exported model has their average.
+    average_buffers_(model.backbone)
+    with model.for_evaluation():
+        results = evaluate_model(run, model)
+    errors = {f"{result.name}: {result.error}" for result in results if result.error is not None} - reported_errors
+    if run.world.is_main:
+        if done := [f"{result.name} {headline(result)}" for result in results if result.error is None]:
+            _logger.info(f"step {step:,}: {', '.join(done)}")
+        for error in sorted(errors):
+            _logger.info(f"not evaluated: {error}")
+    reported_errors |= errors
+    return results
+
+
+def accuracies(results: list[SetResult]) -> dict[str, float]:
+    """Returns the accuracy of each set by name, and that of the first one as `verification_accuracy`."""
+    found = {result.name: float(result.numbers["accuracy"]) for result in results if "accuracy" in result.numbers}
+    first = {"verification_accuracy": next(iter(found.values()))} if found else {}
+    return first | {f"accuracy_{name}": accuracy for name, accuracy in found.items()}
