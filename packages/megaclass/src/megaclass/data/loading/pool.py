@@ -259,7 +259,7 @@ class LoaderProcesses:
 
     def _take(self, step: int, slot: int) -> Loaded:
         num_rows = self._num_rows(step)
-        # Indices are small and always copied, so that only the images decide how long the slot is in use.
+        # Indices are small and always copied: only the images decide how long the slot is in use.
         labels_B, indices_B, images_BHW3 = self._ring.slot(slot)
         indices_B = indices_B[:num_rows].copy()
         if self._copies is not None:
