@@ -12,12 +12,12 @@ from megaclass.data.loading.pool import num_slots
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """Processes and threads that read and decode the images of one rank."""
+    """Processes, or threads, that read and decode the images of one rank."""
 
     num_processes: int
     """0: threads of the rank itself."""
     num_threads: int
-    """Of all processes together."""
+    """Decoding threads: one per process, or those of the rank."""
     num_batches: int
     """Decoded batches in host memory; 0 once the images are on the GPU."""
     host_bytes: int
@@ -29,10 +29,10 @@ def plan_loader(job: PlannedJob) -> LoaderPlan:
     height, width = job.image_size
     batch_bytes = job.max_batch * height * width * 3
     if settings.workers == "auto":
-        num_processes = automatic_processes(settings.threads, min(job.num_ranks, job.ranks_per_host))
+        num_processes = automatic_processes(min(job.num_ranks, job.ranks_per_host))
     else:
         num_processes = settings.workers
-    num_threads = settings.threads * max(1, num_processes)
+    num_threads = num_processes or settings.threads
     if settings.on_gpu:
         num_batches = 0
     elif num_processes:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaclass.data.augment import Augment, augment_, mirror_, normalise
 from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.decode import Fit
-from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings
+from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings, start_fork_server
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.order import Order, rank_batch
 from megaclass.data.sources.source import ImageSource
@@ -157,6 +157,8 @@ class BatchLoader:
         self.num_workers = max(1, num_workers)
         self.num_prefetched = prefetched_by_threads(self.num_workers, num_prefetched)
         self.processes = processes
+        if processes is not None:
+            start_fork_server()
         self.device = device
         self.is_resident = is_resident
         self._resident: _ResidentImages | None = None
@@ -220,10 +222,9 @@ class BatchLoader:
             return
         processes = LoaderProcesses(self.processes, reader, self.bad_images, self.device)
         try:
-            for loaded in processes.batches(first, stop):
-                epoch, step = divmod(loaded.step, steps)
-                tensors = (loaded.images, loaded.labels, loaded.indices)
-                yield Batch(*tensors, epoch, step, self._treatment(epoch, step), loaded.index_tensor)
+            for number, loaded in enumerate(processes.batches(first, stop), start=first):
+                epoch, step = divmod(number, steps)
+                yield Batch(*loaded[:3], epoch, step, self._treatment(epoch, step), loaded[3])
         finally:
             processes.close()
 

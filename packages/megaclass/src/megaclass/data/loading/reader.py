@@ -1,4 +1,4 @@
-"""Reads the images of a batch into memory of the caller. Free of torch: loader processes start without it.
+"""Reads the images of a batch into memory of the caller.
 
 `BatchPlan` holds all that decides the images of one rank in a step, and their pixels, so a thread and a process that are
 given the same plan fill the same bytes.

@@ -182,7 +182,6 @@ def open_data(
     processes = choose_processes(
         path,
         workers=config.data.workers,
-        threads=config.data.threads,
         device=device,
         num_local_ranks=world.local_size,
     )
