@@ -154,7 +154,7 @@ def test_pairs_hold_no_image_that_is_broken(capsys, tmp_path):
         if number % 6 == 1:
             path.write_bytes(path.read_bytes()[:50])
     code, _, err = run(capsys, "pairs", tmp_path / "faces", "--out", tmp_path / "a.bin", "--pairs", 30)
-    assert code == 0 and "left out a bad image: Cannot decode" in err
+    assert code == 0 and "skipped a bad image: Cannot decode" in err
     pair_set = read_pairs(tmp_path / "a.bin")
     assert len(pair_set.images) == 60
     for image in pair_set.images:

@@ -254,7 +254,7 @@ class _IdleQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
 
 
 class _WorkerContext(ForkServerContext):
-    """What a DataLoader uses to start its workers. Remembers them, and holds the end of the pipe that keeps them alive."""
+    """Starts the workers of a DataLoader. Remembers them, and holds the end of the pipe that keeps them alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class LoaderProcesses:
         self._filled: Iterator[_Filled] = iter(())
         self._copies = _GpuCopies(self._slots, device) if device is not None and device.type == "cuda" else None
         self._is_closed = False
-        # Before multiprocessing waits, at the end of this process, for workers that nobody has told to end.
+        # Before multiprocessing waits, at the end of this process, for workers that were not told to end.
         atexit.register(self.close)
 
     def close(self) -> None:
