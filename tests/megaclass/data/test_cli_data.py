@@ -1,6 +1,7 @@
 """`megaclass data …` as it is typed."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -144,6 +145,9 @@ def test_pairs_are_half_of_one_class_and_none_comes_twice(capsys, folder, tmp_pa
     assert decode_image(pairs[0][0], "pair").shape == (16, 16, 3)
     code, _, err = run(capsys, "pairs", folder, "--out", tmp_path / "b.bin", "--pairs", 100)
     assert code == 2 and "there are 40 pairs of one class (50 are needed)" in err
+    [most] = re.findall(r"Ask for at most (\d+): --pairs \1\.", err)
+    code, _, err = run(capsys, "pairs", folder, "--out", tmp_path / "b.bin", "--pairs", most)
+    assert code == 0 and most == "40" and len(read_pairs(tmp_path / "b.bin").is_same) == 40
 
 
 def test_pairs_hold_no_image_that_is_broken(capsys, tmp_path):
