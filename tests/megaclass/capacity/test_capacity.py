@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaclass.bench.data import read_and_decode_rate
 from megaclass.capacity.job import GIB, GPUS, PlannedJob, known_gpu
 from megaclass.capacity.memory import plan_loader, plan_memory
 from megaclass.capacity.plan import make_plan, plan_text
@@ -16,6 +15,7 @@ from megaclass.cli.main import main
 from megaclass.config.read import load_config_values
 from megaclass.data.loading import choose
 from megaclass.data.sources.open_source import open_source
+from megaclass.data.tools.bench import read_and_decode_rate
 from megaclass.data.tools.synthesize import synthesize
 
 

@@ -105,9 +105,8 @@ def test_inspect_shows_counts_and_draws_pictures(capsys, folder, tmp_path):
     for line in ("images            20", "classes           4, 0 of them without images", "labels            0 to 3"):
         assert line in out
     assert "16 × 16: 20 (of 20 examined)" in out and "4–7          4  █" in out
-    for name in ("histogram.png", "first-images.png"):
-        with Image.open(tmp_path / "png" / name) as picture:
-            assert picture.width > 100 and len(np.unique(np.asarray(picture))) > 2
+    with Image.open(tmp_path / "png" / "first-images.png") as picture:
+        assert picture.width > 100 and len(np.unique(np.asarray(picture))) > 2
     assert run_json(capsys, "inspect", folder)["histogram"] == {"1": 0, "2–3": 0, "4–7": 4}
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaclass.capacity.job import HeadCosts, PlannedJob, head_costs
-from megaclass.data.loader import batches_of_threads, prefetched_by_threads
+from megaclass.data.loader import batches_of_threads
 from megaclass.data.loading.choose import automatic_processes
 from megaclass.data.loading.pool import num_slots
 
@@ -38,7 +38,7 @@ def plan_loader(job: PlannedJob) -> LoaderPlan:
     elif num_processes:
         num_batches = num_slots(batch_bytes)
     else:
-        num_batches = batches_of_threads(num_threads, prefetched_by_threads(num_threads))
+        num_batches = batches_of_threads(num_threads)
     return LoaderPlan(num_processes, num_threads, num_batches, num_batches * batch_bytes)
 
 

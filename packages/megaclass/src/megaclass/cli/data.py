@@ -29,7 +29,7 @@ def add_data_commands(commands: "Commands") -> None:
 
     look = _command(below, "inspect", _inspect, "print counts, sizes, the range of labels and images per class")
     look.add_argument("path", help=_DATA)
-    look.add_argument("--png", type=Path, metavar="FOLDER", help="write histogram.png and first-images.png there")
+    look.add_argument("--png", type=Path, metavar="FOLDER", help="write first-images.png there")
 
     check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
     check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
@@ -248,7 +248,7 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
 
 
 def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.inspect import inspect_source, write_first_images, write_histogram
+    from megaclass.data.tools.inspect import inspect_source, write_first_images
 
     source = _open(options.path)
     with _progress("inspecting images") as on_progress:
@@ -257,11 +257,10 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.png is not None:
         try:
             options.png.mkdir(parents=True, exist_ok=True)
-            write_histogram(options.png / "histogram.png", found)
             write_first_images(options.png / "first-images.png", source)
         except OSError as error:
             raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
-        text += f"\n\n{options.png / 'histogram.png'}, {options.png / 'first-images.png'}"
+        text += f"\n\n{options.png / 'first-images.png'}"
     return 0, found.to_json(), text
 
 
@@ -360,7 +359,7 @@ def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     import torch
 
-    from megaclass.bench.data import bench_stages
+    from megaclass.data.tools.bench import bench_stages
 
     source = _open(options.path)
     with _progress("measuring") as on_progress:
