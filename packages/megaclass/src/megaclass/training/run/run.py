@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megaclass import __version__
-from megaclass.backbones import check_backbone
+from megaclass.backbones import check_backbone, proposed_size
 from megaclass.checkpoint.class_names import ClassList, class_list
 from megaclass.config.read import flat_values
 from megaclass.config.schema import Config
@@ -169,11 +169,9 @@ def open_data(
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
-        # Every backbone takes multiples of 16.
-        rounded = ",".join(str(min(4096, max(16, 16 * round(side / 16)))) for side in size)
         raise DataError(
             f"The images at {config.data.path} have {width} × {height} pixels, which is not a square. Set the input size: "
-            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{rounded}] for rectangles."
+            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size={proposed_size(size)} for rectangles."
         )
     if config.data.on_gpu and device.type != "cuda":
         raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
