@@ -91,7 +91,7 @@ def test_a_rate_may_be_a_schedule(recipe):
         ("optimizer.step_epochs=3", "command line: optimizer.step_epochs is '3'; expected a list like [8, 14]"),
         ("backbone.freeze=conv1", "command line: backbone.freeze is 'conv1'; expected a list like [\"conv1\"]"),
         ("data.mirror=1", "command line: data.mirror is '1'; expected true or false"),
-        ("head.kernel=chunk", "command line: head.kernel is 'chunk'; expected one of auto, triton_fused, chunked, reference; "
+        ("head.kernel=chunk", "command line: head.kernel is 'chunk'; expected one of auto, triton_fused, chunked; "
          "did you mean chunked?"),
         ("head.sample_rate=[[0, 0.1, 3]]", "command line: head.sample_rate is '[[0, 0.1, 3]]'; "
          "expected a number or a list like [[0, 0.1], [8000, 1.0]]"),

@@ -184,7 +184,7 @@ class HeadConfig:
     """Data type in which class centres are stored."""
     stored_gib: float | None = field(default=None, metadata=MAY_CHANGE | within("0 or more"))
     """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
-    kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
+    kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
     def __post_init__(self) -> None:
