@@ -29,7 +29,7 @@ from megaclass.data.tools.synthesize import synthesize
 from megaclass.training import launch_ranks
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run import folder as run_folder
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.errors import UserError
 from megaclass_launch.world import World
 
@@ -67,7 +67,9 @@ def _train(values, beginning=None):
     said, error = io.StringIO(), ""
     with contextlib.redirect_stderr(said), ExitStack() as held:
         try:
-            train_in_group(RankContext(config=config, world=world, mode=beginning or StartMode(), held=held), CPU)
+            train_in_group(
+                RankContext(config=config, world=world, mode=beginning or StartMode(), lock=FolderLock(held)), CPU
+            )
         except UserError as caught:
             error = str(caught)
     return losses_of(Path(config.train.run_dir)), said.getvalue(), error

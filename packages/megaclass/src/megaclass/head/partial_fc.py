@@ -59,6 +59,7 @@ from megaclass.head.settings import (
     chosen_margin,
     chosen_optimizer,
     default_stored_bytes,
+    whole_number,
 )
 from megaclass.head.state_dict import EXTRA, ModuleState, StateHeader
 from megaclass.head.step import ForBackward, HeadStats, LossPart, OpenStep, StepContext, StepDraw
@@ -158,6 +159,8 @@ class PartialFC(nn.Module):
         end_gloo_at_exit()
         group = chosen_group(group)
         self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
+        embedding_dim = whole_number("embedding_dim", embedding_dim)
+        num_classes = whole_number("num_classes", num_classes)
         self.settings = HeadSettings(
             embedding_dim=embedding_dim,
             num_classes=num_classes,

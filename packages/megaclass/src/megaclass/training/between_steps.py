@@ -39,6 +39,7 @@ from megaclass_launch.rank_status import own_status
 _logger = logging.getLogger("megaclass.training")
 # The progress bar shows the data wait above this share.
 _SHOWN_WAIT_SHARE = 0.05
+_ACCURACY = "verification_accuracy"
 
 
 class BetweenSteps:
@@ -71,9 +72,13 @@ class BetweenSteps:
         self.done = done
         """Steps done since the start of the run."""
         self.results: list[SetResult] | None = None
-        """The last evaluation."""
+        """The evaluation after the last step done, if there was one."""
         self.stop = Stop.NO
-        """The request to stop before the last step, if a signal made one."""
+        """The request to stop before the last step, if there is one."""
+        self._ends_early = False
+        """On rank 0: a callback or train.patience has asked to end the run here."""
+        self._accuracies: list[float] = []
+        """On rank 0: of the first set, in every evaluation of the run."""
 
     @property
     def is_regrouping(self) -> bool:
@@ -97,6 +102,11 @@ class BetweenSteps:
         self._commit()
         bar = progress_bar("training", self._num_steps, start=self.done) if is_main else no_bar()
         self._bar = held.enter_context(bar)
+        if is_main:
+            # A request that came too late for an earlier start is forgotten.
+            run.folder.take_end_request()
+            rows = run.folder.read_metrics()
+            self._accuracies = [row[_ACCURACY] for row in rows if isinstance(row.get(_ACCURACY), float)]
 
     def after_step(self, duties: StepDuties) -> None:
         """Collective. Does what is due after this step."""
@@ -104,7 +114,7 @@ class BetweenSteps:
         self._duties = duties
         # Loss and accuracies of this very step, or none: the best checkpoint is chosen by them.
         numbers: dict[str, float] = {}
-        detail = ""
+        detail, self.results = "", None
         if duties.is_evaluated:
             numbers = self._evaluate()
         if duties.is_reported:
@@ -142,7 +152,8 @@ class BetweenSteps:
         if row["skipped_steps"]:
             run.events.note("skip", self.done, num_steps=row["skipped_steps"])
         # Signals are exchanged at reports only, so other steps need no additional collective.
-        self.stop = Stop.NO if duties.is_last else self._signals.of_any_rank(device)
+        own = Stop.EARLY if self._ends_early else Stop.NO
+        self.stop = Stop.NO if duties.is_last else self._signals.of_any_rank(device, own)
         return describe_row(row, self._observer.describe_slow())
 
     def _check_and_send(self, row: dict[str, Any]) -> None:
@@ -150,6 +161,26 @@ class BetweenSteps:
         on_nan, is_scaled = self._run.config.train.on_nan, self._model.loss_scale.is_dynamic
         check_finite(row, int(row["step"]), on_nan, is_scaled, self._meter.skipped_in_row)
         self._send_row(row)
+        if self._run.world.is_main:
+            # All of them are called, also if the first one has asked to end the run.
+            asked = [callback(dict(row)) is True for callback in self._run.callbacks]
+            self._ends_early = any([*asked, self._is_past_patience(row), self._run.folder.take_end_request()])
+
+    def _is_past_patience(self, row: dict[str, Any]) -> bool:
+        """Tells whether the last train.patience evaluations brought no better accuracy than an earlier one."""
+        patience = self._run.config.train.patience
+        if not patience or _ACCURACY not in row:
+            return False
+        self._accuracies.append(row[_ACCURACY])
+        best = self._accuracies.index(max(self._accuracies))
+        if len(self._accuracies) - 1 - best < patience:
+            return False
+        evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
+        _logger.info(
+            f"the run ends after step {self.done:,}: the last {evaluations} brought no better accuracy than "
+            f"{self._accuracies[best]:.2%} (train.patience={patience})."
+        )
+        return True
 
     def _commit(self) -> None:
         if self._commits is not None:
@@ -251,5 +282,5 @@ def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: s
 def accuracies(results: list[SetResult]) -> dict[str, float]:
     """Returns the accuracy of each set by name, and that of the first one as `verification_accuracy`."""
     found = {result.name: float(result.numbers["accuracy"]) for result in results if "accuracy" in result.numbers}
-    first = {"verification_accuracy": next(iter(found.values()))} if found else {}
+    first = {_ACCURACY: next(iter(found.values()))} if found else {}
     return first | {f"accuracy_{name}": accuracy for name, accuracy in found.items()}

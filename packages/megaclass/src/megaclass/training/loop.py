@@ -37,11 +37,11 @@ class TrainingResult:
     final_loss: float
     images_per_second: float
     stop: Stop
-    """The request to stop before the last step, if a signal made one."""
+    """The request to stop before the last step, if there was one."""
     is_regrouping: bool = False
     """The ranks of an elastic job have agreed to leave their generation, because hosts have changed."""
     results: list[SetResult] | None = None
-    """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
+    """Evaluation after the last step done; None if there was none."""
 
 
 def train(
@@ -111,5 +111,5 @@ def train(
         images_per_second=meter.images_per_second(),
         stop=between.stop,
         is_regrouping=between.is_regrouping,
-        results=None if between.stop else between.results,
+        results=between.results,
     )
