@@ -207,7 +207,8 @@ def resolve_recipe(recipe: str | Path | None, overrides: Sequence[str], mode: St
             "There is neither a recipe nor data: give the name of a recipe (megaclass recipes lists them), or a folder of "
             "images with one subfolder per identity: megaclass train photos/"
         )
-    earlier = Path("runs") / run_name(folder) / "config.toml"
+    run_dir = value_given(overrides, "train", "run_dir") or f"runs/{run_name(folder)}"
+    earlier = Path(run_dir) / "config.toml"
     if mode.resume is not None and earlier.is_file():
         # The settings with which it began, also if images have been added since.
         return earlier, overrides

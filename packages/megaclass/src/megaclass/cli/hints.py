@@ -19,7 +19,7 @@ _OTHER_NAMES = {
     "benchmark": ("bench",),
     "convert": ("export", "import-config"),
 }
-"""What other programs call these commands; the first one that exists is proposed."""
+"""Commands by their names in other programs; the first one that exists is proposed."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -284,7 +284,7 @@ _OTHER_NAMES = {
     "optimizer.warmup_epochs": ("warmup",),
     "train.epochs": ("num_epochs", "num_epoch", "max_epochs"),
 }
-"""What other programs call these settings."""
+"""Names of these settings in other programs."""
 
 
 def settings_named(key: str) -> list[str]:
