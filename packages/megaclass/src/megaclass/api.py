@@ -6,11 +6,13 @@ srun) every process calls the function and is one rank of the job.
 """
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.backbones import check_backbone
-from megaclass.config.read import load_config, overrides_of, to_toml, value_given
+from megaclass.config.read import load_config, load_config_values, overrides_of, to_toml, value_given
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.errors import DataError, TrainError
@@ -102,7 +104,7 @@ class TrainedRun:
 
 
 def train(
-    recipe: str | Path | Config | None = None,
+    recipe: str | Path | Config | Mapping[str, Any] | None = None,
     *overrides: str,
     data: str | Path | Mapping[str, Any] | None = None,
     resume: bool | str | Path = False,
@@ -114,13 +116,18 @@ def train(
 ) -> TrainedRun:
     """Trains, evaluates and exports a model, as `megaclass train` does; returns the run.
 
-    recipe: name of a recipe of the package, path of a TOML file, or a Config. A folder of images, or None, chooses a recipe by
-        the size of the data.
+    Under a launcher every rank calls it. The results are the work of rank 0, so the other ranks may return before they are
+    written.
+
+    recipe: name of a recipe of the package, path of a TOML file, a Config, or a dict of sections. A folder of images, or None,
+        chooses a recipe by the size of the data.
     overrides: settings as on the command line, "head.sample_rate=0.1".
     data: the training data, as data.path; or the settings of the section [data].
     settings: settings by their names, epochs=5, or by section, head={"margin": "cosface"}.
     resume: True continues the run in its run folder; "best" or a path does so from that checkpoint.
-    overwrite: replace the run in the run folder. match_classes, same_numbers: as the options of `megaclass train`.
+    overwrite: replace the run in the run folder.
+    match_classes: if the list of classes has changed, keep the centres of classes with the same name, or number.
+    same_numbers: accept classes without names as the same people if their numbers are equal.
     callbacks: each is called on rank 0 with every row of metrics (a dict); the run ends there, with all its results, after
         a callback that returns True.
     """
@@ -136,6 +143,8 @@ def train(
         trusts_numbers=same_numbers,
     )
     with _messages(), ExitStack() as held:
+        if isinstance(recipe, Mapping):
+            recipe = load_config_values(dict(recipe), where="the settings")
         if isinstance(recipe, Config):
             folder = held.enter_context(tempfile.TemporaryDirectory(prefix="megaclass-"))
             (Path(folder) / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
@@ -175,7 +184,7 @@ def start_training(
         if world.size == 1 and config.train.nproc > 1:
             _logger.warning(_unused_nproc(config, world), extra={"sender": world.name()})
         return TrainedRun(run_dir, _train_here(config, world, mode, callbacks))
-    check_start(config, mode, [word for word in mode.command if word != "--resume"])
+    check_start(config, mode, mode.command)
     if config.train.nproc == 1:
         return TrainedRun(run_dir, _train_here(config, world, mode, callbacks))
     if not is_linux():
@@ -248,17 +257,18 @@ def _rows_of_ranks(run_dir: Path, callbacks: Sequence[Callback]) -> Iterator[Non
     if not callbacks:
         yield
         return
-    num_starts, is_over, errors = len(_starts(run_dir)), threading.Event(), list[BaseException]()
+    begun, is_over, errors = time.time(), threading.Event(), list[BaseException]()
 
     def follow() -> None:
-        last: int | None = None
+        last, place = None, 0
         while True:
             # Once more after the end, for the last rows.
             is_last = is_over.wait(_ROWS_POLL_S)
-            starts = _starts(run_dir)
-            if last is None and len(starts) != num_starts and starts:
-                last = int(starts[-1].get("step") or 0)
-            rows = read_metrics(run_dir / "metrics.jsonl")[0] if last is not None else []
+            if last is None:
+                # The rows of an earlier run in this folder, or of an earlier start, do not count.
+                events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
+                last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
+            rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
             for row in rows:
                 if last is not None and row["step"] > last:
                     last = row["step"]
@@ -287,8 +297,14 @@ def _rows_of_ranks(run_dir: Path, callbacks: Sequence[Callback]) -> Iterator[Non
         raise errors[0]
 
 
-def _starts(run_dir: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(run_dir)[0] if event["event"] in ("start", "resume")]
+def _rows_from(path: Path, place: int) -> tuple[list[dict[str, Any]], int]:
+    """Returns the rows from a place in the file on, and the place behind the last whole line. Training only appends to it."""
+    if not path.is_file():
+        return [], place
+    with path.open("rb") as file:
+        file.seek(place)
+        lines = file.read().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines], place + sum(len(line) + 1 for line in lines)
 
 
 def _on_local_ranks(arguments: Sequence[str], nproc: int) -> int:
@@ -346,6 +362,7 @@ def evaluate(
     faiss: bool = False,
     device: str = "auto",
     backbone: str | None = None,
+    nproc: int = 1,
     on_result: "Callable[[SetResult], None] | None" = None,
 ) -> Evaluation:
     """Evaluates a model on verification, template and identification sets, as `megaclass evaluate` does.
@@ -355,15 +372,22 @@ def evaluate(
 
     model: run folder, model file, or what `megaclass.load` or `megaclass.train` returned.
     on: .bin files, lists of pairs, IJB folders, or folders of .bin files.
-    gallery, probes, distractors: people to search among and for, as the options of `megaclass evaluate`.
+    gallery: known people, a folder of identities or embeddings .npy.
+    probes: people to search for, likewise.
+    distractors: distractors of MegaFace, to search among.
     training_data: counts the images of each set that are in this data.
-    fit, resize, mirror: how images are prepared; by default as in training.
+    out: folder for the numbers.
+    fit: how images of another size are fitted; None as in training.
+    resize: stretch images of another size if the model does not state how to fit them.
+    mirror: add the embedding of the mirrored image; None as in training.
+    faiss: search galleries with faiss.
+    backbone: `package.module:Class` of your own, if the model is not a built-in one.
+    nproc: number of processes to start on this machine, for a model that is a run folder or a file.
     on_result: called on rank 0 with each result as soon as it is there.
     """
     from megaclass.data.sources.open_source import open_source
     from megaclass.distributed.agreement import on_every_rank
     from megaclass.evaluation.protocol import Evaluator
-    from megaclass.evaluation.results import write_results
     from megaclass.evaluation.sets import evaluate_sets, sets_of_main_rank
     from megaclass.evaluation.training_overlap import compared_with_training_data
     from megaclass.inference import LoadedModel, load
@@ -372,6 +396,23 @@ def evaluate(
     world, given = world_from_environment(), model.folder if isinstance(model, TrainedRun) else model
     paths = [Path(one) for one in ([on] if isinstance(on, str | Path) else on)]
     others = [None if one is None else Path(one) for one in (gallery, probes, distractors)]
+    if out is None and not isinstance(given, LoadedModel) and Path(given).is_dir():
+        out = given
+    if nproc > 1 and world.starter == NO_STARTER and not isinstance(given, LoadedModel):
+        options = {
+            "on": paths,
+            "gallery": gallery,
+            "probes": probes,
+            "distractors": distractors,
+            "training-data": training_data,
+            "fit": fit,
+            "batch-size": batch_size,
+            "threads": threads,
+            "device": device,
+            "backbone": backbone,
+        }
+        flags = ["--resize"] * resize + ["--faiss"] * faiss + ["--mirror"] * (mirror is True)
+        return _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
     results: list[SetResult] = []
     with _messages(), process_group(world, device=device) as found:
         if isinstance(given, LoadedModel):
@@ -398,17 +439,42 @@ def evaluate(
             results.append(result)
             if world.is_main and on_result is not None:
                 on_result(result)
-        if out is None and not isinstance(given, LoadedModel) and Path(given).is_dir():
-            out = given
         if world.is_main and out is not None:
-            try:
-                file = write_results(Path(out), {"name": loaded.name, "weights": loaded.fingerprint()}, results)
-            except OSError as error:
-                raise DataError(
-                    f"Cannot write {out}: {error.strerror or error}. Choose another place with out."
-                ) from error
-            _logger.info(f"numbers in {file}")
+            _write(out, {"name": loaded.name, "weights": loaded.fingerprint()}, results)
     return Evaluation(results)
+
+
+def _evaluate_on_ranks(
+    model: str | Path, options: Mapping[str, Any], flags: Sequence[str], nproc: int, out: str | Path | None
+) -> Evaluation:
+    """Starts ranks that evaluate as the command does, and reads what they have written."""
+    from megaclass.evaluation.results import NUMBERS_FILE, read_results
+
+    words = [str(model), *flags]
+    for name, value in options.items():
+        if value:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    with _messages(), tempfile.TemporaryDirectory(prefix="megaclass-") as folder:
+        code = _on_local_ranks(["evaluate", *words, "--out", folder], nproc)
+        file = Path(folder) / NUMBERS_FILE
+        if not file.is_file():
+            raise TrainError(f"The evaluation of {model} has failed with exit code {code}: its error is printed above.")
+        results = read_results(Path(folder))
+        if out is not None:
+            _write(out, json.loads(file.read_text(encoding="utf-8"))["model"], results)
+    return Evaluation(results)
+
+
+def _write(out: str | Path, model: Mapping[str, Any], results: "Sequence[SetResult]") -> None:
+    from megaclass.evaluation.results import write_results
+
+    try:
+        file = write_results(Path(out), model, results)
+    except OSError as error:
+        raise DataError(
+            f"Cannot write {out}: {error.strerror or error}. Choose another place for the numbers."
+        ) from error
+    _logger.info(f"numbers in {file}")
 
 
 def _sets(

@@ -19,7 +19,7 @@ _Setting = tuple[str, dict[str, dict[str, object]], int]
 
 
 @dataclass(frozen=True)
-class Change:
+class Alternative:
     """Settings, and what the plan would be with them."""
 
     setting: str
@@ -118,7 +118,7 @@ def _largest(job_of: Callable[[int], PlannedJob]) -> int:
     return low
 
 
-def smallest_that_fit(job: PlannedJob) -> list[Change]:
+def smallest_that_fit(job: PlannedJob) -> list[Alternative]:
     """Searches numbers of ranks, storage, sample rate and batch: answers how many GPUs the job needs.
 
     The changes that alter the training least come first. Each later entry alters it more, and needs fewer GPUs than all
@@ -137,7 +137,7 @@ def smallest_that_fit(job: PlannedJob) -> list[Change]:
         (f"train.global_batch={batch // part}", {"train": {"global_batch": batch // part, "accumulate": 1}}, part)
         for part in (2, 4, 8)
     ]
-    found: list[Change] = []
+    found: list[Alternative] = []
     fewest = min(_MOST_RANKS, job.num_classes) + 1
     for changes in sorted(itertools.product(storages, rates, batches), key=lambda three: sum(one[2] for one in three)):
         changed = job
@@ -147,7 +147,7 @@ def smallest_that_fit(job: PlannedJob) -> list[Change]:
         while num_ranks < fewest and _is_possible(candidate := replace(changed, num_ranks=num_ranks)):
             if _fits(candidate):
                 setting = " ".join([f"-np {num_ranks}", *(text for text, _, _ in changes if text)])
-                found.append(Change(setting, *_numbers(candidate)))
+                found.append(Alternative(setting, *_numbers(candidate)))
                 fewest = num_ranks
             num_ranks *= 2
     return found
