@@ -14,7 +14,7 @@ from megaclass.head.counter_random import (
     round_stochastically,
     stream_keys,
 )
-from megaclass.head.overwrite_check import OverwriteCheck
+from megaclass.head.faults import OverwriteCheck
 from megaclass.head.problem import take_rows, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.keyed_random import Stream

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.head.centres import Centres
+from megaclass.head.faults import MULTIPLIER, NUM_WATCHED, OverwriteCheck
 from megaclass.head.gather_batch import BlockLayout
 from megaclass.head.gpu import image_programs
 from megaclass.head.gpu.kernel import operand_width, stored_products, weight_factor
 from megaclass.head.gpu.tiling import next_power_of_2
 from megaclass.head.margins import Margin
-from megaclass.head.overwrite_check import MULTIPLIER, NUM_WATCHED, OverwriteCheck
 from megaclass.head.step import GatheredImages, LossesAndSlopes, LossPart
 from megaclass.triton_launch import launch
 from megaclass_launch.ranks.collectives import gather_blocks, scatter_sum
