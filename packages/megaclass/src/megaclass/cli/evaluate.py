@@ -28,7 +28,7 @@ def add_evaluate_commands(commands: "Commands") -> None:
     """Adds the four commands to the parser's commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="evaluate a model on verification, template and identification sets",
+        help="evaluate a model: classification, verification, templates, identification, retrieval",
         description="Evaluates a model: megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC",
     )
     evaluate.add_argument("model", type=Path, help=_MODEL_HELP)
@@ -40,6 +40,14 @@ def add_evaluate_commands(commands: "Commands") -> None:
         metavar="SET",
         help=".bin, pairs list, IJB folder, or folder of .bin files",
     )
+    evaluate.add_argument(
+        "--classify",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DATA",
+        help="labelled images to classify, as for data.path: a folder per class, .rec or tar files",
+    )
     evaluate.add_argument("--gallery", type=Path, help="known people: a folder of identities, or embeddings .npy")
     evaluate.add_argument(
         "--probes", type=Path, help="people to search for: a folder of identities, or embeddings .npy"
@@ -50,12 +58,12 @@ def add_evaluate_commands(commands: "Commands") -> None:
     evaluate.add_argument(
         "--training-data",
         metavar="PATH",
-        help="training data of the model, as for data.path, to count the images of each .bin file that it contains",
+        help="training data of the model, as for data.path: counts the images of each .bin file that it contains, and gives "
+        "the accuracy of --classify by the number of training images",
     )
     evaluate.add_argument(
         "--out", type=Path, help="folder for evaluation.json (default: the run folder, if MODEL is one)"
     )
-    evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
     _add_running(evaluate)
     evaluate.set_defaults(run=_evaluate)
@@ -158,7 +166,7 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
             num_threads=options.threads,
             fit=fit,
             mirror=mirror,
-            with_faiss=options.faiss,
+            centres=lambda: model.class_shard(options.training_data),
         )
         results: list[SetResult] = []
         for one in sets:
@@ -195,7 +203,7 @@ def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
     from megaclass.evaluation.protocol import EvaluationSet
     from megaclass.evaluation.sets import find_sets
 
-    sets = find_sets(options.on)
+    sets = find_sets(options.on, options.classify)
     if (options.gallery or options.distractors) and not options.probes:
         raise ConfigError("--gallery and --distractors need --probes, the images to search for.")
     if options.gallery:
@@ -205,7 +213,9 @@ def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
         name = f"{options.probes.stem} among {options.distractors.stem}"
         sets.append(EvaluationSet(name=name, kind="distractors", path=options.distractors, probes=options.probes))
     if not sets:
-        raise ConfigError("Nothing to evaluate on: give --on SET …, or --probes with --gallery or --distractors.")
+        raise ConfigError(
+            "Nothing to evaluate on: give --on SET …, --classify DATA …, or --probes with --gallery or --distractors."
+        )
     return sets
 
 
