@@ -2,6 +2,7 @@
 
 import faulthandler
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -43,12 +44,19 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def new_fork_server():
-    """Stops the fork server, so the next one starts with the environment of this test, and afterwards without it."""
-    stop = forkserver._forkserver._stop  # "used by unit tests to stop the server", as Python's source says
-    stop()
-    yield stop
-    stop()
+def new_fork_server(monkeypatch):
+    """Workers are forked from a server with the environment of this test; the function starts another one."""
+    servers = []
+
+    def start() -> None:
+        servers.append(forkserver.ForkServer())
+        servers[-1].set_forkserver_preload([pool.__name__])
+        monkeypatch.setattr(pool, "_server", servers[-1])
+
+    start()
+    yield start
+    for server in servers:
+        server._stop()  # "used by unit tests to stop the server", as Python's source says
 
 
 def in_processes(path: Path | str, num_processes: int, **arguments) -> BatchLoader:
@@ -410,6 +418,33 @@ def test_a_rank_starts_as_many_processes_as_its_share_of_the_cores_feeds(monkeyp
     assert available_cores() == cores_of_rank(4) == 4
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert available_cores() == 16
+
+
+@pytest.mark.ranks
+def test_processes_that_a_user_starts_do_not_come_from_the_server_of_loader_processes(tmp_path):
+    """Otherwise signals would be blocked in them, and multiprocessing.Pool could not end its workers."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+if __name__ == "__main__":
+    import multiprocessing, os, signal, sys
+    from megaclass.data.loading.pool import start_fork_server
+    start_fork_server()
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        print(pool.apply(signal.pthread_sigmask, (signal.SIG_BLOCK, ())), pool.apply(os.getenv, ("OMP_NUM_THREADS",)))
+"""
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "set() None", "")
+
+
+def test_a_daemonic_process_reads_by_threads(monkeypatch):
+    monkeypatch.setattr(type(multiprocessing.current_process()), "daemon", True)
+    assert choose_processes("synthetic:10", workers="auto", device=GPU, num_local_ranks=1) is None
+    with pytest.raises(ConfigError, match=r"data\.workers is 2, but this is a daemonic process"):
+        choose_processes("synthetic:10", workers=2, device=GPU, num_local_ranks=1)
 
 
 def test_a_format_of_the_users_own_is_read_by_threads(monkeypatch):

@@ -281,21 +281,25 @@ class _WorkerContext(ForkServerContext):
                 process.join()
 
 
+# A server of our own: processes that the user starts from theirs must not have blocked signals and one thread each.
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload([__name__])
+
+
 def start_fork_server() -> None:
     """Starts the process from which loader processes are forked, unless it runs; it imports torch once for all of them.
 
     Does not wait for the import, so a rank that calls it early gets its first batch early.
     """
-    forkserver.set_forkserver_preload([__name__])
     # The tracker of semaphores first: its start unblocks signals.
-    for server in (resource_tracker, forkserver):
+    for start in (resource_tracker.ensure_running, _server.ensure_running):
         with _clean_start():
-            server.ensure_running()
+            start()
 
 
 @contextlib.contextmanager
 def _clean_start() -> Iterator[None]:
-    """Lets processes start with blocked signals, without the main module, and with the rank's sys.path.
+    """Lets processes start from our server, with blocked signals, without the main module, and with the rank's sys.path.
 
     A script that trains without `if __name__ == "__main__"` would otherwise train again in each worker. A user's file
     must not shadow a module because it is in the current folder.
@@ -304,12 +308,15 @@ def _clean_start() -> Iterator[None]:
     sys.path[:] = filter(None, path)
     os.environ.update(_ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"})
     sys.modules["__main__"] = types.ModuleType("__main__")
+    users_server = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _server.connect_to_new_process
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         sys.modules["__main__"] = main
+        forkserver.connect_to_new_process = users_server
         for name in (*_ONE_THREAD, "PYTHONPATH", "PYTHONSAFEPATH"):
             os.environ.pop(name)
             os.environ.update({name: environment[name]} if name in environment else {})
