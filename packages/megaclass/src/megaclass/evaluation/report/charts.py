@@ -114,7 +114,7 @@ class Figure:
     band: tuple[float, float] | None = None
     """Range of values that is shaded."""
     marker: float | None = None
-    """Where a dashed vertical line stands."""
+    """Position of a dashed vertical line."""
     size: tuple[int, int] = WIDE
     legend: Sequence[tuple[str, str]] = ()
     """Name and CSS classes of each key."""
