@@ -18,7 +18,9 @@ _PACKAGE = Path(megaclass.__file__).parent
 
 
 def render(name: str, **values: Any) -> str:
-    """Renders a template, named by its path in the package. Text from outside is escaped; the style sheet is inlined."""
+    """Renders a template, named by its path in the package. In HTML, text from outside is escaped, and `style` is the style
+    sheet of the report.
+    """
     return environment().get_template(name).render(style=Markup(source("report.css")), **values)
 
 
@@ -26,7 +28,7 @@ def render(name: str, **values: Any) -> str:
 def environment() -> jinja2.Environment:
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_PACKAGE),
-        autoescape=True,
+        autoescape=jinja2.select_autoescape(["html.j2"]),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
