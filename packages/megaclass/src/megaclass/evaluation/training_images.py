@@ -8,10 +8,9 @@ Letters: N images, D numbers per embedding, R rows of centres.
 import io
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +24,9 @@ from megaclass.errors import DataError
 from megaclass.evaluation.embed import OnProgress, embed_part
 from megaclass.evaluation.images import SourceImages
 from megaclass.evaluation.protocols.centre_health import CentreReader
-from megaclass.evaluation.results import read_arrays
+from megaclass.evaluation.results import UNREADABLE, built, read_arrays, write_findings
 from megaclass.evaluation.search import unit_rows_or_zero
 from megaclass.image_size import ImageSize
-from megaclass_launch.files import published_file
 
 FILE = "training_images.npz"
 _MAX_CLASSES, _MAX_IMAGES_PER_CLASS = 256, 8
@@ -230,22 +228,7 @@ def _thumbnails(images: SourceImages, indices: Sequence[int]) -> list[bytes]:
 
 def write_training_images(run: Path, found: TrainingImages) -> None:
     """Stores the findings in the run folder."""
-    arrays: dict[str, NDArray[np.uint8]] = {}
-
-    def kept(pictures: Sequence[bytes]) -> list[str]:
-        names = [f"picture_{len(arrays) + place}" for place in range(len(pictures))]
-        arrays.update({name: np.frombuffer(one, dtype=np.uint8) for name, one in zip(names, pictures, strict=True)})
-        return names
-
-    described = {
-        **{name: getattr(found, name) for name in ("num_classes", "num_images", "num_confused")},
-        "worst": [{**asdict(one), "pictures": kept(one.pictures)} for one in found.worst],
-        "confused": [{**asdict(one), "pictures": kept(one.pictures)} for one in found.confused],
-        "class_pictures": {str(label): kept([one])[0] for label, one in found.class_pictures.items()},
-    }
-    arrays["findings"] = np.frombuffer(json.dumps(described).encode(), dtype=np.uint8)
-    with published_file(run / FILE, is_private=True) as unfinished:
-        np.savez(unfinished, **arrays)  # type: ignore[arg-type]
+    write_findings(run / FILE, "findings", found)
 
 
 def read_training_images(run: Path) -> TrainingImages | None:
@@ -254,20 +237,8 @@ def read_training_images(run: Path) -> TrainingImages | None:
     if not path.is_file():
         return None
     arrays = read_arrays(path)
-
-    def built(cls: Any, said: Mapping[str, Any]) -> Any:
-        # Converted to the type of each field, which the report relies on: text, float or int.
-        kinds: dict[str, Any] = {one.name: one.type for one in fields(cls) if one.name != "pictures"}
-        values = {name: kind(said[name]) for name, kind in kinds.items()}
-        return cls(**values, pictures=[arrays[name].tobytes() for name in said["pictures"]])
-
     try:
-        said = json.loads(arrays["findings"].tobytes())
-        return TrainingImages(
-            **{name: int(said[name]) for name in ("num_classes", "num_images", "num_confused")},
-            worst=[built(WorstClass, one) for one in said["worst"]],
-            confused=[built(ConfusedImage, one) for one in said["confused"]],
-            class_pictures={int(label): arrays[name].tobytes() for label, name in said["class_pictures"].items()},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        found: TrainingImages = built(TrainingImages, json.loads(arrays["findings"].tobytes()), arrays)
+        return found
+    except UNREADABLE as error:
         raise DataError(f"Cannot read {path}: {error}. Train again, or delete it.") from error
