@@ -1,25 +1,25 @@
 """Writes and reads the results of an evaluation.
 
 evaluation.json holds the numbers of all sets, or the reason why a set was not evaluated. evaluation/<set>.npz holds what the
-report draws: ROC, histogram and the images of the hardest pairs, so a report needs neither the model nor the data.
+report draws: ROC, histogram and the images of hard pairs and classes, so a report needs neither the model nor the data.
 """
 
-import builtins
 import io
 import json
 import logging
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
-from megaclass.evaluation.protocol import Curves, HardPair, SetResult, share_with_interval
+from megaclass.evaluation.examples import DAMAGED, Examples, packed, unpacked
+from megaclass.evaluation.protocol import Curves, HardPair, SetResult
 from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass_launch.files import make_private_folder, published_file, write_text
 
@@ -40,21 +40,7 @@ def result_lines(result: SetResult) -> list[str]:
     """Returns the details that the command line prints below the headline, or the reason why there are none."""
     if result.error is not None:
         return [result.error]
-    lines = []
-    for key, title in (("rank_k", "rank"), ("tar_at_far", "TAR at FAR"), ("tpir_at_fpir", "TPIR at FPIR")):
-        values = result.numbers.get(key, {})
-        if any(isinstance(value, dict) for value in values.values()):
-            continue  # one table per number of distractors: only evaluation.json and the report show them
-        intervals = result.numbers.get(f"{key}_95", {})
-        lines += [
-            f"{title} {at:5} {share_with_interval(share, intervals.get(at))}"
-            for at, share in values.items()
-            if share is not None
-        ]
-        if unmeasured := [at for at, share in values.items() if share is None]:
-            lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
-    if result.numbers.get("xnorm") is not None:
-        lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
+    lines = [f"{title}: {cells[0].text}" for title, cells in PROTOCOLS[result.kind].rows([result.numbers])]
     return [*lines, *remarks_on(result)]
 
 
@@ -108,10 +94,11 @@ def read_results(folder: Path) -> list[SetResult]:
         if fault := _fault_of_set(name, kind, said) if error is None else "":
             raise DataError(f"{path} is damaged: {fault}. Evaluate again.")
         curves_path = folder / CURVES_FOLDER / f"{name}.npz"
-        curves, hard = _read_curves(curves_path) if error is None and curves_path.is_file() else (None, [])
-        results.append(
-            SetResult(name=name, kind=kind, path=where, numbers=said, curves=curves, hard_pairs=hard, error=error)
-        )
+        result = SetResult(name=name, kind=kind, path=where, numbers=said, error=error)
+        if error is None and curves_path.is_file():
+            curves, hard, examples = _read_curves(curves_path)
+            result = replace(result, curves=curves, hard_pairs=hard, examples=examples)
+        results.append(result)
     return results
 
 
@@ -145,24 +132,49 @@ def _fault_of_set(name: str, kind: object, numbers: Mapping[str, Any]) -> str:
 def _write_curves(path: Path, result: SetResult) -> None:
     arrays: dict[str, Any] = {}
     if result.curves is not None:
-        known = {one.name: getattr(result.curves, one.name) for one in fields(result.curves)}
-        arrays = {name: value for name, value in known.items() if isinstance(value, np.ndarray)}
+        for name in ("far", "tar", "edges", "same", "different"):
+            arrays[name] = getattr(result.curves, name)
+        if result.curves.thresholds is not None:
+            arrays["thresholds"] = result.curves.thresholds
         arrays["marks"] = np.array([result.curves.threshold, result.curves.num_different])
-    write_findings(path, "hard_pairs", list(result.hard_pairs), arrays)
+    if result.hard_pairs:
+        described = [
+            {"pair": h.pair, "similarity": h.similarity, "is_same": h.is_same, "is_wrong": h.is_wrong, "names": h.names}
+            for h in result.hard_pairs
+        ]
+        arrays["hard_pairs"] = np.frombuffer(json.dumps(described).encode(), dtype=np.uint8)
+        for place, hard in enumerate(result.hard_pairs):
+            for side, picture in enumerate(hard.pictures):
+                arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
+    if result.examples is not None:
+        arrays |= packed(result.examples)
+    with published_file(path, is_private=True) as unfinished:
+        np.savez_compressed(unfinished, **arrays)
 
 
-def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair]]:
+def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair], Examples | None]:
     arrays = read_arrays(path)
     try:
         curves = _curves_in(arrays) if "far" in arrays else None
+        hard = []
         said = json.loads(arrays["hard_pairs"].tobytes()) if "hard_pairs" in arrays else []
-        # Version 0.1 named the pictures by their place.
-        said = [{"pictures": [f"picture_{n}_0", f"picture_{n}_1"], **one} for n, one in enumerate(said)]
-        hard = built(list[HardPair], said, arrays)
+        for place, one in enumerate(said):
+            pictures = (arrays[f"picture_{place}_0"].tobytes(), arrays[f"picture_{place}_1"].tobytes())
+            first, second = map(str, one["names"])
+            hard.append(
+                HardPair(
+                    pair=int(one["pair"]),
+                    similarity=float(one["similarity"]),
+                    is_same=bool(one["is_same"]),
+                    is_wrong=bool(one["is_wrong"]),
+                    pictures=pictures,
+                    names=(first, second),
+                )
+            )
         if hard and curves is None:
             raise ValueError("hard pairs without curves")
-        return curves, hard
-    except UNREADABLE as error:
+        return curves, hard, unpacked(arrays)
+    except DAMAGED as error:
         raise DataError(f"Cannot read {path}: {error}. Evaluate again.") from error
 
 
@@ -186,41 +198,6 @@ def _curves_in(arrays: Mapping[str, NDArray[Any]]) -> Curves:
     if any(part.min() < -1 or part.max() > 1.001 for part in parts.values()) or not 0 <= curves.num_different < 2**53:
         raise ValueError("shares must lie between 0 and 1, cosines between -1 and 1")
     return curves
-
-
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What a damaged tree may raise when it is built."""
-
-
-def write_findings(path: Path, name: str, tree: Any, arrays: Mapping[str, NDArray[Any]] | None = None) -> None:
-    """Writes an .npz with a tree of dataclasses, lists and numbers as JSON, named `name`; its pictures are arrays of bytes."""
-    kept: dict[str, Any] = dict(arrays or {})
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, bytes):
-            return {one.name: getattr(value, one.name) for one in fields(value)}
-        key = f"picture_{len(kept)}"
-        kept[key] = np.frombuffer(value, dtype=np.uint8)
-        return key
-
-    text = json.dumps(tree, default=plain)
-    with published_file(path, is_private=True) as unfinished:
-        np.savez_compressed(unfinished, **kept, **{name: np.frombuffer(text.encode(), dtype=np.uint8)})
-
-
-def built(kind: Any, said: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:
-    """Returns a part of such a tree as the given type: a dataclass by its fields, `bytes` from the array of that name."""
-    of = get_args(kind)
-    if is_dataclass(kind):
-        return kind(**{name: built(hint, said[name], arrays) for name, hint in get_type_hints(kind).items()})  # type: ignore[operator]
-    match get_origin(kind):
-        case builtins.list:
-            return [built(of[0], one, arrays) for one in said]
-        case builtins.tuple:
-            return tuple(built(part, one, arrays) for part, one in zip(of, said, strict=True))
-        case builtins.dict:
-            return {of[0](key): built(of[1], one, arrays) for key, one in said.items()}
-    return arrays[said].tobytes() if kind is bytes else kind(said)
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:

@@ -16,13 +16,15 @@ import megaclass
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.errors import DataError
+from megaclass.evaluation.centres import read_run_centres
 from megaclass.evaluation.embed import OnProgress
+from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health, read_run_centres
+from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health
 from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range, passed_s
 from megaclass.evaluation.report.ranks import RankRow, rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
-from megaclass.evaluation.training_images import TrainingImages, read_training_images
+from megaclass.evaluation.training_images import read_training_images
 from megaclass.metrics_file import read_metrics, read_summary
 from megaclass.progress import duration_text
 from megaclass_launch.errors import UserError
@@ -56,7 +58,7 @@ class ModelReport:
     """Facts about the run in the order shown: data and its fingerprint, ranks, classes, steps."""
     config_text: str = ""
     centres: CentreHealth | None = None
-    training_images: TrainingImages | None = None
+    training_images: Examples | None = None
     sample_faces: Sequence[Sequence[bytes]] = ()
     """Encoded training images, one row per identity."""
 
@@ -240,7 +242,7 @@ def _facts(summary: Mapping[str, Any], metrics: Rows, events: Rows) -> dict[str,
     }
 
 
-def _training_images(run: Path) -> TrainingImages | None:
+def _training_images(run: Path) -> Examples | None:
     try:
         return read_training_images(run)
     except DataError as error:

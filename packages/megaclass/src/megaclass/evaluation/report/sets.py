@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megaclass.evaluation.protocol import NOT_MEASURABLE, Cell, Curves, Row, SetResult, best_cells
+from megaclass.evaluation.protocol import NOT_MEASURABLE, Cell, Curves, Numbers, Row, SetResult, best_cells
 from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass.evaluation.report.charts import Axis, Figure, Series, colour, histogram, linear_axis, log_axis
 from megaclass.evaluation.report.from_runs import ModelReport
@@ -29,6 +29,8 @@ class Panel:
     """For each model: the threshold, TAR and false accepts at each false accept rate."""
     mistakes: list[tuple[str, SetResult]]
     """Models with their results that have hard pairs."""
+    examples: list[tuple[str, SetResult]]
+    """Models with their results that have confused classes."""
 
 
 def names_of_sets(models: Sequence[ModelReport]) -> list[str]:
@@ -72,15 +74,19 @@ def _panel(name: str, models: Sequence[ModelReport]) -> Panel | None:
     curves = [(place, model.name, result.curves) for place, model, result in alike if result.curves is not None]
     # Baselines are shown in numbers and ROC, without histogram and images of their own.
     own = [(model.name, result) for _, model, result in alike if result.curves is not None and not model.is_baseline]
+    figures = [*_roc_and_det(curves), *(_histogram(name, result.curves) for name, result in own if result.curves)]
+    if protocol.kind == "classification":
+        figures = [_coverage([(place, model.name, result.numbers) for place, model, result in alike])]
     return Panel(
         lead=" ".join(filter(None, lead)),
         columns=[model.name for _, model, _ in alike],
         rows=[row for row in rows if row[0] not in empty],
-        figures=[*_roc_and_det(curves), *(_histogram(name, result.curves) for name, result in own if result.curves)],
+        figures=figures,
         operating_points=[
             (name, points) for name, result in own if result.curves and (points := operating_points(result.curves))
         ],
         mistakes=[(name, result) for name, result in own if result.hard_pairs],
+        examples=[(model.name, result) for _, model, result in alike if result.examples is not None],
     )
 
 
@@ -122,6 +128,17 @@ def _rates(title: str, lines: Sequence[Series], x: Axis, y: Axis) -> Figure:
     legend = [(line.name, line.css) for line in lines]
     # Reversed, so the first model lies on top.
     return Figure(title=title, lines=lines[::-1], x=x, y=y, legend=legend, has_toggles=True)
+
+
+def _coverage(drawn: Sequence[tuple[int, str, Numbers]]) -> Figure:
+    """Draws the accuracy on the most confident images over their share of all images."""
+    lines = []
+    for place, name, numbers in drawn:
+        shares, accuracies = ([point[key] for point in numbers["coverage"]] for key in ("coverage", "accuracy"))
+        lines.append(Series(name=name, xs=shares, ys=accuracies, css=colour(place)))
+    x = linear_axis("coverage: share of images that are not rejected", [0.5, 1.0], step=0.1)
+    y = linear_axis("accuracy", [min(0.8, *(y for line in lines for y in line.ys)), 1.0], step=0.2)
+    return _rates("Coverage", lines, x, y)
 
 
 def operating_points(curves: Curves) -> list[Row]:
