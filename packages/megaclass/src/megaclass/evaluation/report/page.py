@@ -64,7 +64,12 @@ def render_report(report: ReportData, path: Path | None = None) -> str:
         title=report.title,
         models=models,
         versions=" · ".join(f"{name} {value}" for name, value in report.versions.items()),
-        tiles=_tiles(models),
+        # The headline of a model is its result on the first set that was evaluated.
+        tiles=[
+            (place, model, evaluated[0])
+            for place, model in enumerate(models)
+            if (evaluated := [one for one in model.results if one.error is None])
+        ],
         verdicts=[(model.name, verdict(model)) for model in runs if model.metrics or model.events],
         comparison=comparison(runs),
         facts=[(model.name, model.facts) for model in runs if model.facts],
@@ -95,6 +100,9 @@ def render_report(report: ReportData, path: Path | None = None) -> str:
         script_digest=script_digest(),
         contents=contents,
         sections=SECTIONS,
+        protocols=PROTOCOLS,
+        headline=headline,
+        colour=colour,
         **values,
     )
 
@@ -104,28 +112,6 @@ def script_digest() -> str:
     # The template puts the script on lines of its own, and the digest is over everything between the tags.
     content = f"\n{source('report.js')}"
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
-
-def _tiles(models: Sequence[ModelReport]) -> list[dict[str, Any]]:
-    """Returns one tile per model: its headline on the first set that was evaluated, and what the number means."""
-    tiles = []
-    for place, model in enumerate(models):
-        first = next((result for result in model.results if result.error is None), None)
-        if first is None:
-            continue
-        value, _, deviation = headline(first).partition(" ± ")
-        note = f"± {deviation} over the folds, {first.name}" if deviation else first.name
-        tiles.append(
-            {
-                "model": model,
-                "colour": colour(place),
-                "value": value,
-                "is_long": not deviation,
-                "note": note,
-                "meaning": PROTOCOLS[first.kind].meaning(first.numbers),
-            }
-        )
-    return tiles
 
 
 def _centre_figures(health: CentreHealth) -> list[Figure]:
