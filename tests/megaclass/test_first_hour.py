@@ -110,7 +110,7 @@ def typed(capsys):
         ("megaclass data inspct own", "Did you mean: megaclass data inspect own\n"),
         (
             "megaclass train recipe.toml data.path=both",
-            "data.path=both/train, and verify on another with pairs of its images: "
+            "data.path=both/train, or verify on another with pairs of its images: "
             "megaclass data pairs both/val --out both/train/val.bin\n",
         ),
         ("megaclass train recipe.toml data.path=own/person0", "set data.path=own; otherwise move"),

@@ -349,6 +349,7 @@ def evaluate(
     model: "str | Path | LoadedModel | TrainedRun",
     on: str | Path | Sequence[str | Path] = (),
     *,
+    classify: str | Path | Sequence[str | Path] = (),
     gallery: str | Path | None = None,
     probes: str | Path | None = None,
     distractors: str | Path | None = None,
@@ -359,28 +360,28 @@ def evaluate(
     mirror: bool | None = None,
     batch_size: int = 64,
     threads: int = 2,
-    faiss: bool = False,
     device: str = "auto",
     backbone: str | None = None,
     nproc: int = 1,
     on_result: "Callable[[SetResult], None] | None" = None,
 ) -> Evaluation:
-    """Evaluates a model on verification, template and identification sets, as `megaclass evaluate` does.
+    """Evaluates a model on classification, verification, template and identification sets, as `megaclass evaluate` does.
 
     Under a launcher every rank calls this, and each embeds a part of the images. The numbers are also written to
     evaluation.json in `out`, or in the run folder if `model` is one; its report shows them.
 
     model: run folder, model file, or what `megaclass.load` or `megaclass.train` returned.
     on: .bin files, lists of pairs, IJB folders, or folders of .bin files.
+    classify: labelled images to classify, as for data.path: a folder per class, .rec or tar files.
     gallery: known people, a folder of identities or embeddings .npy.
     probes: people to search for, likewise.
     distractors: distractors of MegaFace, to search among.
-    training_data: counts the images of each set that are in this data.
+    training_data: counts the images of each set that are in this data, and gives the accuracy of `classify` by the number
+        of training images.
     out: folder for the numbers.
     fit: how images of another size are fitted; None as in training.
     resize: stretch images of another size if the model does not state how to fit them.
     mirror: add the embedding of the mirrored image; None as in training.
-    faiss: search galleries with faiss.
     backbone: `package.module:Class` of your own, if the model is not a built-in one.
     nproc: number of processes to start on this machine, for a model that is a run folder or a file.
     on_result: called on rank 0 with each result as soon as it is there.
@@ -394,13 +395,17 @@ def evaluate(
     from megaclass_launch.ranks.process_group import process_group
 
     world, given = world_from_environment(), model.folder if isinstance(model, TrainedRun) else model
-    paths = [Path(one) for one in ([on] if isinstance(on, str | Path) else on)]
+    paths, labelled = (
+        [Path(one) for one in ([given_sets] if isinstance(given_sets, str | Path) else given_sets)]
+        for given_sets in (on, classify)
+    )
     others = [None if one is None else Path(one) for one in (gallery, probes, distractors)]
     if out is None and not isinstance(given, LoadedModel) and Path(given).is_dir():
         out = given
     if nproc > 1 and world.starter == NO_STARTER and not isinstance(given, LoadedModel):
         options = {
             "on": paths,
+            "classify": labelled,
             "gallery": gallery,
             "probes": probes,
             "distractors": distractors,
@@ -411,7 +416,7 @@ def evaluate(
             "device": device,
             "backbone": backbone,
         }
-        flags = ["--resize"] * resize + ["--faiss"] * faiss + ["--mirror"] * (mirror is True)
+        flags = ["--resize"] * resize + ["--mirror"] * (mirror is True)
         return _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
     results: list[SetResult] = []
     with _messages(), process_group(world, device=device) as found:
@@ -429,9 +434,9 @@ def evaluate(
             num_threads=threads,
             fit=fit,
             mirror=mirror,
-            with_faiss=faiss,
+            centres=lambda: loaded.class_shard(training_data),
         )
-        for one in sets_of_main_rank(lambda: _sets(paths, *others), loaded.device):
+        for one in sets_of_main_rank(lambda: _sets(paths, labelled, *others), loaded.device):
             with bar_on_demand(f"evaluating {one.name}") if world.is_main else nullcontext() as on_progress:
                 [result] = evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
             if world.is_main and training_data is not None:
@@ -478,12 +483,12 @@ def _write(out: str | Path, model: Mapping[str, Any], results: "Sequence[SetResu
 
 
 def _sets(
-    paths: Sequence[Path], gallery: Path | None, probes: Path | None, distractors: Path | None
+    paths: Sequence[Path], labelled: Sequence[Path], gallery: Path | None, probes: Path | None, distractors: Path | None
 ) -> "list[EvaluationSet]":
     from megaclass.evaluation.protocol import EvaluationSet
     from megaclass.evaluation.sets import find_sets
 
-    sets = find_sets(paths)
+    sets = find_sets(paths, labelled)
     if (gallery or distractors) and not probes:
         raise ConfigError("--gallery and --distractors need --probes, the images to search for.")
     for one, kind, between in ((gallery, "identification", "in"), (distractors, "distractors", "among")):
@@ -491,5 +496,7 @@ def _sets(
             name = f"{probes.stem} {between} {one.stem}"
             sets.append(EvaluationSet(name=name, kind=kind, path=one, probes=probes))
     if not sets:
-        raise ConfigError("Nothing to evaluate on: give --on SET …, or --probes with --gallery or --distractors.")
+        raise ConfigError(
+            "Nothing to evaluate on: give --on SET …, --classify DATA …, or --probes with --gallery or --distractors."
+        )
     return sets

@@ -204,7 +204,7 @@ def plan_text(plan: Mapping[str, Any], job: PlannedJob) -> str:
         f"Speed         {plan['images_per_second']:,.0f} images/s, {duration_text(plan['epoch_s'])} per epoch, "
         f"{duration_text(plan['total_s'])} for {config.train.epochs:g} epochs",
         f"Checkpoint    {size_text(plan['checkpoint_bytes'])}",
-        f"Data          {_data(plan, config.data.threads)}",
+        f"Data          {_data(plan)}",
         f"Would fit     {_would_fit(plan)}",
     ]
     if smallest := plan["smallest_that_fit"]:
@@ -234,19 +234,20 @@ def _would_fit(plan: Mapping[str, Any]) -> str:
     return f"{with_batch}, or {with_classes}"
 
 
-def _data(plan: Mapping[str, Any], threads_per_process: int) -> str:
+def _data(plan: Mapping[str, Any]) -> str:
     needed = f"{plan['images_per_second'] / plan['num_ranks']:,.0f} images/s per rank are needed"
     threads, processes = plan["reader_threads_per_rank"], plan["loader_processes_per_rank"]
     wanted = plan["threads_needed_per_rank"]
     if wanted is None:
         return f"{needed}; nothing was measured, because there is no data here"
-    here = f"{threads} thread" + "s" * (threads > 1)
-    if processes:
-        here += f" in {processes} loader process" + "es" * (processes > 1)
+    here = (
+        f"{processes} loader process" + "es" * (processes > 1)
+        if processes
+        else f"{threads} thread" + "s" * (threads > 1)
+    )
     indent = f"\n{'':14}"
     decoded = f"{plan['decode_images_per_second_per_thread']:,.0f}"
     reads = f"{needed}; one thread of this machine{indent}reads and decodes {decoded}, so {wanted}"
     if threads >= wanted:
         return f"{reads} keep up; each rank has {here}"
-    change = f"data.workers={-(-wanted // threads_per_process)}"
-    return f"{reads} would keep up;{indent}each rank has {here}: set {change} if the host has the cores"
+    return f"{reads} would keep up;{indent}each rank has {here}: set data.workers={wanted} if the host has the cores"

@@ -27,7 +27,7 @@ def add_evaluate_commands(commands: "Commands") -> None:
     """Adds the four commands to the parser's commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="evaluate a model on verification, template and identification sets",
+        help="evaluate a model: classification, verification, templates, identification, retrieval",
         description="Evaluates a model: megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC",
     )
     evaluate.add_argument("model", type=Path, help=_MODEL_HELP)
@@ -39,6 +39,14 @@ def add_evaluate_commands(commands: "Commands") -> None:
         metavar="SET",
         help=".bin, pairs list, IJB folder, or folder of .bin files",
     )
+    evaluate.add_argument(
+        "--classify",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DATA",
+        help="labelled images to classify, as for data.path: a folder per class, .rec or tar files",
+    )
     evaluate.add_argument("--gallery", type=Path, help="known people: a folder of identities, or embeddings .npy")
     evaluate.add_argument(
         "--probes", type=Path, help="people to search for: a folder of identities, or embeddings .npy"
@@ -49,12 +57,12 @@ def add_evaluate_commands(commands: "Commands") -> None:
     evaluate.add_argument(
         "--training-data",
         metavar="PATH",
-        help="training data of the model, as for data.path, to count the images of each .bin file that it contains",
+        help="training data of the model, as for data.path: counts the images of each .bin file that it contains, and gives "
+        "the accuracy of --classify by the number of training images",
     )
     evaluate.add_argument(
         "--out", type=Path, help="folder for evaluation.json (default: the run folder, if MODEL is one)"
     )
-    evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
     _add_running(evaluate)
     evaluate.set_defaults(run=_evaluate)
@@ -147,6 +155,7 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
     found = evaluate(
         options.model,
         options.on,
+        classify=options.classify,
         gallery=options.gallery,
         probes=options.probes,
         distractors=options.distractors,
@@ -157,7 +166,6 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
         mirror=options.mirror,
         batch_size=options.batch_size,
         threads=options.threads,
-        faiss=options.faiss,
         device=options.device,
         backbone=options.backbone,
         on_result=None if options.json else print_result,

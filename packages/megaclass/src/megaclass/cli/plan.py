@@ -115,6 +115,6 @@ def _image_size(config: "Config", source: "ImageSource | None") -> tuple[int, in
 
 def _decode_rate(source: "ImageSource") -> float:
     """Measures for a second how many images one thread of this machine reads and decodes."""
-    from megaclass.bench.data import read_and_decode_rate
+    from megaclass.data.tools.bench import read_and_decode_rate
 
     return read_and_decode_rate(source, seconds=_DECODE_S)

@@ -97,7 +97,7 @@ class DataConfig:
     workers: int | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
     """Number of loader processes per rank; 0: threads of the rank itself. auto: by CPU cores on a GPU, 0 on a CPU."""
     threads: int = field(default=1, metadata=MAY_CHANGE | within("in [1, 256]"))
-    """Number of reader threads per loader process, or of the rank itself if it has none."""
+    """Number of reader threads of the rank itself, if it has no loader processes."""
     on_gpu: bool = field(default=False, metadata=MAY_CHANGE)
     """Decode all images once, at the start, and keep their pixels in the memory of every GPU; for sets that fit."""
     max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE | within("in [0, 1]"))

@@ -1,4 +1,4 @@
-"""Bad labels, embeddings that are not finite, ranks out of step, overwritten centres: found on the device, raised on every rank.
+"""Bad labels, embeddings that are not finite, ranks out of step, overwritten centres: found on the device, raised everywhere.
 
 Every rank sees the whole gathered batch, so all ranks find the same fault without communication. On a CPU it is raised
 at once. On a GPU reading it would make the host wait, so the fault stays on the device, where it masks the update and the

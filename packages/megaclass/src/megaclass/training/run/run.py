@@ -149,10 +149,12 @@ def open_data(
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
+        # Every backbone takes multiples of 16.
+        rounded = ",".join(str(min(4096, max(16, 16 * round(side / 16)))) for side in size)
         raise DataError(
             f"The images at {config.data.path} have {shown_size(size)} pixels, which is not a square. Set the input size: "
-            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{height},{width}], height first, "
-            f"for rectangles."
+            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{rounded}], height first, for "
+            f"rectangles."
         )
     if config.data.on_gpu and device.type != "cuda":
         raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
@@ -163,7 +165,6 @@ def open_data(
     processes = choose_processes(
         path,
         workers=config.data.workers,
-        threads=config.data.threads,
         device=device,
         num_local_ranks=world.local_size,
     )
