@@ -107,7 +107,7 @@ def test_trackio_has_every_number_at_its_step(tmp_path, monkeypatch):
 def test_no_service_is_used_unless_its_setting_says_so(tmp_path):
     for tracker in TRACKERS:
         off = {"false": False, "''": "", "0": 0}[tracker.off]
-        assert getattr(config_of(tmp_path).train, tracker.setting) == off
+        assert getattr(config_of(tmp_path).train, tracker.setting.removeprefix("train.")) == off
         assert not tracker.is_wanted(config_of(tmp_path).train)
 
 
