@@ -2,6 +2,7 @@
 
 import os
 import selectors
+import socket
 import time
 from types import SimpleNamespace
 
@@ -189,7 +190,7 @@ def job(tmp_path, **more) -> dict:
         "workdir": str(tmp_path),
         "command": ["sh"],
         "host": "h1",
-        "worlds": [{}, {}],
+        "slots": 2,
         "passed": {},
         "given": {},
         "interfaces": [],
@@ -228,9 +229,8 @@ def test_variables_of_the_user_come_before_those_of_the_driver_and_these_before_
     assert WorkerSetup(job(tmp_path, given={"OMP_NUM_THREADS": "3"}), own).base["OMP_NUM_THREADS"] == "3"
 
 
-def test_only_the_host_of_rank_0_holds_ports_and_one_if_the_user_chose_it():
-    assert Rank0Ports([World(rank=2, size=4), World(rank=3, size=4)], 0).hold() == {}
-    both = Rank0Ports([World(rank=0, size=2), World(rank=1, size=2)], 0)
+def test_two_ports_are_held_for_rank_0_and_one_if_the_user_chose_it():
+    both = Rank0Ports(0, "127.0.0.1")
     found = both.hold()
     assert found["port"] != found["store_port"]
     offer = both.offer_store("192.0.2.1")
@@ -238,11 +238,32 @@ def test_only_the_host_of_rank_0_holds_ports_and_one_if_the_user_chose_it():
     assert offer is not None
     offer.close()
     # With other hosts it listens at the address that they use; this one belongs to no host.
-    several = Rank0Ports([World(rank=0, size=2)], 0)
+    several = Rank0Ports(0)
     several.hold()
     assert several.offer_store("192.0.2.1") is None
-    chosen = Rank0Ports([World(rank=0, size=2), World(rank=1, size=2)], found["port"])
-    assert chosen.hold() == {"port": found["port"]} and chosen.offer_store("127.0.0.1") is None
+    chosen = Rank0Ports(found["port"], "127.0.0.1")
+    # The same one for every generation of an elastic job.
+    for _ in range(2):
+        assert chosen.hold() == {"port": found["port"], "store_port": 0} and chosen.offer_store("127.0.0.1") is None
+
+
+def test_every_generation_has_ports_of_its_own_and_those_of_the_last_two_stay_held():
+    ports = Rank0Ports(0)
+    held = [ports.hold() for _ in range(4)]
+    assert len({port for pair in held for port in pair.values()}) == 8
+    with socket.create_server(("", 0)) as taken, pytest.raises(LaunchError, match="is in use"):
+        Rank0Ports(taken.getsockname()[1]).hold()
+
+    def is_free(port: int) -> bool:
+        with socket.socket() as other:
+            try:
+                other.bind(("0.0.0.0", port))
+            except OSError:
+                return False
+            return True
+
+    assert not any(is_free(port) for pair in held[1:] for port in pair.values())
+    assert all(is_free(port) for port in held[0].values())
 
 
 # ---- heartbeats ----

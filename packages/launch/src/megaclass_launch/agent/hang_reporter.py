@@ -8,7 +8,8 @@ Used by the agent's one thread. Standard library only.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megaclass_launch.agent.supervisor import Worker
@@ -91,11 +92,18 @@ class HangReporter:
         return True
 
     def report_stacks(
-        self, name: str, running: Sequence[Worker], read_stderr: Callable[[int], None], *, may_abort: bool
+        self,
+        name: str,
+        running: Sequence[Worker],
+        ranks: Mapping[int, int],
+        read_stderr: Callable[[int], None],
+        *,
+        may_abort: bool,
     ) -> None:
         """Collects and sends the stacks. read_stderr: moves what a rank has printed since into `take_output`.
 
-        may_abort: ranks that cannot be asked get SIGABRT, which ends them, because the job ends in any case.
+        ranks: the rank of each worker, for the names of the files. may_abort: ranks that cannot be asked get SIGABRT, which
+        ends them, because the job ends in any case.
         """
         watched = [WatchedRank(worker.rank, worker.pid, self._pages[worker.rank]) for worker in running]
 
@@ -117,7 +125,8 @@ class HangReporter:
         self._is_late = False
         # On this host, because the machine of the driver may not have the run folder.
         folder = self._run_folder()
-        if folder is not None and (kept := keep_stacks(folder, name, reports)) is not None:
+        by_rank = [replace(report, rank=ranks[report.rank]) for report in reports]
+        if folder is not None and (kept := keep_stacks(folder, name, by_rank)) is not None:
             self._say({"say": "kept", "folder": str(kept)}, b"")
         for report in reports:
             fields = {field: getattr(report, field) for field in _SENT}
