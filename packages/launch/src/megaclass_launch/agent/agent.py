@@ -21,9 +21,8 @@ Everything happens in one thread, in `Agent._loop`; no field needs a lock. The p
     WorkerChannels      messages with the workers of an elastic job    see worker_channels.py
     Supervisor          starts, signals, reaps and kills workers       the workers, the time of SIGKILL
     WorkerOutput        from the workers' pipes to the driver          the open pipes, and whether they are read
-    HangReporter        pages and stacks of ranks that hang            one page per worker
     AgentCall           the function of horovod.run(), if there is one     its file: the driver's "call" messages
-    AgentHeartbeat      heartbeats, progress, stopped ranks            what was reported last
+    RankWatch           heartbeats, progress, stacks of ranks that hang    see rank_watch.py
     _is_ending          the workers were told to end                   _end; read by _is_over and _note_exits
     _helpers_until      time for helper processes to leave             _end_leftovers, once the last rank has ended
 """
@@ -38,9 +37,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megaclass_launch.agent.driver_connection import DriverConnection, read_job
-from megaclass_launch.agent.hang_reporter import HangReporter
-from megaclass_launch.agent.heartbeat import AgentHeartbeat
 from megaclass_launch.agent.orphan_killer import processes_of, send
+from megaclass_launch.agent.rank_watch import RankWatch
 from megaclass_launch.agent.supervisor import Supervisor, Worker
 from megaclass_launch.agent.worker_channels import WorkerChannels
 from megaclass_launch.agent.worker_output import WorkerOutput
@@ -48,7 +46,6 @@ from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
 from megaclass_launch.elastic.channel import FD_NAME as ELASTIC_FD
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.placement import job_environment
-from megaclass_launch.restart_progress import FD_NAME
 from megaclass_launch.signals import SignalQueue
 from megaclass_launch.wire.call import AgentCall
 from megaclass_launch.wire.protocol import Message, beat_interval, silence_limits
@@ -101,8 +98,10 @@ class Agent:
             self._selector, self._say, lambda number: self._kill([number]), is_elastic=self._is_elastic
         )
         self._output = WorkerOutput(self._selector, self._on_output)
-        self._hangs = HangReporter(job["host"], job["hang_timeout_s"], self._say)
-        self._heartbeat = AgentHeartbeat(supervisor, self._hangs, self._say, beat_interval(job["heartbeat_s"]))
+        interval_s, hang_timeout_s = beat_interval(job["heartbeat_s"]), job["hang_timeout_s"]
+        self._watch = RankWatch(
+            supervisor, self._say, host=job["host"], interval_s=interval_s, hang_timeout_s=hang_timeout_s
+        )
         self._call = AgentCall()
         self._is_ending = False
         self._helpers_until = 0.0
@@ -131,7 +130,7 @@ class Agent:
                 key.data()
             now = time.monotonic()
             self._driver.check_silence(now)
-            self._heartbeat.check(now)
+            self._watch.check(now)
             self._note_exits()
 
     def _balance(self) -> None:
@@ -145,7 +144,7 @@ class Agent:
         if self._is_ending or self._helpers_until:
             return _TICK_S
         now = time.monotonic()
-        wait_s = max(0.0, min(self._heartbeat.next_at(now), self._driver.lost_at) - now)
+        wait_s = max(0.0, min(self._watch.next_at(now), self._driver.lost_at) - now)
         return min(wait_s, _CHANNEL_TICK_S) if self._channels.has_unsent else wait_s
 
     # ---- the driver ----
@@ -172,11 +171,11 @@ class Agent:
             case "stacks":
                 ranks = {int(number): rank for number, rank in message["ranks"].items()}
                 asked = [worker for worker in self._supervisor.running() if worker.rank in ranks]
-                self._hangs.report_stacks(
+                self._watch.report_stacks(
                     message["name"], asked, ranks, self._output.read_stderr, may_abort=bool(message["may_abort"])
                 )
             case "verdict":
-                self._hangs.keep_verdict(message)
+                self._watch.keep_verdict(message)
             case "end":
                 self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
 
@@ -243,18 +242,17 @@ class Agent:
     def _start_worker(self, rank: int, env: Mapping[str, str], pass_fds: Sequence[int]) -> Worker:
         """Starts one worker. Raises LaunchError if the command cannot be started.
 
-        env: the variables that are its own. pass_fds: files that it inherits, beyond those for its progress and its state.
+        env: the variables that are its own. pass_fds: files that it inherits, beyond that for its status.
         """
-        page = self._hangs.new_page(rank)
-        progress_fd = self._heartbeat.progress_fd
-        inherited = {FD_NAME: str(progress_fd), **self._hangs.environment(rank)}
+        page = self._watch.new_page(rank)
+        inherited = self._watch.environment(rank)
         with self._call.pipe() as (call_env, call_fds, result_fd):
             worker = self._supervisor.start(
                 rank,
                 self._job["command"],
                 {**self._setup.base, **env, **inherited, **call_env},
                 self._setup.workdir,
-                pass_fds=[progress_fd, page.fileno(), *call_fds, *pass_fds],
+                pass_fds=[page.fileno(), *call_fds, *pass_fds],
             )
         self._output.watch(worker, result_fd)
         return worker
@@ -262,7 +260,7 @@ class Agent:
     # ---- output and ends of the workers ----
 
     def _on_output(self, rank: int, stream: str, data: bytes) -> None:
-        if not self._hangs.take_output(rank, stream, data):
+        if not self._watch.take_output(rank, stream, data):
             self._say({"say": "output", "rank": rank, "stream": stream}, data)
 
     def _note_exits(self) -> None:
@@ -278,7 +276,7 @@ class Agent:
         self._channels.read(worker.rank)
         self._channels.close(worker.rank)
         # Before its exit, because the driver then decides whether the job may be restarted.
-        self._heartbeat.report_progress()
+        self._watch.report_progress()
         # Also before its exit: the driver quotes its last lines in the report.
         self._output.read_last(worker)
         self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
@@ -286,7 +284,7 @@ class Agent:
             # What it started ends with it; its pid may belong to another process later.
             _kill_session(worker)
             self._supervisor.forget(worker)
-            self._hangs.forget(worker.rank)
+            self._watch.forget(worker.rank)
 
     def _kill(self, numbers: Sequence[int], *, only_stopped: bool = False) -> None:
         for worker in self._supervisor.running():

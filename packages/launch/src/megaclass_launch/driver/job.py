@@ -156,9 +156,9 @@ class JobState:
 
         self.decision = OutcomeDecision()
         self.give_up_at = float("inf")
-        """When agents that do not report the end of their ranks are abandoned."""
+        """Time at which agents that do not report the end of their ranks are abandoned."""
         self.resume_deadline = float("inf")
-        """When ranks are ended that have not saved and left after the first one did with exit code 75."""
+        """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
         self.ladder = InterruptLadder()
         self.has_passed_sigterm = False
 

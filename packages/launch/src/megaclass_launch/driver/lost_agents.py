@@ -8,7 +8,6 @@ import contextlib
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
 from megaclass_launch.driver.job import JobState
@@ -17,7 +16,6 @@ from megaclass_launch.driver.outcome import Outcome
 from megaclass_launch.driver.ssh import SshSettings, agent_command, is_connection_lost, why_not_started
 from megaclass_launch.errors import EXIT_TRY_AGAIN
 from megaclass_launch.exit_codes import EXIT_HOST_LOST, how_it_ended
-from megaclass_launch.hosts import Host
 
 _STDERR_READS = 16
 """Reads of an agent's stderr after its end; an ssh that keeps writing there must not keep the driver."""
@@ -172,52 +170,33 @@ class OrphanKillers:
         self._ssh = ssh
         # The driver waits for them at its end, so they get no more time than the agents do.
         self._grace_s = min(grace_s, LEAVE_S)
-        self._running: list[OrphanKiller] = []
+        self._running: list[tuple[subprocess.Popen[bytes], float]] = []
+        """Each with the time at which it is given up."""
 
     def start(self, agent: AgentPipe) -> None:
-        """Starts to kill all processes of the agent's run on its host."""
-        if len(self._running) < _MAX_ORPHAN_KILLERS:
-            with contextlib.suppress(OSError):
-                pid = agent.hello["pid"]
-                self._running.append(
-                    start_orphan_killer(agent.host, self._ssh, agent.run_id, agent_pid=pid, grace_s=self._grace_s)
-                )
+        """Starts to kill all processes of the agent's run on its host, and does not wait."""
+        if len(self._running) == _MAX_ORPHAN_KILLERS:
+            return
+        with contextlib.suppress(OSError):
+            process = subprocess.Popen(
+                agent_command(agent.host, self._ssh, "megaclass_launch.agent.orphan_killer"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+            self._running.append((process, time.monotonic() + self._grace_s + _CONNECT_AND_KILL_S))
+            assert process.stdin is not None
+            # The line is shorter than a pipe's buffer, so this never blocks.
+            with process.stdin:
+                process.stdin.write(f"{agent.run_id} {agent.hello['pid']} {self._grace_s}\n".encode("ascii"))
 
     def wait(self) -> None:
-        for killer in self._running:
-            killer.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class OrphanKiller:
-    """A running orphan killer on one host."""
-
-    process: subprocess.Popen[bytes]
-    deadline: float
-
-    def wait(self) -> None:
-        """Waits until it is done or its time is up: the host may be down, which is why its agent was lost."""
-        try:
-            self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def start_orphan_killer(host: Host, ssh: SshSettings, run_id: str, *, agent_pid: int, grace_s: float) -> OrphanKiller:
-    """Starts to kill all processes of the run on the host, and does not wait. agent_pid: the lost agent's pid there."""
-    process = subprocess.Popen(
-        agent_command(host, ssh, "megaclass_launch.agent.orphan_killer"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    # The line is shorter than a pipe's buffer, so this never blocks.
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(f"{run_id} {agent_pid} {grace_s}\n".encode("ascii"))
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
-    return OrphanKiller(process, time.monotonic() + grace_s + _CONNECT_AND_KILL_S)
+        """Waits until each is done or its time is up: the host may be down, which is why its agent was lost."""
+        for process, deadline in self._running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

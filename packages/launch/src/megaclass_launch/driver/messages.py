@@ -133,7 +133,7 @@ def _note_exit(job: JobState, worker: WorkerRecord, pid: int, code: int) -> None
 
 
 def _may_continue_without(job: JobState, code: int, *, is_member: bool) -> bool:
-    """Returns whether an elastic job goes on with the other ranks after one has ended with this exit code."""
+    """Returns whether an elastic job continues with the other ranks after one has ended with this exit code."""
     # Exit code 2: something has to be fixed first. On a host that was about to join a job that runs well, it has to be
     # fixed there. A program that is not elastic ends with its first rank that fails.
     is_fault = code == EXIT_USER_ERROR and (is_member or not job.has_progressed)
