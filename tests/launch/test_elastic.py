@@ -251,7 +251,7 @@ def trains(tmp_path) -> list[str]:
 
 def test_with_a_hang_timeout_the_verdict_names_the_rank_and_the_others_go_on(run, trains, tmp_path):
     logs = tmp_path / "logs"
-    job = run.start("--min-np", "1", "-np", "3", "--hang-timeout", "8", "--output-filename", str(logs), *trains)
+    job = run.start("--min-np", "1", "-np", "3", "--hang-timeout", "20", "--output-filename", str(logs), *trains)
     job.says("of 3 pid", 3, timeout_s=90)
     hung = pid_of(job, 1)
     (tmp_path / "hang-1").touch()
@@ -269,7 +269,7 @@ def test_with_a_hang_timeout_the_verdict_names_the_rank_and_the_others_go_on(run
 
 
 def test_a_job_that_cannot_continue_without_the_rank_that_hangs_ends_with_134(run, trains, tmp_path):
-    options = ("--min-np", "2", "--elastic-timeout", "1", "--hang-timeout", "8")
+    options = ("--min-np", "2", "--elastic-timeout", "1", "--hang-timeout", "20")
     job = run.start(*options, "-np", "2", *trains)
     job.says("of 2 pid", 2, timeout_s=90)
     (tmp_path / "hang-1").touch()

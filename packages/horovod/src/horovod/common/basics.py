@@ -2,10 +2,12 @@
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -88,9 +90,11 @@ class _Basics:
         outlive_lost_ranks()
         failure: Exception | None = None
         for _ in range(_MOST_ATTEMPTS):
-            worker.rendezvous(self.why_joining)
-            # Every generation has a store of its own.
+            # Every generation has a store of its own. The old one is closed before the driver is told that this rank is ready:
+            # with --master-port the next one listens at the same port. Frames of errors form cycles that may hold it.
             self._rendezvous = Rendezvous()
+            gc.collect()
+            worker.rendezvous(self.why_joining)
             own = OwnConnections()
             worker.when_broken(partial(_joined, own))
             try:
@@ -98,6 +102,7 @@ class _Basics:
             except (UserError, RuntimeError) as error:
                 # Most likely another member is gone, and the driver forms a generation without it.
                 failure, self.why_joining = error, Why.FAILED
+                traceback.clear_frames(error.__traceback__)
                 worker.failed(str(error))
                 own.end()
             else:
